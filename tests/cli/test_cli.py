@@ -1,4 +1,7 @@
-"""The command line: what it prints and the codes it exits with."""
+"""The command line: what it prints and the codes it exits with.
+
+Most commands run in this process; in a process of its own runs what is about one, and what a user does most.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import fakes
@@ -27,9 +31,6 @@ from parity.report.record import Uncollected
 from parity.result import Result
 from parity.user_error import UserError
 
-# The command line: what it prints and the codes it exits with; the last two compare real modules.
-
-
 FITS = """
     import parity
     from torch import nn
@@ -46,12 +47,22 @@ FITS = """
 MISFITS = FITS.replace("candidate=te.Linear(hidden, 32)", "candidate=te.Linear(hidden, 48)")
 
 
-def parity(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class Ended:
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Ended]
+
+
+def in_a_process(folder: Path, *arguments: str) -> Ended:
     """Run the command as a user does, in a process of its own."""
     root = Path(suite.__file__).parents[1]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "parity", *arguments],
         cwd=folder,
         env={key: value for key, value in environment.items() if not key.startswith("PYTEST_")},
@@ -59,6 +70,38 @@ def parity(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """Run ``parity`` in this process, in a folder of the test's own, and forget the files of pairs in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+    declared, modules = registry.cases(), set(sys.modules)
+
+    def run(*arguments: str) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["parity", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        _forget(tmp_path, modules)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    yield run
+    registry.restore(declared)
+
+
+def _forget(folder: Path, modules: set[str]) -> None:
+    for name in sys.modules.keys() - modules:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(folder):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def report(command: Command) -> Command:
+    return partial(command, "report")
 
 
 def write(folder: Path, text: str, name: str = "my_pairs.py") -> Path:
@@ -98,7 +141,7 @@ def here(
     registry.restore(declared)
 
 
-def assert_mistake(done: subprocess.CompletedProcess[str], *words: str) -> None:
+def assert_mistake(done: Ended, *words: str) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -153,24 +196,25 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("calibrate", "my_pairs.py", "-p", "fp32", "-n", "1"), ("input gradients in fp32", "5 different tensors")),
         (("report", "missing.jsonl"), ("cannot read missing.jsonl",)),
     ],
+    ids=lambda words: " ".join(words)[:50],
 )
 def test_bad_arguments_end_in_a_sentence_and_code_2(
-    tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
+    command: Command, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
     write(tmp_path, FITS)
     write(tmp_path, "", "notes.txt")
     nowhere = {key: replace(law, center=math.nan) for key, law in limits.packaged().laws.items() if key[0] == "fp32"}
     limits.save(limits.Table(nowhere, {}), tmp_path / "nan.json")
-    assert_mistake(parity(tmp_path, *arguments), *words)
+    assert_mistake(command(*arguments), *words)
 
 
-@pytest.mark.parametrize("command", ["run", "suggest-map", "throughput", "gpu-report"])
+@pytest.mark.parametrize("name", ["run", "suggest-map", "throughput", "gpu-report"])
 def test_an_unknown_backend_in_the_environment_ends_in_a_sentence_and_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("PARITY_BACKEND", "tpu")
     write(tmp_path, FITS)
-    done = parity(tmp_path, command, "my_pairs.py")
+    done = command(name, "my_pairs.py")
     assert_mistake(done, "--backend (or PARITY_BACKEND) is 'tpu', but must be one of auto, gpu, cpu")
 
 
@@ -218,9 +262,9 @@ def test_a_file_without_pairs_ends_in_a_sentence_and_code_2(here: Here) -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_an_unknown_pair_comes_with_the_nearest_names(tmp_path: Path, workers: str) -> None:
+def test_an_unknown_pair_comes_with_the_nearest_names(command: Command, tmp_path: Path, workers: str) -> None:
     write(tmp_path, FITS)
-    done = parity(tmp_path, "run", "my_pairs.py::my_linar", "-n", workers)
+    done = command("run", "my_pairs.py::my_linar", "-n", workers)
     assert_mistake(done, "no pair 'my_linar' in my_pairs.py; did you mean my_pairs.py::my_linear?")
 
 
@@ -242,7 +286,7 @@ def test_a_terminal_that_lacks_a_character_gets_its_code(tmp_path: Path, monkeyp
     record.start(path, record.environment_line(ENVIRONMENT))
     record.append(path, record.result_line(result()))
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    done = parity(tmp_path, "report", "night.jsonl")
+    done = in_a_process(tmp_path, "report", "night.jsonl")
     assert (done.returncode, done.stderr) == (0, "")
     assert r"\u2705 1 of 1 item passed" in done.stdout
 
@@ -263,7 +307,7 @@ def test_list_shows_cases_without_te(tmp_path: Path) -> None:
         tmp_path,
         FITS + "\n    import sys, atexit\n    atexit.register(lambda: print('transformer_engine' in sys.modules))",
     )
-    done = parity(tmp_path, "list", "my_pairs.py")
+    done = in_a_process(tmp_path, "list", "my_pairs.py")
     assert (done.returncode, done.stderr) == (0, "")
     row = next(line for line in done.stdout.splitlines() if line.startswith("my_linear"))
     assert row.split() == ["my_linear", "batch=2", "hidden=16", "fp32,", "bf16", "my_pairs.py:5"]
@@ -314,7 +358,7 @@ def test_installed_packages_add_to_the_default_suite(tmp_path: Path, monkeypatch
 
 def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None:
     write(tmp_path, FITS)
-    done = parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--seeds", "2", "--report", "out", "--name", "mine")
+    done = in_a_process(tmp_path, "run", "my_pairs.py", "-n", "0", "--seeds", "2", "--report", "out", "--name", "mine")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"report: {tmp_path / 'out' / 'mine.md'}" in done.stdout
     results = record.read(tmp_path / "out" / "mine.jsonl").results
@@ -326,28 +370,28 @@ def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None
     assert {tensor.label for tensor in results[0].tensors} >= {"output", "d weight", "d bias"}
 
 
-def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(tmp_path: Path) -> None:
+def test_limits_may_come_from_a_table_and_the_last_failures_run_again_alone(command: Command, tmp_path: Path) -> None:
     packaged = limits.packaged()
     strict = {key: replace(law, center=-9.0) if key[0] == "fp32" else law for key, law in packaged.laws.items()}
     limits.save(limits.Table(strict, {}), tmp_path / "strict.json")
     write(tmp_path, FITS)
-    strictly = parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--calibration", "strict.json")
+    strictly = command("run", "my_pairs.py", "-n", "0", "--calibration", "strict.json")
     assert strictly.returncode == 1
     assert "--parity-calibration=strict.json -n 0" in strictly.stdout
     assert record.read(tmp_path / "reports" / "parity.jsonl").environment.limits == "strict.json"
     told = "limits of strict.json (none is wider than the packaged ones, and "
     assert told in strictly.stdout
     assert told in (tmp_path / "reports" / "parity.md").read_text()
-    again = parity(tmp_path, "report", "reports/parity.jsonl", "-o", "again.md")
+    again = command("report", "reports/parity.jsonl", "-o", "again.md")
     assert told in again.stdout
     assert told in (tmp_path / "again.md").read_text()
-    assert parity(tmp_path, "run", "my_pairs.py", "-n", "0", "--lf").returncode == 0
+    assert command("run", "my_pairs.py", "-n", "0", "--lf").returncode == 0
     assert [each.precision for each in record.read(tmp_path / "reports" / "parity.jsonl").results] == ["fp32"]
 
 
-def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(tmp_path: Path) -> None:
+def test_a_pair_that_does_not_fit_ends_in_a_sentence_and_code_2(command: Command, tmp_path: Path) -> None:
     write(tmp_path, MISFITS)
-    assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")
+    assert_mistake(command("run", "my_pairs.py", "-n", "0"), "my_pairs.py:5: pair 'my_linear'", "(48, 16)")
 
 
 @pytest.mark.parametrize("command", ["calibrate", "false-alarms"])
@@ -356,18 +400,18 @@ def test_a_backend_that_is_not_there_ends_in_a_sentence_and_code_2(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write(tmp_path, FITS)
-    done = parity(tmp_path, command, "my_pairs.py", "--backend", "gpu", "-p", "fp32", "-n", "1")
+    done = in_a_process(tmp_path, command, "my_pairs.py", "--backend", "gpu", "-p", "fp32", "-n", "1")
     assert_mistake(done, "no real TransformerEngine kernels here: PyTorch sees no CUDA device")
 
 
-@pytest.mark.parametrize("command", ["calibrate", "false-alarms", "zoo"])
-def test_a_command_needs_a_process(tmp_path: Path, command: str) -> None:
-    assert_mistake(parity(tmp_path, command, "-n", "0"), "'-n'", "greater than or equal to 1")
+@pytest.mark.parametrize("name", ["calibrate", "false-alarms", "zoo"])
+def test_a_command_needs_a_process(command: Command, name: str) -> None:
+    assert_mistake(command(name, "-n", "0"), "'-n'", "greater than or equal to 1")
 
 
-def test_a_pytest_id_lists_its_case_alone(tmp_path: Path) -> None:
+def test_a_pytest_id_lists_its_case_alone(command: Command, tmp_path: Path) -> None:
     write(tmp_path, FITS + FITS.replace("my_linear", "another"))
-    done = parity(tmp_path, "list", "my_pairs.py::another[fp32-2x16]")
+    done = command("list", "my_pairs.py::another[fp32-2x16]")
     assert "another" in done.stdout
     assert "my_linear" not in done.stdout
 
@@ -377,56 +421,32 @@ def test_a_pytest_id_lists_its_case_alone(tmp_path: Path) -> None:
 FORGOTTEN = FITS.replace('{"weight": "weight", "bias": "bias"}', "{}")
 
 
-def test_a_file_without_a_map_is_told_of_suggest_map_whose_map_then_passes(tmp_path: Path) -> None:
+def test_a_file_without_a_map_is_told_of_suggest_map_whose_map_then_passes(command: Command, tmp_path: Path) -> None:
     pairs = write(tmp_path, FORGOTTEN)
-    assert_mistake(parity(tmp_path, "run", "my_pairs.py", "-n", "0"), "`parity suggest-map my_pairs.py::my_linear`")
-    suggested = parity(tmp_path, "suggest-map", "my_pairs.py::my_linear")
+    assert_mistake(command("run", "my_pairs.py", "-n", "0"), "`parity suggest-map my_pairs.py::my_linear`")
+    suggested = command("suggest-map", "my_pairs.py::my_linear")
     assert suggested.returncode == 0, suggested.stderr
     _, _, printed = suggested.stdout.partition("weights={")
     entries, _, told = printed.partition("},")
     assert "the map fits" in told
     pairs.write_text(pairs.read_text().replace("weights={}", f"weights={{{entries}}}"))
-    assert parity(tmp_path, "run", "my_pairs.py", "-p", "fp32", "-n", "0").returncode == 0
+    assert command("run", "my_pairs.py", "-p", "fp32", "-n", "0").returncode == 0
 
 
-def test_suggest_map_of_modules_that_do_not_go_together_says_so_with_code_1(tmp_path: Path) -> None:
+def test_suggest_map_of_modules_that_do_not_go_together_says_so_with_code_1(command: Command, tmp_path: Path) -> None:
     write(tmp_path, MISFITS)
-    done = parity(tmp_path, "suggest-map", "my_pairs.py", "--afresh")
+    done = command("suggest-map", "my_pairs.py", "--afresh")
     assert done.returncode == 1, done.stderr
     assert "(32, 16)" in done.stdout
     assert "(48, 16)" in done.stdout
 
 
-def test_suggest_map_needs_one_pair_that_exists(tmp_path: Path) -> None:
+def test_suggest_map_needs_one_pair_that_exists(command: Command, tmp_path: Path) -> None:
     write(tmp_path, FITS)
-    assert_mistake(parity(tmp_path, "suggest-map", "my_pairs.py::other"), "'other'", "my_pairs.py::my_linear")
+    assert_mistake(command("suggest-map", "my_pairs.py::other"), "'other'", "my_pairs.py::my_linear")
 
 
 # ``parity report``: what it draws, prints and exits with.
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int | str | None
-    stdout: str
-    stderr: str
-
-
-Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr("sys.argv", ["parity", "report", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Ended(ended.value.code, *capsys.readouterr())
-
-    return run
 
 
 def write_record(name: str, *results: Result, planned: int = 1) -> Path:
@@ -440,7 +460,7 @@ def write_record(name: str, *results: Result, planned: int = 1) -> Path:
 def test_a_record_is_drawn_again_beside_it(report: Command) -> None:
     write_record("night.jsonl", result(notes=("no TE",)))
     done = report("night.jsonl")
-    assert (done.code, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "")
     assert "1 of 1 item passed" in done.stdout
     assert "note of 1 item: no TE" in done.stdout
     assert Path("night.md").read_text().startswith("# Parity report: night\n")
@@ -448,19 +468,19 @@ def test_a_record_is_drawn_again_beside_it(report: Command) -> None:
 
 def test_a_record_of_a_run_that_failed_ends_with_code_1_as_the_run_did(report: Command) -> None:
     write_record("night.jsonl", result(margin=9.0))
-    assert report("night.jsonl").code == 1
+    assert report("night.jsonl").returncode == 1
 
 
 def test_a_record_that_lacks_items_of_its_run_ends_with_code_1(report: Command) -> None:
     write_record("night.jsonl", result(), planned=2)
-    assert report("night.jsonl").code == 1
+    assert report("night.jsonl").returncode == 1
 
 
 def test_a_record_of_a_run_that_could_not_collect_a_pair_ends_with_code_1(report: Command) -> None:
     path = write_record("night.jsonl", result())
     record.append(path, record.uncollected_line(Uncollected("my_pairs.py::misfits", "fc1.weight is 128x64")))
     done = report("night.jsonl")
-    assert done.code == 1
+    assert done.returncode == 1
     assert done.stdout.startswith("⚠️ 1 of 1 item passed")
     assert "; 1 pair not collected; " in done.stdout
 
@@ -477,14 +497,14 @@ def test_last_lines_that_are_damaged_are_told_with_the_number_of_results_that_we
 
 def test_the_folder_of_the_report_is_made(report: Command) -> None:
     write_record("night.jsonl", result())
-    assert report("night.jsonl", "-o", "new/folder/drawn.md").code == 0
+    assert report("night.jsonl", "-o", "new/folder/drawn.md").returncode == 0
     assert "1 of 1 item passed" in Path("new/folder/drawn.md").read_text()
 
 
 def test_a_report_that_cannot_be_written_ends_in_a_sentence_and_code_2(report: Command) -> None:
     write_record("night.jsonl", result())
     done = report("night.jsonl", "-o", "night.jsonl/drawn.md")
-    assert done.code == 2
+    assert done.returncode == 2
     assert "that is a file, but a folder is due" in done.stderr
 
 
@@ -493,7 +513,7 @@ def test_a_report_never_replaces_a_record_that_it_is_drawn_from(report: Command,
     write_record("old.jsonl", result())
     write_record("new.jsonl", result())
     done = report("new.jsonl", "--against", "old.jsonl", "-o", target)
-    assert done.code == 2
+    assert done.returncode == 2
     assert f"would replace its record {target}" in done.stderr
     assert len(record.read(Path(target)).results) == 1
 
@@ -502,7 +522,7 @@ def test_an_item_that_newly_fails_ends_with_code_1(report: Command) -> None:
     write_record("old.jsonl", result())
     write_record("new.jsonl", result(margin=9.0))
     done = report("new.jsonl", "--against", "old.jsonl")
-    assert (done.code, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (1, "")
     assert done.stdout == "❌ 1 item newly failing\nreport: new_against_old.md\n"
     assert Path("new_against_old.md").read_text().startswith("# Parity report: new.jsonl against old.jsonl\n")
 
@@ -510,7 +530,7 @@ def test_an_item_that_newly_fails_ends_with_code_1(report: Command) -> None:
 def test_an_item_that_failed_before_as_well_ends_with_code_0(report: Command) -> None:
     write_record("old.jsonl", result(margin=9.0))
     write_record("new.jsonl", result(margin=9.0))
-    assert report("new.jsonl", "--against", "old.jsonl").code == 0
+    assert report("new.jsonl", "--against", "old.jsonl").returncode == 0
 
 
 def test_the_factor_by_which_a_margin_has_to_change_can_be_chosen(report: Command) -> None:

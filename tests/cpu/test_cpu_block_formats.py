@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import io
 import math
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -13,28 +12,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from emulated_gpu import emulated
+from gemm_oracle import in_fp64, operands, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import activation, cast, cuda, gemm, mxfp8
+from parity.cpu import activation, cast, mxfp8
 from parity.cpu.enums import DType
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ML_DTYPE = {DType.kFloat8E4M3: ml_dtypes.float8_e4m3fn, DType.kFloat8E5M2: ml_dtypes.float8_e5m2}
 LIMIT = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 ROWS, COLUMNS = 130, 260
 
 
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
-
-
-def quantizer_of(te_module: ModuleType, dtype: Any = DType.kFloat8E4M3, **options: Any) -> Any:
-    return te_module.Float8BlockQuantizer(dtype, **({"rowwise": True, "columnwise": True} | options))
+def quantizer_of(dtype: Any = DType.kFloat8E4M3, **options: Any) -> Any:
+    return TE.Float8BlockQuantizer(dtype, **({"rowwise": True, "columnwise": True} | options))
 
 
 def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -82,30 +77,28 @@ def assert_stored(stored: Tensor, scale_inv: np.ndarray) -> None:
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("source", [FP32, BF16, FP16])
-def test_each_row_has_a_scale_for_every_128_columns(
-    te_module: ModuleType, dtype: DType, power_of_two: bool, source: torch.dtype
-) -> None:
+def test_each_row_has_a_scale_for_every_128_columns(dtype: DType, power_of_two: bool, source: torch.dtype) -> None:
     values = values_of(ROWS, COLUMNS, dtype=source)
     values = values.clamp(-6e4, 6e4)
-    tensor = quantizer_of(te_module, dtype, block_scaling_dim=1, force_pow_2_scales=power_of_two)(values)
+    tensor = quantizer_of(dtype, block_scaling_dim=1, force_pow_2_scales=power_of_two)(values)
     codes, scale_inv = by_blocks(values, (1, 128), dtype, power_of_two)
     assert np.array_equal(tensor._rowwise_data.numpy(), codes)
     assert_stored(tensor._rowwise_scale_inv, scale_inv.T)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_columnwise_data_are_the_transpose_quantized_by_its_own_rows(te_module: ModuleType, power_of_two: bool) -> None:
+def test_columnwise_data_are_the_transpose_quantized_by_its_own_rows(power_of_two: bool) -> None:
     values = values_of(ROWS, COLUMNS)
-    tensor = quantizer_of(te_module, block_scaling_dim=1, force_pow_2_scales=power_of_two)(values)
+    tensor = quantizer_of(block_scaling_dim=1, force_pow_2_scales=power_of_two)(values)
     codes, scale_inv = by_blocks(values.t(), (1, 128), DType.kFloat8E4M3, power_of_two)
     assert np.array_equal(tensor._columnwise_data.numpy(), codes)
     assert_stored(tensor._columnwise_scale_inv, scale_inv.T)
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_square_blocks_have_the_same_codes_in_both_directions(te_module: ModuleType, power_of_two: bool) -> None:
+def test_square_blocks_have_the_same_codes_in_both_directions(power_of_two: bool) -> None:
     values = values_of(ROWS, COLUMNS)
-    tensor = quantizer_of(te_module, block_scaling_dim=2, force_pow_2_scales=power_of_two)(values)
+    tensor = quantizer_of(block_scaling_dim=2, force_pow_2_scales=power_of_two)(values)
     codes, scale_inv = by_blocks(values, (128, 128), DType.kFloat8E4M3, power_of_two)
     assert np.array_equal(tensor._rowwise_data.numpy(), codes)
     assert np.array_equal(tensor._columnwise_data.numpy(), codes.T)
@@ -113,9 +106,9 @@ def test_square_blocks_have_the_same_codes_in_both_directions(te_module: ModuleT
     assert_stored(tensor._columnwise_scale_inv, scale_inv.T)
 
 
-def test_buffers_have_the_shapes_that_te_states(te_module: ModuleType) -> None:
+def test_buffers_have_the_shapes_that_te_states() -> None:
     for dimensions in (1, 2):
-        quantizer = quantizer_of(te_module, block_scaling_dim=dimensions)
+        quantizer = quantizer_of(block_scaling_dim=dimensions)
         for shape in ((256, 384), (3, 5, 136), (7, 130)):
             for tensor in (quantizer(values_of(*shape)), quantizer.make_empty(shape, dtype=BF16, device="cpu")):
                 assert tensor.shape == tensor._rowwise_data.shape == shape
@@ -124,33 +117,31 @@ def test_buffers_have_the_shapes_that_te_states(te_module: ModuleType) -> None:
                 assert tensor._columnwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=True)
 
 
-def test_an_amax_below_epsilon_counts_as_epsilon(te_module: ModuleType) -> None:
+def test_an_amax_below_epsilon_counts_as_epsilon() -> None:
     values = values_of(64, 128, dtype=FP32)
-    tensor = quantizer_of(te_module, block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=2.0)(values)
+    tensor = quantizer_of(block_scaling_dim=1, force_pow_2_scales=False, amax_epsilon=2.0)(values)
     codes, scale_inv = by_blocks(values, (1, 128), DType.kFloat8E4M3, False, epsilon=2.0)
     assert np.array_equal(tensor._rowwise_data.numpy(), codes)
     assert scale_inv.min() == np.float32(1) / np.float32(224)
 
 
-def test_blocks_of_zeros_have_the_scale_1(te_module: ModuleType) -> None:
-    tensor = quantizer_of(te_module, block_scaling_dim=1)(torch.zeros(4, 128))
+def test_blocks_of_zeros_have_the_scale_1() -> None:
+    tensor = quantizer_of(block_scaling_dim=1)(torch.zeros(4, 128))
     assert (tensor._rowwise_scale_inv == 1).all()
     assert not tensor._rowwise_data.any()
 
 
 @pytest.mark.parametrize(("source", "scale"), [(FP32, torch.finfo(FP32).max), (BF16, torch.finfo(BF16).max)])
-def test_a_scale_beyond_fp32_is_the_largest_number_of_the_values_dtype(
-    te_module: ModuleType, source: torch.dtype, scale: float
-) -> None:
-    quantizer = quantizer_of(te_module, block_scaling_dim=1, force_pow_2_scales=False)
+def test_a_scale_beyond_fp32_is_the_largest_number_of_the_values_dtype(source: torch.dtype, scale: float) -> None:
+    quantizer = quantizer_of(block_scaling_dim=1, force_pow_2_scales=False)
     tensor = quantizer(torch.full((4, 128), 2.0**-125, dtype=source))
     assert tensor._rowwise_scale_inv[0, 0].item() == (torch.ones(()) / torch.tensor(scale)).item()
 
 
-def test_nan_and_infinity_stay_in_their_block(te_module: ModuleType) -> None:
+def test_nan_and_infinity_stay_in_their_block() -> None:
     values = torch.ones(1, 384)
     values[0, 0], values[0, 128] = math.nan, -math.inf
-    tensor = quantizer_of(te_module, block_scaling_dim=1, columnwise=False)(values)
+    tensor = quantizer_of(block_scaling_dim=1, columnwise=False)(values)
     assert tensor._rowwise_data[0, 0] == 0x7F
     assert tensor._rowwise_data[0, 128] == 0xFE  # -448
     assert tensor._rowwise_scale_inv[:, 0].tolist() == [1 / 256, 1.0, 1 / 256]
@@ -162,9 +153,8 @@ def test_nan_and_infinity_stay_in_their_block(te_module: ModuleType) -> None:
 @settings(max_examples=40)
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=140), st.booleans())
 def test_a_decoded_value_is_within_the_spacing_of_e4m3(numbers: list[float], power_of_two: bool) -> None:
-    te_module = te.kernels("cpu").te
     values = torch.tensor([numbers])
-    quantizer = quantizer_of(te_module, block_scaling_dim=1, columnwise=False, force_pow_2_scales=power_of_two)
+    quantizer = quantizer_of(block_scaling_dim=1, columnwise=False, force_pow_2_scales=power_of_two)
     decoded = quantizer(values).dequantize()
     amax = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in values.split(128, dim=1)], 1)
     # Half a spacing: 2**-4 of the value, or that of the subnormals, of which amax is at least 224 * 2**9.
@@ -174,8 +164,8 @@ def test_a_decoded_value_is_within_the_spacing_of_e4m3(numbers: list[float], pow
 
 @pytest.mark.parametrize("dimensions", [1, 2])
 @pytest.mark.parametrize("power_of_two", [True, False])
-def test_the_kernels_decode_as_te_s_python_does(te_module: ModuleType, dimensions: int, power_of_two: bool) -> None:
-    quantizer = quantizer_of(te_module, block_scaling_dim=dimensions, force_pow_2_scales=power_of_two)
+def test_the_kernels_decode_as_te_s_python_does(dimensions: int, power_of_two: bool) -> None:
+    quantizer = quantizer_of(block_scaling_dim=dimensions, force_pow_2_scales=power_of_two)
     for usages in ({"columnwise": False}, {"rowwise": False}):
         quantizer.set_usage(rowwise=True, columnwise=True)
         quantizer.set_usage(**usages)
@@ -183,8 +173,8 @@ def test_the_kernels_decode_as_te_s_python_does(te_module: ModuleType, dimension
         assert torch.equal(cast.dequantize(tensor, DType.kFloat32), tensor.dequantize())
 
 
-def test_quantizing_again_fills_the_same_buffers(te_module: ModuleType) -> None:
-    quantizer = quantizer_of(te_module, block_scaling_dim=1)
+def test_quantizing_again_fills_the_same_buffers() -> None:
+    quantizer = quantizer_of(block_scaling_dim=1)
     tensor, other = quantizer(values_of(128, 128)), values_of(128, 128).t().contiguous()
     before = tensor._rowwise_data
     tensor.copy_(other)
@@ -192,16 +182,16 @@ def test_quantizing_again_fills_the_same_buffers(te_module: ModuleType) -> None:
     assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
 
 
-def test_noop_leaves_everything_as_it_is(te_module: ModuleType) -> None:
-    quantizer = quantizer_of(te_module, block_scaling_dim=2)
+def test_noop_leaves_everything_as_it_is() -> None:
+    quantizer = quantizer_of(block_scaling_dim=2)
     tensor = quantizer(values_of(128, 128))
     codes = tensor._rowwise_data.clone()
     quantizer.update_quantized(torch.ones(128, 128, dtype=BF16), tensor, noop_flag=torch.ones(1))
     assert torch.equal(tensor._rowwise_data, codes)
 
 
-def test_update_usage_drops_a_direction_and_makes_the_columns_of_square_blocks(te_module: ModuleType) -> None:
-    quantizer = quantizer_of(te_module, block_scaling_dim=2)
+def test_update_usage_drops_a_direction_and_makes_the_columns_of_square_blocks() -> None:
+    quantizer = quantizer_of(block_scaling_dim=2)
     both = quantizer(values_of(256, 128))
     quantizer.set_usage(columnwise=False)
     tensor = quantizer(values_of(256, 128))
@@ -213,8 +203,8 @@ def test_update_usage_drops_a_direction_and_makes_the_columns_of_square_blocks(t
     assert torch.equal(tensor.dequantize(), both.dequantize())
 
 
-def test_a_tensor_can_be_viewed_cloned_and_saved(te_module: ModuleType) -> None:
-    tensor = quantizer_of(te_module, block_scaling_dim=1)(values_of(2, 64, 128))
+def test_a_tensor_can_be_viewed_cloned_and_saved() -> None:
+    tensor = quantizer_of(block_scaling_dim=1)(values_of(2, 64, 128))
     assert torch.equal(tensor.view(128, 128).dequantize(), tensor.dequantize().view(128, 128))
     assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
     file = io.BytesIO()
@@ -223,56 +213,42 @@ def test_a_tensor_can_be_viewed_cloned_and_saved(te_module: ModuleType) -> None:
     assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
 
 
-def test_an_internal_quantizer_makes_a_storage(te_module: ModuleType) -> None:
-    quantizer = quantizer_of(te_module, block_scaling_dim=1)
+def test_an_internal_quantizer_makes_a_storage() -> None:
+    quantizer = quantizer_of(block_scaling_dim=1)
     quantizer.internal = True
     tensor = quantizer(values_of(128, 128))
     assert type(tensor).__name__ == "Float8BlockwiseQTensorStorage"
     assert tensor.dequantize().dtype == BF16
 
 
-def test_a_block_quantizer_writes_into_block_scaled_tensors_only(te_module: ModuleType) -> None:
-    other = te_module.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3)(torch.ones(128, 128))
+def test_a_block_quantizer_writes_into_block_scaled_tensors_only() -> None:
+    other = TE.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3)(torch.ones(128, 128))
     with pytest.raises(TypeError, match=r"Float8BlockQuantizer writes into a Float8BlockwiseQTensor.* Float8Tensor"):
-        cast.quantize(torch.ones(128, 128), quantizer_of(te_module), other)
+        cast.quantize(torch.ones(128, 128), quantizer_of(), other)
+
+
+def assert_multiplies_decoded_values(a: Any, b: Any, layout: str) -> None:
+    """A product is that of the values which the codes along its inner dimension stand for."""
+    result = product(a, b, layout, FP32, use_split_accumulator=True)
+    a.update_usage(rowwise_usage=layout[0] == "T", columnwise_usage=layout[0] != "T")
+    b.update_usage(rowwise_usage=layout[1] == "N", columnwise_usage=layout[1] != "N")
+    exact = in_fp64(a.dequantize(), b.dequantize(), layout)
+    assert (result - exact).abs().max() < 2e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_a_gemm_multiplies_the_decoded_values(te_module: ModuleType, power_of_two: bool, layout: str) -> None:
-    inner, outer = 256, 144
-    vectors, squares = (
-        quantizer_of(te_module, block_scaling_dim=dimensions, force_pow_2_scales=power_of_two) for dimensions in (1, 2)
-    )
-    torch.manual_seed(0)
-    left = torch.randn((outer, inner) if layout[0] == "T" else (inner, outer))
-    right = torch.randn((inner, outer) if layout[1] == "T" else (outer, inner))
-    a = (vectors if layout == "NT" else squares)(left)
-    b = vectors(right)
-    result = gemm.generic_gemm(
-        a, layout[0] == "T", b, layout[1] == "T", None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False,
-        torch.empty(0), 0, False, True,
-    )[0]  # fmt: skip
-    a.update_usage(rowwise_usage=layout[0] == "T", columnwise_usage=layout[0] != "T")
-    b.update_usage(rowwise_usage=layout[1] == "N", columnwise_usage=layout[1] != "N")
-    x, y = b.dequantize().double(), a.dequantize().double()
-    exact = (x.t() if layout[1] == "T" else x) @ (y.t() if layout[0] == "T" else y)
-    assert (result - exact).abs().max() < 2e-5 * exact.abs().max()
+def test_a_gemm_multiplies_the_decoded_values(power_of_two: bool, layout: str) -> None:
+    vectors, squares = (quantizer_of(block_scaling_dim=n, force_pow_2_scales=power_of_two) for n in (1, 2))
+    left, right = operands(layout, 144, 144, 256)
+    a, b = (vectors if layout == "NT" else squares)(left), vectors(right)
+    assert_multiplies_decoded_values(a, b, layout)
 
 
-def test_a_gemm_names_the_operand_that_lacks_a_direction(te_module: ModuleType) -> None:
-    a = quantizer_of(te_module, block_scaling_dim=1, columnwise=False)(torch.ones(128, 128))
+def test_a_gemm_names_the_operand_that_lacks_a_direction() -> None:
+    a = quantizer_of(block_scaling_dim=1, columnwise=False)(torch.ones(128, 128))
     with pytest.raises(RuntimeError, match=r"operand A .* Float8BlockwiseQTensor without columnwise data"):
-        gemm.generic_gemm(
-            a, False, a, False, None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False, torch.empty(0),
-            0, False, True,
-        )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def blackwell() -> Iterator[ModuleType]:
-    with emulated(cuda.BLACKWELL) as module:
-        yield module
+        product(a, a, "NN", FP32)
 
 
 def mxfp8_values(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -438,36 +414,20 @@ def test_a_bias_gradient_is_summed_before_the_gradient_is_rounded(blackwell: Mod
     assert torch.equal(dx._rowwise_data, rounded._rowwise_data)
 
 
-def gemm_of(a: Any, b: Any, layout: str) -> Tensor:
-    return gemm.generic_gemm(
-        a, layout[0] == "T", b, layout[1] == "T", None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False,
-        torch.empty(0), 0, False, True,
-    )[0]  # fmt: skip
-
-
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
 def test_a_gemm_multiplies_the_decoded_values_along_its_inner_dimension(blackwell: ModuleType, layout: str) -> None:
-    inner, outer = 128, 96
-    torch.manual_seed(0)
-    left = torch.randn((outer, inner) if layout[0] == "T" else (inner, outer))
-    right = torch.randn((inner, outer) if layout[1] == "T" else (outer, inner))
     quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
-    a, b = quantizer(left), quantizer(right)
-    result = gemm_of(a, b, layout)
-    a.update_usage(rowwise_usage=layout[0] == "T", columnwise_usage=layout[0] != "T")
-    b.update_usage(rowwise_usage=layout[1] == "N", columnwise_usage=layout[1] != "N")
-    x, y = b.dequantize().double(), a.dequantize().double()
-    exact = (x.t() if layout[1] == "T" else x) @ (y.t() if layout[0] == "T" else y)
-    assert (result - exact).abs().max() < 2e-5 * exact.abs().max()
+    left, right = operands(layout, 96, 96, 128)
+    assert_multiplies_decoded_values(quantizer(left), quantizer(right), layout)
 
 
 def test_the_gemm_reads_a_tensor_that_te_asked_to_swizzle_for_it(blackwell: ModuleType) -> None:
     quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
     values = mxfp8_values(64, 64)
-    plain = gemm_of(quantizer(values), quantizer(values), "TN")
+    plain = product(quantizer(values), quantizer(values), dtype=FP32)
     import transformer_engine_torch
 
     quantizer.optimize_for_gemm = True
     swizzled = quantizer(values)
     transformer_engine_torch.swizzle_scales_for_gemm_(swizzled)
-    assert torch.equal(gemm_of(swizzled, quantizer(values), "TN"), plain)
+    assert torch.equal(product(swizzled, quantizer(values), dtype=FP32), plain)

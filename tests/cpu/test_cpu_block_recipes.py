@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import nvfp4_reference
@@ -18,17 +16,13 @@ from parity import te
 from parity.cpu import cuda
 from parity.cpu.enums import DType
 
+TE = te.kernels("cpu").te
+pytestmark = pytest.mark.usefixtures("blackwell")
 BF16 = torch.bfloat16
-TOKENS, IN, OUT = 128, 256, 384
+TOKENS, IN, OUT = 64, 128, 256
 RECIPES = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
 # The norm of the error against the plain BF16 module, relative: E4M3 keeps 3 bits after the leading one, E2M1 one.
 ERROR = {"Float8BlockScaling": (0.02, 0.1), "MXFP8BlockScaling": (0.02, 0.1), "NVFP4BlockScaling": (0.1, 0.45)}
-
-
-@pytest.fixture(scope="module")
-def te_module() -> Iterator[ModuleType]:
-    with emulated(cuda.BLACKWELL) as module:
-        yield module
 
 
 def recipe_of(name: str, **options: Any) -> Any:
@@ -37,13 +31,11 @@ def recipe_of(name: str, **options: Any) -> Any:
     return getattr(recipe, name)(**options)
 
 
-def step(
-    te_module: ModuleType, module: Any, recipe: Any, x: Tensor, grad: Tensor, *arguments: Any
-) -> dict[str, Tensor]:
+def step(module: Any, recipe: Any, x: Tensor, grad: Tensor, *arguments: Any) -> dict[str, Tensor]:
     """Output and gradients of one forward and backward pass."""
     x = x.detach().requires_grad_()
     module.zero_grad()
-    with te_module.autocast(enabled=recipe is not None, recipe=recipe):
+    with TE.autocast(enabled=recipe is not None, recipe=recipe):
         y = module(x, *arguments)
     y.backward(grad)
     assert x.grad is not None
@@ -57,18 +49,18 @@ def inputs(features: int = IN, out: int = OUT) -> tuple[Tensor, Tensor]:
     return torch.randn(TOKENS, features, dtype=BF16), torch.randn(TOKENS, out, dtype=BF16)
 
 
-def make(te_module: ModuleType, kind: str, **options: Any) -> Any:
+def make(kind: str, **options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"Linear": (IN, OUT), "LayerNormLinear": (IN, OUT), "LayerNormMLP": (IN, OUT)}[kind]
-    return getattr(te_module, kind)(*sizes, params_dtype=BF16, device="cpu", **options)
+    return getattr(TE, kind)(*sizes, params_dtype=BF16, device="cpu", **options)
 
 
-def quantizers(te_module: ModuleType, name: str) -> tuple[Any, Any]:
+def quantizers(name: str) -> tuple[Any, Any]:
     """For activations and gradients, and for weights, as the recipe has them."""
     if name == "MXFP8BlockScaling":
-        return te_module.MXFP8Quantizer(DType.kFloat8E4M3), te_module.MXFP8Quantizer(DType.kFloat8E4M3)
+        return TE.MXFP8Quantizer(DType.kFloat8E4M3), TE.MXFP8Quantizer(DType.kFloat8E4M3)
     options = {"rowwise": True, "columnwise": True}
-    blocks = te_module.Float8BlockQuantizer
+    blocks = TE.Float8BlockQuantizer
     return tuple(blocks(DType.kFloat8E4M3, block_scaling_dim=dimensions, **options) for dimensions in (1, 2))
 
 
@@ -79,13 +71,13 @@ def decoded(quantizer: Any, values: Tensor, columnwise: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["Float8BlockScaling", "MXFP8BlockScaling"])
-def test_linear_multiplies_decoded_rows_forward_and_decoded_columns_backward(te_module: ModuleType, name: str) -> None:
-    module = make(te_module, "Linear", bias=True)
+def test_linear_multiplies_decoded_rows_forward_and_decoded_columns_backward(name: str) -> None:
+    module = make("Linear", bias=True)
     with torch.no_grad():
         module.bias.normal_()
     x, dy = inputs()
-    result = step(te_module, module, recipe_of(name), x, dy)
-    activations, weights = quantizers(te_module, name)
+    result = step(module, recipe_of(name), x, dy)
+    activations, weights = quantizers(name)
     w = module.weight
     expected = {
         "y": decoded(activations, x, False) @ decoded(weights, w, False).t() + module.bias.double(),
@@ -99,13 +91,13 @@ def test_linear_multiplies_decoded_rows_forward_and_decoded_columns_backward(te_
 
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
-def test_nvfp4_modules_equal_te_s_reference_recipe(te_module: ModuleType, kind: str) -> None:
+def test_nvfp4_modules_equal_te_s_reference_recipe(kind: str) -> None:
     reference = nvfp4_reference.module()
     factory = next(getattr(reference, name) for name in vars(reference) if name.startswith("nvfp4_ref_rht_2d"))
     x, dy = inputs()
     nearest = recipe_of("NVFP4BlockScaling", disable_stochastic_rounding=True)  # the reference has nothing else
-    ours = step(te_module, make(te_module, kind, bias=False), nearest, x, dy)
-    theirs = step(te_module, make(te_module, kind, bias=False), recipe_of("CustomRecipe", qfactory=factory), x, dy)
+    ours = step(make(kind, bias=False), nearest, x, dy)
+    theirs = step(make(kind, bias=False), recipe_of("CustomRecipe", qfactory=factory), x, dy)
     for what, tensor in ours.items():
         # The reference adds FP32 block by block, so that a few sums fall on the other side of a BF16 boundary.
         assert (tensor == theirs[what]).float().mean() > 0.99, what
@@ -123,13 +115,11 @@ MODULES = [
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("kind", "options"), MODULES, ids=str)
-def test_modules_differ_from_bf16_by_the_rounding_of_the_format(
-    te_module: ModuleType, name: str, kind: str, options: dict[str, Any]
-) -> None:
-    module = make(te_module, kind, **options)
+def test_modules_differ_from_bf16_by_the_rounding_of_the_format(name: str, kind: str, options: dict[str, Any]) -> None:
+    module = make(kind, **options)
     x, dy = inputs(out=IN if kind == "LayerNormMLP" else OUT)
-    plain = step(te_module, module, None, x, dy)
-    quantized = step(te_module, module, recipe_of(name), x, dy)
+    plain = step(module, None, x, dy)
+    quantized = step(module, recipe_of(name), x, dy)
     least, most = ERROR[name]
     for what, tensor in plain.items():
         error = ((quantized[what].float() - tensor.float()).norm() / tensor.float().norm()).item()
@@ -137,14 +127,14 @@ def test_modules_differ_from_bf16_by_the_rounding_of_the_format(
         assert error > least or what.endswith("bias"), what
 
 
-def whole_layers(te_module: ModuleType) -> dict[str, Any]:
+def whole_layers() -> dict[str, Any]:
     import transformer_engine.pytorch.ops as ops
 
     on_cpu = {"device": "cpu", "params_dtype": BF16}
     linear = {"device": "cpu", "dtype": BF16}
     return {
-        "grouped linear": te_module.GroupedLinear(2, IN, IN, **on_cpu),
-        "transformer layer": te_module.TransformerLayer(
+        "grouped linear": TE.GroupedLinear(2, IN, IN, **on_cpu),
+        "transformer layer": TE.TransformerLayer(
             IN, OUT, 4, hidden_dropout=0, attention_dropout=0, bias=False, **on_cpu
         ),
         "operations": ops.Sequential(ops.Linear(IN, OUT, **linear), ops.GELU(), ops.Linear(OUT, IN, **linear)),
@@ -153,18 +143,16 @@ def whole_layers(te_module: ModuleType) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["grouped linear", "transformer layer", "operations"])
-def test_whole_layers_differ_from_bf16_by_the_rounding_of_the_format(
-    te_module: ModuleType, name: str, kind: str
-) -> None:
+def test_whole_layers_differ_from_bf16_by_the_rounding_of_the_format(name: str, kind: str) -> None:
     if (kind, name) == ("operations", "Float8BlockScaling") and Version(te.version()) < Version("2.18"):
         pytest.skip("TransformerEngine's operations have this recipe from 2.18 on")
     torch.manual_seed(0)
-    layer = whole_layers(te_module)[kind]
+    layer = whole_layers()[kind]
     shape = (TOKENS, 1, IN) if kind == "transformer layer" else (TOKENS, IN)
     arguments = [[TOKENS // 2, TOKENS // 2]] if kind == "grouped linear" else []
     x, grad = torch.randn(shape, dtype=BF16), torch.randn(shape, dtype=BF16)
-    plain = step(te_module, layer, None, x, grad, *arguments)
-    quantized = step(te_module, layer, recipe_of(name), x, grad, *arguments)
+    plain = step(layer, None, x, grad, *arguments)
+    quantized = step(layer, recipe_of(name), x, grad, *arguments)
     for what, tensor in plain.items():
         error = ((quantized[what].float() - tensor.float()).norm() / tensor.float().norm()).item()
         assert error < ERROR[name][1], what
@@ -172,26 +160,26 @@ def test_whole_layers_differ_from_bf16_by_the_rounding_of_the_format(
 
 
 @pytest.mark.parametrize("name", ["Float8BlockScaling", "MXFP8BlockScaling"])
-def test_a_custom_recipe_of_the_same_quantizers_is_the_same(te_module: ModuleType, name: str) -> None:
-    activations, weights = quantizers(te_module, name)
+def test_a_custom_recipe_of_the_same_quantizers_is_the_same(name: str) -> None:
+    activations, weights = quantizers(name)
 
     def factory(role: Any) -> Any:
         tensor = role if isinstance(role, str) else getattr(role, "tensor_type", "")
         return (weights if "weight" in tensor else activations).copy()
 
     x, dy = inputs()
-    custom = step(te_module, make(te_module, "Linear"), recipe_of("CustomRecipe", qfactory=factory), x, dy)
-    plain = step(te_module, make(te_module, "Linear"), recipe_of(name), x, dy)
+    custom = step(make("Linear"), recipe_of("CustomRecipe", qfactory=factory), x, dy)
+    plain = step(make("Linear"), recipe_of(name), x, dy)
     assert all(torch.equal(tensor, plain[what]) for what, tensor in custom.items())
 
 
 def test_block_scaling_runs_on_a_hopper_too() -> None:
-    with emulated(cuda.HOPPER) as te_module:
-        module = make(te_module, "Linear")
-        on_hopper = step(te_module, module, recipe_of("Float8BlockScaling"), *inputs())
-    with emulated(cuda.BLACKWELL) as te_module:
-        on_blackwell = step(te_module, module, recipe_of("Float8BlockScaling"), *inputs())
-    assert all(torch.equal(tensor, on_blackwell[what]) for what, tensor in on_hopper.items())
+    with emulated(cuda.HOPPER):
+        module = make("Linear")
+        on_hopper = step(module, recipe_of("Float8BlockScaling"), *inputs())
+    with emulated(cuda.BLACKWELL):
+        blackwell = step(module, recipe_of("Float8BlockScaling"), *inputs())
+    assert all(torch.equal(tensor, blackwell[what]) for what, tensor in on_hopper.items())
 
 
 def test_scales_need_not_be_powers_of_two() -> None:
@@ -202,21 +190,21 @@ def test_scales_need_not_be_powers_of_two() -> None:
         fp8_quant_fwd_weight = QParams(power_2_scale=False, amax_epsilon=1e-6)
         fp8_quant_bwd_grad = QParams(power_2_scale=False, amax_epsilon=1e-6)
 
-    with emulated(cuda.HOPPER) as te_module:
+    with emulated(cuda.HOPPER):
         recipes = (None, FP32Scales(), recipe_of("Float8BlockScaling"))
-        plain, quantized, powers = (step(te_module, make(te_module, "Linear"), recipe, *inputs()) for recipe in recipes)
+        plain, quantized, powers = (step(make("Linear"), recipe, *inputs()) for recipe in recipes)
     assert not torch.equal(quantized["y"], powers["y"])
     for what in ("y", "dx", "weight"):
         error = (quantized[what].float() - plain[what].float()).norm() / plain[what].float().norm()
         assert 0.02 < error < 0.06, what
 
 
-def test_nvfp4_gradients_are_seeded(te_module: ModuleType) -> None:
-    module, (x, dy) = make(te_module, "Linear"), inputs()
+def test_nvfp4_gradients_are_seeded() -> None:
+    module, (x, dy) = make("Linear"), inputs()
     results = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        results.append(step(te_module, module, recipe_of("NVFP4BlockScaling"), x, dy))
+        results.append(step(module, recipe_of("NVFP4BlockScaling"), x, dy))
     first, again, other = results
     assert torch.equal(first["weight"], again["weight"])
     assert torch.equal(first["y"], other["y"])
@@ -230,32 +218,32 @@ TENSOR = {
 }
 
 
-def initialized(te_module: ModuleType, recipe: Any) -> Any:
-    init = getattr(te_module, "quantized_model_init", None) or te_module.fp8_model_init
+def initialized(recipe: Any) -> Any:
+    init = getattr(TE, "quantized_model_init", None) or TE.fp8_model_init
     with init(enabled=True, recipe=recipe):
-        return make(te_module, "Linear", bias=False)
+        return make("Linear", bias=False)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_quantized_parameters_train_and_are_saved(te_module: ModuleType, name: str) -> None:
+def test_quantized_parameters_train_and_are_saved(name: str) -> None:
     recipe = recipe_of(name)
-    module = initialized(te_module, recipe)
+    module = initialized(recipe)
     assert type(module.weight).__name__ == TENSOR[name]
     torch.manual_seed(0)
-    before = step(te_module, module, recipe, *inputs())
+    before = step(module, recipe, *inputs())
     with torch.no_grad():
         module.weight.copy_(module.weight.dequantize() - before["weight"])
     torch.manual_seed(0)
-    after = step(te_module, module, recipe, *inputs())
+    after = step(module, recipe, *inputs())
     assert not torch.equal(before["y"], after["y"])
 
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
-    restored = initialized(te_module, recipe)
+    restored = initialized(recipe)
     restored.load_state_dict(torch.load(file, weights_only=False))
     torch.manual_seed(0)
-    assert torch.equal(step(te_module, restored, recipe, *inputs())["y"], after["y"])
+    assert torch.equal(step(restored, recipe, *inputs())["y"], after["y"])
 
 
 VARIANTS = [
@@ -266,13 +254,13 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(("options", "since"), VARIANTS, ids=str)
-def test_variants_of_nvfp4_follow_bf16_as_closely(te_module: ModuleType, options: dict[str, Any], since: str) -> None:
+def test_variants_of_nvfp4_follow_bf16_as_closely(options: dict[str, Any], since: str) -> None:
     if Version(te.version()) < Version(since):
         pytest.skip(f"TransformerEngine runs this variant from {since} on")
-    module, (x, dy) = make(te_module, "Linear"), inputs()
-    plain = step(te_module, module, None, x, dy)
+    module, (x, dy) = make("Linear"), inputs()
+    plain = step(module, None, x, dy)
     switched_off = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
-    quantized = step(te_module, module, recipe_of("NVFP4BlockScaling", **options, **switched_off), x, dy)
+    quantized = step(module, recipe_of("NVFP4BlockScaling", **options, **switched_off), x, dy)
     for what in ("y", "dx", "weight"):
         error = (quantized[what].float() - plain[what].float()).norm() / plain[what].float().norm()
         assert 0.05 < error < 0.2, what

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulated_gpu import emulated
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cast, cuda, float4, float8, partial_cast
+from parity.cpu import cast, float4, float8, partial_cast
 from parity.cpu.enums import DType
 
 # Casts with one scale a tensor: FP8's bit fields (OCP 8-bit floating point, 2023), delayed and current scaling.
 
 
+TE = te.kernels("cpu").te
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MANTISSA_BITS_AND_BIAS = {E4M3: (3, 7), E5M2: (2, 15)}
 NAN_CODES = {E4M3: {0x7F, 0xFF}, E5M2: {0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}}
@@ -153,36 +153,31 @@ LIMIT = {DType.kFloat8E4M3: 448.0, DType.kFloat8E5M2: 57344.0}
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
+def delayed(scale: float = 1.0, amax: float = 0.0, **usages: bool) -> Any:
+    return TE.Float8Quantizer(torch.tensor([scale]), torch.tensor([amax]), DType.kFloat8E4M3, **usages)
 
 
-def delayed(te_module: ModuleType, scale: float = 1.0, amax: float = 0.0, **usages: bool) -> Any:
-    return te_module.Float8Quantizer(torch.tensor([scale]), torch.tensor([amax]), DType.kFloat8E4M3, **usages)
+def current(dtype: DType = DType.kFloat8E4M3, **options: Any) -> Any:
+    return TE.Float8CurrentScalingQuantizer(dtype, torch.device("cpu"), **options)
 
 
-def current(te_module: ModuleType, dtype: DType = DType.kFloat8E4M3, **options: Any) -> Any:
-    return te_module.Float8CurrentScalingQuantizer(dtype, torch.device("cpu"), **options)
-
-
-def test_delayed_scaling_casts_with_the_scale_it_was_given(te_module: ModuleType) -> None:
-    result = cast.quantize(torch.tensor([[3.0, -5.0]]), delayed(te_module, scale=4.0))
-    assert isinstance(result, te_module.Float8Tensor)
+def test_delayed_scaling_casts_with_the_scale_it_was_given() -> None:
+    result = cast.quantize(torch.tensor([[3.0, -5.0]]), delayed(scale=4.0))
+    assert isinstance(result, TE.Float8Tensor)
     assert torch.equal(float8.decode(result._data, torch.float8_e4m3fn), torch.tensor([[12.0, -20.0]]))
     assert result._scale_inv.tolist() == [0.25]
     assert torch.equal(result.dequantize(), torch.tensor([[3.0, -5.0]]))
 
 
 @pytest.mark.parametrize(("kept", "after"), [(0.0, 5.0), (7.0, 7.0)])
-def test_delayed_scaling_only_raises_the_amax(te_module: ModuleType, kept: float, after: float) -> None:
-    quantizer = delayed(te_module, amax=kept)
+def test_delayed_scaling_only_raises_the_amax(kept: float, after: float) -> None:
+    quantizer = delayed(amax=kept)
     cast.quantize(torch.tensor([[3.0, -5.0]]), quantizer)
     assert quantizer.amax.tolist() == [after]
 
 
-def test_a_set_noop_flag_leaves_output_and_amax_alone(te_module: ModuleType) -> None:
-    quantizer = delayed(te_module)
+def test_a_set_noop_flag_leaves_output_and_amax_alone() -> None:
+    quantizer = delayed()
     output = cast.quantize(torch.full((16, 16), 2.0), quantizer)
     before = output._data.clone()
     cast.quantize(torch.full((16, 16), 9.0), quantizer, output, torch.ones(1))
@@ -192,8 +187,8 @@ def test_a_set_noop_flag_leaves_output_and_amax_alone(te_module: ModuleType) -> 
     assert torch.equal(output.dequantize(), torch.full((16, 16), 9.0))
 
 
-def test_an_output_is_filled_in_place(te_module: ModuleType) -> None:
-    quantizer = delayed(te_module)
+def test_an_output_is_filled_in_place() -> None:
+    quantizer = delayed()
     output = cast.create_empty_quantized_tensor(quantizer, [4, 8], torch.bfloat16)
     data, columnwise = output._data, output._transpose
     values = torch.randn(4, 8, dtype=torch.bfloat16)
@@ -204,36 +199,36 @@ def test_an_output_is_filled_in_place(te_module: ModuleType) -> None:
     assert not output._transpose_invalid
 
 
-def test_an_output_loses_the_direction_that_is_not_asked_for(te_module: ModuleType) -> None:
-    output = cast.quantize(torch.randn(4, 8), delayed(te_module))
-    cast.quantize(torch.randn(4, 8), delayed(te_module, columnwise=False), output)
+def test_an_output_loses_the_direction_that_is_not_asked_for() -> None:
+    output = cast.quantize(torch.randn(4, 8), delayed())
+    cast.quantize(torch.randn(4, 8), delayed(columnwise=False), output)
     assert output._transpose is None
     assert output._transpose_invalid
 
 
 @pytest.mark.parametrize("columnwise", [True, False])
-def test_columnwise_usage_adds_the_transposed_codes(te_module: ModuleType, columnwise: bool) -> None:
-    result = cast.quantize(torch.randn(2, 3, 4), current(te_module, columnwise=columnwise))
+def test_columnwise_usage_adds_the_transposed_codes(columnwise: bool) -> None:
+    result = cast.quantize(torch.randn(2, 3, 4), current(columnwise=columnwise))
     if columnwise:
         assert torch.equal(result._transpose, result._data.permute(2, 0, 1))
     else:
         assert result._transpose is None
 
 
-def test_columnwise_data_alone_is_refused_as_by_the_gpu_kernel(te_module: ModuleType) -> None:
+def test_columnwise_data_alone_is_refused_as_by_the_gpu_kernel() -> None:
     with pytest.raises(NotImplementedError, match="columnwise usage only"):
-        cast.quantize(torch.randn(4, 8), current(te_module, rowwise=False))
+        cast.quantize(torch.randn(4, 8), current(rowwise=False))
 
 
-def test_internal_quantizers_make_bare_storages(te_module: ModuleType) -> None:
-    quantizer = current(te_module)
+def test_internal_quantizers_make_bare_storages() -> None:
+    quantizer = current()
     quantizer.internal = True
     result = cast.quantize(torch.randn(4, 8, dtype=torch.bfloat16), quantizer)
     assert type(result).__name__ == "Float8TensorStorage"
     assert result.dequantize().dtype == torch.bfloat16
 
 
-def test_other_quantizers_are_refused_by_name(te_module: ModuleType) -> None:
+def test_other_quantizers_are_refused_by_name() -> None:
     class HomemadeQuantizer:
         pass
 
@@ -241,9 +236,9 @@ def test_other_quantizers_are_refused_by_name(te_module: ModuleType) -> None:
         cast.quantize(torch.randn(32, 32), HomemadeQuantizer())
 
 
-def test_current_scaling_takes_the_amax_to_the_largest_code(te_module: ModuleType) -> None:
+def test_current_scaling_takes_the_amax_to_the_largest_code() -> None:
     for dtype, limit in LIMIT.items():
-        result = cast.quantize(torch.tensor([[0.1, -0.7]]), current(te_module, dtype))
+        result = cast.quantize(torch.tensor([[0.1, -0.7]]), current(dtype))
         assert float8.decode(result._data, float8.fp8_dtype(result))[0, 1].item() == -limit
         assert result._scale_inv.item() == (1 / (torch.tensor(limit) / torch.tensor(0.7))).item()
 
@@ -275,35 +270,35 @@ def test_epsilon_is_the_least_amax() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0,)])
-def test_empty_tensors_stay_empty_and_leave_the_amax(te_module: ModuleType, shape: tuple[int, ...]) -> None:
-    quantizer = delayed(te_module, amax=3.0)
+def test_empty_tensors_stay_empty_and_leave_the_amax(shape: tuple[int, ...]) -> None:
+    quantizer = delayed(amax=3.0)
     assert cast.quantize(torch.empty(shape), quantizer).shape == shape
     assert quantizer.amax.tolist() == [3.0]
 
 
-def test_a_bias_gradient_is_summed_before_the_cast_and_rounded_once(te_module: ModuleType) -> None:
+def test_a_bias_gradient_is_summed_before_the_cast_and_rounded_once() -> None:
     grad = torch.randn(4, 64, 16, dtype=torch.bfloat16)
-    bias_grad, codes = cast.bgrad_quantize(grad, current(te_module))
+    bias_grad, codes = cast.bgrad_quantize(grad, current())
     assert torch.equal(bias_grad, grad.float().sum((0, 1)).bfloat16())
-    assert torch.equal(codes._data, cast.quantize(grad, current(te_module))._data)
+    assert torch.equal(codes._data, cast.quantize(grad, current())._data)
 
 
-def test_split_quantize_gives_each_part_its_own_scale(te_module: ModuleType) -> None:
+def test_split_quantize_gives_each_part_its_own_scale() -> None:
     tensor = torch.cat([torch.ones(2, 16), torch.full((3, 16), 100.0), torch.empty(0, 16)])
-    parts = cast.split_quantize(tensor, [2, 3, 0], [current(te_module) for _ in range(3)])
+    parts = cast.split_quantize(tensor, [2, 3, 0], [current() for _ in range(3)])
     assert [tuple(part.shape) for part in parts] == [(2, 16), (3, 16), (0, 16)]
     assert [part._data.unique().tolist() for part in parts[:2]] == [[0x7E], [0x7E]]
     with pytest.raises(ValueError, match="2 sections but 1 quantizers"):
-        cast.split_quantize(tensor, [2, 3], [current(te_module)])
+        cast.split_quantize(tensor, [2, 3], [current()])
 
 
-def test_dequantizing_rounds_once_to_the_dtype(te_module: ModuleType) -> None:
-    tensor = cast.quantize(torch.randn(8, 16), current(te_module))
+def test_dequantizing_rounds_once_to_the_dtype() -> None:
+    tensor = cast.quantize(torch.randn(8, 16), current())
     exact = float8.decode(tensor._data, torch.float8_e4m3fn).double() * tensor._scale_inv.double()
     assert torch.equal(cast.dequantize(tensor, DType.kBFloat16), exact.float().bfloat16())
 
 
-def test_fp8_transpose_fills_out(te_module: ModuleType) -> None:
+def test_fp8_transpose_fills_out() -> None:
     codes = torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4)
     out = torch.zeros(4, 2, 3, dtype=torch.uint8)
     assert cast.fp8_transpose(codes, DType.kFloat8E4M3, out=out) is out
@@ -318,27 +313,25 @@ def test_store_without_a_quantizer_rounds_once() -> None:
     assert torch.equal(output, values.half())
 
 
-def test_store_with_delayed_scaling_casts_the_unrounded_values(te_module: ModuleType) -> None:
+def test_store_with_delayed_scaling_casts_the_unrounded_values() -> None:
     values = torch.tensor([[17.0 + 2**-10, 1.0]])  # above the tie between 16 and 18; rounded to BF16 it is the tie
-    quantizer = delayed(te_module)
+    quantizer = delayed()
     stored = cast.store(values, quantizer, torch.bfloat16)
     assert stored.dequantize(dtype=torch.float32)[0, 0].item() == 18.0
     assert stored.dtype == torch.bfloat16
     assert quantizer.amax.item() == values[0, 0].item()
 
 
-def test_store_with_current_scaling_casts_the_rounded_values(te_module: ModuleType) -> None:
+def test_store_with_current_scaling_casts_the_rounded_values() -> None:
     values = torch.tensor([[17.0 + 2**-10, 448.0]])
-    stored = cast.store(values, current(te_module), torch.bfloat16)
+    stored = cast.store(values, current(), torch.bfloat16)
     assert stored.dequantize(dtype=torch.float32)[0, 0].item() == 16.0
 
 
 @pytest.mark.parametrize(("before_rounding", "amax"), [(True, 1 + 2**-9), (False, 1.0)])
-def test_store_with_current_scaling_can_take_the_amax_before_rounding(
-    te_module: ModuleType, before_rounding: bool, amax: float
-) -> None:
+def test_store_with_current_scaling_can_take_the_amax_before_rounding(before_rounding: bool, amax: float) -> None:
     values = torch.tensor([[1 + 2**-9]])
-    stored = cast.store(values, current(te_module), torch.bfloat16, amax_before_rounding=before_rounding)
+    stored = cast.store(values, current(), torch.bfloat16, amax_before_rounding=before_rounding)
     scale = float8.scale_from_amax(torch.tensor(amax), 448.0)
     assert stored._scale_inv.item() == scale.reciprocal().item()
 
@@ -357,12 +350,6 @@ def one_process() -> Iterator[Any]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def on_blackwell() -> Iterator[ModuleType]:
-    with emulated(cuda.BLACKWELL) as module:
-        yield module
-
-
 def values_of(seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(ROWS, COLUMNS, generator=generator) * torch.randn(ROWS, 1, generator=generator).exp()
@@ -370,18 +357,18 @@ def values_of(seed: int = 0) -> Tensor:
     return values
 
 
-def quantizer_of(on_blackwell: ModuleType, name: str) -> Any:
+def quantizer_of(blackwell: ModuleType, name: str) -> Any:
     if name == "block":
-        return on_blackwell.Float8BlockQuantizer(
+        return blackwell.Float8BlockQuantizer(
             DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=True, block_scaling_dim=2
         )
     if name == "mxfp8":
-        return on_blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
+        return blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
     if name == "nvfp4":
-        return on_blackwell.NVFP4Quantizer(with_2d_quantization=True)
+        return blackwell.NVFP4Quantizer(with_2d_quantization=True)
     if name == "delayed":
-        return on_blackwell.Float8Quantizer(torch.full((1,), 2.0), torch.zeros(1), DType.kFloat8E4M3)
-    return on_blackwell.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"))
+        return blackwell.Float8Quantizer(torch.full((1,), 2.0), torch.zeros(1), DType.kFloat8E4M3)
+    return blackwell.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"))
 
 
 def buffers_of(tensor: Any) -> dict[str, Tensor]:
@@ -403,10 +390,10 @@ def weight_from_master(quantizer: Any, master: Tensor, group: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
 def test_a_weight_from_its_whole_master_is_the_master_quantized(
-    on_blackwell: ModuleType, one_process: Any, name: str
+    blackwell: ModuleType, one_process: Any, name: str
 ) -> None:
     """TE casts the master to the weight's dtype first."""
-    quantizer, master = quantizer_of(on_blackwell, name), values_of(seed=1)
+    quantizer, master = quantizer_of(name), values_of(seed=1)
     actual = buffers_of(weight_from_master(quantizer, master, one_process))
     expected = buffers_of(quantizer(master.to(BF16)))
     assert actual.keys() == expected.keys()
@@ -417,10 +404,10 @@ def test_a_weight_from_its_whole_master_is_the_master_quantized(
 
 
 def test_an_nvfp4_weight_from_its_master_differs_where_a_scale_rounds_the_other_way(
-    on_blackwell: ModuleType, one_process: Any
+    blackwell: ModuleType, one_process: Any
 ) -> None:
     """The kernel for parts divides the block's amax by 6, the one for whole tensors divides the tensor's scale."""
-    quantizer, master = quantizer_of(on_blackwell, "nvfp4"), values_of(seed=1)
+    quantizer, master = quantizer_of("nvfp4"), values_of(seed=1)
     actual = buffers_of(weight_from_master(quantizer, master, one_process))
     expected = buffers_of(quantizer(master.to(BF16)))
     assert torch.equal(actual["amax_rowwise"], expected["amax_rowwise"])
@@ -467,9 +454,9 @@ def test_fp8_blocks_are_cast_part_by_part() -> None:
     assert torch.equal(whole.view(ROWS, COLUMNS)[128:, 256:], corner.view(torch.uint8))
 
 
-def test_mxfp8_is_cast_part_by_part(on_blackwell: ModuleType) -> None:
+def test_mxfp8_is_cast_part_by_part(blackwell: ModuleType) -> None:
     values = values_of().to(BF16)
-    tensor = quantizer_of(on_blackwell, "mxfp8")(values)
+    tensor = quantizer_of("mxfp8")(values)
     outputs = torch.zeros(2, ROWS * COLUMNS, dtype=torch.uint8)
     scales = tensor._rowwise_scale_inv, tensor._columnwise_scale_inv
     for start, part in parts_of(values):
@@ -479,9 +466,9 @@ def test_mxfp8_is_cast_part_by_part(on_blackwell: ModuleType) -> None:
     assert torch.equal(outputs[1].view(ROWS, COLUMNS), tensor._columnwise_data)
 
 
-def test_nvfp4_is_cast_part_by_part_and_leaves_the_other_half_of_a_byte(on_blackwell: ModuleType) -> None:
+def test_nvfp4_is_cast_part_by_part_and_leaves_the_other_half_of_a_byte(blackwell: ModuleType) -> None:
     values = values_of().to(BF16)
-    tensor = quantizer_of(on_blackwell, "nvfp4")(values)
+    tensor = quantizer_of("nvfp4")(values)
     scales = tensor._rowwise_scale_inv[:ROWS:16, : COLUMNS // 16].view(torch.float8_e4m3fn).float()
     global_scale = torch.empty(1)
     partial_cast.nvfp4_compute_global_scale(tensor._amax_rowwise, global_scale)
@@ -512,8 +499,8 @@ def test_e8m0_scales_round_up_and_take_bf16_alone() -> None:
         partial_cast.multi_tensor_compute_scale_inv_e8m0(0, None, [[amaxes.float()], [scale_inv]])
 
 
-def test_columnwise_nvfp4_follows_from_rowwise(on_blackwell: ModuleType) -> None:
-    tensor = quantizer_of(on_blackwell, "nvfp4")(values_of().to(BF16))
+def test_columnwise_nvfp4_follows_from_rowwise(blackwell: ModuleType) -> None:
+    tensor = quantizer_of("nvfp4")(values_of().to(BF16))
     data, scales = torch.empty_like(tensor._columnwise_data), torch.empty_like(tensor._columnwise_scale_inv)
     partial_cast.nvfp4_2d_multi_tensor_transpose(
         [tensor._rowwise_data], [data], [tensor._rowwise_scale_inv], [scales], [ROWS], [COLUMNS]

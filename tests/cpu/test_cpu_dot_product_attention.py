@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import attention_oracle as oracle
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from parity import te
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BATCH, HEADS, FEATURES = 2, 4, 16
 # Operands, P, dS and the result are rounded; each costs at most half an eps, most of them much less in norm.
@@ -36,13 +36,8 @@ class Setting:
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
-
-
 @pytest.fixture
-def fused_calls(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the fused kernels in the order in which TE called them."""
     import transformer_engine_torch as tex
 
@@ -124,10 +119,10 @@ def leaves(setting: Setting, dtype: torch.dtype) -> list[Tensor]:
     return tensors
 
 
-def build(te_module: ModuleType, setting: Setting, **options: Any) -> Any:
+def build(setting: Setting, **options: Any) -> Any:
     features = (FEATURES, setting.value_features) if setting.value_features != FEATURES else FEATURES
     options = {"num_gqa_groups": setting.groups, "attention_dropout": 0.0, "qkv_format": "bshd", **options}
-    return te_module.DotProductAttention(HEADS, features, **{**setting.build, **options})
+    return TE.DotProductAttention(HEADS, features, **{**setting.build, **options})
 
 
 def with_gradients(output: Tensor, gradient: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -148,26 +143,24 @@ def assert_near(actual: list[Tensor], expected: list[Tensor], tolerance: float =
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_masks_heads_and_windows_agree_with_fp64_forward_and_backward(
-    te_module: ModuleType, fused_calls: list[str], name: str, dtype: torch.dtype
+    fused_calls: list[str], name: str, dtype: torch.dtype
 ) -> None:
     setting = SETTINGS[name]
     tensors = leaves(setting, dtype)
     inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    output = build(te_module, setting)(*inputs, **setting.call)
+    output = build(setting)(*inputs, **setting.call)
     assert_near(with_gradients(output.view_as(tensors[3]), tensors[3], inputs), exact(setting, tensors))
     assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
 
 
 @pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss"])
-def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(
-    te_module: ModuleType, fused_calls: list[str], shape: str
-) -> None:
+def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(fused_calls: list[str], shape: str) -> None:
     setting = SETTINGS["causal"]
     tensors = leaves(setting, BF16)
     sizes = (BATCH if shape[0] == "b" else 1, HEADS if shape[1] == "h" else 1, 48, 48)
     bias = torch.randn(sizes, generator=torch.Generator().manual_seed(1)).to(BF16).requires_grad_()
     inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    output = build(te_module, setting)(
+    output = build(setting)(
         *inputs, **setting.call, core_attention_bias_type="post_scale_bias", core_attention_bias=bias
     )
     exact_bias = bias.detach().double().requires_grad_()
@@ -178,13 +171,11 @@ def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(
     assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
 
 
-def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores(
-    te_module: ModuleType, fused_calls: list[str]
-) -> None:
+def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores(fused_calls: list[str]) -> None:
     setting = SETTINGS["causal"]
     tensors = leaves(setting, BF16)
     inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    output = build(te_module, setting)(*inputs, **setting.call, core_attention_bias_type="alibi")
+    output = build(setting)(*inputs, **setting.call, core_attention_bias_type="alibi")
     slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).double().view(1, HEADS, 1, 1)
     distance = torch.arange(48)[:, None] - torch.arange(48)
     assert_near(
@@ -196,13 +187,13 @@ def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores(
 
 @pytest.mark.parametrize("slopes", [[0.5, 0.25, 0.1, 0.0], [[0.5, 0.25, 0.1, 0.0], [0.3, 0.0, 0.2, 1.0]]])
 def test_alibi_takes_slopes_of_ones_own_for_each_head_or_each_head_of_each_sequence(
-    te_module: ModuleType, fused_calls: list[str], slopes: list[Any]
+    fused_calls: list[str], slopes: list[Any]
 ) -> None:
     setting = SETTINGS["causal"]
     tensors = leaves(setting, BF16)
     inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
     options = {"core_attention_bias_type": "alibi", "alibi_slopes": torch.tensor(slopes)}
-    output = build(te_module, setting)(*inputs, **setting.call, **options)
+    output = build(setting)(*inputs, **setting.call, **options)
     slope = torch.tensor(slopes).double().view(-1, HEADS, 1, 1)
     distance = torch.arange(48)[:, None] - torch.arange(48)
     # TE makes a bias of them, in BF16.
@@ -214,12 +205,12 @@ def test_alibi_takes_slopes_of_ones_own_for_each_head_or_each_head_of_each_seque
     assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
 
 
-def test_one_row_of_biases_may_serve_all_queries(te_module: ModuleType, fused_calls: list[str]) -> None:
+def test_one_row_of_biases_may_serve_all_queries(fused_calls: list[str]) -> None:
     setting = SETTINGS["no_mask"]
     tensors = leaves(setting, BF16)
     bias = torch.randn(1, 1, 1, 48, generator=torch.Generator().manual_seed(1)).to(BF16)
     options = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
-    output = build(te_module, setting)(*tensors[:3], **setting.call, **options)
+    output = build(setting)(*tensors[:3], **setting.call, **options)
     assert_near([output.view_as(tensors[3])], exact(setting, tensors, bias=bias.double())[:1])
     assert fused_calls == ["fused_attn_fwd"]
 
@@ -227,11 +218,11 @@ def test_one_row_of_biases_may_serve_all_queries(te_module: ModuleType, fused_ca
 @pytest.mark.parametrize("name", ["causal", "GQA", "padding_causal", "window"])
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
 def test_sinks_take_part_in_the_softmax_and_learnable_ones_get_a_gradient(
-    te_module: ModuleType, fused_calls: list[str], softmax_type: str, name: str
+    fused_calls: list[str], softmax_type: str, name: str
 ) -> None:
     setting = SETTINGS[name]
     tensors = leaves(setting, BF16)
-    attention = build(te_module, setting, softmax_type=softmax_type)
+    attention = build(setting, softmax_type=softmax_type)
     inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
     sink = torch.zeros(HEADS, dtype=torch.float64, requires_grad=True)
     more = []
@@ -250,7 +241,7 @@ def test_sinks_take_part_in_the_softmax_and_learnable_ones_get_a_gradient(
 
 
 @pytest.mark.parametrize("qkv_format", ["sbhd", "thd"])
-def test_formats_give_the_same_bits_as_bshd(te_module: ModuleType, fused_calls: list[str], qkv_format: str) -> None:
+def test_formats_give_the_same_bits_as_bshd(fused_calls: list[str], qkv_format: str) -> None:
     setting = SETTINGS["padding_causal"]
     tensors = leaves(setting, BF16)
     assert setting.lengths is not None
@@ -261,7 +252,7 @@ def test_formats_give_the_same_bits_as_bshd(te_module: ModuleType, fused_calls: 
     for name, change in (("bshd", lambda t: t), (qkv_format, pack)):
         inputs = [change(tensor).clone().requires_grad_() for tensor in tensors[:3]]
         options = dict(cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative, max_seqlen_q=48, max_seqlen_kv=48)
-        attention = build(te_module, setting, qkv_format=name)
+        attention = build(setting, qkv_format=name)
         output = attention(*inputs, attn_mask_type="padding_causal", **options)
         gradient = change(tensors[3])
         results.append(with_gradients(output.view_as(gradient), gradient, inputs))
@@ -270,9 +261,7 @@ def test_formats_give_the_same_bits_as_bshd(te_module: ModuleType, fused_calls: 
     assert fused_calls == 2 * ["fused_attn_fwd", "fused_attn_bwd"]
 
 
-def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(
-    te_module: ModuleType, fused_calls: list[str]
-) -> None:
+def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(fused_calls: list[str]) -> None:
     setting = SETTINGS["padding_causal"]
     tensors = leaves(setting, BF16)
     rows = torch.cat([torch.arange(48), 48 + torch.arange(32)])
@@ -280,7 +269,7 @@ def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(
     lengths = torch.tensor([0, 48, 77], dtype=torch.int32)
     starts = torch.tensor([0, 48, 80], dtype=torch.int32)
     options = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=48, max_seqlen_kv=48)
-    output = build(te_module, setting, qkv_format="thd")(
+    output = build(setting, qkv_format="thd")(
         *inputs,
         attn_mask_type="padding_causal",
         cu_seqlens_q_padded=starts,
@@ -295,11 +284,11 @@ def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(
     assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
 
 
-def test_the_largest_logit_of_each_head_is_returned(te_module: ModuleType, fused_calls: list[str]) -> None:
+def test_the_largest_logit_of_each_head_is_returned(fused_calls: list[str]) -> None:
     for name in ("causal", "padding"):
         setting = SETTINGS[name]
         tensors = leaves(setting, BF16)
-        _, largest = build(te_module, setting, return_max_logit=True)(*tensors[:3], **setting.call)
+        _, largest = build(setting, return_max_logit=True)(*tensors[:3], **setting.call)
         scores = torch.einsum("bqhd,bkhd->bhqk", *(tensor.double() for tensor in tensors[:2])) / FEATURES**0.5
         expected = scores.masked_fill(~setting.visible, -torch.inf).amax((0, 2, 3))
         assert largest.dtype == BF16
@@ -307,21 +296,21 @@ def test_the_largest_logit_of_each_head_is_returned(te_module: ModuleType, fused
     assert fused_calls == 2 * ["fused_attn_fwd"]
 
 
-def test_packed_qkv_gets_its_gradient_in_one_tensor(te_module: ModuleType, fused_calls: list[str]) -> None:
+def test_packed_qkv_gets_its_gradient_in_one_tensor(fused_calls: list[str]) -> None:
     setting = SETTINGS["causal"]
     tensors = leaves(setting, BF16)
     packed = torch.stack(tensors[:3], 2).requires_grad_()
-    output = build(te_module, setting)(*packed.unbind(2), **setting.call)
+    output = build(setting)(*packed.unbind(2), **setting.call)
     (gradient,) = torch.autograd.grad(output.view_as(tensors[3]), packed, tensors[3])
     assert_near(list(gradient.unbind(2)), exact(setting, tensors)[1:])
     assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
 
 
-def test_attention_dropout_keeps_the_mean_and_repeats_with_the_seed(te_module: ModuleType) -> None:
+def test_attention_dropout_keeps_the_mean_and_repeats_with_the_seed() -> None:
     setting = SETTINGS["no_mask"]
     tensors = leaves(setting, BF16)
     tensors[2] = torch.ones_like(tensors[2])
-    attention = build(te_module, setting, attention_dropout=0.25)
+    attention = build(setting, attention_dropout=0.25)
     outputs = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -333,10 +322,10 @@ def test_attention_dropout_keeps_the_mean_and_repeats_with_the_seed(te_module: M
     assert abs(outputs[0].view(-1, FEATURES)[:, 0].double().mean().item() - 1) < 0.03
 
 
-def test_backward_of_dropout_uses_the_mask_of_the_forward(te_module: ModuleType) -> None:
+def test_backward_of_dropout_uses_the_mask_of_the_forward() -> None:
     setting = SETTINGS["no_mask"]
     tensors = leaves(setting, FP16)
-    attention = build(te_module, setting, attention_dropout=0.5)
+    attention = build(setting, attention_dropout=0.5)
     value = tensors[2].clone().requires_grad_()
     torch.manual_seed(5)
     output = attention(*tensors[:2], value, **setting.call)
@@ -347,44 +336,42 @@ def test_backward_of_dropout_uses_the_mask_of_the_forward(te_module: ModuleType)
     torch.testing.assert_close(by_output, by_value, rtol=0, atol=0.05)
 
 
-def causal_output(te_module: ModuleType) -> Tensor:
+def causal_output() -> Tensor:
     setting = SETTINGS["causal"]
-    return build(te_module, setting)(*leaves(setting, BF16)[:3], **setting.call)
+    return build(setting)(*leaves(setting, BF16)[:3], **setting.call)
 
 
-def test_nvte_fused_attn_0_takes_the_unfused_path(
-    te_module: ModuleType, fused_calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvte_fused_attn_0_takes_the_unfused_path(fused_calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     emulated_gpu.choose_again()
-    causal_output(te_module)
+    causal_output()
     assert fused_calls == []
 
 
 def test_nvte_flash_attn_changes_nothing_where_there_is_no_flash_attn(
-    te_module: ModuleType, fused_calls: list[str], monkeypatch: pytest.MonkeyPatch
+    fused_calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = []
     for choice in ("1", "0"):
         monkeypatch.setenv("NVTE_FLASH_ATTN", choice)
         emulated_gpu.choose_again()
-        outputs.append(causal_output(te_module))
+        outputs.append(causal_output())
     assert torch.equal(*outputs)
     assert fused_calls == 2 * ["fused_attn_fwd"]
 
 
-def test_te_says_when_the_environment_leaves_no_backend(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_te_says_when_the_environment_leaves_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
     emulated_gpu.choose_again()
     with pytest.raises(ValueError, match="No dot product attention backend"):
-        causal_output(te_module)
+        causal_output()
     monkeypatch.undo()
     emulated_gpu.choose_again()
 
 
-def test_a_score_mod_needs_cudnns_frontend_and_te_says_so(te_module: ModuleType) -> None:
-    attention = build(te_module, SETTINGS["no_mask"])
+def test_a_score_mod_needs_cudnns_frontend_and_te_says_so() -> None:
+    attention = build(SETTINGS["no_mask"])
     if "score_mod" not in inspect.signature(attention.forward).parameters:
         pytest.skip("this TransformerEngine has no score_mod")
     tensors = leaves(SETTINGS["no_mask"], BF16)
@@ -397,7 +384,7 @@ UNFUSED_CAUSAL = oracle.visible(SEQ, SEQ, right=0)
 
 
 @pytest.fixture
-def _unfused(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def _unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformer_engine_torch as tex
 
     def fail(*_arguments: Any) -> None:
@@ -416,7 +403,6 @@ def unfused_leaves(dtype: torch.dtype, keys: int = SEQ, groups: int = HEADS) -> 
 
 
 def assert_agrees(
-    te_module: ModuleType,
     tensors: list[Tensor],
     visible: Tensor,
     call: dict[str, Any],
@@ -425,7 +411,7 @@ def assert_agrees(
 ) -> None:
     """Output and gradients are those of the formula, as far as their dtype goes."""
     inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    attention = te_module.DotProductAttention(
+    attention = TE.DotProductAttention(
         HEADS,
         FEATURES,
         num_gqa_groups=tensors[1].shape[2],
@@ -450,74 +436,69 @@ dtypes = pytest.mark.parametrize("dtype", [BF16, FP32])
 
 @unfused
 @dtypes
-def test_cross_attention_of_unequal_lengths(te_module: ModuleType, dtype: torch.dtype) -> None:
+def test_cross_attention_of_unequal_lengths(dtype: torch.dtype) -> None:
     everything = oracle.visible(SEQ, 48)
     call, build = {"attn_mask_type": "no_mask"}, {"attention_type": "cross"}
-    assert_agrees(te_module, unfused_leaves(dtype, 48, groups=2), everything, call, build)
+    assert_agrees(unfused_leaves(dtype, 48, groups=2), everything, call, build)
 
 
 @unfused
 @dtypes
-def test_causal_bottom_right_lets_the_last_query_see_all_keys(te_module: ModuleType, dtype: torch.dtype) -> None:
+def test_causal_bottom_right_lets_the_last_query_see_all_keys(dtype: torch.dtype) -> None:
     visible = oracle.visible(SEQ, 48, right=0, offset=16)
     call, build = {"attn_mask_type": "causal_bottom_right"}, {"attention_type": "cross"}
-    assert_agrees(te_module, unfused_leaves(dtype, 48), visible, call, build)
+    assert_agrees(unfused_leaves(dtype, 48), visible, call, build)
 
 
 @unfused
 @dtypes
-def test_an_arbitrary_mask_hides_what_is_true(te_module: ModuleType, dtype: torch.dtype) -> None:
+def test_an_arbitrary_mask_hides_what_is_true(dtype: torch.dtype) -> None:
     visible = torch.rand(BATCH, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(2)) < 0.5
     visible |= torch.eye(SEQ, dtype=torch.bool)
-    assert_agrees(
-        te_module, unfused_leaves(dtype), visible, {"attn_mask_type": "arbitrary", "attention_mask": ~visible}
-    )
+    assert_agrees(unfused_leaves(dtype), visible, {"attn_mask_type": "arbitrary", "attention_mask": ~visible})
 
 
 @unfused
 @dtypes
-def test_a_bias_is_added_after_scaling(te_module: ModuleType, dtype: torch.dtype) -> None:
+def test_a_bias_is_added_after_scaling(dtype: torch.dtype) -> None:
     bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(dtype)
     call = {
         "attn_mask_type": "causal",
         "core_attention_bias_type": "post_scale_bias",
         "core_attention_bias": bias,
     }
-    assert_agrees(te_module, unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=bias.double())
+    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=bias.double())
 
 
 @unfused
 @dtypes
-def test_a_bias_before_scaling_is_scaled(te_module: ModuleType, dtype: torch.dtype) -> None:
+def test_a_bias_before_scaling_is_scaled(dtype: torch.dtype) -> None:
     bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(dtype)
     call = {
         "attn_mask_type": "causal",
         "core_attention_bias_type": "pre_scale_bias",
         "core_attention_bias": bias,
     }
-    assert_agrees(te_module, unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=bias.double() / FEATURES**0.5)
+    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=bias.double() / FEATURES**0.5)
 
 
 @unfused
 @dtypes
 @pytest.mark.parametrize("slopes", [None, [0.5, 0.25, 0.1, 0.0]])
-def test_alibi_takes_slopes_times_distance_from_scores(
-    te_module: ModuleType, dtype: torch.dtype, slopes: list[float] | None
-) -> None:
+def test_alibi_takes_slopes_times_distance_from_scores(dtype: torch.dtype, slopes: list[float] | None) -> None:
     call: dict[str, Any] = {"attn_mask_type": "causal", "core_attention_bias_type": "alibi"}
     if slopes is not None:
         call["alibi_slopes"] = torch.tensor(slopes)
     slope = torch.tensor(slopes or [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).double().view(1, HEADS, 1, 1)
     distance = (torch.arange(SEQ)[:, None] - torch.arange(SEQ)).abs()
-    assert_agrees(te_module, unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=-slope * distance)
+    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=-slope * distance)
 
 
 @unfused
 @dtypes
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
-def test_sinks_take_part_in_the_softmax(te_module: ModuleType, dtype: torch.dtype, softmax_type: str) -> None:
+def test_sinks_take_part_in_the_softmax(dtype: torch.dtype, softmax_type: str) -> None:
     assert_agrees(
-        te_module,
         unfused_leaves(dtype),
         UNFUSED_CAUSAL,
         {"attn_mask_type": "causal"},
@@ -528,20 +509,18 @@ def test_sinks_take_part_in_the_softmax(te_module: ModuleType, dtype: torch.dtyp
 
 @unfused
 @dtypes
-def test_softcap_bounds_the_scaled_scores(te_module: ModuleType, dtype: torch.dtype) -> None:
-    if "softcap" not in inspect.signature(te_module.DotProductAttention).parameters:
+def test_softcap_bounds_the_scaled_scores(dtype: torch.dtype) -> None:
+    if "softcap" not in inspect.signature(TE.DotProductAttention).parameters:
         pytest.skip("this TransformerEngine has no softcap")
-    assert_agrees(
-        te_module, unfused_leaves(dtype), UNFUSED_CAUSAL, {"attn_mask_type": "causal"}, {"softcap": 0.5}, softcap=0.5
-    )
+    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, {"attn_mask_type": "causal"}, {"softcap": 0.5}, softcap=0.5)
 
 
 @unfused
 @pytest.mark.parametrize("kind", ["post_scale_bias", "pre_scale_bias"])
-def test_a_bias_gets_a_gradient(te_module: ModuleType, kind: str) -> None:
+def test_a_bias_gets_a_gradient(kind: str) -> None:
     query, key, value, gradient = unfused_leaves(FP32)
     bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    attention = te_module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
+    attention = TE.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
     call = {"attn_mask_type": "causal", "core_attention_bias_type": kind, "core_attention_bias": bias}
     output = attention(query, key, value, **call).view_as(gradient)
     exact_bias = bias.detach().double().requires_grad_()
@@ -553,12 +532,12 @@ def test_a_bias_gets_a_gradient(te_module: ModuleType, kind: str) -> None:
 
 
 @unfused
-def test_packed_sequences_are_padded_and_packed_again(te_module: ModuleType) -> None:
+def test_packed_sequences_are_padded_and_packed_again() -> None:
     tensors = unfused_leaves(FP32)
     is_token = oracle.tokens((SEQ, 20), SEQ)
     cumulative = torch.tensor([0, SEQ, SEQ + 20], dtype=torch.int32)
     inputs = [tensor[is_token].requires_grad_() for tensor in tensors[:3]]
-    attention = te_module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="thd")
+    attention = TE.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="thd")
     output = attention(
         *inputs,
         attn_mask_type="padding_causal",

@@ -59,8 +59,8 @@ def test_a_block_sees_exactly_the_keys_of_the_band(band: Band, queries: int, key
     bands,
     st.integers(1, 2),
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),
-    st.integers(1, 40),
-    st.integers(1, 40),
+    st.integers(1, 16),
+    st.integers(1, 16),
     st.booleans(),
 )
 def test_forward_and_backward_agree_with_fp64_in_blocks_of_any_size(
@@ -191,8 +191,8 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
 @given(
     st.builds(Band, sides, sides, st.booleans()),
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),
-    st.integers(1, 40),
-    st.integers(1, 40),
+    st.integers(1, 16),
+    st.integers(1, 16),
     st.lists(powers, min_size=4, max_size=4),
     st.booleans(),
     st.integers(0, 2**31),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import attention_oracle as oracle
@@ -15,6 +14,7 @@ from torch import Tensor
 from parity import te
 from parity.cpu import cuda, float8, versions
 
+TE = te.kernels("cpu").te
 BF16 = torch.bfloat16
 BATCH, SEQ, HEADS, FEATURES = 2, 32, 4, 16
 # The features of a head with which a Hopper trains in FP8.
@@ -32,11 +32,6 @@ RECIPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
-
-
 def recipe(name: str) -> Any:
     from transformer_engine.common import recipe as recipes
 
@@ -45,7 +40,7 @@ def recipe(name: str) -> Any:
 
 
 @pytest.fixture
-def fused_calls(te_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The fused kernels that TE called, and whether with FP8 tensors."""
     import transformer_engine_torch as tex
 
@@ -70,12 +65,12 @@ def leaves(heads: int, features: int) -> list[Tensor]:
     return [torch.randn(BATCH, SEQ, heads, features, generator=rng).to(BF16) for _ in range(4)]
 
 
-def steps(attention: Any, te_module: ModuleType, tensors: list[Tensor], name: str, **call: Any) -> list[Tensor]:
+def steps(attention: Any, tensors: list[Tensor], name: str, **call: Any) -> list[Tensor]:
     """Output and gradients of the third step: the first ones of delayed scaling fill the history of amaxes."""
     results: list[Tensor] = []
     for _ in range(3):
         inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-        with te_module.autocast(enabled=True, recipe=recipe(name)):
+        with TE.autocast(enabled=True, recipe=recipe(name)):
             output = attention(*inputs, **call).view_as(tensors[3])
         results = [output, *torch.autograd.grad(output, inputs, tensors[3])]
     return results
@@ -119,10 +114,10 @@ def test_te_takes_its_fp8_backend_which_errs_by_the_casts_it_makes(
     visible, call = MASKS[mask]
     tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
     tensors[3] *= visible.any(-1).expand(BATCH, 1, SEQ).transpose(1, 2)[..., None]
-    with emulated_gpu.emulated(GPUS[gpu]) as te_module:
+    with emulated_gpu.emulated(GPUS[gpu]):
         emulated_gpu.choose_again()
-        attention = te_module.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
-        actual = steps(attention, te_module, tensors, name, attn_mask_type=mask, **call)
+        attention = TE.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
+        actual = steps(attention, tensors, name, attn_mask_type=mask, **call)
     assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
     # Scores are of unit variance: casts of Q and K move them, and so log P, by E4M3_ERROR each.
     p = norm(E4M3_ERROR, E4M3_ERROR)
@@ -136,7 +131,7 @@ def test_te_takes_its_fp8_backend_which_errs_by_the_casts_it_makes(
 
 
 @pytest.fixture
-def _gradients_pass_fp8_outputs(te_module: ModuleType) -> None:
+def _gradients_pass_fp8_outputs() -> None:
     from transformer_engine.pytorch.quantized_tensor import QuantizedTensor
 
     if "requires_grad" in vars(QuantizedTensor):
@@ -145,15 +140,15 @@ def _gradients_pass_fp8_outputs(te_module: ModuleType) -> None:
 
 @pytest.mark.usefixtures("_gradients_pass_fp8_outputs")
 def test_scales_follow_the_amaxes_that_attention_keeps(fused_calls: list[tuple[str, bool]]) -> None:
-    with emulated_gpu.emulated(cuda.HOPPER) as te_module:
+    with emulated_gpu.emulated(cuda.HOPPER):
         emulated_gpu.choose_again()
         torch.manual_seed(0)
         hidden = FUSED_HEADS * FUSED_FEATURES
-        layer = te_module.MultiheadAttention(
+        layer = TE.MultiheadAttention(
             hidden, FUSED_HEADS, attention_dropout=0.0, params_dtype=BF16, qkv_format="bshd", device="cpu"
         )
         for _ in range(2):
-            with te_module.autocast(enabled=True, recipe=recipe("delayed")):
+            with TE.autocast(enabled=True, recipe=recipe("delayed")):
                 output = layer(torch.randn(BATCH, SEQ, hidden).to(BF16))
             output.backward(torch.randn_like(output))
     from transformer_engine.pytorch.cpp_extensions import fused_attn
@@ -176,39 +171,37 @@ def test_nvte_fp8_dpa_bwd_0_runs_the_backward_in_bf16(
 ) -> None:
     monkeypatch.setenv("NVTE_FP8_DPA_BWD", "0")
     tensors = leaves(FUSED_HEADS, FUSED_FEATURES)
-    with emulated_gpu.emulated(cuda.HOPPER) as te_module:
+    with emulated_gpu.emulated(cuda.HOPPER):
         emulated_gpu.choose_again()
-        attention = te_module.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
-        actual = steps(attention, te_module, tensors, "delayed", attn_mask_type="causal")
+        attention = TE.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
+        actual = steps(attention, tensors, "delayed", attn_mask_type="causal")
     assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", False)]
     assert all(tensor.isfinite().all() for tensor in actual)
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
     emulated_gpu.choose_again()
     tensors = leaves(HEADS, FEATURES)
-    attention = te_module.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
-    actual = steps(attention, te_module, tensors, name, attn_mask_type="causal")
+    attention = TE.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
+    actual = steps(attention, tensors, name, attn_mask_type="causal")
     for error in errors(actual, exact(tensors, oracle.visible(SEQ, SEQ, right=0))):
         # One rounding to E4M3 costs about 2^-5.5 in norm, to E5M2 2^-4.5; a handful of them take part.
         assert 2**-6 < error < 2**-2.5
 
 
-def losses(te_module: ModuleType, fp8_recipe: Any, hidden: int = 64, heads: int = 4) -> list[float]:
+def losses(fp8_recipe: Any, hidden: int = 64, heads: int = 4) -> list[float]:
     """Of a layer that learns one output by heart, in FP8 or, without a recipe, in BF16."""
     torch.manual_seed(0)
-    layer = te_module.TransformerLayer(
+    layer = TE.TransformerLayer(
         hidden, 2 * hidden, heads, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"
     )
     x, target = torch.randn(SEQ, BATCH, hidden).to(BF16), torch.randn(SEQ, BATCH, hidden)
     optimizer = torch.optim.SGD(layer.parameters(), lr=5.0)
     result = []
     for _ in range(6):
-        with te_module.autocast(enabled=fp8_recipe is not None, recipe=fp8_recipe):
+        with TE.autocast(enabled=fp8_recipe is not None, recipe=fp8_recipe):
             output = layer(x)
         loss = (output.float() - target).square().mean()
         optimizer.zero_grad()
@@ -231,22 +224,20 @@ def assert_learns_alike(actual: list[float], expected: list[float]) -> None:
 def test_a_layer_with_fused_fp8_attention_learns_as_in_bf16(
     fused_calls: list[tuple[str, bool]], gpu: str, name: str
 ) -> None:
-    with emulated_gpu.emulated(GPUS[gpu]) as te_module:
+    with emulated_gpu.emulated(GPUS[gpu]):
         emulated_gpu.choose_again()
-        expected = losses(te_module, None, FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
+        expected = losses(None, FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
         fused_calls.clear()
-        actual = losses(te_module, recipe(name), FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
+        actual = losses(recipe(name), FUSED_HEADS * FUSED_FEATURES, FUSED_HEADS)
     assert_learns_alike(actual, expected)
     assert fused_calls == 6 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "delayed, MHA"])
-def test_a_layer_with_emulated_fp8_attention_learns_as_in_bf16(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_layer_with_emulated_fp8_attention_learns_as_in_bf16(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
     emulated_gpu.choose_again()
-    assert_learns_alike(losses(te_module, recipe(name)), losses(te_module, None))
+    assert_learns_alike(losses(recipe(name)), losses(None))
 
 
 @pytest.mark.parametrize(
@@ -263,14 +254,14 @@ def test_a_layer_with_emulated_fp8_attention_learns_as_in_bf16(
     ],
 )
 def test_a_hopper_trains_with_128_features_and_delayed_scaling_alone_and_te_says_so(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, features: int
+    monkeypatch: pytest.MonkeyPatch, name: str, features: int
 ) -> None:
     monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
     emulated_gpu.choose_again()
-    attention = te_module.DotProductAttention(HEADS, features, attention_dropout=0.0, qkv_format="bshd")
+    attention = TE.DotProductAttention(HEADS, features, attention_dropout=0.0, qkv_format="bshd")
     inputs = leaves(HEADS, features)[:3]
     with (
-        te_module.autocast(enabled=True, recipe=recipe(name)),
+        TE.autocast(enabled=True, recipe=recipe(name)),
         pytest.raises(ValueError, match="No dot product attention"),
     ):
         attention(*inputs, attn_mask_type="causal")

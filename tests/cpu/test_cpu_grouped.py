@@ -18,14 +18,10 @@ from parity import te
 from parity.cpu import cast, cuda, gemm, permutation
 from parity.cpu.enums import DType
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 IN, OUT = 32, 48
 RECIPES = [None, "DelayedScaling", "Float8CurrentScaling"]
-
-
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
 
 
 def grad_of(leaf: Tensor) -> Tensor:
@@ -39,12 +35,12 @@ def make_recipe(name: str | None) -> Any:
     return None if name is None else getattr(recipes, name)()
 
 
-def make_experts(te_module: ModuleType, dtype: torch.dtype, experts: int, **options: Any) -> tuple[Any, list[Any]]:
+def make_experts(dtype: torch.dtype, experts: int, **options: Any) -> tuple[Any, list[Any]]:
     """A ``GroupedLinear``, and one ``Linear`` with the same weights for each expert."""
     torch.manual_seed(0)
-    grouped = te_module.GroupedLinear(experts, IN, OUT, params_dtype=dtype, device="cpu", **options)
+    grouped = TE.GroupedLinear(experts, IN, OUT, params_dtype=dtype, device="cpu", **options)
     options.pop("delay_wgrad_compute", None)
-    single = [te_module.Linear(IN, OUT, params_dtype=dtype, device="cpu", **options) for _ in range(experts)]
+    single = [TE.Linear(IN, OUT, params_dtype=dtype, device="cpu", **options) for _ in range(experts)]
     for i, linear in enumerate(single):
         linear.weight.data.copy_(getattr(grouped, f"weight{i}"))
         if linear.use_bias:
@@ -52,12 +48,10 @@ def make_experts(te_module: ModuleType, dtype: torch.dtype, experts: int, **opti
     return grouped, single
 
 
-def run(
-    te_module: ModuleType, module: Any, x: Tensor, grad: Tensor, recipe: Any, *splits: Any
-) -> tuple[Tensor, Tensor]:
+def run(module: Any, x: Tensor, grad: Tensor, recipe: Any, *splits: Any) -> tuple[Tensor, Tensor]:
     """Output and input gradient."""
     x = x.clone().requires_grad_()
-    with te_module.autocast(enabled=recipe is not None, recipe=recipe):
+    with TE.autocast(enabled=recipe is not None, recipe=recipe):
         y = module(x, *splits)
     y.backward(grad)
     assert x.grad is not None
@@ -67,20 +61,18 @@ def run(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("recipe_name", RECIPES)
-def test_grouped_linear_is_a_linear_for_each_expert(
-    te_module: ModuleType, recipe_name: str | None, dtype: torch.dtype, bias: bool
-) -> None:
+def test_grouped_linear_is_a_linear_for_each_expert(recipe_name: str | None, dtype: torch.dtype, bias: bool) -> None:
     splits = [16, 48, 32]
-    grouped, single = make_experts(te_module, dtype, len(splits), bias=bias)
+    grouped, single = make_experts(dtype, len(splits), bias=bias)
     recipe, other_recipe = make_recipe(recipe_name), make_recipe(recipe_name)
     for gain in (1.0, 100.0, 0.1):
         x, grad = (gain * torch.randn(sum(splits), IN)).to(dtype), torch.randn(sum(splits), OUT).to(dtype)
         grouped.zero_grad()
-        y, x_grad = run(te_module, grouped, x, grad, recipe, splits)
+        y, x_grad = run(grouped, x, grad, recipe, splits)
         parts = zip(single, x.split(splits), grad.split(splits), y.split(splits), x_grad.split(splits), strict=True)
         for i, (linear, x_i, grad_i, y_i, x_grad_i) in enumerate(parts):
             linear.zero_grad()
-            expected = run(te_module, linear, x_i, grad_i, other_recipe)
+            expected = run(linear, x_i, grad_i, other_recipe)
             assert torch.equal(y_i, expected[0])
             assert torch.equal(x_grad_i, expected[1])
             assert torch.equal(getattr(grouped, f"weight{i}").grad, linear.weight.grad)
@@ -89,26 +81,26 @@ def test_grouped_linear_is_a_linear_for_each_expert(
 
 
 @pytest.mark.parametrize("recipe_name", RECIPES)
-def test_an_expert_without_tokens_gets_a_gradient_of_zeros(te_module: ModuleType, recipe_name: str | None) -> None:
+def test_an_expert_without_tokens_gets_a_gradient_of_zeros(recipe_name: str | None) -> None:
     splits = [0, 32, 0]
-    grouped, single = make_experts(te_module, BF16, len(splits), bias=True)
+    grouped, single = make_experts(BF16, len(splits), bias=True)
     x, grad = torch.randn(32, IN).to(BF16), torch.randn(32, OUT).to(BF16)
-    y, _ = run(te_module, grouped, x, grad, make_recipe(recipe_name), splits)
-    assert torch.equal(y, run(te_module, single[1], x, grad, make_recipe(recipe_name))[0])
+    y, _ = run(grouped, x, grad, make_recipe(recipe_name), splits)
+    assert torch.equal(y, run(single[1], x, grad, make_recipe(recipe_name))[0])
     for i in (0, 2):
         assert not getattr(grouped, f"weight{i}").grad.any()
         assert not getattr(grouped, f"bias{i}").grad.any()
 
 
-def test_weight_gradients_can_be_added_to_main_grad(te_module: ModuleType) -> None:
+def test_weight_gradients_can_be_added_to_main_grad() -> None:
     splits = [16, 32]
-    grouped, _ = make_experts(te_module, BF16, 2, bias=False)
-    fused, _ = make_experts(te_module, BF16, 2, bias=False, fuse_wgrad_accumulation=True)
+    grouped, _ = make_experts(BF16, 2, bias=False)
+    fused, _ = make_experts(BF16, 2, bias=False, fuse_wgrad_accumulation=True)
     x, grad = torch.randn(48, IN).to(BF16), torch.randn(48, OUT).to(BF16)
     for i in range(2):
         getattr(fused, f"weight{i}").main_grad = torch.full((OUT, IN), 2.0)
-    run(te_module, grouped, x, grad, None, splits)
-    run(te_module, fused, x, grad, None, splits)
+    run(grouped, x, grad, None, splits)
+    run(fused, x, grad, None, splits)
     for i in range(2):
         accumulated, plain = getattr(fused, f"weight{i}").main_grad, getattr(grouped, f"weight{i}").grad
         exact = grad.split(splits)[i].double().t() @ x.split(splits)[i].double()
@@ -116,13 +108,13 @@ def test_weight_gradients_can_be_added_to_main_grad(te_module: ModuleType) -> No
         torch.testing.assert_close(accumulated - 2.0, plain.float(), rtol=2.0**-7, atol=1e-3)
 
 
-def test_weight_gradients_can_wait(te_module: ModuleType) -> None:
+def test_weight_gradients_can_wait() -> None:
     splits = [16, 32]
-    grouped, _ = make_experts(te_module, BF16, 2, bias=True)
-    delayed, _ = make_experts(te_module, BF16, 2, bias=True, delay_wgrad_compute=True)
+    grouped, _ = make_experts(BF16, 2, bias=True)
+    delayed, _ = make_experts(BF16, 2, bias=True, delay_wgrad_compute=True)
     x, grad = torch.randn(48, IN).to(BF16), torch.randn(48, OUT).to(BF16)
-    expected = run(te_module, grouped, x, grad, None, splits)
-    assert torch.equal(expected[1], run(te_module, delayed, x, grad, None, splits)[1])
+    expected = run(grouped, x, grad, None, splits)
+    assert torch.equal(expected[1], run(delayed, x, grad, None, splits)[1])
     delayed.backward_dw()
     for name, parameter in grouped.named_parameters():
         torch.testing.assert_close(delayed.get_parameter(name).grad, parameter.grad)
@@ -166,9 +158,9 @@ def test_padding_needs_a_size_for_each_part() -> None:
         permutation.fused_multi_row_padding(torch.zeros(4, 2), torch.zeros(8, 2), [2, 2], [8])
 
 
-def test_te_pads_experts_for_fp8_and_drops_the_padding_again(te_module: ModuleType) -> None:
+def test_te_pads_experts_for_fp8_and_drops_the_padding_again() -> None:
     splits = [5, 16, 3]
-    pad, unpad = te_module.Fp8Padding(3, align_size=16), te_module.Fp8Unpadding(3, align_size=16)
+    pad, unpad = TE.Fp8Padding(3, align_size=16), TE.Fp8Unpadding(3, align_size=16)
     x = torch.randn(sum(splits), IN, requires_grad=True)
     padded, padded_splits = pad(x, splits)
     assert padded_splits == [16, 16, 16]
@@ -204,16 +196,16 @@ def blackwell() -> Iterator[ModuleType]:
         yield module
 
 
-def quantizer_of(te_module: ModuleType, name: str, **usages: bool) -> Any:
+def quantizer_of(name: str, **usages: bool) -> Any:
     usages = {"rowwise": True, "columnwise": True, **usages}
     if name == "block":
         options = {"force_pow_2_scales": True, "amax_epsilon": 0.0, "block_scaling_dim": 1}
-        return te_module.Float8BlockQuantizer(DType.kFloat8E4M3, **options, **usages)
+        return TE.Float8BlockQuantizer(DType.kFloat8E4M3, **options, **usages)
     if name == "mxfp8":
-        return te_module.MXFP8Quantizer(DType.kFloat8E4M3, **usages)
+        return TE.MXFP8Quantizer(DType.kFloat8E4M3, **usages)
     if name == "nvfp4":
-        return te_module.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, **usages)
-    return te_module.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"), **usages)
+        return TE.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, **usages)
+    return TE.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"), **usages)
 
 
 def values_of(rows: int = ROWS) -> Tensor:
@@ -232,7 +224,7 @@ def assert_same(member: Any, alone: Any) -> None:
 @pytest.mark.parametrize("usages", [{}, {"columnwise": False}], ids=["both", "rowwise"])
 @pytest.mark.parametrize("name", NAMES)
 def test_each_group_is_cast_as_if_it_were_alone(each_gpu: ModuleType, name: str, usages: dict[str, bool]) -> None:
-    quantizer, values = quantizer_of(each_gpu, name, **usages), values_of()
+    quantizer, values = quantizer_of(name, **usages), values_of()
     result = cast.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
     assert isinstance(result, torch.Tensor)
     assert tuple(result.shape) == (ROWS, WIDTH)
@@ -246,10 +238,10 @@ def test_each_group_is_cast_as_if_it_were_alone(each_gpu: ModuleType, name: str,
 @NEW_IN_2_18
 def test_columns_alone_are_cast_with_current_scaling_too() -> None:
     """``quantize`` does not do that, nor does TE's kernel for a single tensor."""
-    with emulated(cuda.HOPPER) as te_module:
+    with emulated(cuda.HOPPER):
         values, sizes = values_of(), torch.tensor(GROUPS)
         both, columnwise = (
-            cast.group_quantize(values, quantizer_of(te_module, "current", rowwise=rowwise), len(GROUPS), sizes)
+            cast.group_quantize(values, quantizer_of("current", rowwise=rowwise), len(GROUPS), sizes)
             for rowwise in (True, False)
         )
         assert columnwise.rowwise_data is None
@@ -258,14 +250,14 @@ def test_columns_alone_are_cast_with_current_scaling_too() -> None:
 
 
 def test_groups_of_one_size_need_no_list_of_sizes(blackwell: ModuleType) -> None:
-    quantizer, values = quantizer_of(blackwell, "mxfp8"), values_of(256)
+    quantizer, values = quantizer_of("mxfp8"), values_of(256)
     result = cast.group_quantize(values, quantizer, 2, None)
     for part, member in zip(values.split(128), cast.members(result), strict=True):
         assert_same(member, cast.quantize(part, quantizer))
 
 
 def test_an_output_is_filled_in_place_unless_the_flag_is_set(blackwell: ModuleType) -> None:
-    quantizer = quantizer_of(blackwell, "mxfp8")
+    quantizer = quantizer_of("mxfp8")
     first, second = values_of(256), values_of(256).flip(0)
     output = cast.group_quantize(first, quantizer, 2, None)
     held, before = output.rowwise_data, output.rowwise_data.clone()
@@ -277,7 +269,7 @@ def test_an_output_is_filled_in_place_unless_the_flag_is_set(blackwell: ModuleTy
 
 @pytest.mark.parametrize("name", ["block", "mxfp8"])
 def test_bias_gradients_are_sums_over_each_groups_rows(blackwell: ModuleType, name: str) -> None:
-    quantizer, values = quantizer_of(blackwell, name), values_of()
+    quantizer, values = quantizer_of(name), values_of()
     result, bias_grads = cast.bgrad_group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
     expected = torch.stack([part.double().sum(0) for part in values.split(GROUPS)])
     assert bias_grads.dtype == BF16
@@ -288,7 +280,7 @@ def test_bias_gradients_are_sums_over_each_groups_rows(blackwell: ModuleType, na
 
 @pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
 def test_dequantizing_decodes_each_group(blackwell: ModuleType, name: str) -> None:
-    quantizer, values = quantizer_of(blackwell, name), values_of()
+    quantizer, values = quantizer_of(name), values_of()
     result = cast.group_quantize(values, quantizer, len(GROUPS), torch.tensor(GROUPS))
     decoded = cast.group_dequantize(result, DType.kBFloat16)
     assert decoded.quantizer is None
@@ -297,13 +289,13 @@ def test_dequantizing_decodes_each_group(blackwell: ModuleType, name: str) -> No
 
 
 def test_requantizing_adds_columns_cast_from_the_decoded_rows(blackwell: ModuleType) -> None:
-    quantizer, sizes = quantizer_of(blackwell, "mxfp8", columnwise=False), torch.tensor(GROUPS)
+    quantizer, sizes = quantizer_of("mxfp8", columnwise=False), torch.tensor(GROUPS)
     rowwise = cast.group_quantize(values_of(), quantizer, len(GROUPS), sizes)
     quantizer.set_usage(columnwise=True)
     decoded = cast.group_requantize_inplace(
         rowwise, quantizer, len(GROUPS), sizes, DType.kBFloat16, return_dequantized=True
     )
-    again = cast.group_quantize(decoded, quantizer_of(blackwell, "mxfp8"), len(GROUPS), sizes)
+    again = cast.group_quantize(decoded, quantizer_of("mxfp8"), len(GROUPS), sizes)
     assert torch.equal(rowwise.columnwise_data, again.columnwise_data)
     assert torch.equal(rowwise.columnwise_scale_inv, again.columnwise_scale_inv)
     with pytest.raises(RuntimeError, match="rowwise data alone"):
@@ -311,7 +303,7 @@ def test_requantizing_adds_columns_cast_from_the_decoded_rows(blackwell: ModuleT
 
 
 def test_known_amaxes_stand_in_for_the_values_own(blackwell: ModuleType) -> None:
-    quantizer, values = quantizer_of(blackwell, "nvfp4"), values_of(256)
+    quantizer, values = quantizer_of("nvfp4"), values_of(256)
     own = cast.quantize(values, quantizer)
     amaxes = own._amax_rowwise, own._amax_columnwise
     assert_same(cast.nvfp4_quantize_with_amax(values, quantizer, *amaxes), own)
@@ -329,7 +321,7 @@ def test_known_amaxes_stand_in_for_the_values_own(blackwell: ModuleType) -> None
 @pytest.mark.parametrize("name", ["block", "mxfp8", "nvfp4"])
 def test_groups_that_block_scales_do_not_fit_are_refused(blackwell: ModuleType, name: str) -> None:
     with pytest.raises(RuntimeError, match=r"multiples of 128, but got \[96, 288\]; pad them"):
-        cast.group_quantize(values_of(), quantizer_of(blackwell, name), 2, torch.tensor([96, 288]))
+        cast.group_quantize(values_of(), quantizer_of(name), 2, torch.tensor([96, 288]))
 
 
 def test_what_te_does_not_group_is_refused(blackwell: ModuleType) -> None:
@@ -339,7 +331,7 @@ def test_what_te_does_not_group_is_refused(blackwell: ModuleType) -> None:
     with pytest.raises(RuntimeError, match="needs a random Hadamard transform"):
         cast.group_quantize(values_of(), blackwell.NVFP4Quantizer(), 3, torch.tensor(GROUPS))
     with pytest.raises(RuntimeError, match="not Float8CurrentScalingQuantizer"):
-        cast.bgrad_group_quantize(values_of(), quantizer_of(blackwell, "current"), 3, torch.tensor(GROUPS))
+        cast.bgrad_group_quantize(values_of(), quantizer_of("current"), 3, torch.tensor(GROUPS))
 
 
 GPU_RECIPES = {
@@ -355,8 +347,8 @@ def nearest_recipe(name: str | None) -> Any:
     return name and getattr(recipe, name)(**({"disable_stochastic_rounding": True} if name[0] == "N" else {}))
 
 
-def train_step(te_module: ModuleType, module: Any, recipe: Any, *inputs: Any) -> Tensor:
-    with te_module.autocast(enabled=recipe is not None, recipe=recipe):
+def train_step(module: Any, recipe: Any, *inputs: Any) -> Tensor:
+    with TE.autocast(enabled=recipe is not None, recipe=recipe):
         output = module(*inputs)
     output.backward(torch.linspace(-1, 1, output.numel()).sin().view(output.shape).to(BF16))
     return output
@@ -366,18 +358,18 @@ def train_step(te_module: ModuleType, module: Any, recipe: Any, *inputs: Any) ->
 def test_a_grouped_linear_operation_is_a_linear_module_for_each_group_to_the_bit(gpu: str, recipe: str | None) -> None:
     if recipe == "Float8BlockScaling" and Version(te.version()) < Version("2.18"):
         pytest.skip("TransformerEngine's operations refuse block scaling before 2.18")
-    with emulated(getattr(cuda, gpu.upper()), NEW_CUBLASLT) as te_module:
+    with emulated(getattr(cuda, gpu.upper()), NEW_CUBLASLT):
         import transformer_engine.pytorch.ops as ops
 
         x = values_of()
         module = ops.GroupedLinear(len(GROUPS), WIDTH, 128, bias=False, dtype=BF16, device="cpu")
         whole = x.clone().requires_grad_()
-        output = train_step(te_module, module, nearest_recipe(recipe), whole, torch.tensor(GROUPS))
+        output = train_step(module, nearest_recipe(recipe), whole, torch.tensor(GROUPS))
         first = GROUPS[0]
-        linear = te_module.Linear(WIDTH, 128, bias=False, params_dtype=BF16, device="cpu")
+        linear = TE.Linear(WIDTH, 128, bias=False, params_dtype=BF16, device="cpu")
         linear.weight.data.copy_(module.weight0)
         part = x[:first].clone().requires_grad_()
-        with te_module.autocast(enabled=recipe is not None, recipe=nearest_recipe(recipe)):
+        with TE.autocast(enabled=recipe is not None, recipe=nearest_recipe(recipe)):
             alone = linear(part)
         alone.backward(torch.linspace(-1, 1, output.numel()).sin().view(output.shape).to(BF16)[:first])
         assert torch.equal(output[:first], alone)
@@ -398,12 +390,10 @@ def test_the_grouped_path_of_the_module_is_the_split_path_to_the_bit(
     if single_weight and recipe == "NVFP4BlockScaling":
         pytest.skip("TransformerEngine has no kernel that casts a single grouped weight to NVFP4 blocks of 16 x 16")
     monkeypatch.setenv("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
-    with emulated(getattr(cuda, gpu.upper()), NEW_CUBLASLT) as te_module:
+    with emulated(getattr(cuda, gpu.upper()), NEW_CUBLASLT):
         options = {"bias": False, "params_dtype": BF16, "device": "cpu"}
-        fused = te_module.GroupedLinear(
-            3, WIDTH, 128, use_grouped_tensor=True, single_grouped_weight=single_weight, **options
-        )
-        split = te_module.GroupedLinear(3, WIDTH, 128, use_grouped_tensor=False, **options)
+        fused = TE.GroupedLinear(3, WIDTH, 128, use_grouped_tensor=True, single_grouped_weight=single_weight, **options)
+        split = TE.GroupedLinear(3, WIDTH, 128, use_grouped_tensor=False, **options)
         weights = [split.weight0, split.weight1, split.weight2]
         stacked = torch.stack([weight.detach() for weight in weights])
         if single_weight:
@@ -414,7 +404,7 @@ def test_the_grouped_path_of_the_module_is_the_split_path_to_the_bit(
         results = []
         for module, sizes in ((fused, torch.tensor(GROUPS)), (split, GROUPS)):
             x = values_of().requires_grad_()
-            results.append((train_step(te_module, module, nearest_recipe(recipe), x, sizes), x.grad))
+            results.append((train_step(module, nearest_recipe(recipe), x, sizes), x.grad))
         of_fused = fused.weight.grad if single_weight else torch.stack([p.grad for p in fused.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         assert torch.equal(of_fused.view(-1), torch.stack([weight.grad for weight in weights]).view(-1))

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 from fractions import Fraction
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from emulated_gpu import emulated
+from gemm_oracle import TE_DTYPE, cut, exponent, product
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
@@ -27,50 +27,14 @@ from parity.cpu.kernel_choices import kernel_choices as choosing
 from parity.cpu.loading import stand_ins
 from parity.cpu.tensor_cores import BlockFactor
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-TE_DTYPE = {FP32: DType.kFloat32, BF16: DType.kBFloat16, FP16: DType.kFloat16}
 
 
 @pytest.fixture(autouse=True)
 def no_choices_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-
-
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
-
-
-def product(a: Any, b: Any, dtype: torch.dtype, split_accumulator: bool = False, **options: Any) -> Tensor:
-    """``b a^T`` as ``generic_gemm`` makes it, ``[n, m]`` of ``[m, k]`` and ``[n, k]``."""
-    arguments: dict[str, Any] = {
-        "D": None,
-        "quantizer": None,
-        "bias": None,
-        "bias_type": DType.kBFloat16,
-        "gelu": False,
-        "gelu_in": None,
-        "grad": False,
-        "workspace": torch.empty(0),
-        "workspace_size": 0,
-        "accumulate": False,
-        "use_split_accumulator": split_accumulator,
-    }
-    result, *_ = gemm.generic_gemm(a, True, b, False, output_dtype=TE_DTYPE[dtype], **(arguments | options))
-    return result
-
-
-def exponent(value: Fraction, lowest: int = -1000) -> int:
-    """The power of two of a number's leading bit, at least ``lowest``."""
-    size = abs(value)
-    found = size.numerator.bit_length() - size.denominator.bit_length()
-    return max(found if size >= Fraction(2) ** found else found - 1, lowest)
-
-
-def cut(value: Fraction, unit: Fraction) -> Fraction:
-    """The multiple of ``unit`` next to ``value``, toward zero."""
-    return int(value / unit) * unit
 
 
 def to_bits(value: Fraction, bits: int) -> Fraction:
@@ -193,12 +157,12 @@ def test_a_gemm_multiplies_what_was_read(name: str, oracle: Any) -> None:
     a, b = normal(5, 48, seed=1), normal(7, 48, seed=2)
     a = (a.view(torch.int32) & ~0x1FFF | 0x1000).view(FP32)  # halfway between two numbers of TF32
     with choosing(name):
-        result = product(a, b, FP32)
+        result = product(a, b, dtype=FP32)
     for n, m in [(0, 0), (3, 2), (6, 4)]:
         exact = sum(oracle(x) * oracle(y) for x, y in zip(a[m].tolist(), b[n].tolist(), strict=True))
         size = (a[m].abs() @ b[n].abs()).item()
         assert abs(result[n, m].item() - exact) < 48 * 2.0**-24 * size
-    assert not torch.equal(result, product(a, b, FP32))
+    assert not torch.equal(result, product(a, b, dtype=FP32))
 
 
 def test_the_context_that_leaves_out_tf32_goes_before_other_choices_and_keeps_them() -> None:
@@ -237,30 +201,30 @@ def integers(*shape: int, seed: int) -> Tensor:
 def test_the_parts_of_a_gemm_are_rounded_and_added_in_the_output_s_dtype(dtype: torch.dtype) -> None:
     a, b = integers(5, 100, seed=1).abs(), integers(7, 100, seed=2).abs()
     with choosing("split-k-in-output-type"):
-        result = product(a.to(dtype), b.to(dtype), dtype)
+        result = product(a.to(dtype), b.to(dtype), dtype=dtype)
     expected = [[split_sum(x, y, [32, 32, 36], dtype) for x in a.tolist()] for y in b.tolist()]
     assert result.tolist() == expected
-    assert not torch.equal(result, product(a.to(dtype), b.to(dtype), dtype))
+    assert not torch.equal(result, product(a.to(dtype), b.to(dtype), dtype=dtype))
 
 
 def test_the_bias_comes_after_the_parts() -> None:
     a, b, bias = integers(5, 64, seed=1).to(BF16), integers(7, 64, seed=2).to(BF16), integers(5, seed=3).to(BF16)
     with choosing("split-k-in-output-type"):
-        without, result = product(a, b, BF16), product(a, b, BF16, bias=bias)
+        without, result = product(a, b, dtype=BF16), product(a, b, dtype=BF16, bias=bias)
     assert torch.equal(result, without + bias)
 
 
-def test_a_scale_multiplies_each_part_before_it_is_rounded(te_module: ModuleType) -> None:
-    quantizer = te_module.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")
+def test_a_scale_multiplies_each_part_before_it_is_rounded() -> None:
+    quantizer = TE.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device="cpu")
     a, b = (quantizer(integers(8, 128, seed=seed)) for seed in (1, 2))
     values = [tensor.dequantize(dtype=FP32) for tensor in (a, b)]
     with choosing("split-k-in-output-type"):
-        result = product(a, b, BF16)
+        result = product(a, b, dtype=BF16)
     # The values are the codes times a scale that is no power of two, so that a sum may be off by FP32's rounding.
     expected = [[split_sum(x, y, [32] * 4, BF16) for x in values[0].tolist()] for y in values[1].tolist()]
     differ = result != torch.tensor(expected, dtype=BF16)
     assert differ.float().mean() < 0.05
-    assert not torch.equal(result, product(a, b, BF16))
+    assert not torch.equal(result, product(a, b, dtype=BF16))
 
 
 # --- unfused attention ---
@@ -283,9 +247,9 @@ def test_attention_s_products_and_their_gradients_add_parts_in_16_bits(dtype: to
         assert a.grad[batch].tolist() == of_a
 
 
-def attention_pass(te_module: ModuleType, dtype: torch.dtype) -> list[Tensor]:
+def attention_pass(dtype: torch.dtype) -> list[Tensor]:
     """Output and gradients of unfused attention."""
-    module = te_module.DotProductAttention(2, 64, attention_dropout=0.0)
+    module = TE.DotProductAttention(2, 64, attention_dropout=0.0)
     leaves = [normal(64, 1, 2, 64, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
     output = module(*leaves, attn_mask_type="causal")
     output.backward(normal(*output.shape, seed=3).to(dtype))
@@ -293,18 +257,16 @@ def attention_pass(te_module: ModuleType, dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "changes"), [(BF16, True), (FP16, True), (FP32, False)])
-def test_te_s_unfused_attention_follows(
-    te_module: ModuleType, dtype: torch.dtype, changes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_te_s_unfused_attention_follows(dtype: torch.dtype, changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"):
         monkeypatch.setenv(name, "0")
     attention = importlib.import_module(
         "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
     )
     attention._attention_backends["backend_selection_requires_update"] = True
-    plain = attention_pass(te_module, dtype)
+    plain = attention_pass(dtype)
     with choosing("attention-16-bit-sums"):
-        split = attention_pass(te_module, dtype)
+        split = attention_pass(dtype)
     attention._attention_backends["backend_selection_requires_update"] = True
     for one, other in zip(plain, split, strict=True):
         assert torch.equal(one, other) != changes
@@ -335,13 +297,13 @@ def short_sum(core: tensor_cores.TensorCore, a: list[float], b: list[float], int
 def test_per_tensor_fp8_adds_14_bits_as_the_gpu_does(
     gpu: cuda.DeviceProperties, core: tensor_cores.TensorCore, split: bool
 ) -> None:
-    with emulated(gpu) as te_module:
+    with emulated(gpu):
         one = torch.ones(1)
-        quantizer = te_module.Float8Quantizer(one, torch.zeros(1), DType.kFloat8E4M3)
+        quantizer = TE.Float8Quantizer(one, torch.zeros(1), DType.kFloat8E4M3)
         a, b = (quantizer(normal(4, 384, seed=seed)) for seed in (1, 2))
         values = [tensor.dequantize(dtype=FP32).tolist() for tensor in (a, b)]
         with choosing("fp8-14-bit"):
-            result = product(a, b, FP32, split_accumulator=split)
+            result = product(a, b, dtype=FP32, use_split_accumulator=split)
         interval = 128 if split else 384
         assert result.tolist() == [[short_sum(core, x, y, interval) for x in values[0]] for y in values[1]]
 
@@ -349,13 +311,13 @@ def test_per_tensor_fp8_adds_14_bits_as_the_gpu_does(
 RECIPES = {"per tensor": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
 
-def linear_pass(te_module: ModuleType, recipe: str | None, dtype: torch.dtype = FP32) -> list[Tensor]:
+def linear_pass(recipe: str | None, dtype: torch.dtype = FP32) -> list[Tensor]:
     """Output, input gradient and weight gradient of ``te.Linear``; the backward pass begins where this is called."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
     torch.manual_seed(0)
-    module = te_module.Linear(256, 128, bias=False, params_dtype=dtype, device="cpu")
-    x = normal(128, 256).to(dtype).requires_grad_()
-    with te_module.autocast(enabled=recipe is not None, recipe=getattr(recipes, recipe)() if recipe else None):
+    module = TE.Linear(128, 128, bias=False, params_dtype=dtype, device="cpu")
+    x = normal(32, 128).to(dtype).requires_grad_()
+    with TE.autocast(enabled=recipe is not None, recipe=getattr(recipes, recipe)() if recipe else None):
         y = module(x)
     y.backward(normal(*y.shape, seed=1).to(dtype))
     assert x.grad is not None
@@ -367,17 +329,15 @@ def equal(one: list[Tensor], other: list[Tensor]) -> list[bool]:
 
 
 @pytest.mark.parametrize(("scales", "name"), [("per tensor", "fp8-14-bit"), ("block", "fp8-block-14-bit")])
-def test_fp8_choices_are_those_of_the_emulated_hopper_for_their_scales_alone(
-    te_module: ModuleType, scales: str, name: str
-) -> None:
-    plain = linear_pass(te_module, RECIPES[scales])
+def test_fp8_choices_are_those_of_the_emulated_hopper_for_their_scales_alone(scales: str, name: str) -> None:
+    plain = linear_pass(RECIPES[scales])
     (other,) = {"fp8-14-bit", "fp8-block-14-bit"} - {name}
     with tensor_cores.emulated():
-        expected = linear_pass(te_module, RECIPES[scales])
+        expected = linear_pass(RECIPES[scales])
     with choosing(name):
-        assert all(equal(linear_pass(te_module, RECIPES[scales]), expected))
+        assert all(equal(linear_pass(RECIPES[scales]), expected))
     with choosing(other):
-        assert all(equal(linear_pass(te_module, RECIPES[scales]), plain))
+        assert all(equal(linear_pass(RECIPES[scales]), plain))
     assert not any(equal(plain, expected))
 
 
@@ -464,18 +424,17 @@ def test_nans_and_infinities_come_out_as_of_a_plain_product() -> None:
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("quantizer", ["MXFP8Quantizer", "NVFP4Quantizer"])
 def test_te_s_mx_gemms_differ_by_a_few_last_bits(quantizer: str, columnwise: bool) -> None:
-    with emulated(cuda.BLACKWELL) as te_module:
+    with emulated(cuda.BLACKWELL):
         arguments = (DType.kFloat8E4M3,) if quantizer == "MXFP8Quantizer" else ()
-        make = getattr(te_module, quantizer)(*arguments)
+        make = getattr(TE, quantizer)(*arguments)
         shapes = [(512, 64), (512, 96)] if columnwise else [(64, 512), (96, 512)]
         size = torch.exp2(torch.arange(512) % 13 - 6.0)  # so that FP32 does not hold the sums
         size = size[:, None] if columnwise else size
         a, b = (make((normal(*shape, seed=seed).abs() * size).to(BF16)) for seed, shape in enumerate(shapes))
-        arguments = (a, not columnwise, b, columnwise, None, None, DType.kFloat32, None, DType.kBFloat16, False, None)
-        arguments += (False, torch.empty(0), 0, False, True)
-        plain = gemm.generic_gemm(*arguments)[0]
+        layout = "NT" if columnwise else "TN"
+        plain = product(a, b, layout, FP32, use_split_accumulator=True)
         with choosing("mx-25-bit"):
-            emulated_sums = gemm.generic_gemm(*arguments)[0]
+            emulated_sums = product(a, b, layout, FP32, use_split_accumulator=True)
     error = (emulated_sums.double() - plain.double()) / plain.double()
     assert 0 < error.abs().max() < 1e-5
     if quantizer == "MXFP8Quantizer":
@@ -499,22 +458,22 @@ KINDS = [(None, FP32), (None, BF16), ("Float8CurrentScaling", BF16), ("Float8Blo
 
 @pytest.mark.parametrize(("recipe", "dtype"), KINDS)
 def test_a_linear_layer_changes_under_the_choices_that_concern_it_and_no_others(
-    te_module: ModuleType, recipe: str | None, dtype: torch.dtype
+    recipe: str | None, dtype: torch.dtype
 ) -> None:
-    plain = linear_pass(te_module, recipe, dtype)
+    plain = linear_pass(recipe, dtype)
     with choosing():
-        assert all(equal(linear_pass(te_module, recipe, dtype), plain))
+        assert all(equal(linear_pass(recipe, dtype), plain))
     for name in NAMES:
         with choosing(name):
-            changed = not all(equal(linear_pass(te_module, recipe, dtype), plain))
+            changed = not all(equal(linear_pass(recipe, dtype), plain))
         assert changed == ((recipe, dtype) in CONCERNS[name]), name
     assert current() == frozenset()
 
 
-def test_a_backward_pass_has_the_choice_that_holds_where_it_is_started(te_module: ModuleType) -> None:
+def test_a_backward_pass_has_the_choice_that_holds_where_it_is_started() -> None:
     def passed(forward: str, backward: str) -> list[Tensor]:
         torch.manual_seed(0)
-        module, x = te_module.Linear(64, 32, bias=False, device="cpu"), normal(16, 64).requires_grad_()
+        module, x = TE.Linear(64, 32, bias=False, device="cpu"), normal(16, 64).requires_grad_()
         with choosing(*filter(None, [forward])):
             y = module(x)
         with choosing(*filter(None, [backward])):
@@ -537,9 +496,9 @@ def test_grouped_gemms_follow(name: str) -> None:
             a, True, b, False, results, TE_DTYPE[dtype], None, empty, TE_DTYPE[dtype], False, empty, False,
             [torch.empty(0)], 0, False, False, 0,
         )  # fmt: skip
-        expected = [product(x, y, dtype) for x, y in zip(a, b, strict=True)]
+        expected = [product(x, y, dtype=dtype) for x, y in zip(a, b, strict=True)]
     assert all(equal(results, expected))
-    assert not any(equal(results, [product(x, y, dtype) for x, y in zip(a, b, strict=True)]))
+    assert not any(equal(results, [product(x, y, dtype=dtype) for x, y in zip(a, b, strict=True)]))
 
 
 def test_plain_modules_are_not_concerned() -> None:

@@ -20,6 +20,7 @@ from parity.cpu.attention import convert_bshd_to_thd, convert_thd_to_bshd, copy_
 from parity.cpu.enums import NVTE_QKV_Format
 from parity.te import kernels
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HEADS, FEATURES, PAGE, PAGES = 2, 3, 4, 3
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=4)
@@ -120,21 +121,16 @@ def test_tokens_of_another_dtype_than_the_cache_are_refused() -> None:
         copy_to_kv_cache(new, new, cache, cache, one[:1], one, one, NVTE_QKV_Format.NVTE_BSHD, 1, 1, 4, 1, False)
 
 
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
-
-
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
-def test_a_finished_sequence_makes_room_for_a_new_one(te_module: ModuleType, qkv_format: str) -> None:
+def test_a_finished_sequence_makes_room_for_a_new_one(qkv_format: str) -> None:
     emulated_gpu.choose_again()
     torch.manual_seed(0)
-    attention = te_module.DotProductAttention(
+    attention = TE.DotProductAttention(
         2, 8, attention_dropout=0.0, qkv_format=qkv_format, attn_mask_type="padding_causal", layer_number=1
     ).eval()
-    reference = te_module.DotProductAttention(2, 8, attention_dropout=0.0, qkv_format="bshd").eval()
+    reference = TE.DotProductAttention(2, 8, attention_dropout=0.0, qkv_format="bshd").eval()
     qkv = {sequence: [torch.randn(6, 2, 8).to(BF16) for _ in range(3)] for sequence in range(3)}
-    parameters = te_module.InferenceParams(
+    parameters = TE.InferenceParams(
         2, 8, num_heads_kv=2, head_dim_k=8, dtype=BF16, qkv_format=qkv_format, max_ctx_len=3
     )
     parameters.allocate_memory(1)

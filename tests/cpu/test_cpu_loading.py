@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -107,6 +106,7 @@ def test_gradients_flow_in_the_dtype_of_the_input():
     assert x.grad.dtype == torch.bfloat16
 
 
+TE = te.kernels("cpu").te
 SOURCE = b"answer = 42"
 
 
@@ -491,35 +491,35 @@ AVAILABLE = {
 @pytest.mark.parametrize("question", AVAILABLE)
 @pytest.mark.parametrize("gpu", cuda.GPUS.values(), ids=cuda.GPUS)
 def test_te_offers_what_the_gpu_has(question: str, gpu: cuda.DeviceProperties) -> None:
-    with emulated(gpu) as te_module:
-        assert getattr(te_module, question)() == (gpu in AVAILABLE[question])
+    with emulated(gpu):
+        assert getattr(TE, question)() == (gpu in AVAILABLE[question])
 
 
 def test_te_refuses_a_recipe_that_the_gpu_lacks() -> None:
     from transformer_engine.common.recipe import MXFP8BlockScaling
 
-    with emulated(cuda.HOPPER) as te_module:
-        module = te_module.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16)
+    with emulated(cuda.HOPPER):
+        module = TE.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16)
         with (
             pytest.raises((RuntimeError, AssertionError), match=r"compute capability 10\.0 or higher"),
-            te_module.autocast(enabled=True, recipe=MXFP8BlockScaling()),
+            TE.autocast(enabled=True, recipe=MXFP8BlockScaling()),
         ):
             module(torch.ones(32, 32, dtype=torch.bfloat16))
 
 
-def float8_tensor(te_module: ModuleType, **usages: bool) -> Any:
-    quantizer = te_module.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3, **usages)
+def float8_tensor(**usages: bool) -> Any:
+    quantizer = TE.Float8Quantizer(torch.ones(1), torch.zeros(1), DType.kFloat8E4M3, **usages)
     return quantizer(torch.arange(32.0).view(2, 16))
 
 
 def test_a_hopper_keeps_a_transpose_of_per_tensor_fp8_and_a_blackwell_does_not() -> None:
-    with emulated(cuda.HOPPER) as te_module:
-        tensor = float8_tensor(te_module, rowwise=True, columnwise=True)
+    with emulated(cuda.HOPPER):
+        tensor = float8_tensor(rowwise=True, columnwise=True)
         assert torch.equal(tensor._transpose, tensor._data.t())
-    with emulated(cuda.BLACKWELL) as te_module:
-        tensor = float8_tensor(te_module, rowwise=True, columnwise=True)
+    with emulated(cuda.BLACKWELL):
+        tensor = float8_tensor(rowwise=True, columnwise=True)
         assert tensor._transpose is None
-        tensor = float8_tensor(te_module, rowwise=False, columnwise=True)
+        tensor = float8_tensor(rowwise=False, columnwise=True)
         assert tensor._data is not None
 
 
@@ -529,11 +529,11 @@ def test_per_tensor_fp8_is_the_same_on_a_hopper_and_on_a_blackwell(recipe_name: 
 
     results = []
     for gpu in (cuda.HOPPER, cuda.BLACKWELL):
-        with emulated(gpu) as te_module:
+        with emulated(gpu):
             torch.manual_seed(0)
-            module = te_module.LayerNormMLP(64, 128, device="cpu", params_dtype=torch.bfloat16)
+            module = TE.LayerNormMLP(64, 128, device="cpu", params_dtype=torch.bfloat16)
             x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
-            with te_module.autocast(enabled=True, recipe=getattr(recipe, recipe_name)()):
+            with TE.autocast(enabled=True, recipe=getattr(recipe, recipe_name)()):
                 y = module(x)
             y.backward(torch.randn_like(y))
             results.append([y, x.grad, *(parameter.grad for parameter in module.parameters())])

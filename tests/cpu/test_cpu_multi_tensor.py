@@ -22,6 +22,7 @@ from parity.cpu.multi_tensor import (
     multi_tensor_unscale_l2norm,
 )
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(5, 7), (3,), (2, 2, 2)]
 
@@ -177,17 +178,16 @@ def test_capturable_adam_unscales_the_gradients_in_place() -> None:
 
 
 def test_fp8_parameters_are_casts_of_their_master_weights() -> None:
-    te_module = te.kernels("cpu").te
     from transformer_engine.common.recipe import DelayedScaling
 
     torch.manual_seed(0)
-    with te_module.quantized_model_init(recipe=DelayedScaling()):
-        module = te_module.Linear(32, 16, bias=False, params_dtype=FP32, device="cpu")
+    with TE.quantized_model_init(recipe=DelayedScaling()):
+        module = TE.Linear(32, 16, bias=False, params_dtype=FP32, device="cpu")
     start = module.weight.dequantize()
     fused = optimizers().FusedAdam(module.parameters(), lr=0.01, master_weights=True)
     x = torch.randn(16, 32)
     for _ in range(2):
-        with te_module.autocast(recipe=DelayedScaling()):
+        with TE.autocast(recipe=DelayedScaling()):
             module(x).square().sum().backward()
         fused.step()
         fused.zero_grad()

@@ -6,8 +6,7 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -16,13 +15,16 @@ import nvfp4_reference
 import pytest
 import torch
 from emulated_gpu import emulated
+from gemm_oracle import in_fp64, operands, product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parity.cpu import cuda, float4, gemm, nvfp4
-from parity.cpu.enums import DType
+from parity import te
+from parity.cpu import cuda, float4, nvfp4
 
+TE = te.kernels("cpu").te
+pytestmark = pytest.mark.usefixtures("blackwell")
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 VALUES = torch.tensor(MAGNITUDES + [-magnitude for magnitude in MAGNITUDES])
 
@@ -125,12 +127,6 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS, COLUMNS = 80, 96
 
 
-@pytest.fixture(scope="module")
-def te_module() -> Iterator[ModuleType]:
-    with emulated(cuda.BLACKWELL) as module:
-        yield module
-
-
 def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     """Values whose magnitude differs from block to block, with a row of zeros."""
     torch.manual_seed(0)
@@ -166,21 +162,21 @@ def assert_equal_to_reference(tensor: Any, reference: Any) -> None:
 
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_codes_scales_and_amaxes_equal_the_reference(te_module: ModuleType, dtype: torch.dtype, square: bool) -> None:
+def test_codes_scales_and_amaxes_equal_the_reference(dtype: torch.dtype, square: bool) -> None:
     values = values_of(ROWS, COLUMNS, dtype=dtype)
-    tensor = te_module.NVFP4Quantizer(with_2d_quantization=square)(values)
+    tensor = TE.NVFP4Quantizer(with_2d_quantization=square)(values)
     assert_equal_to_reference(tensor, nvfp4_reference.quantizer(with_2d_quantization=square).quantize(values))
 
 
 @pytest.mark.parametrize("signs", [True, False])
-def test_columns_are_quantized_after_a_hadamard_transform(te_module: ModuleType, signs: bool) -> None:
+def test_columns_are_quantized_after_a_hadamard_transform(signs: bool) -> None:
     options = {"with_rht": True}
     if nvfp4_reference.knows(nvfp4_reference.module().NVFP4QuantizerRef, "with_random_sign_mask"):
         options["with_random_sign_mask"] = signs
     elif not signs:
         pytest.skip("this TransformerEngine's reference has no such option")
     values = values_of(ROWS, COLUMNS)
-    tensor = te_module.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=signs)(values)
+    tensor = TE.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True, with_random_sign_mask=signs)(values)
     assert_equal_to_reference(tensor, nvfp4_reference.quantizer(**options).quantize(values))
 
 
@@ -188,21 +184,19 @@ def test_columns_are_quantized_after_a_hadamard_transform(te_module: ModuleType,
 @given(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=16, max_size=64), st.integers(-150, 60))
 def test_any_values_equal_the_reference(numbers: list[float], exponent: int) -> None:
     values = torch.tensor(numbers).resize_(len(numbers) // 16, 16).repeat_interleave(16, 0) * 2.0**exponent
-    with emulated(cuda.BLACKWELL) as te_module:
-        tensor = te_module.NVFP4Quantizer()(values)
+    with emulated(cuda.BLACKWELL):
+        tensor = TE.NVFP4Quantizer()(values)
         assert_equal_to_reference(tensor, nvfp4_reference.quantizer().quantize(values))
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1e-40, 1e-36, 3e38])
-def test_extreme_amaxes_equal_the_reference(te_module: ModuleType, amax: float) -> None:
+def test_extreme_amaxes_equal_the_reference(amax: float) -> None:
     values = torch.linspace(-1, 1, 256).view(16, 16) * amax
-    assert_equal_to_reference(te_module.NVFP4Quantizer()(values), nvfp4_reference.quantizer().quantize(values))
+    assert_equal_to_reference(TE.NVFP4Quantizer()(values), nvfp4_reference.quantizer().quantize(values))
 
 
-def test_fast_math_is_warned_of_once_and_changes_nothing(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    quantizer, values = te_module.NVFP4Quantizer(), values_of(ROWS, COLUMNS)
+def test_fast_math_is_warned_of_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantizer, values = TE.NVFP4Quantizer(), values_of(ROWS, COLUMNS)
     plain = quantizer(values)
     monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
     nvfp4._warn_of.cache_clear()
@@ -223,22 +217,22 @@ OPTIONS_4OVER6 = [
 
 
 @pytest.mark.parametrize("options", OPTIONS_4OVER6, ids=str)
-def test_4over6_takes_the_scale_that_the_reference_takes(te_module: ModuleType, options: dict[str, Any]) -> None:
-    if not nvfp4_reference.knows(te_module.NVFP4Quantizer, "nvfp4_use_4over6"):
+def test_4over6_takes_the_scale_that_the_reference_takes(options: dict[str, Any]) -> None:
+    if not nvfp4_reference.knows(TE.NVFP4Quantizer, "nvfp4_use_4over6"):
         pytest.skip("this TransformerEngine has no 4over6")
     values = values_of(ROWS, COLUMNS)
-    tensor = te_module.NVFP4Quantizer(nvfp4_use_4over6=True, **options)(values)
+    tensor = TE.NVFP4Quantizer(nvfp4_use_4over6=True, **options)(values)
     reference = nvfp4_reference.quantizer(nvfp4_use_4over6=True, **options).quantize(values)
     assert_equal_to_reference(tensor, reference)
-    plain = te_module.NVFP4Quantizer(with_2d_quantization=options["with_2d_quantization"])(values)
+    plain = TE.NVFP4Quantizer(with_2d_quantization=options["with_2d_quantization"])(values)
     assert not torch.equal(tensor._rowwise_data, plain._rowwise_data)
 
 
-def test_row_scaling_has_an_amax_for_each_row(te_module: ModuleType) -> None:
-    if not nvfp4_reference.knows(te_module.NVFP4Quantizer, "row_scaled_nvfp4"):
+def test_row_scaling_has_an_amax_for_each_row() -> None:
+    if not nvfp4_reference.knows(TE.NVFP4Quantizer, "row_scaled_nvfp4"):
         pytest.skip("this TransformerEngine has no row scaling")
     values = values_of(ROWS, COLUMNS)
-    tensor = te_module.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)(values)
+    tensor = TE.NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)(values)
     reference = nvfp4_reference.quantizer(row_scaled_nvfp4=True, columnwise=False).quantize(values)
     assert torch.equal(tensor._rowwise_data, reference.data)
     assert torch.equal(tensor._amax_rowwise, values.float().abs().amax(1))
@@ -246,11 +240,11 @@ def test_row_scaling_has_an_amax_for_each_row(te_module: ModuleType) -> None:
     assert relative_error < 0.15
 
 
-def test_stochastic_rounding_has_the_scales_of_the_nearest_and_neighbouring_codes(te_module: ModuleType) -> None:
+def test_stochastic_rounding_has_the_scales_of_the_nearest_and_neighbouring_codes() -> None:
     values = values_of(ROWS, COLUMNS)
-    nearest = te_module.NVFP4Quantizer()(values)
+    nearest = TE.NVFP4Quantizer()(values)
     torch.manual_seed(0)
-    random = te_module.NVFP4Quantizer(stochastic_rounding=True)(values)
+    random = TE.NVFP4Quantizer(stochastic_rounding=True)(values)
     assert torch.equal(random._rowwise_scale_inv, nearest._rowwise_scale_inv)
     assert torch.equal(random._amax_rowwise, nearest._amax_rowwise)
     magnitudes = [float4.unpack(tensor._rowwise_data).int() & 7 for tensor in (random, nearest)]
@@ -259,10 +253,10 @@ def test_stochastic_rounding_has_the_scales_of_the_nearest_and_neighbouring_code
     assert 0.05 < distance.float().mean() < 0.5
 
 
-def test_the_mean_of_stochastic_roundings_is_the_value(te_module: ModuleType) -> None:
+def test_the_mean_of_stochastic_roundings_is_the_value() -> None:
     torch.manual_seed(0)
     values = torch.randn(32, 32, dtype=BF16)
-    quantizer = te_module.NVFP4Quantizer(stochastic_rounding=True, columnwise=False)
+    quantizer = TE.NVFP4Quantizer(stochastic_rounding=True, columnwise=False)
     draws = 400
     mean = torch.stack([quantizer(values).dequantize(dtype=FP32) for _ in range(draws)]).mean(0)
     error = (mean - values.float()).abs()
@@ -273,8 +267,8 @@ def test_the_mean_of_stochastic_roundings_is_the_value(te_module: ModuleType) ->
     assert (error <= 5 * 0.5 * widest_step / math.sqrt(draws))[can_be_reached].all()
 
 
-def test_buffers_have_the_shapes_that_te_states(te_module: ModuleType) -> None:
-    quantizer = te_module.NVFP4Quantizer()
+def test_buffers_have_the_shapes_that_te_states() -> None:
+    quantizer = TE.NVFP4Quantizer()
     for shape in ((64, 48), (2, 24, 32)):
         rows = math.prod(shape[:-1])
         for tensor in (quantizer(values_of(*shape)), quantizer.make_empty(shape, dtype=BF16, device="cpu")):
@@ -285,16 +279,16 @@ def test_buffers_have_the_shapes_that_te_states(te_module: ModuleType) -> None:
             assert tensor._columnwise_scale_inv.shape == quantizer.get_scale_shape(shape, columnwise=True)
 
 
-def test_dequantize_multiplies_code_scale_and_amax(te_module: ModuleType) -> None:
-    tensor = te_module.NVFP4Quantizer()(values_of(ROWS, COLUMNS, dtype=FP32))
+def test_dequantize_multiplies_code_scale_and_amax() -> None:
+    tensor = TE.NVFP4Quantizer()(values_of(ROWS, COLUMNS, dtype=FP32))
     codes = float4.decode(tensor._rowwise_data).double()
     scales = tensor._rowwise_scale_inv[:ROWS, : COLUMNS // 16].view(torch.float8_e4m3fn).double()
     exact = codes * scales.repeat_interleave(16, 1) * tensor._amax_rowwise.double() / (6 * 448)
     torch.testing.assert_close(tensor.dequantize().double(), exact, rtol=4e-7, atol=0)
 
 
-def test_update_usage_makes_the_columns_of_square_blocks(te_module: ModuleType) -> None:
-    quantizer = te_module.NVFP4Quantizer(with_2d_quantization=True)
+def test_update_usage_makes_the_columns_of_square_blocks() -> None:
+    quantizer = TE.NVFP4Quantizer(with_2d_quantization=True)
     both = quantizer(values_of(ROWS, COLUMNS))
     quantizer.set_usage(columnwise=False)
     tensor = quantizer(values_of(ROWS, COLUMNS))
@@ -306,8 +300,8 @@ def test_update_usage_makes_the_columns_of_square_blocks(te_module: ModuleType) 
     assert tensor._rowwise_data is None
 
 
-def test_a_tensor_can_be_viewed_cloned_saved_and_filled_again(te_module: ModuleType) -> None:
-    quantizer = te_module.NVFP4Quantizer()
+def test_a_tensor_can_be_viewed_cloned_saved_and_filled_again() -> None:
+    quantizer = TE.NVFP4Quantizer()
     tensor = quantizer(values_of(2, 32, 64))
     assert torch.equal(tensor.view(64, 64).dequantize(), tensor.dequantize().view(64, 64))
     assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
@@ -321,19 +315,19 @@ def test_a_tensor_can_be_viewed_cloned_saved_and_filled_again(te_module: ModuleT
     assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
 
 
-def test_sizes_that_are_no_multiples_of_16_are_refused(te_module: ModuleType) -> None:
+def test_sizes_that_are_no_multiples_of_16_are_refused() -> None:
     for shape in ((16, 24), (17, 32)):
         with pytest.raises(RuntimeError, match=r"NVFP4 needs tensors .* divisible by 16"):
-            te_module.NVFP4Quantizer()(torch.ones(shape))
+            TE.NVFP4Quantizer()(torch.ones(shape))
 
 
-def test_a_hadamard_transform_takes_bf16_alone(te_module: ModuleType) -> None:
+def test_a_hadamard_transform_takes_bf16_alone() -> None:
     with pytest.raises(RuntimeError, match=r"random Hadamard transform takes bfloat16 .* torch\.float32"):
-        te_module.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(torch.ones(16, 16))
+        TE.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)(torch.ones(16, 16))
 
 
-def test_the_hadamard_transform_keeps_inner_products(te_module: ModuleType) -> None:
-    matrix = te_module.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True).rht_matrix
+def test_the_hadamard_transform_keeps_inner_products() -> None:
+    matrix = TE.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True).rht_matrix
     assert torch.equal(matrix.double() @ matrix.double().t(), torch.eye(16, dtype=torch.float64))
     torch.manual_seed(0)
     x, y = torch.randn(4, 64, dtype=BF16), torch.randn(4, 64, dtype=BF16)
@@ -341,39 +335,28 @@ def test_the_hadamard_transform_keeps_inner_products(te_module: ModuleType) -> N
     torch.testing.assert_close(rotated, x.double() @ y.double().t(), rtol=0, atol=0.15)
 
 
-def product(te_module: ModuleType, layout: str, **options: Any) -> tuple[Tensor, Tensor]:
+def quantized_product(layout: str, **options: Any) -> tuple[Tensor, Tensor]:
     """A GEMM of two quantized tensors, and the product of the values themselves in FP64."""
-    torch.manual_seed(0)
-    inner, outer = 128, 96
-    left = torch.randn((outer, inner) if layout[0] == "T" else (inner, outer), dtype=BF16)
-    right = torch.randn((inner, outer) if layout[1] == "T" else (outer, inner), dtype=BF16)
-    quantizer = te_module.NVFP4Quantizer(**options)
-    result = gemm.generic_gemm(
-        quantizer(left), layout[0] == "T", quantizer(right), layout[1] == "T", None, None, DType.kFloat32, None,
-        DType.kBFloat16, False, None, False, torch.empty(0), 0, False, True,
-    )[0]  # fmt: skip
-    x, y = right.double(), left.double()
-    return result, (x.t() if layout[1] == "T" else x) @ (y.t() if layout[0] == "T" else y)
+    a, b = operands(layout, 96, 96, 128, BF16)
+    quantizer = TE.NVFP4Quantizer(**options)
+    return product(quantizer(a), quantizer(b), layout, FP32, use_split_accumulator=True), in_fp64(a, b, layout)
 
 
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_a_gemm_is_as_exact_as_four_bits_allow_in_every_layout(te_module: ModuleType, layout: str) -> None:
-    result, exact = product(te_module, layout)
+def test_a_gemm_is_as_exact_as_four_bits_allow_in_every_layout(layout: str) -> None:
+    result, exact = quantized_product(layout)
     assert 0.05 < (result - exact).norm() / exact.norm() < 0.17
 
 
-def test_a_gemm_of_two_transformed_tensors_is_the_product_of_the_plain_ones(te_module: ModuleType) -> None:
-    result, exact = product(te_module, "NT", with_rht=True, with_post_rht_amax=True)
+def test_a_gemm_of_two_transformed_tensors_is_the_product_of_the_plain_ones() -> None:
+    result, exact = quantized_product("NT", with_rht=True, with_post_rht_amax=True)
     assert 0.05 < (result - exact).norm() / exact.norm() < 0.17
 
 
-def test_a_gemm_multiplies_the_decoded_values(te_module: ModuleType) -> None:
-    quantizer = te_module.NVFP4Quantizer(columnwise=False)
+def test_a_gemm_multiplies_the_decoded_values() -> None:
+    quantizer = TE.NVFP4Quantizer(columnwise=False)
     torch.manual_seed(0)
     a, b = quantizer(torch.randn(96, 128)), quantizer(torch.randn(64, 128))
-    result = gemm.generic_gemm(
-        a, True, b, False, None, None, DType.kFloat32, None, DType.kBFloat16, False, None, False, torch.empty(0), 0,
-        False, True,
-    )[0]  # fmt: skip
-    exact = b.dequantize(dtype=FP32).double() @ a.dequantize(dtype=FP32).double().t()
+    result = product(a, b, dtype=FP32, use_split_accumulator=True)
+    exact = in_fp64(a.dequantize(dtype=FP32), b.dequantize(dtype=FP32))
     assert (result - exact).abs().max() < 1e-6 * exact.abs().max()

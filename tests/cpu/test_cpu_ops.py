@@ -17,6 +17,7 @@ from parity import te
 from parity.cpu import cuda
 from parity.numerics import formats
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ROWS, WIDTH = 32, 64
 # TE's FP32 products round their operands to TF32.
@@ -310,8 +311,7 @@ def test_te_fuses_what_the_sequences_are_for(name: str) -> None:
 
 
 def test_linear_operation_and_linear_module_are_the_same_to_the_bit(recipe: str) -> None:
-    te_module = te.kernels("cpu").te
-    module = te_module.Linear(WIDTH, 96, params_dtype=BF16, device="cpu")
+    module = TE.Linear(WIDTH, 96, params_dtype=BF16, device="cpu")
     operation = operations().Linear(WIDTH, 96, dtype=BF16, device="cpu")
     operation.weight.data.copy_(module.weight)
     operation.bias.data.copy_(module.bias)
@@ -319,7 +319,7 @@ def test_linear_operation_and_linear_module_are_the_same_to_the_bit(recipe: str)
     for candidate in (module, operation):
         torch.manual_seed(0)  # NVFP4 rounds gradients stochastically
         inp = x.clone().requires_grad_()
-        with te_module.autocast(enabled=True, recipe=make_recipe(recipe)):
+        with TE.autocast(enabled=True, recipe=make_recipe(recipe)):
             y = candidate(inp)
         y.backward(grad)
         results.append((y, inp.grad, candidate.weight.grad, candidate.bias.grad))
@@ -358,13 +358,13 @@ def test_a_grouped_mlp_is_an_mlp_for_each_expert(recipe: str) -> None:
 
 
 def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens(recipe: str) -> None:
-    te_module, ops = te.kernels("cpu").te, operations()
+    ops = te.kernels("cpu").te, operations()
     x, grad, results = torch.randn(ROWS, WIDTH).to(BF16), torch.randn(ROWS, WIDTH).to(BF16), []
     for before in ([], [ops.Quantize()]):
         torch.manual_seed(0)
         layer = ops.Linear(WIDTH, WIDTH, device="cpu", dtype=BF16)
         inp = x.clone().requires_grad_()
-        with te_module.autocast(enabled=True, recipe=make_recipe(recipe)):
+        with TE.autocast(enabled=True, recipe=make_recipe(recipe)):
             y = ops.Sequential(*before, layer)(inp)
         y.backward(grad)
         results.append((y, inp.grad, layer.weight.grad))
@@ -372,11 +372,11 @@ def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens(recipe:
 
 
 def test_dropout_drops_the_same_entries_of_output_and_gradient(recipe: str) -> None:
-    te_module, ops = te.kernels("cpu").te, operations()
+    ops = te.kernels("cpu").te, operations()
     layer = ops.Linear(WIDTH, WIDTH, bias=False, device="cpu", dtype=BF16)
     model = ops.Sequential(layer, ops.Dropout(0.5), ops.AddExtraInput())
     x, extra = (torch.randn(ROWS, WIDTH).to(BF16).requires_grad_() for _ in range(2))
-    with te_module.autocast(enabled=True, recipe=make_recipe(recipe)):
+    with TE.autocast(enabled=True, recipe=make_recipe(recipe)):
         y = model(x, extra)
         y.backward(torch.ones_like(y))
     kept = y.detach() != extra.detach()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,15 +18,11 @@ from parity.cpu import versions
 from parity.cpu.enums import DType
 from parity.cpu.recipe import fused_amax_and_scale_update_after_reduction
 
+TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 UNIT_ROUNDOFF = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
 IN, OUT, TOKENS = 64, 32, 48
-
-
-@pytest.fixture(scope="module")
-def te_module() -> ModuleType:
-    return te.kernels("cpu").te
 
 
 def make_recipe(name: str | None, **options: Any) -> Any:
@@ -36,15 +31,15 @@ def make_recipe(name: str | None, **options: Any) -> Any:
     return None if name is None else getattr(recipe, name)(**options)
 
 
-def make_linear(te_module: ModuleType, dtype: torch.dtype, bias: bool = True) -> Any:
+def make_linear(dtype: torch.dtype, bias: bool = True) -> Any:
     torch.manual_seed(0)
-    return te_module.Linear(IN, OUT, bias=bias, params_dtype=dtype, device="cpu")
+    return TE.Linear(IN, OUT, bias=bias, params_dtype=dtype, device="cpu")
 
 
-def step(te_module: ModuleType, module: Any, fp8_recipe: Any = None, gain: float = 1.0) -> tuple[Tensor, ...]:
+def step(module: Any, fp8_recipe: Any = None, gain: float = 1.0) -> tuple[Tensor, ...]:
     """One forward and backward pass: input, output, output gradient and input gradient."""
     x = (gain * torch.randn(TOKENS, IN)).to(next(module.parameters()).dtype).requires_grad_()
-    with te_module.autocast(enabled=fp8_recipe is not None, recipe=fp8_recipe):
+    with TE.autocast(enabled=fp8_recipe is not None, recipe=fp8_recipe):
         y = module(x)
     grad = torch.randn_like(y)
     module.zero_grad()
@@ -70,11 +65,9 @@ def assert_product(result: Tensor, left: Tensor, right: Tensor, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear_stays_within_the_roundings_of_its_precision(
-    te_module: ModuleType, dtype: torch.dtype, bias: bool
-) -> None:
-    module = make_linear(te_module, dtype, bias)
-    x, y, grad, x_grad = step(te_module, module)
+def test_linear_stays_within_the_roundings_of_its_precision(dtype: torch.dtype, bias: bool) -> None:
+    module = make_linear(dtype, bias)
+    x, y, grad, x_grad = step(module)
     tf32 = dtype == FP32
     ones = torch.ones(TOKENS, 1)
     inputs, weights = (x, module.weight.t())
@@ -88,10 +81,10 @@ def test_linear_stays_within_the_roundings_of_its_precision(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_current_scaling_multiplies_the_codes_of_this_step(te_module: ModuleType, dtype: torch.dtype) -> None:
-    module = make_linear(te_module, dtype, bias=False)
+def test_current_scaling_multiplies_the_codes_of_this_step(dtype: torch.dtype) -> None:
+    module = make_linear(dtype, bias=False)
     for gain in (1.0, 300.0, 0.01):
-        x, y, grad, x_grad = step(te_module, module, make_recipe("Float8CurrentScaling"), gain)
+        x, y, grad, x_grad = step(module, make_recipe("Float8CurrentScaling"), gain)
         assert_product(y, fp8(x, E4M3), fp8(module.weight, E4M3).t(), dtype)
         assert_product(x_grad, fp8(grad, E5M2), fp8(module.weight, E4M3), dtype)
         assert_product(module.weight.grad, fp8(grad, E5M2).t(), fp8(x, E4M3), dtype)
@@ -99,10 +92,8 @@ def test_current_scaling_multiplies_the_codes_of_this_step(te_module: ModuleType
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_delayed_scaling_casts_with_scales_of_earlier_steps(
-    te_module: ModuleType, dtype: torch.dtype, algorithm: str
-) -> None:
-    module = make_linear(te_module, dtype, bias=False)
+def test_delayed_scaling_casts_with_scales_of_earlier_steps(dtype: torch.dtype, algorithm: str) -> None:
+    module = make_linear(dtype, bias=False)
     delayed = make_recipe("DelayedScaling", amax_history_len=3, amax_compute_algo=algorithm)
     x_amaxes: list[Tensor] = []
     grad_amaxes: list[Tensor] = []
@@ -113,7 +104,7 @@ def test_delayed_scaling_casts_with_scales_of_earlier_steps(
         return torch.tensor(limit) / (amaxes[-1] if algorithm == "most_recent" else max(amaxes[-3:]))
 
     for gain in (1.0, 8.0, 2.0, 0.5, 0.25, 4.0):
-        x, y, grad, x_grad = step(te_module, module, delayed, gain)
+        x, y, grad, x_grad = step(module, delayed, gain)
         x_scale, grad_scale = scale(448.0, x_amaxes), scale(57344.0, grad_amaxes)
         w_scale = scale(448.0, [module.weight.abs().max().float()] if x_amaxes else [])
         x_codes, grad_codes = fp8(x, E4M3, x_scale), fp8(grad, E5M2, grad_scale)
@@ -126,22 +117,20 @@ def test_delayed_scaling_casts_with_scales_of_earlier_steps(
 
 @pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling"])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_bias_gradient_of_an_fp8_linear_is_not_quantized(
-    te_module: ModuleType, dtype: torch.dtype, name: str
-) -> None:
-    module = make_linear(te_module, dtype)
-    _, _, grad, _ = step(te_module, module, make_recipe(name))
+def test_the_bias_gradient_of_an_fp8_linear_is_not_quantized(dtype: torch.dtype, name: str) -> None:
+    module = make_linear(dtype)
+    _, _, grad, _ = step(module, make_recipe(name))
     assert_product(module.bias.grad[None], torch.ones(1, TOKENS), grad, dtype)
 
 
 @pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling"])
-def test_fp8_parameters_are_trained(te_module: ModuleType, name: str) -> None:
-    with te_module.quantized_model_init(enabled=True, recipe=make_recipe(name)):
-        module = make_linear(te_module, BF16, bias=False)
-    assert isinstance(module.weight, te_module.Float8Tensor)
+def test_fp8_parameters_are_trained(name: str) -> None:
+    with TE.quantized_model_init(enabled=True, recipe=make_recipe(name)):
+        module = make_linear(BF16, bias=False)
+    assert isinstance(module.weight, TE.Float8Tensor)
     before = module.weight.dequantize().detach()
     amax_at_start = module.weight._quantizer.amax.clone() if name == "DelayedScaling" else None
-    step(te_module, module, make_recipe(name))
+    step(module, make_recipe(name))
     torch.optim.SGD(module.parameters(), lr=0.01).step()
     moved = torch.add(before, module.weight.grad, alpha=-0.01)
     amax = moved.abs().max().float() if amax_at_start is None else amax_at_start
@@ -152,12 +141,12 @@ def test_fp8_parameters_are_trained(te_module: ModuleType, name: str) -> None:
 
 @pytest.mark.parametrize("bias_gelu_fusion", ["0", "1"])
 def test_gelu_in_the_epilogue_of_the_first_gemm_is_the_tanh_form(
-    te_module: ModuleType, monkeypatch: pytest.MonkeyPatch, bias_gelu_fusion: str
+    monkeypatch: pytest.MonkeyPatch, bias_gelu_fusion: str
 ) -> None:
     monkeypatch.setenv("NVTE_BIAS_GELU_NVFUSION", bias_gelu_fusion)
     torch.manual_seed(0)
-    module = te_module.LayerNormMLP(IN, 2 * IN, params_dtype=FP32, device="cpu")
-    x, y, grad, x_grad = step(te_module, module)
+    module = TE.LayerNormMLP(IN, 2 * IN, params_dtype=FP32, device="cpu")
+    x, y, grad, x_grad = step(module)
     p = {name: parameter.detach().double().requires_grad_() for name, parameter in module.named_parameters()}
     x64 = x.detach().double().requires_grad_()
     hidden = linear(
@@ -283,16 +272,16 @@ def trusted_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
 
-def make(te_module: ModuleType, name: str, dtype: torch.dtype = BF16, **options: Any) -> Any:
+def make(name: str, dtype: torch.dtype = BF16, **options: Any) -> Any:
     torch.manual_seed(0)
-    return getattr(te_module, name)(WIDTH, FFN, params_dtype=dtype, device="cpu", **options)
+    return getattr(TE, name)(WIDTH, FFN, params_dtype=dtype, device="cpu", **options)
 
 
-def train_step(te_module: ModuleType, module: Any, recipe: Any = None, seed: int = 1) -> Tensor:
+def train_step(module: Any, recipe: Any = None, seed: int = 1) -> Tensor:
     rng = torch.Generator().manual_seed(seed)
     dtype = BF16 if next(module.parameters()).dtype == BF16 else FP32
     x = torch.randn(ROWS, WIDTH, generator=rng).to(dtype)
-    with te_module.autocast(enabled=recipe is not None, recipe=recipe):
+    with TE.autocast(enabled=recipe is not None, recipe=recipe):
         y = module(x)
     y.backward(torch.randn(y.shape, generator=rng).to(y.dtype))
     return y.detach()
@@ -305,13 +294,13 @@ def weights(module: Any) -> dict[str, torch.nn.Parameter]:
 
 @pytest.mark.parametrize("recipe_name", [None, *RECIPES])
 @pytest.mark.parametrize("name", MODULES)
-def test_weight_gradients_are_added_to_main_grad(te_module: ModuleType, name: str, recipe_name: str | None) -> None:
-    plain, fused = make(te_module, name), make(te_module, name, fuse_wgrad_accumulation=True)
+def test_weight_gradients_are_added_to_main_grad(name: str, recipe_name: str | None) -> None:
+    plain, fused = make(name), make(name, fuse_wgrad_accumulation=True)
     recipes = make_recipe(recipe_name), make_recipe(recipe_name)
     for parameter in weights(fused).values():
         parameter.main_grad = torch.full(parameter.shape, 3.0)  # type: ignore[attr-defined]
-    train_step(te_module, plain, recipes[0])
-    train_step(te_module, fused, recipes[1])
+    train_step(plain, recipes[0])
+    train_step(fused, recipes[1])
     for key, parameter in weights(fused).items():
         expected = weights(plain)[key].grad
         assert expected is not None
@@ -323,10 +312,10 @@ def test_weight_gradients_are_added_to_main_grad(te_module: ModuleType, name: st
 
 @pytest.mark.parametrize("recipe_name", [None, *RECIPES])
 @pytest.mark.parametrize("name", MODULES)
-def test_weight_gradients_can_be_computed_later(te_module: ModuleType, name: str, recipe_name: str | None) -> None:
-    plain, delayed = make(te_module, name), make(te_module, name, delay_wgrad_compute=True)
-    train_step(te_module, plain, make_recipe(recipe_name))
-    train_step(te_module, delayed, make_recipe(recipe_name))
+def test_weight_gradients_can_be_computed_later(name: str, recipe_name: str | None) -> None:
+    plain, delayed = make(name), make(name, delay_wgrad_compute=True)
+    train_step(plain, make_recipe(recipe_name))
+    train_step(delayed, make_recipe(recipe_name))
     assert all(parameter.grad is None for parameter in weights(delayed).values())
     delayed.backward_dw()
     for key, parameter in plain.named_parameters():
@@ -335,17 +324,17 @@ def test_weight_gradients_can_be_computed_later(te_module: ModuleType, name: str
 
 @pytest.mark.parametrize("recipe_name", RECIPES)
 @pytest.mark.parametrize("name", MODULES)
-def test_fp8_parameters_compute_what_casts_of_them_compute(te_module: ModuleType, name: str, recipe_name: str) -> None:
-    with te_module.quantized_model_init(recipe=make_recipe(recipe_name)):
-        quantized = make(te_module, name)
-    plain = make(te_module, name)
+def test_fp8_parameters_compute_what_casts_of_them_compute(name: str, recipe_name: str) -> None:
+    with TE.quantized_model_init(recipe=make_recipe(recipe_name)):
+        quantized = make(name)
+    plain = make(name)
     for key, parameter in quantized.named_parameters():
         value = parameter.dequantize() if hasattr(parameter, "_quantizer") else parameter
         plain.get_parameter(key).data.copy_(value)
     assert {type(p).__name__ for p in weights(quantized).values()} == {"Float8Tensor"}
     y, expected = (
-        train_step(te_module, quantized, make_recipe(recipe_name)),
-        train_step(te_module, plain, make_recipe(recipe_name)),
+        train_step(quantized, make_recipe(recipe_name)),
+        train_step(plain, make_recipe(recipe_name)),
     )
     # A weight that is a cast of codes has these very codes again if its scale is the codes' scale.
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
@@ -357,12 +346,12 @@ def test_fp8_parameters_compute_what_casts_of_them_compute(te_module: ModuleType
 
 
 @pytest.mark.parametrize("recipe_name", RECIPES)
-def test_a_torch_optimizer_steps_on_fp8_parameters(te_module: ModuleType, recipe_name: str) -> None:
-    with te_module.quantized_model_init(recipe=make_recipe(recipe_name)):
-        module = make(te_module, "Linear", dtype=FP32, bias=False)
+def test_a_torch_optimizer_steps_on_fp8_parameters(recipe_name: str) -> None:
+    with TE.quantized_model_init(recipe=make_recipe(recipe_name)):
+        module = make("Linear", dtype=FP32, bias=False)
     before = module.weight.dequantize()
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
-    train_step(te_module, module, make_recipe(recipe_name))
+    train_step(module, make_recipe(recipe_name))
     grad = module.weight.grad.clone()
     optimizer.step()
     after = module.weight.dequantize()
@@ -373,24 +362,22 @@ def test_a_torch_optimizer_steps_on_fp8_parameters(te_module: ModuleType, recipe
 
 @pytest.mark.parametrize("recipe_name", [None, *RECIPES])
 @pytest.mark.parametrize("name", [*MODULES, "GroupedLinear"])
-def test_training_resumes_from_a_checkpoint_to_the_bit(
-    te_module: ModuleType, name: str, recipe_name: str | None
-) -> None:
+def test_training_resumes_from_a_checkpoint_to_the_bit(name: str, recipe_name: str | None) -> None:
     def build() -> tuple[Any, Any, Any]:
         if name == "GroupedLinear":
             torch.manual_seed(0)
-            module = te_module.GroupedLinear(1, WIDTH, FFN, params_dtype=BF16, device="cpu")
+            module = TE.GroupedLinear(1, WIDTH, FFN, params_dtype=BF16, device="cpu")
             forward = module.forward
             module.forward = lambda x: forward(x, [ROWS])
         else:
-            module = make(te_module, name)
+            module = make(name)
         return module, torch.optim.SGD(module.parameters(), lr=0.02), make_recipe(recipe_name)
 
     def train(module: Any, optimizer: Any, recipe: Any, seeds: range) -> list[Tensor]:
         outputs = []
         for seed in seeds:
             optimizer.zero_grad()
-            outputs.append(train_step(te_module, module, recipe, seed))
+            outputs.append(train_step(module, recipe, seed))
             optimizer.step()
         return outputs
 
@@ -405,11 +392,11 @@ def test_training_resumes_from_a_checkpoint_to_the_bit(
     assert all(torch.equal(a, b) for a, b in zip(straight, train(resumed, optimizer, recipe, range(4, 8)), strict=True))
 
 
-def test_a_checkpoint_of_delayed_scaling_holds_its_amax_history(te_module: ModuleType) -> None:
-    module, recipe = make(te_module, "Linear"), make_recipe("DelayedScaling")
+def test_a_checkpoint_of_delayed_scaling_holds_its_amax_history() -> None:
+    module, recipe = make("Linear"), make_recipe("DelayedScaling")
     for seed in range(3):
-        train_step(te_module, module, recipe, seed)
-    state, fresh = module.state_dict(), make(te_module, "Linear")
+        train_step(module, recipe, seed)
+    state, fresh = module.state_dict(), make("Linear")
     assert state["_extra_state"].numel() > 0
     fresh.load_state_dict(state)
     for direction in ("scaling_fwd", "scaling_bwd"):
@@ -419,9 +406,9 @@ def test_a_checkpoint_of_delayed_scaling_holds_its_amax_history(te_module: Modul
         assert saved.amax_history.any()
 
 
-def make_layer(te_module: ModuleType, **options: Any) -> Any:
+def make_layer(**options: Any) -> Any:
     torch.manual_seed(0)
-    return te_module.TransformerLayer(32, 64, 4, params_dtype=BF16, device="cpu", **options)
+    return TE.TransformerLayer(32, 64, 4, params_dtype=BF16, device="cpu", **options)
 
 
 def layer_step(layer: Callable[..., Tensor], **options: Any) -> list[Tensor]:
@@ -436,14 +423,14 @@ def layer_step(layer: Callable[..., Tensor], **options: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_a_layer_changes_no_bit(te_module: ModuleType, dropout: float, use_reentrant: bool) -> None:
+def test_checkpointing_a_layer_changes_no_bit(dropout: float, use_reentrant: bool) -> None:
     results = []
     # TE remembers from the last checkpoint whether it was reentrant, and fuses bias and GELU only then.
     for checkpointed in (True, False):
-        layer = make_layer(te_module, hidden_dropout=dropout, attention_dropout=dropout)
+        layer = make_layer(hidden_dropout=dropout, attention_dropout=dropout)
 
         def call(x: Tensor, layer: Any = layer, checkpointed: bool = checkpointed) -> Tensor:
-            return te_module.checkpoint(layer, x, use_reentrant=use_reentrant) if checkpointed else layer(x)
+            return TE.checkpoint(layer, x, use_reentrant=use_reentrant) if checkpointed else layer(x)
 
         results.append([*layer_step(call), *(parameter.grad for parameter in layer.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
@@ -453,17 +440,17 @@ def test_checkpointing_a_layer_changes_no_bit(te_module: ModuleType, dropout: fl
     versions.installed_version().release[:2] == (2, 19),
     reason="TE 2.19 hands fused attention its inputs twice, and then runs the projection's backward twice",
 )
-def test_checkpointing_the_core_attention_changes_no_bit(te_module: ModuleType) -> None:
+def test_checkpointing_the_core_attention_changes_no_bit() -> None:
     results = []
     # TE remembers from the last checkpoint whether it was reentrant, and fuses bias and GELU only then.
     for checkpointed in (True, False):
-        layer = make_layer(te_module, hidden_dropout=0.0, attention_dropout=0.1)
+        layer = make_layer(hidden_dropout=0.0, attention_dropout=0.1)
         outputs = layer_step(layer, checkpoint_core_attention=checkpointed)
         results.append([*outputs, *(parameter.grad for parameter in layer.parameters())])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
-def test_a_forked_random_state_is_apart_from_the_default_one(te_module: ModuleType) -> None:
+def test_a_forked_random_state_is_apart_from_the_default_one() -> None:
     from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
     tracker = CudaRNGStatesTracker()
@@ -479,13 +466,13 @@ def test_a_forked_random_state_is_apart_from_the_default_one(te_module: ModuleTy
     assert torch.equal(torch.cat(draws), expected)
 
 
-def test_a_layer_draws_its_dropout_from_the_tracker(te_module: ModuleType) -> None:
+def test_a_layer_draws_its_dropout_from_the_tracker() -> None:
     from transformer_engine.pytorch.distributed import CudaRNGStatesTracker
 
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
     states = tracker.get_states()
-    layer = make_layer(te_module, hidden_dropout=0.0, attention_dropout=0.3, get_rng_state_tracker=lambda: tracker)
+    layer = make_layer(hidden_dropout=0.0, attention_dropout=0.3, get_rng_state_tracker=lambda: tracker)
     x = torch.randn(16, 2, 32).to(BF16)
     outputs = []
     for seed in (1, 2):

@@ -1,0 +1,18 @@
+"""What the tests of the CPU kernels share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from emulated_gpu import emulated
+
+from parity.cpu import cuda
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> Iterator[ModuleType]:
+    """Yield ``transformer_engine.pytorch`` on a Blackwell, on which it stays until the module's last test."""
+    with emulated(cuda.BLACKWELL) as module:
+        yield module

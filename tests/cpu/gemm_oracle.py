@@ -1,0 +1,69 @@
+"""``generic_gemm`` with the arguments that TE's ``general_gemm`` gives it by default, and sums in exact arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.cpu import gemm
+from parity.cpu.enums import DType
+
+TE_DTYPE = {
+    torch.float32: DType.kFloat32,
+    torch.bfloat16: DType.kBFloat16,
+    torch.float16: DType.kFloat16,
+}
+
+
+def run(a: Any, b: Any, layout: str = "TN", dtype: torch.dtype | None = None, **options: Any) -> list[Any]:
+    """Return all that ``generic_gemm`` returns, the product first."""
+    arguments: dict[str, Any] = dict(
+        D=None,
+        quantizer=None,
+        bias=None,
+        bias_type=DType.kBFloat16,
+        gelu=False,
+        gelu_in=None,
+        grad=False,
+        workspace=torch.empty(0),
+        workspace_size=0,
+        accumulate=False,
+        use_split_accumulator=False,
+    )
+    transposed = dict(transA=layout[0] == "T", transB=layout[1] == "T")
+    output_dtype = None if dtype is None else TE_DTYPE[dtype]
+    return gemm.generic_gemm(A=a, B=b, output_dtype=output_dtype, **transposed, **(arguments | options))
+
+
+def product(a: Any, b: Any, layout: str = "TN", dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """Return the product alone: by default ``b a^T``, ``[n, m]`` of ``[m, k]`` and ``[n, k]``."""
+    return run(a, b, layout, dtype, **options)[0]
+
+
+def in_fp64(a: Tensor, b: Tensor, layout: str = "TN") -> Tensor:
+    return (b.t() if layout[1] == "T" else b).double() @ (a.t() if layout[0] == "T" else a).double()
+
+
+def operands(layout: str, n: int, m: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return two seeded matrices whose product has the shape ``[n, m]``."""
+    torch.manual_seed(0)
+    a = torch.randn((m, k) if layout[0] == "T" else (k, m)).to(dtype)
+    b = torch.randn((k, n) if layout[1] == "T" else (n, k)).to(dtype)
+    return a, b
+
+
+def exponent(value: Fraction, lowest: int = -1000) -> int:
+    """Return the power of two of a number's leading bit, at least ``lowest``; far below for 0."""
+    if value == 0:
+        return -10_000
+    size = abs(value)
+    found = size.numerator.bit_length() - size.denominator.bit_length()
+    return max(found if size >= Fraction(2) ** found else found - 1, lowest)
+
+
+def cut(value: Fraction, unit: Fraction) -> Fraction:
+    """Return the multiple of ``unit`` next to ``value``, toward zero."""
+    return int(value / unit) * unit
