@@ -18,13 +18,14 @@ from parity import te
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BATCH, HEADS, FEATURES = 2, 4, 16
+BOTH_PASSES = ["fused_attn_fwd", "fused_attn_bwd"]
 # Operands, P, dS and the result are rounded; each costs at most half an eps, most of them much less in norm.
 TOLERANCE = 0.6
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration: what TE is told, and what it means."""
+    """One configuration: what TE is told (``call``, ``build``), and what it means (``visible``, ``formula``)."""
 
     visible: Tensor
     call: dict[str, Any]
@@ -34,6 +35,7 @@ class Setting:
     groups: int = HEADS
     value_features: int = FEATURES
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    formula: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     emulated_gpu.choose_again()
     calls: list[str] = []
-    for name in ("fused_attn_fwd", "fused_attn_bwd"):
+    for name in BOTH_PASSES:
         monkeypatch.setattr(tex, name, recorded(name, getattr(tex, name), calls))
     return calls
 
@@ -129,10 +131,17 @@ def with_gradients(output: Tensor, gradient: Tensor, inputs: list[Tensor]) -> li
     return [output, *torch.autograd.grad(output, inputs, gradient)]
 
 
-def exact(setting: Setting, tensors: list[Tensor], *more: Tensor, **options: Any) -> list[Tensor]:
+def exact(setting: Setting, tensors: list[Tensor], *more: Tensor, **formula: Any) -> list[Tensor]:
     q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
-    output = oracle.attend(q, k, v, setting.visible, **options)
+    output = oracle.attend(q, k, v, setting.visible, **setting.formula, **formula)
     return with_gradients(output, tensors[3].double(), [q, k, v, *more])
+
+
+def passed(setting: Setting, tensors: list[Tensor], *more: Tensor, module: Any = None, **call: Any) -> list[Tensor]:
+    """Return TE's output, and its gradients with respect to the query, the key, the value and ``more``."""
+    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
+    output = (module or build(setting))(*inputs, **setting.call, **call)
+    return with_gradients(output.view_as(tensors[3]), tensors[3], [*inputs, *more])
 
 
 def assert_near(actual: list[Tensor], expected: list[Tensor], tolerance: float = TOLERANCE) -> None:
@@ -147,10 +156,8 @@ def test_masks_heads_and_windows_agree_with_fp64_forward_and_backward(
 ) -> None:
     setting = SETTINGS[name]
     tensors = leaves(setting, dtype)
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    output = build(setting)(*inputs, **setting.call)
-    assert_near(with_gradients(output.view_as(tensors[3]), tensors[3], inputs), exact(setting, tensors))
-    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+    assert_near(passed(setting, tensors), exact(setting, tensors))
+    assert fused_calls == BOTH_PASSES
 
 
 @pytest.mark.parametrize("shape", ["bhss", "1hss", "b1ss", "11ss"])
@@ -159,50 +166,36 @@ def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(fused_calls: list[
     tensors = leaves(setting, BF16)
     sizes = (BATCH if shape[0] == "b" else 1, HEADS if shape[1] == "h" else 1, 48, 48)
     bias = torch.randn(sizes, generator=torch.Generator().manual_seed(1)).to(BF16).requires_grad_()
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    output = build(setting)(
-        *inputs, **setting.call, core_attention_bias_type="post_scale_bias", core_attention_bias=bias
-    )
     exact_bias = bias.detach().double().requires_grad_()
     assert_near(
-        with_gradients(output.view_as(tensors[3]), tensors[3], [*inputs, bias]),
+        passed(setting, tensors, bias, core_attention_bias_type="post_scale_bias", core_attention_bias=bias),
         exact(setting, tensors, exact_bias, bias=exact_bias),
     )
-    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+    assert fused_calls == BOTH_PASSES
 
 
-def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores(fused_calls: list[str]) -> None:
-    setting = SETTINGS["causal"]
-    tensors = leaves(setting, BF16)
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    output = build(setting)(*inputs, **setting.call, core_attention_bias_type="alibi")
-    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).double().view(1, HEADS, 1, 1)
-    distance = torch.arange(48)[:, None] - torch.arange(48)
-    assert_near(
-        with_gradients(output.view_as(tensors[3]), tensors[3], inputs),
-        exact(setting, tensors, bias=-slopes * distance),
-    )
-    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+def alibi(slopes: list[Any] | None, size: int) -> Tensor:
+    """Return the bias of ALiBi: a slope of each head, the paper's by default, times the distance."""
+    slope = torch.tensor(slopes or [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).double().view(-1, HEADS, 1, 1)
+    return -slope * (torch.arange(size)[:, None] - torch.arange(size)).abs()
 
 
-@pytest.mark.parametrize("slopes", [[0.5, 0.25, 0.1, 0.0], [[0.5, 0.25, 0.1, 0.0], [0.3, 0.0, 0.2, 1.0]]])
-def test_alibi_takes_slopes_of_ones_own_for_each_head_or_each_head_of_each_sequence(
-    fused_calls: list[str], slopes: list[Any]
+OWN_SLOPES = [0.5, 0.25, 0.1, 0.0]
+
+
+@pytest.mark.parametrize("slopes", [None, OWN_SLOPES, [OWN_SLOPES, [0.3, 0.0, 0.2, 1.0]]], ids=str)
+def test_alibi_takes_slopes_times_the_distance_from_scores_for_each_head_or_each_of_each_sequence(
+    fused_calls: list[str], slopes: list[Any] | None
 ) -> None:
     setting = SETTINGS["causal"]
     tensors = leaves(setting, BF16)
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    options = {"core_attention_bias_type": "alibi", "alibi_slopes": torch.tensor(slopes)}
-    output = build(setting)(*inputs, **setting.call, **options)
-    slope = torch.tensor(slopes).double().view(-1, HEADS, 1, 1)
-    distance = torch.arange(48)[:, None] - torch.arange(48)
-    # TE makes a bias of them, in BF16.
-    bias = (-slope.float() * distance).to(BF16).double()
-    assert_near(
-        with_gradients(output.view_as(tensors[3]), tensors[3], inputs),
-        exact(setting, tensors, bias=bias),
-    )
-    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+    call: dict[str, Any] = {"core_attention_bias_type": "alibi"}
+    bias = alibi(slopes, 48)
+    if slopes is not None:
+        call["alibi_slopes"] = torch.tensor(slopes)
+        bias = bias.to(BF16).double()  # as TE makes it of slopes of one's own
+    assert_near(passed(setting, tensors, **call), exact(setting, tensors, bias=bias))
+    assert fused_calls == BOTH_PASSES
 
 
 def test_one_row_of_biases_may_serve_all_queries(fused_calls: list[str]) -> None:
@@ -223,7 +216,6 @@ def test_sinks_take_part_in_the_softmax_and_learnable_ones_get_a_gradient(
     setting = SETTINGS[name]
     tensors = leaves(setting, BF16)
     attention = build(setting, softmax_type=softmax_type)
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
     sink = torch.zeros(HEADS, dtype=torch.float64, requires_grad=True)
     more = []
     if softmax_type == "learnable":
@@ -231,13 +223,12 @@ def test_sinks_take_part_in_the_softmax_and_learnable_ones_get_a_gradient(
             attention.softmax_offset.copy_(torch.linspace(-1, 2, HEADS))
             sink.copy_(attention.softmax_offset)
         more.append(attention.softmax_offset)
-    output = attention(*inputs, **setting.call).view_as(tensors[3])
+    actual = passed(setting, tensors, *more, module=attention)
     expected = exact(setting, tensors, *([sink] if more else []), sink=sink)
-    assert_near(with_gradients(output, tensors[3], [*inputs, *more])[:4], expected[:4])
+    assert_near(actual[:4], expected[:4])
     if more:
-        gradient = torch.autograd.grad(attention(*inputs, **setting.call).view_as(tensors[3]), more, tensors[3])[0]
-        torch.testing.assert_close(gradient.double(), expected[4], rtol=2**-7, atol=2**-7)
-    assert set(fused_calls) == {"fused_attn_fwd", "fused_attn_bwd"}
+        torch.testing.assert_close(actual[4].double(), expected[4], rtol=2**-7, atol=2**-7)
+    assert fused_calls == BOTH_PASSES
 
 
 @pytest.mark.parametrize("qkv_format", ["sbhd", "thd"])
@@ -258,7 +249,7 @@ def test_formats_give_the_same_bits_as_bshd(fused_calls: list[str], qkv_format: 
         results.append(with_gradients(output.view_as(gradient), gradient, inputs))
     for left, right in zip(*results, strict=True):
         assert torch.equal(pack(left), right)
-    assert fused_calls == 2 * ["fused_attn_fwd", "fused_attn_bwd"]
+    assert fused_calls == 2 * BOTH_PASSES
 
 
 def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(fused_calls: list[str]) -> None:
@@ -281,7 +272,7 @@ def test_padding_between_packed_sequences_is_skipped_and_comes_out_as_zero(fused
     actual = with_gradients(output.view_as(gradient), gradient, inputs)
     assert_near(actual, [tensor.flatten(0, 1)[rows] for tensor in exact(setting, tensors)])
     assert not any(tensor[77:].any() for tensor in actual)
-    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+    assert fused_calls == BOTH_PASSES
 
 
 def test_the_largest_logit_of_each_head_is_returned(fused_calls: list[str]) -> None:
@@ -303,7 +294,7 @@ def test_packed_qkv_gets_its_gradient_in_one_tensor(fused_calls: list[str]) -> N
     output = build(setting)(*packed.unbind(2), **setting.call)
     (gradient,) = torch.autograd.grad(output.view_as(tensors[3]), packed, tensors[3])
     assert_near(list(gradient.unbind(2)), exact(setting, tensors)[1:])
-    assert fused_calls == ["fused_attn_fwd", "fused_attn_bwd"]
+    assert fused_calls == BOTH_PASSES
 
 
 def test_attention_dropout_keeps_the_mean_and_repeats_with_the_seed() -> None:
@@ -380,7 +371,6 @@ def test_a_score_mod_needs_cudnns_frontend_and_te_says_so() -> None:
 
 
 SEQ = 32
-UNFUSED_CAUSAL = oracle.visible(SEQ, SEQ, right=0)
 
 
 @pytest.fixture
@@ -395,40 +385,41 @@ def _unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated_gpu.choose_again()
 
 
-def unfused_leaves(dtype: torch.dtype, keys: int = SEQ, groups: int = HEADS) -> list[Tensor]:
-    """Query, key, value and output gradient, ``[batch, seq, heads, features]``."""
-    rng = torch.Generator().manual_seed(0)
-    shapes = [(SEQ, HEADS), (keys, groups), (keys, groups), (SEQ, HEADS)]
-    return [torch.randn(BATCH, *shape, FEATURES, generator=rng).to(dtype) for shape in shapes]
-
-
-def assert_agrees(
-    tensors: list[Tensor],
-    visible: Tensor,
-    call: dict[str, Any],
-    build: dict[str, Any] | None = None,
-    **options: Any,
-) -> None:
-    """Output and gradients are those of the formula, as far as their dtype goes."""
-    inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
-    attention = TE.DotProductAttention(
-        HEADS,
-        FEATURES,
-        num_gqa_groups=tensors[1].shape[2],
-        attention_dropout=0.0,
-        qkv_format="bshd",
-        **(build or {}),
-    )
-    output = attention(*inputs, **call).view_as(tensors[3])
-    q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
-    exact = oracle.attend(q, k, v, visible, **options)
-    actual = [output, *torch.autograd.grad(output, inputs, tensors[3])]
-    expected = [exact, *torch.autograd.grad(exact, [q, k, v], tensors[3].double())]
-    # Scores, probabilities and their gradients are stored in BF16, each rounded.
-    tolerance = 2.0 if tensors[0].dtype == BF16 else 16.0
-    for got, wanted in zip(actual, expected, strict=True):
-        assert oracle.relative_error(got, wanted) <= tolerance
-
+SEQ_CAUSAL: dict[str, Any] = dict(visible=oracle.visible(SEQ, SEQ, right=0), queries=SEQ, keys=SEQ)
+CAUSAL_CALL = {"attn_mask_type": "causal"}
+CROSS: dict[str, Any] = dict(build={"attention_type": "cross"}, queries=SEQ, keys=48)
+SEEN = (torch.rand(BATCH, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(2)) < 0.5) | torch.eye(SEQ).bool()
+UNFUSED = {
+    "cross attention of unequal lengths": Setting(
+        oracle.visible(SEQ, 48), {"attn_mask_type": "no_mask"}, groups=2, **CROSS
+    ),
+    "causal bottom right lets the last query see all keys": Setting(
+        oracle.visible(SEQ, 48, right=0, offset=16), {"attn_mask_type": "causal_bottom_right"}, **CROSS
+    ),
+    "an arbitrary mask hides what is true": Setting(
+        SEEN, {"attn_mask_type": "arbitrary", "attention_mask": ~SEEN}, queries=SEQ, keys=SEQ
+    ),
+    "ALiBi": Setting(
+        call={**CAUSAL_CALL, "core_attention_bias_type": "alibi"}, formula={"bias": alibi(None, SEQ)}, **SEQ_CAUSAL
+    ),
+    "ALiBi of own slopes": Setting(
+        call={**CAUSAL_CALL, "core_attention_bias_type": "alibi", "alibi_slopes": torch.tensor(OWN_SLOPES)},
+        formula={"bias": alibi(OWN_SLOPES, SEQ)},
+        **SEQ_CAUSAL,
+    ),
+    **{
+        f"{kind} sink": Setting(
+            call=CAUSAL_CALL,
+            build={"softmax_type": kind},
+            formula={"sink": torch.zeros(HEADS).double()},
+            **SEQ_CAUSAL,
+        )
+        for kind in ("off-by-one", "learnable")
+    },
+    "softcap": Setting(call=CAUSAL_CALL, build={"softcap": 0.5}, formula={"softcap": 0.5}, **SEQ_CAUSAL),
+}
+# Scores, probabilities and their gradients are stored, each rounded.
+STORED = {BF16: 2.0, FP32: 16.0}
 
 unfused = pytest.mark.usefixtures("_unfused")
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -436,104 +427,31 @@ dtypes = pytest.mark.parametrize("dtype", [BF16, FP32])
 
 @unfused
 @dtypes
-def test_cross_attention_of_unequal_lengths(dtype: torch.dtype) -> None:
-    everything = oracle.visible(SEQ, 48)
-    call, build = {"attn_mask_type": "no_mask"}, {"attention_type": "cross"}
-    assert_agrees(unfused_leaves(dtype, 48, groups=2), everything, call, build)
-
-
-@unfused
-@dtypes
-def test_causal_bottom_right_lets_the_last_query_see_all_keys(dtype: torch.dtype) -> None:
-    visible = oracle.visible(SEQ, 48, right=0, offset=16)
-    call, build = {"attn_mask_type": "causal_bottom_right"}, {"attention_type": "cross"}
-    assert_agrees(unfused_leaves(dtype, 48), visible, call, build)
-
-
-@unfused
-@dtypes
-def test_an_arbitrary_mask_hides_what_is_true(dtype: torch.dtype) -> None:
-    visible = torch.rand(BATCH, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(2)) < 0.5
-    visible |= torch.eye(SEQ, dtype=torch.bool)
-    assert_agrees(unfused_leaves(dtype), visible, {"attn_mask_type": "arbitrary", "attention_mask": ~visible})
-
-
-@unfused
-@dtypes
-def test_a_bias_is_added_after_scaling(dtype: torch.dtype) -> None:
-    bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(dtype)
-    call = {
-        "attn_mask_type": "causal",
-        "core_attention_bias_type": "post_scale_bias",
-        "core_attention_bias": bias,
-    }
-    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=bias.double())
-
-
-@unfused
-@dtypes
-def test_a_bias_before_scaling_is_scaled(dtype: torch.dtype) -> None:
-    bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(dtype)
-    call = {
-        "attn_mask_type": "causal",
-        "core_attention_bias_type": "pre_scale_bias",
-        "core_attention_bias": bias,
-    }
-    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=bias.double() / FEATURES**0.5)
-
-
-@unfused
-@dtypes
-@pytest.mark.parametrize("slopes", [None, [0.5, 0.25, 0.1, 0.0]])
-def test_alibi_takes_slopes_times_distance_from_scores(dtype: torch.dtype, slopes: list[float] | None) -> None:
-    call: dict[str, Any] = {"attn_mask_type": "causal", "core_attention_bias_type": "alibi"}
-    if slopes is not None:
-        call["alibi_slopes"] = torch.tensor(slopes)
-    slope = torch.tensor(slopes or [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).double().view(1, HEADS, 1, 1)
-    distance = (torch.arange(SEQ)[:, None] - torch.arange(SEQ)).abs()
-    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, call, bias=-slope * distance)
-
-
-@unfused
-@dtypes
-@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
-def test_sinks_take_part_in_the_softmax(dtype: torch.dtype, softmax_type: str) -> None:
-    assert_agrees(
-        unfused_leaves(dtype),
-        UNFUSED_CAUSAL,
-        {"attn_mask_type": "causal"},
-        {"softmax_type": softmax_type},
-        sink=torch.zeros(HEADS).double(),
-    )
-
-
-@unfused
-@dtypes
-def test_softcap_bounds_the_scaled_scores(dtype: torch.dtype) -> None:
-    if "softcap" not in inspect.signature(TE.DotProductAttention).parameters:
+@pytest.mark.parametrize("name", UNFUSED)
+def test_unfused_attention_agrees_with_fp64_forward_and_backward(name: str, dtype: torch.dtype) -> None:
+    if name == "softcap" and "softcap" not in inspect.signature(TE.DotProductAttention).parameters:
         pytest.skip("this TransformerEngine has no softcap")
-    assert_agrees(unfused_leaves(dtype), UNFUSED_CAUSAL, {"attn_mask_type": "causal"}, {"softcap": 0.5}, softcap=0.5)
+    setting = UNFUSED[name]
+    tensors = leaves(setting, dtype)
+    assert_near(passed(setting, tensors), exact(setting, tensors), STORED[dtype])
 
 
 @unfused
+@dtypes
 @pytest.mark.parametrize("kind", ["post_scale_bias", "pre_scale_bias"])
-def test_a_bias_gets_a_gradient(kind: str) -> None:
-    query, key, value, gradient = unfused_leaves(FP32)
-    bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    attention = TE.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
-    call = {"attn_mask_type": "causal", "core_attention_bias_type": kind, "core_attention_bias": bias}
-    output = attention(query, key, value, **call).view_as(gradient)
+def test_a_bias_is_added_after_or_before_scaling_and_gets_a_gradient(kind: str, dtype: torch.dtype) -> None:
+    setting = Setting(call=CAUSAL_CALL, **SEQ_CAUSAL)
+    tensors = leaves(setting, dtype)
+    bias = torch.randn(1, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+    actual = passed(setting, tensors, bias, core_attention_bias_type=kind, core_attention_bias=bias)
     exact_bias = bias.detach().double().requires_grad_()
     scaled = exact_bias / FEATURES**0.5 if kind == "pre_scale_bias" else exact_bias
-    exact = oracle.attend(query.double(), key.double(), value.double(), UNFUSED_CAUSAL, bias=scaled)
-    (actual,) = torch.autograd.grad(output, bias, gradient)
-    (expected,) = torch.autograd.grad(exact, exact_bias, gradient.double())
-    assert oracle.relative_error(actual, expected) <= 16
+    assert_near(actual, exact(setting, tensors, exact_bias, bias=scaled), STORED[dtype])
 
 
 @unfused
 def test_packed_sequences_are_padded_and_packed_again() -> None:
-    tensors = unfused_leaves(FP32)
+    tensors = leaves(Setting(call=CAUSAL_CALL, **SEQ_CAUSAL), FP32)
     is_token = oracle.tokens((SEQ, 20), SEQ)
     cumulative = torch.tensor([0, SEQ, SEQ + 20], dtype=torch.int32)
     inputs = [tensor[is_token].requires_grad_() for tensor in tensors[:3]]
@@ -549,8 +467,7 @@ def test_packed_sequences_are_padded_and_packed_again() -> None:
     gradient = tensors[3][is_token]
     actual = [output.view_as(gradient), *torch.autograd.grad(output, inputs, gradient.view_as(output))]
     q, k, v = (tensor.double().requires_grad_() for tensor in tensors[:3])
-    exact = oracle.attend(q, k, v, UNFUSED_CAUSAL & is_token[:, None, None, :])
+    exact = oracle.attend(q, k, v, SEQ_CAUSAL["visible"] & is_token[:, None, None, :])
     exact_gradient = tensors[3].double() * is_token[:, :, None, None]
     expected = [exact, *torch.autograd.grad(exact, [q, k, v], exact_gradient)]
-    for got, wanted in zip(actual, expected, strict=True):
-        assert oracle.relative_error(got, wanted[is_token]) <= 16
+    assert_near(actual, [wanted[is_token] for wanted in expected], STORED[FP32])
