@@ -51,8 +51,8 @@ def both(call) -> dict:
     return {"call_reference": call, "call_candidate": call}
 
 
-def result_of(pair: parity.Pair, precision: str = "fp32") -> Result:
-    (result,) = parity.compare(pair, [precision])
+def result_of(pair: parity.Pair, precision: str = "fp32", diagnose: bool = True) -> Result:
+    (result,) = parity.compare(pair, [precision], diagnose=diagnose)
     assert from_json(to_json(result)) == result
     if not result.passed:
         assert "Traceback" not in failure.message(Item((result,)))

@@ -292,7 +292,7 @@ def test_a_wrong_factor_in_the_small_part_fails(precision, large, dim):
     (right,) = parity.compare(joined(large, 1.0, dim), [precision])
     assert right.status == "passed"
     for wrong in (1.5, 1.1):
-        (result,) = parity.compare(joined(large, wrong, dim), [precision])
+        (result,) = parity.compare(joined(large, wrong, dim), [precision], diagnose=False)
         assert result.status == "failed"
         output = next(tensor for tensor in result.tensors if tensor.kind == "output")
         assert any(check.statistic == "slice" and check.margin > 1 for check in output.checks)
@@ -329,7 +329,7 @@ def test_a_wrong_factor_in_a_small_slice_of_gradients_fails(precision, large):
 
     (right,) = parity.compare(case(factors), [precision])
     assert right.status == "passed"
-    (result,) = parity.compare(case(wrong), [precision])
+    (result,) = parity.compare(case(wrong), [precision], diagnose=False)
     failed = {tensor.label: tensor for tensor in result.tensors if not tensor.passed}
     assert {"d input", "d layer.weight"} <= set(failed)
     places = [check.where for check in failed["d layer.weight"].checks if check.statistic == "slice"]

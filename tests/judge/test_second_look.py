@@ -339,7 +339,7 @@ def test_right_ports_with_relus_pass_on_every_seed(precision):
 
 
 def test_a_small_mistake_fails_at_second_look_too():
-    right, wrong = (parity.compare(case(scale), precisions=["fp16"])[0] for scale in (1.0, 1.0003))
+    right, wrong = (parity.compare(case(scale), ["fp16"], diagnose=False)[0] for scale in (1.0, 1.0003))
     assert right.passed
     assert wrong.status == "failed"
     assert 1 < wrong.margin < 10
@@ -498,7 +498,7 @@ def test_right_ports_whose_gradients_vanish_pass_on_every_seed(precision, seq):
 
 
 def test_a_gradient_where_none_is_due_fails():
-    (result,) = parity.compare(vanishing_case(16, wrong_bias=True), ["bf16"])
+    (result,) = parity.compare(vanishing_case(16, wrong_bias=True), ["bf16"], diagnose=False)
     assert result.status == "failed"
     assert "d k_proj.bias" in [tensor.label for tensor in result.tensors if not tensor.passed]
 
@@ -506,7 +506,7 @@ def test_a_gradient_where_none_is_due_fails():
 # Norms of few rows in FP32: a row's rounded root moves all of it, and few rows have no scatter to tell that by.
 
 
-def compared_few(rows: int, channels: int, eps: float = 1e-5) -> list[parity.Result]:
+def compared_few(rows: int, channels: int, eps: float = 1e-5, seeds: int = 60) -> list[parity.Result]:
     def factory(te):
         return parity.Pair(
             nn.LayerNorm(channels, eps=1e-5),
@@ -515,7 +515,7 @@ def compared_few(rows: int, channels: int, eps: float = 1e-5) -> list[parity.Res
             inputs=lambda rng: rng.normal(rows, channels),
         )
 
-    return parity.compare(parity.Case("norm", factory, sizes=({},)), ["fp32"], seeds=range(60))
+    return parity.compare(parity.Case("norm", factory, sizes=({},)), ["fp32"], seeds=range(seeds))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -526,13 +526,13 @@ def test_right_norms_of_few_rows_pass_on_every_seed(rows, channels):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_another_eps_of_few_rows_is_told_all_the_same(rows):
-    assert {result.findings[0].title for result in compared_few(rows, 80, eps=1e-6)} == {"norm-eps"}
+    assert {result.findings[0].title for result in compared_few(rows, 80, eps=1e-6, seeds=12)} == {"norm-eps"}
 
 
 # Norms in FP32 of rows whose mean outweighs what varies: how one number was rounded decides a whole row.
 
 
-def compared_offset(eps: float = 1e-5) -> list[parity.Result]:
+def compared_offset(eps: float = 1e-5, seeds: int = 80) -> list[parity.Result]:
     def factory(te):
         return parity.Pair(
             nn.LayerNorm(64, eps=1e-5),
@@ -541,7 +541,7 @@ def compared_offset(eps: float = 1e-5) -> list[parity.Result]:
             inputs=lambda rng: rng.normal(96, 64).abs(),
         )
 
-    return parity.compare(parity.Case("norm", factory, sizes=({},)), ["fp32"], seeds=range(80))
+    return parity.compare(parity.Case("norm", factory, sizes=({},)), ["fp32"], seeds=range(seeds))
 
 
 def test_right_norms_of_offset_rows_pass_on_every_seed():
@@ -549,4 +549,4 @@ def test_right_norms_of_offset_rows_pass_on_every_seed():
 
 
 def test_another_eps_of_offset_rows_is_told_all_the_same():
-    assert {result.findings[0].title for result in compared_offset(eps=1e-6)} == {"norm-eps"}
+    assert {result.findings[0].title for result in compared_offset(eps=1e-6, seeds=12)} == {"norm-eps"}

@@ -224,7 +224,7 @@ def test_seeds_before_are_recorded_and_the_note_says_that_none_after_was_compare
     assert_verdict(results[1], f"the search for the cause was cut short, and no later seed was compared: {cause}")
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
+@pytest.mark.parametrize("processes", ["0", "1"])
 def test_a_run_that_is_terminated_during_a_search_keeps_the_verdict(tmp_path: Path, processes: str) -> None:
     code, _, results = run_in_a_process(tmp_path, ["fails_and_its_search_is_interrupted"], "-n", processes)
     assert code == pytest.ExitCode.INTERRUPTED

@@ -207,22 +207,18 @@ compares_nothing = pytest.mark.usefixtures("stand_ins")
 
 
 @compares_nothing
-def test_workers_results_are_merged_into_one_report(pytester: pytest.Pytester) -> None:
+def test_one_worker_runs_all_precisions_of_a_case_size_and_dtype_and_results_are_merged(
+    pytester: pytest.Pytester,
+) -> None:
     write(pytester, PAIRS)
     write(pytester, "def test_other(): pass", "test_other")
-    result = run_with_workers(pytester, 2, "my_pairs.py", "test_other.py", "--parity-seeds=2")
+    result = run_with_workers(pytester, 2, "my_pairs.py", "test_other.py", "-v", "--parity-seeds=2")
     result.assert_outcomes(passed=COMPARED - 2 + 1, failed=2, skipped=2 * len(UNAVAILABLE))
     merged = recorded(pytester)
     assert len(merged.results) == 2 * COMPARED + 2 * len(UNAVAILABLE)
     assert merged.environment.items == 2 * len(PRECISIONS) + 2
     result.stdout.fnmatch_lines([f"*2 of {COMPARED} items failed*"])
-
-
-@compares_nothing
-def test_one_worker_runs_all_precisions_of_a_case_size_and_dtype(pytester: pytest.Pytester) -> None:
     sizes, dtypes = 2, {precision.dtype for precision in PRECISIONS.values()}
-    write(pytester, PAIRS)
-    result = run_with_workers(pytester, 2, "my_pairs.py", "-v", "-k", "mlp")
     ran = re.findall(r"\[(gw\d)\].* my_pairs.py::mlp\[(\w+)-(\w+)\]", result.stdout.str())
     assert len(ran) == sizes * len(PRECISIONS)
     assert len({(worker, PRECISIONS[precision].dtype, size) for worker, precision, size in ran}) == sizes * len(dtypes)
@@ -415,9 +411,8 @@ def test_its_result_says_what_happened(eventful: Eventful, name: str, reason: st
 )
 def test_how_a_worker_ended_is_told_by_its_code(code: int | None, cause: str) -> None:
     process = SimpleNamespace(wait=lambda timeout: code)
-    assert (
-        workers._cause_of_death(SimpleNamespace(gateway=SimpleNamespace(_io=SimpleNamespace(popen=process)))) == cause
-    )
+    worker = SimpleNamespace(gateway=SimpleNamespace(_io=SimpleNamespace(popen=process)))
+    assert workers._cause_of_death(worker) == cause
 
 
 def test_where_an_item_hangs_is_printed(eventful: Eventful) -> None:
