@@ -357,18 +357,18 @@ def values_of(seed: int = 0) -> Tensor:
     return values
 
 
-def quantizer_of(blackwell: ModuleType, name: str) -> Any:
+def quantizer_of(name: str) -> Any:
     if name == "block":
-        return blackwell.Float8BlockQuantizer(
+        return TE.Float8BlockQuantizer(
             DType.kFloat8E4M3, rowwise=True, columnwise=True, force_pow_2_scales=True, block_scaling_dim=2
         )
     if name == "mxfp8":
-        return blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
+        return TE.MXFP8Quantizer(DType.kFloat8E4M3)
     if name == "nvfp4":
-        return blackwell.NVFP4Quantizer(with_2d_quantization=True)
+        return TE.NVFP4Quantizer(with_2d_quantization=True)
     if name == "delayed":
-        return blackwell.Float8Quantizer(torch.full((1,), 2.0), torch.zeros(1), DType.kFloat8E4M3)
-    return blackwell.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"))
+        return TE.Float8Quantizer(torch.full((1,), 2.0), torch.zeros(1), DType.kFloat8E4M3)
+    return TE.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"))
 
 
 def buffers_of(tensor: Any) -> dict[str, Tensor]:

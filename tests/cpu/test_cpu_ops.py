@@ -358,7 +358,7 @@ def test_a_grouped_mlp_is_an_mlp_for_each_expert(recipe: str) -> None:
 
 
 def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens(recipe: str) -> None:
-    ops = te.kernels("cpu").te, operations()
+    ops = operations()
     x, grad, results = torch.randn(ROWS, WIDTH).to(BF16), torch.randn(ROWS, WIDTH).to(BF16), []
     for before in ([], [ops.Quantize()]):
         torch.manual_seed(0)
@@ -372,7 +372,7 @@ def test_a_quantize_operation_changes_nothing_but_where_the_cast_happens(recipe:
 
 
 def test_dropout_drops_the_same_entries_of_output_and_gradient(recipe: str) -> None:
-    ops = te.kernels("cpu").te, operations()
+    ops = operations()
     layer = ops.Linear(WIDTH, WIDTH, bias=False, device="cpu", dtype=BF16)
     model = ops.Sequential(layer, ops.Dropout(0.5), ops.AddExtraInput())
     x, extra = (torch.randn(ROWS, WIDTH).to(BF16).requires_grad_() for _ in range(2))

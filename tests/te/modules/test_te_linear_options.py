@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -248,21 +250,6 @@ def test_layernorm_linear_is_a_norm_and_a_linear_layer(normalization: str, bias:
     agree_with_norm_and_linear(normalization, bias=bias, zero_centered_gamma=zero_centered)
 
 
-@pytest.mark.parametrize("tokens", [(24,), (2, 3, 4), (1,)], ids=str)
-def test_layernorm_linear_takes_any_number_of_leading_dimensions(tokens: tuple[int, ...]) -> None:
-    agree_with_norm_and_linear(tokens=tokens)
-
-
-@EITHER_NORM
-def test_eps_of_layernorm_linear_is_that_of_the_norm(normalization: str) -> None:
-    agree_with_norm_and_linear(normalization, eps=0.5)
-
-
-@EITHER_NORM
-def test_return_layernorm_output_of_layernorm_linear_returns_it_with_its_gradient(normalization: str) -> None:
-    agree_with_norm_and_linear(normalization, return_layernorm_output=True)
-
-
 @pytest.mark.xfail(
     strict=True,
     reason="TransformerEngine itself drops this gradient without sequence parallelism (layernorm_linear.py, backward)",
@@ -275,10 +262,6 @@ def test_the_gathered_layernorm_output_has_its_gradient_on_one_device(normalizat
 @EITHER_NORM
 def test_return_bias_leaves_the_bias_to_the_caller(normalization: str) -> None:
     agree_with_norm_and_linear(normalization, return_bias=True)
-
-
-def test_all_that_layernorm_linear_can_return_is_returned_in_order() -> None:
-    agree_with_norm_and_linear(return_bias=True, return_layernorm_output=True)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -305,8 +288,7 @@ def test_layernorm_linear_agrees_in_fp8(normalization: str, returns_norm: bool, 
 
 
 HIDDEN, FFN = 64, 96
-ACTIVATIONS = (*reference.POINTWISE, *reference.GATES)
-EITHER_NORM_OF_MLP = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+OTHERS = sorted({*reference.POINTWISE, *reference.GATES} - {"gelu", "swiglu"})
 
 
 def agree_with_mlp(
@@ -338,40 +320,24 @@ def agree_with_mlp(
     assert_agree(build, precisions)
 
 
-@EITHER_NORM_OF_MLP
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_layernorm_mlp_is_a_norm_and_an_mlp(activation: str, bias: bool, normalization: str) -> None:
+@pytest.mark.parametrize(
+    ("activation", "normalization", "bias"),
+    [
+        *itertools.product(("gelu", "swiglu"), ("LayerNorm", "RMSNorm"), (True, False)),
+        *((name, norm, norm == "LayerNorm") for name, norm in itertools.product(OTHERS, ("LayerNorm", "RMSNorm"))),
+    ],
+)
+def test_layernorm_mlp_is_a_norm_and_an_mlp(activation: str, normalization: str, bias: bool) -> None:
     agree_with_mlp(activation, normalization, bias)
 
 
-@EITHER_NORM_OF_MLP
+@EITHER_NORM
 def test_zero_centered_gamma_stores_the_gain_minus_one(normalization: str) -> None:
     agree_with_mlp("swiglu", normalization, bias=False, zero_centered_gamma=True)
 
 
-@EITHER_NORM_OF_MLP
-def test_eps_is_that_of_the_norm(normalization: str) -> None:
-    agree_with_mlp(normalization=normalization, eps=0.5)
-
-
-@pytest.mark.parametrize("tokens", [(24,), (2, 3, 4), (1,)], ids=str)
-def test_layernorm_mlp_takes_any_number_of_leading_dimensions(tokens: tuple[int, ...]) -> None:
-    agree_with_mlp(tokens=tokens)
-
-
-@EITHER_NORM_OF_MLP
-@pytest.mark.parametrize("gathered", [True, False])
-def test_return_layernorm_output_returns_it_with_its_gradient(normalization: str, gathered: bool) -> None:
-    agree_with_mlp(normalization=normalization, return_layernorm_output=True, return_layernorm_output_gathered=gathered)
-
-
 def test_return_bias_leaves_the_second_bias_to_the_caller() -> None:
     agree_with_mlp(return_bias=True)
-
-
-def test_all_that_can_be_returned_is_returned_in_order() -> None:
-    agree_with_mlp(return_bias=True, return_layernorm_output=True)
 
 
 def test_activation_params_are_those_of_the_clamped_swiglu() -> None:
@@ -395,3 +361,39 @@ def test_checkpoint_recomputes_the_same(activation: str, bias: bool) -> None:
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_layernorm_mlp_agrees_in_fp8(activation: str, precision: str, checkpoint: bool) -> None:
     agree_with_mlp(activation, tokens=(4, 16), precisions=(precision,), checkpoint=checkpoint)
+
+
+# What te.LayerNormLinear and te.LayerNormMLP have in common.
+
+
+WITH_NORM = pytest.mark.parametrize(
+    "agree", [agree_with_norm_and_linear, agree_with_mlp], ids=["LayerNormLinear", "LayerNormMLP"]
+)
+
+
+@WITH_NORM
+@pytest.mark.parametrize("tokens", [(24,), (2, 3, 4), (1,)], ids=str)
+def test_any_number_of_leading_dimensions_is_taken(agree: Callable[..., None], tokens: tuple[int, ...]) -> None:
+    agree(tokens=tokens)
+
+
+@WITH_NORM
+@EITHER_NORM
+def test_eps_is_that_of_the_norm(agree: Callable[..., None], normalization: str) -> None:
+    agree(normalization=normalization, eps=0.5)
+
+
+@WITH_NORM
+@EITHER_NORM
+def test_return_layernorm_output_returns_it_with_its_gradient(agree: Callable[..., None], normalization: str) -> None:
+    agree(normalization=normalization, return_layernorm_output=True)
+
+
+@EITHER_NORM
+def test_so_does_the_gathered_one_of_an_mlp(normalization: str) -> None:
+    agree_with_mlp(normalization=normalization, return_layernorm_output=True, return_layernorm_output_gathered=True)
+
+
+@WITH_NORM
+def test_all_that_can_be_returned_is_returned_in_order(agree: Callable[..., None]) -> None:
+    agree(return_bias=True, return_layernorm_output=True)
