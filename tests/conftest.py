@@ -3,12 +3,14 @@
 import os
 from collections.abc import Iterator
 
-import fakes
 import pytest
 from hypothesis import settings
 
-from parity.case import registry
 from parity.settings import VARIABLE
+
+# One thread for each process, also for those that tests start; PyTorch reads it when it is imported. Threads that wait
+# for each other's part of a small product take ten times the processor time that the product itself takes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test asserts a time.
 settings.register_profile("parity", deadline=None)
@@ -21,6 +23,10 @@ os.environ[VARIABLE] = "0"
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin compares nothing, and what is declared meanwhile is forgotten."""
+    import fakes
+
+    from parity.case import registry
+
     fakes.install(monkeypatch)
     declared = registry.cases()
     yield
