@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import attention_oracle as oracle
@@ -23,6 +23,7 @@ from parity.cpu.enums import (
     NVTE_Softmax_Type,
 )
 
+TE = te.kernels("cpu").te
 NONE, FUSED = NVTE_Fused_Attn_Backend.NVTE_No_Backend, NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
 TRAINING: dict[str, Any] = dict(
     is_training=True,
@@ -237,13 +238,11 @@ LAYOUTS = [
 ]
 
 
-def forward(layout: NVTE_QKV_Layout, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Tensor]:
+def forward(layout: NVTE_QKV_Layout, q: Any, k: Any, v: Any, **options: Any) -> list[Any]:
     return attention.fused_attn_fwd(qkv_layout=layout, Q=q, K=k, V=v, **{**OPTIONS, **FORWARD, **options})
 
 
-def backward(
-    layout: NVTE_QKV_Layout, qkv: list[Tensor], o: Tensor, do: Tensor, aux: list[Tensor], **options: Any
-) -> list[Any]:
+def backward(layout: NVTE_QKV_Layout, qkv: list[Any], o: Any, do: Any, aux: list[Any], **options: Any) -> list[Any]:
     q, k, v = qkv
     return attention.fused_attn_bwd(
         qkv_layout=layout, Q=q, K=k, V=v, O=o, dO=do, Aux_CTX_Tensors=aux, **{**OPTIONS, **BACKWARD, **options}
@@ -404,24 +403,15 @@ PLAIN = NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD
 SCALES = {"qkv": 64.0, "s": 300.0, "o": 150.0, "do": 1000.0, "dp": 2000.0, "dqkv": 700.0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _te_module() -> ModuleType:
-    return te.kernels("cpu").te
-
-
 def delayed_quantizer(name: str, kind: DType | None = None) -> Any:
     """Delayed scaling with a scale of its own, and an amax of 0 so far."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
     default = DType.kFloat8E5M2 if name.startswith("d") else DType.kFloat8E4M3
     scale = torch.tensor([SCALES[name]])
-    return Float8Quantizer(scale, torch.zeros(1), kind or default, rowwise=True, columnwise=False)
+    return TE.Float8Quantizer(scale, torch.zeros(1), kind or default, rowwise=True, columnwise=False)
 
 
 def current_quantizer() -> Any:
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
-
-    return Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=torch.device("cpu"), columnwise=False)
+    return TE.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, device=torch.device("cpu"), columnwise=False)
 
 
 def fp8(name: str, *tensors: Tensor) -> list[Any]:
@@ -442,30 +432,16 @@ def fp8(name: str, *tensors: Tensor) -> list[Any]:
     return result
 
 
-def fp8_forward(layout: NVTE_QKV_Layout, qkv: list[Any], s: Any, o: Any, **options: Any) -> list[Any]:
-    arguments = {**OPTIONS, **FORWARD, "s_quantizer": s, "o_quantizer": o, **options}
-    return attention.fused_attn_fwd(qkv_layout=layout, Q=qkv[0], K=qkv[1], V=qkv[2], **arguments)
-
-
-def fp8_backward(layout: NVTE_QKV_Layout, qkv: list[Any], o: Any, do: Any, aux: list[Any], **options: Any) -> list[Any]:
-    arguments = {**OPTIONS, **BACKWARD, **options}
-    tensors = dict(Q=qkv[0], K=qkv[1], V=qkv[2], O=o, dO=do, Aux_CTX_Tensors=aux)
-    return attention.fused_attn_bwd(qkv_layout=layout, **tensors, **arguments)
-
-
-def fp8_pass(layout: NVTE_QKV_Layout, options: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+def fp8_pass(layout: NVTE_QKV_Layout) -> tuple[list[Any], dict[str, Any]]:
     """O, dQ, dK and dV with delayed scaling throughout, and the quantizers that took part."""
     parsed = attention_problem.parse_layout(layout)
     q, k, v, do = leaves()
     qkv = fp8("qkv", *packed(parsed, to(parsed.query, q), to(parsed.key, k), to(parsed.key, v)))
-    quantizers = {name: delayed_quantizer(name) for name in ("s", "o", "dp", "dqkv")}
-    output, *aux = fp8_forward(layout, qkv, quantizers["s"], quantizers["o"], **(options or {}))
+    s, o, dp, dqkv = (delayed_quantizer(name) for name in ("s", "o", "dp", "dqkv"))
+    output, *aux = forward(layout, *qkv, s_quantizer=s, o_quantizer=o)
     (incoming,) = fp8("do", to(parsed.query, do))
-    names = {"s_quantizer": "s", "dp_quantizer": "dp", "dqkv_quantizer": "dqkv"}
-    gradients = fp8_backward(
-        layout, qkv, output, incoming, aux, **{key: quantizers[name] for key, name in names.items()}, **(options or {})
-    )
-    return [output, *gradients[:3]], quantizers
+    gradients = backward(layout, qkv, output, incoming, aux, s_quantizer=s, dp_quantizer=dp, dqkv_quantizer=dqkv)
+    return [output, *gradients[:3]], dict(s=s, o=o, dp=dp, dqkv=dqkv)
 
 
 @pytest.mark.parametrize("layout", PADDED, ids=lambda layout: layout.name)
@@ -535,7 +511,7 @@ def test_an_amax_is_kept_until_a_larger_one_comes() -> None:
     qkv = fp8("qkv", *leaves()[:3])
     s, o = delayed_quantizer("s"), delayed_quantizer("o")
     s.amax.fill_(7.0)
-    fp8_forward(PLAIN, qkv, s, o)
+    forward(PLAIN, *qkv, s_quantizer=s, o_quantizer=o)
     assert s.amax.item() == 7.0
     assert 0 < o.amax.item() < 7
 
@@ -550,11 +526,11 @@ def test_padding_comes_out_as_zero() -> None:
 def test_with_current_scaling_results_are_bf16_and_the_backward_may_read_o_in_bf16() -> None:
     q, k, v, do = leaves()
     qkv, (incoming,) = fp8("qkv", q, k, v), fp8("do", do)
-    output, *aux = fp8_forward(PLAIN, qkv, delayed_quantizer("s"), current_quantizer())
+    output, *aux = forward(PLAIN, *qkv, s_quantizer=delayed_quantizer("s"), o_quantizer=current_quantizer())
     quantizers = dict(
         s_quantizer=delayed_quantizer("s"), dp_quantizer=delayed_quantizer("dp"), dqkv_quantizer=current_quantizer()
     )
-    gradients = fp8_backward(PLAIN, qkv, output, incoming, aux, **quantizers)
+    gradients = backward(PLAIN, qkv, output, incoming, aux, **quantizers)
     assert [tensor.dtype for tensor in (output, *gradients[:3])] == 4 * [BF16]
     fwd, bwd = exact_pass(OPTIONS["cu_seqlens_q"].diff())
     error = (output.double().transpose(1, 2) - fwd.values["o"]).abs()
@@ -565,11 +541,12 @@ def test_with_current_scaling_results_are_bf16_and_the_backward_may_read_o_in_bf
 
 def test_only_delayed_scaling_casts_probabilities() -> None:
     with pytest.raises(NotImplementedError, match="casts S with delayed scaling, and not with a Float8Current"):
-        fp8_forward(PLAIN, fp8("qkv", *leaves()[:3]), current_quantizer(), delayed_quantizer("o"))
+        forward(PLAIN, *fp8("qkv", *leaves()[:3]), s_quantizer=current_quantizer(), o_quantizer=delayed_quantizer("o"))
 
 
 @pytest.mark.parametrize("change", [{"bias_type": NVTE_Bias_Type.NVTE_ALIBI}, {"return_max_logit": True}], ids=str)
 def test_there_is_neither_bias_nor_largest_logit_in_fp8(change: dict[str, Any]) -> None:
     options = {"attn_mask_type": NVTE_Mask_Type.NVTE_CAUSAL_MASK, **change}
+    quantizers = dict(s_quantizer=delayed_quantizer("s"), o_quantizer=delayed_quantizer("o"))
     with pytest.raises(ValueError, match="neither biases nor the largest logit in FP8"):
-        fp8_forward(PLAIN, fp8("qkv", *leaves()[:3]), delayed_quantizer("s"), delayed_quantizer("o"), **options)
+        forward(PLAIN, *fp8("qkv", *leaves()[:3]), **quantizers, **options)

@@ -173,15 +173,6 @@ def test_the_kernels_decode_as_te_s_python_does(dimensions: int, power_of_two: b
         assert torch.equal(cast.dequantize(tensor, DType.kFloat32), tensor.dequantize())
 
 
-def test_quantizing_again_fills_the_same_buffers() -> None:
-    quantizer = quantizer_of(block_scaling_dim=1)
-    tensor, other = quantizer(values_of(128, 128)), values_of(128, 128).t().contiguous()
-    before = tensor._rowwise_data
-    tensor.copy_(other)
-    assert tensor._rowwise_data is before
-    assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
-
-
 def test_noop_leaves_everything_as_it_is() -> None:
     quantizer = quantizer_of(block_scaling_dim=2)
     tensor = quantizer(values_of(128, 128))
@@ -203,16 +194,6 @@ def test_update_usage_drops_a_direction_and_makes_the_columns_of_square_blocks()
     assert torch.equal(tensor.dequantize(), both.dequantize())
 
 
-def test_a_tensor_can_be_viewed_cloned_and_saved() -> None:
-    tensor = quantizer_of(block_scaling_dim=1)(values_of(2, 64, 128))
-    assert torch.equal(tensor.view(128, 128).dequantize(), tensor.dequantize().view(128, 128))
-    assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
-
-
 def test_an_internal_quantizer_makes_a_storage() -> None:
     quantizer = quantizer_of(block_scaling_dim=1)
     quantizer.internal = True
@@ -227,24 +208,6 @@ def test_a_block_quantizer_writes_into_block_scaled_tensors_only() -> None:
         cast.quantize(torch.ones(128, 128), quantizer_of(), other)
 
 
-def assert_multiplies_decoded_values(a: Any, b: Any, layout: str) -> None:
-    """A product is that of the values which the codes along its inner dimension stand for."""
-    result = product(a, b, layout, FP32, use_split_accumulator=True)
-    a.update_usage(rowwise_usage=layout[0] == "T", columnwise_usage=layout[0] != "T")
-    b.update_usage(rowwise_usage=layout[1] == "N", columnwise_usage=layout[1] != "N")
-    exact = in_fp64(a.dequantize(), b.dequantize(), layout)
-    assert (result - exact).abs().max() < 2e-5 * exact.abs().max()
-
-
-@pytest.mark.parametrize("power_of_two", [True, False])
-@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_a_gemm_multiplies_the_decoded_values(power_of_two: bool, layout: str) -> None:
-    vectors, squares = (quantizer_of(block_scaling_dim=n, force_pow_2_scales=power_of_two) for n in (1, 2))
-    left, right = operands(layout, 144, 144, 256)
-    a, b = (vectors if layout == "NT" else squares)(left), vectors(right)
-    assert_multiplies_decoded_values(a, b, layout)
-
-
 def test_a_gemm_names_the_operand_that_lacks_a_direction() -> None:
     a = quantizer_of(block_scaling_dim=1, columnwise=False)(torch.ones(128, 128))
     with pytest.raises(RuntimeError, match=r"operand A .* Float8BlockwiseQTensor without columnwise data"):
@@ -252,11 +215,7 @@ def test_a_gemm_names_the_operand_that_lacks_a_direction() -> None:
 
 
 def mxfp8_values(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Values whose magnitude differs from block to block, with a row of zeros."""
-    torch.manual_seed(0)
-    values = (torch.randn(shape) * torch.exp(4 * torch.randn(shape))).clamp(-6e4, 6e4)
-    values[0] = 0
-    return values.to(dtype)
+    return values_of(*shape, dtype=FP32).clamp(-6e4, 6e4).to(dtype)
 
 
 def exponent_of(amax: float, limit: float) -> int:
@@ -382,28 +341,6 @@ def test_dequantize_multiplies_codes_and_scales(blackwell: ModuleType, direction
     assert torch.equal(tensor.dequantize(), torch.from_numpy(expected).to(dtype))
 
 
-def test_quantizing_to_mxfp8_again_fills_the_same_buffers(blackwell: ModuleType) -> None:
-    quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
-    tensor, other = quantizer(mxfp8_values(64, 64)), mxfp8_values(64, 64).t().contiguous()
-    before = tensor._rowwise_data
-    tensor.copy_(other)
-    assert tensor._rowwise_data is before
-    assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
-
-
-def test_a_tensor_can_be_viewed_cloned_saved_and_reduced_to_a_direction(blackwell: ModuleType) -> None:
-    tensor = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)(mxfp8_values(2, 32, 64))
-    assert torch.equal(tensor.view(64, 64).dequantize(), tensor.dequantize().view(64, 64))
-    assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
-    file = io.BytesIO()
-    torch.save(tensor, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
-    tensor.update_usage(rowwise_usage=False)
-    assert tensor._rowwise_data is None
-    assert tensor._columnwise_data is not None
-
-
 def test_a_bias_gradient_is_summed_before_the_gradient_is_rounded(blackwell: ModuleType) -> None:
     torch.manual_seed(0)
     grad, x = torch.randn(64, 32, dtype=BF16), torch.randn(64, 32, dtype=BF16)
@@ -412,13 +349,6 @@ def test_a_bias_gradient_is_summed_before_the_gradient_is_rounded(blackwell: Mod
     assert torch.equal(bias_grad, exact.sum(0).to(BF16))
     rounded = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)(exact.to(BF16))
     assert torch.equal(dx._rowwise_data, rounded._rowwise_data)
-
-
-@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
-def test_a_gemm_multiplies_the_decoded_values_along_its_inner_dimension(blackwell: ModuleType, layout: str) -> None:
-    quantizer = blackwell.MXFP8Quantizer(DType.kFloat8E4M3)
-    left, right = operands(layout, 96, 96, 128)
-    assert_multiplies_decoded_values(quantizer(left), quantizer(right), layout)
 
 
 def test_the_gemm_reads_a_tensor_that_te_asked_to_swizzle_for_it(blackwell: ModuleType) -> None:
@@ -431,3 +361,55 @@ def test_the_gemm_reads_a_tensor_that_te_asked_to_swizzle_for_it(blackwell: Modu
     swizzled = quantizer(values)
     transformer_engine_torch.swizzle_scales_for_gemm_(swizzled)
     assert torch.equal(product(swizzled, quantizer(values), dtype=FP32), plain)
+
+
+# What both formats have in common.
+
+
+FORMATS = {
+    "block": lambda dimensions=1: quantizer_of(block_scaling_dim=dimensions),
+    "block, any scale": lambda dimensions=1: quantizer_of(block_scaling_dim=dimensions, force_pow_2_scales=False),
+    "mxfp8": lambda dimensions=1: TE.MXFP8Quantizer(DType.kFloat8E4M3),
+}
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_quantizing_again_fills_the_same_buffers(name: str) -> None:
+    quantizer = FORMATS[name]()
+    tensor, other = quantizer(values_of(128, 128)), values_of(128, 128).t().contiguous()
+    before = tensor._rowwise_data
+    tensor.copy_(other)
+    assert tensor._rowwise_data is before
+    assert torch.equal(tensor.dequantize(), quantizer(other).dequantize())
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("name", ["block", "mxfp8"])
+def test_a_tensor_can_be_viewed_cloned_saved_and_reduced_to_a_direction(name: str) -> None:
+    tensor = FORMATS[name]()(values_of(2, 64, 128))
+    assert torch.equal(tensor.view(128, 128).dequantize(), tensor.dequantize().view(128, 128))
+    assert torch.equal(tensor.clone().dequantize(), tensor.dequantize())
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False).dequantize(), tensor.dequantize())
+    tensor.update_usage(rowwise_usage=False)
+    assert tensor._rowwise_data is None
+    assert tensor._columnwise_data is not None
+
+
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_gemm_multiplies_the_values_that_the_codes_along_its_inner_dimension_stand_for(
+    name: str, layout: str
+) -> None:
+    vectors, squares = (FORMATS[name](dimensions) for dimensions in (1, 2))
+    left, right = operands(layout, 96, 96, 256)
+    a, b = (vectors if layout == "NT" else squares)(left), vectors(right)
+    result = product(a, b, layout, FP32, use_split_accumulator=True)
+    a.update_usage(rowwise_usage=layout[0] == "T", columnwise_usage=layout[0] != "T")
+    b.update_usage(rowwise_usage=layout[1] == "N", columnwise_usage=layout[1] != "N")
+    exact = in_fp64(a.dequantize(), b.dequantize(), layout)
+    assert (result - exact).abs().max() < 2e-5 * exact.abs().max()
