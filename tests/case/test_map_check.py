@@ -303,7 +303,7 @@ def test_of_very_many_problems_the_first_are_told_and_the_rest_counted():
     names = [f"{letter}_{other}" for letter in "abcdefgh" for other in "abcdefgh"]
     found = problems({"x": "y"}, {"x": (1,), **dict.fromkeys(names, (4,))}, {"y": (1,)})
     assert len(found) == MOST_LINES + 1
-    assert found[-1] == f"and {len(names) - MOST_LINES} more of such problems"
+    assert found[-1] == f"and {len(names) - MOST_LINES} more problems like these"
 
 
 def test_of_an_entry_with_very_many_names_the_ends_are_told():
@@ -311,7 +311,7 @@ def test_of_an_entry_with_very_many_names_the_ends_are_told():
     weights: dict[Side, Side] = {experts(*names): "fc1.weight"}
     (found,) = problems(weights, dict.fromkeys(names, (4, 8)), {"fc1.weight": (64, 8, 4)})
     assert found.startswith('experts("experts.0.w1.weight", "experts.1.w1.weight", ')
-    assert found.endswith("; fc1.weight (64, 8, 4)); rearrange() gives as many elements another shape")
+    assert found.endswith("; fc1.weight (64, 8, 4)); rearrange() gives the same elements another shape")
     assert len(found) < MOST_LETTERS + 10
 
 
@@ -394,7 +394,7 @@ def problem_of_ties(weights: dict[Side, Side], reference: OtherNames, candidate:
 
 def test_a_head_that_the_reference_ties_comes_with_the_entry_that_fills_both_of_tes():
     told = problem_of_ties(ALL, TIED, APART)
-    assert f'"{HEAD}" is no reference parameter of its own: it is tied to "{TOKENS}", and TE has both apart' in told
+    assert f'"{HEAD}" is not a reference parameter of its own: it is tied to "{TOKENS}", and TE has both apart' in told
     assert f'write "{TOKENS}": copies("{TOKENS}", "{HEAD}") in place of both entries' in told
 
 

@@ -257,14 +257,14 @@ def parts_pair(te_module, weights: dict[str, str]) -> Pair:
 
 def test_the_second_name_of_a_tied_parameter_is_told_with_the_first():
     told = complaint(lambda te_module: parts_pair(te_module, {"b.weight": "a.weight"}))
-    assert '"b.weight" is no reference parameter of its own: it is tied to "a.weight"; map that' in told
+    assert '"b.weight" is not a reference parameter of its own: it is tied to "a.weight"; map that' in told
     told = complaint(lambda te_module: parts_pair(te_module, {"a.weight": "b.weight"}))
-    assert '"b.weight" is no TE parameter of its own: it is tied to "a.weight"' in told
+    assert '"b.weight" is not a TE parameter of its own: it is tied to "a.weight"' in told
 
 
 def test_a_buffer_in_a_map_is_called_a_buffer():
     told = complaint(lambda te_module: parts_pair(te_module, {"a.weight": "a.weight", "table": "table"}))
-    assert '"table" is no reference parameter of its own: it is a buffer, and buffers are not mapped' in told
+    assert '"table" is not a reference parameter of its own: it is a buffer, and buffers are not mapped' in told
 
 
 def test_a_reference_of_te_s_modules_is_refused():

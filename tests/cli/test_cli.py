@@ -505,7 +505,7 @@ def test_a_report_that_cannot_be_written_ends_in_a_sentence_and_code_2(report: C
     write_record("night.jsonl", result())
     done = report("night.jsonl", "-o", "night.jsonl/drawn.md")
     assert done.returncode == 2
-    assert "that is a file, but a folder is due" in done.stderr
+    assert "that is a file, but should be a folder" in done.stderr
 
 
 @pytest.mark.parametrize("target", ["old.jsonl", "new.jsonl"])

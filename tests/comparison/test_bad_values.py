@@ -335,4 +335,4 @@ def test_the_command_line_and_the_report_state_each_without_a_traceback(tmp_path
     for words in ("every output of the reference is empty", "no floating-point tensor", "PAR002"):
         assert words in ran.stdout
         assert words in report
-    assert "0 in the reference and in the candidate, which proves nothing of it: d input (`detached" in report
+    assert "0 in the reference and in the candidate, which proves nothing about it: d input (`detached" in report

@@ -234,7 +234,7 @@ def test_chance_is_not_told_of_a_loss_that_fails_beside_gradients_that_are_wrong
     for seed in range(4):
         result = compared_loss(precision, seed, dict(wide=wide), shift=0)
         assert result.findings[0].title == "labels-shifted"
-        assert not any("no farther than chance" in note and "output[0] (" in note for note in result.notes)
+        assert not any("within what rounding" in note and "output[0] (" in note for note in result.notes)
 
 
 def test_drawn_runs_leave_a_single_number_no_more_luck_than_they_show():

@@ -112,9 +112,9 @@ def test_a_file_that_is_no_table_is_named(tmp_path, text):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"spread": float("nan")}, "has the spread nan, which is no number"),
-        ({"center": float("inf")}, "has the center inf, which is no number"),
-        ({"center": "0.1"}, "has the center '0.1', which is no number"),
+        ({"spread": float("nan")}, "has the spread nan, which is not a number"),
+        ({"center": float("inf")}, "has the center inf, which is not a number"),
+        ({"center": "0.1"}, "has the center '0.1', which is not a number"),
         ({"spread": -0.2}, "has the spread -0.2, which is below 0"),
         ({"largest": -1.0}, "has the largest -1, which is below 0"),
         ({"tensors": 1}, "was measured on 1 tensors"),

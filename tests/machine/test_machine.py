@@ -242,7 +242,7 @@ def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_the_folder_or_above_it_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--report is .*/file: that is a file, but a folder is due"):
+    with pytest.raises(UserError, match=r"--report is .*/file: that is a file, but should be a folder"):
         check_folder(tmp_path / "file", "--report")
     with pytest.raises(UserError, match=r"--report is .*/file/deep, which lies below .*/file:"):
         check_folder(tmp_path / "file" / "deep", "--report")
@@ -250,7 +250,7 @@ def test_a_file_in_the_place_of_the_folder_or_above_it_is_named(tmp_path: Path) 
 
 def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "report.md").mkdir()
-    with pytest.raises(UserError, match=r"report\.md is a folder, but a file is due"):
+    with pytest.raises(UserError, match=r"report\.md is a folder, but should be a file"):
         check_file(tmp_path / "report.md", "--report")
 
 

@@ -247,9 +247,11 @@ def test_what_is_kept_counts_with_its_bytes() -> None:
     run(norm_case(16), "bf16")
     output = 8 * 16 * 8
     for one in prepare_page._KEPT.values():
-        assert one.held["golden"] > 2 * output
-        assert one.held["directions"] == output * len(directions.directions(one))  # changes and their squares, in FP32
-        assert one.held["models"] > 2 * output
+        changes = output * len(directions.directions(one))  # and their squares, in FP32
+        models = one.cache.group("models", PRECISIONS["bf16"].rounding).bytes
+        assert models > 2 * output
+        assert one.cache.bytes >= changes + models
+        assert one.bytes > one.cache.bytes + 2 * output
 
 
 # A comparison is the same whatever PyTorch's modes are around it, and whatever modes a module leaves behind.

@@ -380,7 +380,7 @@ def test_a_pair_that_does_not_fit_is_reported_at_collection_without_a_traceback(
 def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS + "\n    @parity.pair('mlp')\n    def mlp_again(te): ...\n")
     result = run(pytester, "my_pairs.py")
-    result.stdout.fnmatch_lines(["*ERROR collecting my_pairs.py*", "*'mlp' is declared already*"])
+    result.stdout.fnmatch_lines(["*ERROR collecting my_pairs.py*", "*'mlp' is already declared*"])
     assert "raise UserError" not in result.stdout.str()
 
 
