@@ -352,7 +352,7 @@ class Truth:
         return self._wide
 
     def _difference(self, x: Tensor, golden: Tensor, rest: Tensor) -> Tensor:
-        """In FP32; what a tensor in FP64 has beyond it counts as well."""
+        """Return the error in FP32; of a tensor in FP64 the digits beyond FP32 count as well."""
         if x.dtype is torch.float64 or x.shape != self.exact.shape:
             return difference(x, self.exact).float()
         return (x.detach().float() - golden).sub_(rest)

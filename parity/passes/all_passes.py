@@ -118,7 +118,7 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
 
 
 def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
-    """As ``run_model``, kept for the next precision: FP8 with delayed and with current scaling round alike."""
+    """Return what ``run_model`` does, kept for the next precision: FP8 recipes with one scale a tensor round alike."""
 
     def run_and_chosen() -> tuple[Tensors, Chosen]:
         chosen = Chosen()
@@ -135,7 +135,7 @@ def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
 
 
 def unrounded_choices(prepared: Prepared) -> Chosen:
-    """Those of a run of the model without roundings; kept for the next precision."""
+    """Return the choices of a run of the model without roundings; kept for the next precision."""
 
     def exact() -> Chosen:
         chosen = Chosen()
@@ -235,7 +235,7 @@ def under_model(
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
-    """What passes with this rounding read of the weights; kept until another rounding, or other weights, come."""
+    """Return what passes with this rounding read of the weights, kept until the rounding or the weights are others."""
     now = rounding, tuple(parameter.data_ptr() for parameter in prepared.reference.parameters())
     return prepared.cache.group("weights read", now).get("operands", OperandsRead, lambda read: read.held)
 
