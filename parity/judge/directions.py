@@ -45,7 +45,7 @@ class Direction:
 
 
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
-    """Return the direction of each subtle mistake that could be made with the reference, kept for the next precision."""
+    """Return the direction of each subtle mistake that the reference allows, kept for the next precision."""
     return prepared.cache.get("directions", lambda: tuple(_directions(prepared)), _bytes_of)
 
 
