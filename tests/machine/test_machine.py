@@ -244,7 +244,7 @@ def test_a_file_in_the_place_of_the_folder_or_above_it_is_named(tmp_path: Path) 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--report is .*/file: that is a file, but should be a folder"):
         check_folder(tmp_path / "file", "--report")
-    with pytest.raises(UserError, match=r"--report is .*/file/deep, which lies below .*/file:"):
+    with pytest.raises(UserError, match=r"--report is .*/file/deep, which is below .*/file:"):
         check_folder(tmp_path / "file" / "deep", "--report")
 
 
