@@ -272,7 +272,7 @@ def test_hugging_faces_model_with_labels(precision):
 # Subtle mistakes of modules that return a loss: gradients, and the loss of probing inputs, name them.
 
 
-WIDE, FFN = 64, 256
+FFN = 256
 
 
 class Loss(nn.Module):
@@ -294,8 +294,8 @@ class Loss(nn.Module):
 class MLP(nn.Module):
     def __init__(self, eps: float = 1e-5) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDE, eps=eps)
-        self.up, self.down = nn.Linear(WIDE, FFN), nn.Linear(FFN, WIDE)
+        self.norm = nn.LayerNorm(HIDDEN, eps=eps)
+        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(self.norm(x)), approximate=self.approximate))
@@ -323,12 +323,12 @@ def result(
     """Of TE's MLPs with GELU by tanh in the place of these, in FP32."""
 
     def factory(te: Any, **_: Any) -> parity.Pair:
-        ported = [te.LayerNormMLP(WIDE, FFN, activation="gelu", eps=eps) for _ in blocks]
+        ported = [te.LayerNormMLP(HIDDEN, FFN, activation="gelu", eps=eps) for _ in blocks]
         places = range(len(blocks))
         return parity.Pair(
             Loss(*(block() for block in blocks), kind=kind),
             Loss(*ported, kind=kind, beside=beside),
-            lambda rng, batch, seq: (rng.normal(batch, seq, WIDE), rng.normal(batch, seq, WIDE)),
+            lambda rng, batch, seq: (rng.normal(batch, seq, HIDDEN), rng.normal(batch, seq, HIDDEN)),
             weights={f"blocks.{i}.{mine}": f"blocks.{i}.{tes}" for i in places for mine, tes in MAP.items()},
         )
 

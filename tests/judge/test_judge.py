@@ -155,7 +155,7 @@ def test_beside_tensors_that_fail_it_is_noted():
 # A loss that is returned in FP32 is judged by what faithful runs lose of it, not by a rounding that none makes.
 
 
-BATCH, SEQ, WIDE, CLASSES = 4, 24, 64, 48
+BATCH, SEQ, CLASSES = 4, 24, 48
 
 
 class Model(nn.Module):
@@ -167,7 +167,7 @@ class Model(nn.Module):
 
     def __init__(self, linear, change=lambda loss: loss, scale=1.0, shift=1, wide=True) -> None:
         super().__init__()
-        self.up, self.head = linear(WIDE, WIDE, bias=False), linear(WIDE, CLASSES, bias=False)
+        self.up, self.head = linear(HIDDEN, HIDDEN, bias=False), linear(HIDDEN, CLASSES, bias=False)
         self.change, self.scale, self.shift, self.wide = change, scale, shift, wide
 
     def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +183,7 @@ def compared_loss(precision, seed=0, reference=None, **port) -> parity.Result:
         return parity.Pair(
             Model(nn.Linear, **(reference or {})),
             Model(te.Linear, **{**(reference or {}), **port}),
-            lambda rng, batch: (rng.normal(batch, SEQ, WIDE), rng.integers(batch, SEQ, high=CLASSES)),
+            lambda rng, batch: (rng.normal(batch, SEQ, HIDDEN), rng.integers(batch, SEQ, high=CLASSES)),
             weights={"up.weight": "up.weight", "head.weight": "head.weight"},
         )
 
@@ -256,9 +256,6 @@ def test_drawn_runs_leave_a_single_number_no_more_luck_than_they_show():
 # Small rows, columns and heads beside large ones are judged by their own error.
 
 
-WIDTH = 64
-
-
 class Joined(nn.Module):
     """A layer's result twice, once far larger."""
 
@@ -274,10 +271,10 @@ class Joined(nn.Module):
 def joined(large: float, small: float, dim: int) -> parity.Case:
     def factory(te, **_):
         return parity.Pair(
-            reference=Joined(nn.Linear(WIDTH, WIDTH), large, 1.0, dim),
-            candidate=Joined(te.Linear(WIDTH, WIDTH), large, small, dim),
+            reference=Joined(nn.Linear(HIDDEN, HIDDEN), large, 1.0, dim),
+            candidate=Joined(te.Linear(HIDDEN, HIDDEN), large, small, dim),
             weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
-            inputs=lambda rng, batch: rng.normal(batch, 32, WIDTH),
+            inputs=lambda rng, batch: rng.normal(batch, 32, HIDDEN),
         )
 
     return parity.Case("joined", factory, sizes=(dict(batch=4),))
@@ -311,7 +308,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize(("precision", "large"), [("fp32", 1e2), ("fp32", 1e4), ("bf16", 1e1)])
 def test_a_wrong_factor_in_a_small_slice_of_gradients_fails(precision, large):
-    factors = torch.full((WIDTH,), large, dtype=torch.float64)
+    factors = torch.full((HIDDEN,), large, dtype=torch.float64)
     factors[:8] = 1.0
     wrong = factors.clone()
     wrong[:8] = 1.5
@@ -319,10 +316,10 @@ def test_a_wrong_factor_in_a_small_slice_of_gradients_fails(precision, large):
     def case(used: Tensor) -> parity.Case:
         def factory(te, **_):
             return parity.Pair(
-                reference=Scaled(nn.Linear(WIDTH, WIDTH), factors),
-                candidate=Scaled(te.Linear(WIDTH, WIDTH), used),
+                reference=Scaled(nn.Linear(HIDDEN, HIDDEN), factors),
+                candidate=Scaled(te.Linear(HIDDEN, HIDDEN), used),
                 weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
-                inputs=lambda rng, batch: rng.normal(batch, 32, WIDTH),
+                inputs=lambda rng, batch: rng.normal(batch, 32, HIDDEN),
             )
 
         return parity.Case("scaled", factory, sizes=(dict(batch=4),))

@@ -503,50 +503,36 @@ def test_a_gradient_where_none_is_due_fails():
     assert "d k_proj.bias" in [tensor.label for tensor in result.tensors if not tensor.passed]
 
 
-# Norms of few rows in FP32: a row's rounded root moves all of it, and few rows have no scatter to tell that by.
+# Norms in FP32 of few rows, which have no scatter to tell by how much a row's rounded root moves all of it, and of rows
+# whose mean outweighs what varies: how one number was rounded decides a whole row.
 
 
-def compared_few(rows: int, channels: int, eps: float = 1e-5, seeds: int = 60) -> list[parity.Result]:
+FEW_ROWS = {
+    f"{rows} of {channels}": (channels, lambda rng, rows=rows, channels=channels: rng.normal(rows, channels))
+    for rows in (1, 3)
+    for channels in (80, 256)
+}
+OFFSET_ROWS = {"offset": (64, lambda rng: rng.normal(96, 64).abs())}
+
+
+def compared_norm(channels: int, inputs, seeds: int, eps: float = 1e-5) -> list[parity.Result]:
     def factory(te):
         return parity.Pair(
             nn.LayerNorm(channels, eps=1e-5),
             te.LayerNorm(channels, eps=eps),
             weights={"weight": "weight", "bias": "bias"},
-            inputs=lambda rng: rng.normal(rows, channels),
+            inputs=inputs,
         )
 
     return parity.compare(parity.Case("norm", factory, sizes=({},)), ["fp32"], seeds=range(seeds))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("channels", [80, 256])
-def test_right_norms_of_few_rows_pass_on_every_seed(rows, channels):
-    assert {result.status for result in compared_few(rows, channels)} == {"passed"}
+@pytest.mark.parametrize(("channels", "inputs"), (FEW_ROWS | OFFSET_ROWS).values(), ids=FEW_ROWS | OFFSET_ROWS)
+def test_right_norms_of_few_or_offset_rows_pass_on_every_seed(channels, inputs):
+    assert {result.status for result in compared_norm(channels, inputs, seeds=80)} == {"passed"}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_another_eps_of_few_rows_is_told_all_the_same(rows):
-    assert {result.findings[0].title for result in compared_few(rows, 80, eps=1e-6, seeds=12)} == {"norm-eps"}
-
-
-# Norms in FP32 of rows whose mean outweighs what varies: how one number was rounded decides a whole row.
-
-
-def compared_offset(eps: float = 1e-5, seeds: int = 80) -> list[parity.Result]:
-    def factory(te):
-        return parity.Pair(
-            nn.LayerNorm(64, eps=1e-5),
-            te.LayerNorm(64, eps=eps),
-            weights={"weight": "weight", "bias": "bias"},
-            inputs=lambda rng: rng.normal(96, 64).abs(),
-        )
-
-    return parity.compare(parity.Case("norm", factory, sizes=({},)), ["fp32"], seeds=range(seeds))
-
-
-def test_right_norms_of_offset_rows_pass_on_every_seed():
-    assert {result.status for result in compared_offset()} == {"passed"}
-
-
-def test_another_eps_of_offset_rows_is_told_all_the_same():
-    assert {result.findings[0].title for result in compared_offset(eps=1e-6, seeds=12)} == {"norm-eps"}
+@pytest.mark.parametrize("name", ["1 of 80", "3 of 80", "offset"])
+def test_another_eps_of_such_a_norm_is_told_all_the_same(name):
+    results = compared_norm(*(FEW_ROWS | OFFSET_ROWS)[name], seeds=12, eps=1e-6)
+    assert {result.findings[0].title for result in results} == {"norm-eps"}

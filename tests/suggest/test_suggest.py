@@ -374,21 +374,12 @@ def test_the_number_of_runs_is_bounded():
 # What ``suggest_map`` could not find, or could not tell from something else, it says.
 
 
-NARROW, NARROW_FFN = 64, 96
-
-
-def suggested_unsettled(reference: nn.Module, candidate: nn.Module, **fields) -> Suggestion:
-    return parity.suggest_map(
-        parity.Pair(reference, candidate, **{"inputs": lambda rng: rng.normal(2, 16, NARROW), **fields})
-    )
-
-
 class Sum(nn.Module):
     """Two layers that can be exchanged without changing the sum."""
 
     def __init__(self, layer) -> None:
         super().__init__()
-        self.first, self.second = layer(NARROW, NARROW_FFN), layer(NARROW, NARROW_FFN)
+        self.first, self.second = layer(HIDDEN, FFN), layer(HIDDEN, FFN)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.first(x) + self.second(x)
@@ -403,7 +394,7 @@ def test_alternatives_that_are_equally_good_are_told_as_tied():
         def forward(self, x: Tensor) -> Tensor:
             return self.left(x) + self.right(x)
 
-    suggestion = suggested_unsettled(Sum(nn.Linear), Renamed(te.Linear))
+    suggestion = suggested(Sum(nn.Linear), Renamed(te.Linear))
     assert suggestion.fits
     assert not suggestion.settled
     assert [decision.outcome for decision in suggestion.decisions] == ["tied"]
@@ -411,9 +402,9 @@ def test_alternatives_that_are_equally_good_are_told_as_tied():
 
 
 def test_where_no_map_fits_the_best_is_told_with_its_error_and_what_to_look_at():
-    reference = parity.reference.GatedMLP(NARROW, NARROW_FFN, "geglu")
-    mlp = te.LayerNormMLP(NARROW, NARROW_FFN, normalization="RMSNorm", activation="swiglu", bias=False)
-    suggestion = suggested_unsettled(reference, mlp)
+    reference = parity.reference.GatedMLP(HIDDEN, FFN, "geglu")
+    mlp = te.LayerNormMLP(HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", bias=False)
+    suggestion = suggested(reference, mlp)
     assert not suggestion.fits
     assert not suggestion.settled
     assert suggestion.error > 10 * suggestion.expected
@@ -424,7 +415,7 @@ def test_where_no_map_fits_the_best_is_told_with_its_error_and_what_to_look_at()
 
 
 def test_a_parameter_without_a_counterpart_is_a_problem_that_names_it():
-    suggestion = suggested_unsettled(nn.Linear(NARROW, NARROW_FFN), te.Linear(NARROW, NARROW_FFN, bias=False))
+    suggestion = suggested(nn.Linear(HIDDEN, FFN), te.Linear(HIDDEN, FFN, bias=False))
     assert not suggestion.settled
     assert math.isnan(suggestion.error)
     (problem,) = suggestion.problems
@@ -432,7 +423,7 @@ def test_a_parameter_without_a_counterpart_is_a_problem_that_names_it():
 
 
 def test_modules_of_different_sizes_are_a_problem_that_names_both():
-    suggestion = suggested_unsettled(nn.Linear(NARROW, NARROW_FFN, bias=False), te.Linear(NARROW, NARROW, bias=False))
+    suggestion = suggested(nn.Linear(HIDDEN, FFN, bias=False), te.Linear(HIDDEN, HIDDEN, bias=False))
     assert suggestion.weights == {}
     assert [name in " ".join(suggestion.problems) for name in ("(96, 64)", "(64, 64)")] == [True, True]
 
@@ -441,7 +432,7 @@ def test_a_candidate_that_cannot_run_leaves_a_map_by_names_and_the_reason():
     def explode(module: nn.Module, x: Tensor) -> Tensor:
         raise RuntimeError("no such kernel")
 
-    suggestion = suggested_unsettled(nn.Linear(NARROW, NARROW), te.Linear(NARROW, NARROW), call_candidate=explode)
+    suggestion = suggested(nn.Linear(HIDDEN, HIDDEN), te.Linear(HIDDEN, HIDDEN), call_candidate=explode)
     assert suggestion.weights == {"weight": "weight", "bias": "bias"}
     assert "the candidate raised RuntimeError: no such kernel" in suggestion.problems[0]
     assert not suggestion.settled
@@ -450,23 +441,21 @@ def test_a_candidate_that_cannot_run_leaves_a_map_by_names_and_the_reason():
 @pytest.mark.parametrize(
     ("inputs", "reason"),
     [
-        (lambda rng: torch.full((4, NARROW), math.nan), "not finite in FP64"),
-        (lambda rng: torch.zeros(4, NARROW), "all zero on these inputs"),
+        (lambda rng: torch.full((4, HIDDEN), math.nan), "not finite in FP64"),
+        (lambda rng: torch.zeros(4, HIDDEN), "all zero on these inputs"),
     ],
 )
 def test_inputs_that_tell_no_map_from_another_are_a_problem(inputs, reason):
-    suggestion = suggested_unsettled(
-        nn.Linear(NARROW, NARROW, bias=False), te.Linear(NARROW, NARROW, bias=False), inputs=inputs
-    )
+    suggestion = suggested(nn.Linear(HIDDEN, HIDDEN, bias=False), te.Linear(HIDDEN, HIDDEN, bias=False), inputs=inputs)
     assert reason in suggestion.problems[0]
     assert not suggestion.settled
 
 
 def test_projections_of_one_name_whose_shapes_do_not_go_together_are_told_together():
-    reference = nn.MultiheadAttention(NARROW, 4, batch_first=True, kdim=32, vdim=48)
-    candidate = te.MultiheadAttention(NARROW, 4, attention_type="cross", qkv_format="bshd", attn_mask_type="no_mask")
-    suggestion = suggested_unsettled(
-        reference, candidate, inputs=lambda rng: (rng.normal(2, 16, NARROW), rng.normal(2, 8, 32), rng.normal(2, 8, 48))
+    reference = nn.MultiheadAttention(HIDDEN, 4, batch_first=True, kdim=32, vdim=48)
+    candidate = te.MultiheadAttention(HIDDEN, 4, attention_type="cross", qkv_format="bshd", attn_mask_type="no_mask")
+    suggestion = suggested(
+        reference, candidate, inputs=lambda rng: (rng.normal(2, 16, HIDDEN), rng.normal(2, 8, 32), rng.normal(2, 8, 48))
     )
     (problem,) = suggestion.problems
     assert '"k_proj_weight" (64, 32)' in problem
@@ -476,13 +465,13 @@ def test_projections_of_one_name_whose_shapes_do_not_go_together_are_told_togeth
 @pytest.mark.parametrize("layers", [1, 3])
 def test_an_rms_norm_that_became_a_layer_norm_is_hinted_at_once(layers):
     def mlp(normalization: str) -> nn.Module:
-        return te.LayerNormMLP(NARROW, NARROW_FFN, normalization=normalization, activation="swiglu", bias=False)
+        return te.LayerNormMLP(HIDDEN, FFN, normalization=normalization, activation="swiglu", bias=False)
 
     def reference() -> nn.Module:
-        return nn.Sequential(*(parity.reference.SwiGLUMLP(NARROW, NARROW_FFN) for _ in range(layers)))
+        return nn.Sequential(*(parity.reference.SwiGLUMLP(HIDDEN, FFN) for _ in range(layers)))
 
     wrong, right = (
-        suggested_unsettled(reference(), nn.Sequential(*(mlp(normalization) for _ in range(layers))))
+        suggested(reference(), nn.Sequential(*(mlp(normalization) for _ in range(layers))))
         for normalization in ("LayerNorm", "RMSNorm")
     )
     assert not wrong.fits
@@ -521,7 +510,7 @@ def test_a_hint_is_printed_before_the_map(tmp_path, capsys):
 
 
 def test_a_layer_norm_that_became_an_rms_norm_is_told_with_the_option():
-    suggestion = suggested_unsettled(Normed(nn.LayerNorm(NARROW)), Normed(te.RMSNorm(NARROW)))
+    suggestion = suggested(Normed(nn.LayerNorm(HIDDEN)), Normed(te.RMSNorm(HIDDEN)))
     (problem,) = suggestion.problems
     assert '"norm.bias" (64,) has no place in the TE module; build that with it (normalization="LayerNorm"' in problem
 
@@ -531,7 +520,7 @@ class Tied(nn.Module):
 
     def __init__(self, tied: bool) -> None:
         super().__init__()
-        self.tokens, self.lm_head = nn.Embedding(NARROW_FFN, NARROW), nn.Linear(NARROW, NARROW_FFN, bias=False)
+        self.tokens, self.lm_head = nn.Embedding(FFN, HIDDEN), nn.Linear(HIDDEN, FFN, bias=False)
         if tied:
             self.lm_head.weight = self.tokens.weight
 
@@ -540,18 +529,16 @@ class Tied(nn.Module):
 
 
 def test_a_head_that_te_alone_ties_is_told_with_what_it_is_tied_to():
-    suggestion = suggested_unsettled(
-        Tied(tied=False), Tied(tied=True), inputs=lambda rng: rng.integers(2, 16, high=NARROW_FFN)
-    )
+    suggestion = suggested(Tied(tied=False), Tied(tied=True), inputs=lambda rng: rng.integers(2, 16, high=FFN))
     (problem,) = suggestion.problems
     assert 'which ties its "lm_head.weight" to "tokens.weight", and the reference has two parameters' in problem
 
 
 def test_a_tied_name_in_an_entry_that_stays_is_told_as_tied():
     with pytest.raises(parity.UserError, match=r'it is tied to "tokens\.weight"'):
-        suggested_unsettled(
+        suggested(
             Tied(tied=True),
             Tied(tied=False),
-            inputs=lambda rng: rng.integers(2, 16, high=NARROW_FFN),
+            inputs=lambda rng: rng.integers(2, 16, high=FFN),
             weights={"lm_head.weight": "lm_head.weight"},
         )

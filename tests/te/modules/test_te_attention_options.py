@@ -356,7 +356,7 @@ def test_qk_layer_scaling_keeps_scores_within_fp16(scaled_by_layer: bool, monkey
 # Sequences packed one after the other (``thd``) are the sequences by themselves, in attention and in whole layers.
 
 
-PACKED_HIDDEN, FFN, PACKED_HEADS, GROUPS, PACKED_HEAD_DIM = 64, 96, 4, 2, 16
+FFN, GROUPS = 96, 2
 LENGTHS = (16, 5, 11)
 PACKED_BATCH, SEQ = len(LENGTHS), max(LENGTHS)
 IS_TOKEN = torch.arange(SEQ) < torch.tensor(LENGTHS)[:, None]
@@ -394,7 +394,7 @@ def agree_on_packed_sequences(
         return parity.Pair(
             reference_module,
             build(te),
-            lambda rng: rng.normal(PACKED_BATCH, SEQ, PACKED_HIDDEN),
+            lambda rng: rng.normal(PACKED_BATCH, SEQ, HIDDEN),
             weights,
             call_reference=call_reference,
             call_candidate=call_te,
@@ -407,30 +407,30 @@ def agree_on_packed_sequences(
 @pytest.mark.parametrize("fused", [False, True], ids=["separate QKV", "fused QKV"])
 def test_attention_of_packed_sequences_is_attention_of_each(mask_type: str, masked: Tensor | None, fused: bool) -> None:
     agree_on_packed_sequences(
-        plain.Attention(PACKED_HIDDEN, PACKED_HEADS, GROUPS),
+        plain.Attention(HIDDEN, HEADS, GROUPS),
         lambda te: te.MultiheadAttention(
-            PACKED_HIDDEN,
-            PACKED_HEADS,
+            HIDDEN,
+            HEADS,
             num_gqa_groups=GROUPS,
             attention_dropout=0.0,
             qkv_format="thd",
             attn_mask_type=mask_type,
             fuse_qkv_params=fused,
         ),
-        self_attention_weights(GROUPS, PACKED_HEAD_DIM, "interleaved" if fused else "separate"),
+        self_attention_weights(GROUPS, HEAD_DIM, "interleaved" if fused else "separate"),
         masked,
         {},
     )
 
 
 def test_rope_starts_anew_with_each_packed_sequence() -> None:
-    angles = plain.rotary_angles(SEQ, PACKED_HEAD_DIM)
+    angles = plain.rotary_angles(SEQ, HEAD_DIM)
     agree_on_packed_sequences(
-        plain.Attention(PACKED_HIDDEN, PACKED_HEADS, rotate=reference.rotate_halves),
+        plain.Attention(HIDDEN, HEADS, rotate=reference.rotate_halves),
         lambda te: te.MultiheadAttention(
-            PACKED_HIDDEN, PACKED_HEADS, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
+            HIDDEN, HEADS, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
         ),
-        self_attention_weights(PACKED_HEADS, PACKED_HEAD_DIM),
+        self_attention_weights(HEADS, HEAD_DIM),
         CAUSAL,
         {"rotary_pos_emb": torch.cat((angles, angles), -1)[:, None, None]},
     )
@@ -438,18 +438,18 @@ def test_rope_starts_anew_with_each_packed_sequence() -> None:
 
 @pytest.mark.parametrize("window", [None, (4, 0)])
 def test_a_layer_of_packed_sequences_is_a_layer_of_each(window: tuple[int, int] | None) -> None:
-    weights = self_attention_weights(GROUPS, PACKED_HEAD_DIM, "separate", "attention.", "self_attention.", normed=True)
+    weights = self_attention_weights(GROUPS, HEAD_DIM, "separate", "attention.", "self_attention.", normed=True)
     layer = plain.Layer(
-        plain.Attention(PACKED_HIDDEN, PACKED_HEADS, GROUPS),
-        plain.MLP(PACKED_HIDDEN, FFN, "gelu"),
-        (plain.norm("LayerNorm", PACKED_HIDDEN), None, plain.norm("LayerNorm", PACKED_HIDDEN)),
+        plain.Attention(HIDDEN, HEADS, GROUPS),
+        plain.MLP(HIDDEN, FFN, "gelu"),
+        (plain.norm("LayerNorm", HIDDEN), None, plain.norm("LayerNorm", HIDDEN)),
     )
     agree_on_packed_sequences(
         layer,
         lambda te: te.TransformerLayer(
-            PACKED_HIDDEN,
+            HIDDEN,
             FFN,
-            PACKED_HEADS,
+            HEADS,
             num_gqa_groups=GROUPS,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -471,9 +471,9 @@ def test_each_packed_sequence_may_have_a_mask_of_its_own(dispatch: str) -> None:
     attention_class = te_on_cpu().DotProductAttention
     if "thd_attention_policies" not in inspect.signature(attention_class.forward).parameters:
         pytest.skip("this TransformerEngine has one mask type for all packed sequences")
-    attention = attention_class(PACKED_HEADS, PACKED_HEAD_DIM, attention_dropout=0.0, qkv_format="thd")
+    attention = attention_class(HEADS, HEAD_DIM, attention_dropout=0.0, qkv_format="thd")
     rng = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(sum(LENGTHS), PACKED_HEADS, PACKED_HEAD_DIM, generator=rng).bfloat16() for _ in range(4)]
+    tensors = [torch.randn(sum(LENGTHS), HEADS, HEAD_DIM, generator=rng).bfloat16() for _ in range(4)]
     policies = [
         {"sequence_ids": torch.tensor([0, 2]), "mask_type": "padding_causal", "window_size": (-1, 0)},
         {"sequence_ids": torch.tensor([1]), "mask_type": "padding", "window_size": (-1, -1)},

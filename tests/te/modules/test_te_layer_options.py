@@ -281,7 +281,6 @@ def test_layers_stack_to_a_model(precision: str) -> None:
 # Dropout and drop path of te.TransformerLayer: off where they should be, and their averages where they are on.
 
 
-DROPPED_HIDDEN, DROPPED_FFN, DROPPED_HEADS = 64, 96, 4
 # Six standard errors: a right implementation fails once in five hundred million runs, and the seed is fixed besides.
 SIGMAS = 6.0
 
@@ -289,7 +288,7 @@ SIGMAS = 6.0
 def make_layer(**options: Any) -> Any:
     torch.manual_seed(0)
     dropouts = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return te_on_cpu().TransformerLayer(DROPPED_HIDDEN, DROPPED_FFN, DROPPED_HEADS, **dropouts | options)
+    return te_on_cpu().TransformerLayer(HIDDEN, FFN, HEADS, **dropouts | options)
 
 
 def residual_part(module: Any, x: Tensor) -> Tensor:
@@ -303,21 +302,21 @@ def residual_part(module: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("option", ["hidden_dropout", "attention_dropout", "drop_path_rate"])
 def test_evaluation_drops_nothing(option: str) -> None:
-    x = torch.randn(8, 4, DROPPED_HIDDEN)
+    x = torch.randn(8, 4, HIDDEN)
     dropping, keeping = make_layer(**{option: 0.5}).eval(), make_layer()
     assert torch.equal(dropping(x), keeping(x))
 
 
 @pytest.mark.parametrize("option", ["hidden_dropout", "attention_dropout", "drop_path_rate"])
 def test_training_drops_something_else_each_time(option: str) -> None:
-    x = torch.randn(8, 4, DROPPED_HIDDEN)
+    x = torch.randn(8, 4, HIDDEN)
     module = make_layer(**{option: 0.5})
     assert not torch.equal(module(x), module(x))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.6])
 def test_hidden_dropout_drops_its_share_and_scales_the_rest(probability: float) -> None:
-    added = residual_part(make_layer(hidden_dropout=probability), torch.randn(64, 8, DROPPED_HIDDEN))
+    added = residual_part(make_layer(hidden_dropout=probability), torch.randn(64, 8, HIDDEN))
     is_dropped = added.abs() < 1e-4
     torch.testing.assert_close(
         added[~is_dropped], torch.full_like(added[~is_dropped], 1 / (1 - probability)), atol=1e-4, rtol=0
@@ -327,7 +326,7 @@ def test_hidden_dropout_drops_its_share_and_scales_the_rest(probability: float) 
 
 @pytest.mark.parametrize("rate", [0.1, 0.6])
 def test_drop_path_drops_whole_entries_of_the_first_dimension(rate: float) -> None:
-    added = residual_part(make_layer(drop_path_rate=rate), torch.randn(4096, 2, DROPPED_HIDDEN))
+    added = residual_part(make_layer(drop_path_rate=rate), torch.randn(4096, 2, HIDDEN))
     is_dropped = added.abs().amax(dim=(1, 2)) < 1e-4
     torch.testing.assert_close(
         added[~is_dropped], torch.full_like(added[~is_dropped], 1 / (1 - rate)), atol=1e-4, rtol=0
@@ -359,7 +358,7 @@ def test_attention_dropout_is_right_on_average(dtype: torch.dtype) -> None:
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(option: str) -> None:
     """The layer adds ``kept * bias`` to its input, so the bias's gradient is the number of entries kept, scaled."""
     module = make_layer(**{option: 0.5})
-    x = torch.randn(16, 4, DROPPED_HIDDEN)
+    x = torch.randn(16, 4, HIDDEN)
     residual_part(module, x)
     output = module(x)
     output.sum().backward()
@@ -390,14 +389,13 @@ def test_the_backward_pass_of_attention_drops_what_its_forward_pass_dropped(dtyp
 # ``is_first_microbatch``: weights are quantized once for all microbatches, and gradients start afresh at the first.
 
 
-MICRO_HIDDEN, MICRO_FFN, MICRO_HEADS = 64, 96, 4
 BF16 = torch.bfloat16
 BUILD: dict[str, Callable[..., nn.Module]] = {
-    "Linear": lambda te, **options: te.Linear(MICRO_HIDDEN, MICRO_HIDDEN, **options),
-    "LayerNormLinear": lambda te, **options: te.LayerNormLinear(MICRO_HIDDEN, MICRO_HIDDEN, **options),
-    "LayerNormMLP": lambda te, **options: te.LayerNormMLP(MICRO_HIDDEN, MICRO_FFN, **options),
+    "Linear": lambda te, **options: te.Linear(HIDDEN, HIDDEN, **options),
+    "LayerNormLinear": lambda te, **options: te.LayerNormLinear(HIDDEN, HIDDEN, **options),
+    "LayerNormMLP": lambda te, **options: te.LayerNormMLP(HIDDEN, FFN, **options),
     "TransformerLayer": lambda te, **options: te.TransformerLayer(
-        MICRO_HIDDEN, MICRO_FFN, MICRO_HEADS, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
+        HIDDEN, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
     ),
 }
 EACH_MODULE = pytest.mark.parametrize("name", BUILD)
@@ -409,7 +407,7 @@ def build(name: str, **options: Any) -> nn.Module:
 
 
 def microbatch() -> Tensor:
-    return torch.randn(16, 2, MICRO_HIDDEN, dtype=BF16)
+    return torch.randn(16, 2, HIDDEN, dtype=BF16)
 
 
 def forward(module: nn.Module, x: Tensor, is_first: bool | None, recipe_name: str = "Float8CurrentScaling") -> Tensor:
