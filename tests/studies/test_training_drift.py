@@ -119,7 +119,7 @@ def test_on_a_gpu_it_trains_for_longer(tmp_path: Path, monkeypatch: pytest.Monke
         steps.append(settings.steps)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(study, "train_missing", noted)
+    monkeypatch.setattr(study, "results", noted)
     for kernels in (te.kernels("cpu"), GPU):
         monkeypatch.setattr(study, "kernels_on", lambda device, kernels=kernels: kernels)
         with pytest.raises(KeyboardInterrupt):

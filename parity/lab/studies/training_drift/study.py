@@ -365,9 +365,10 @@ def measured(settings: Settings, folder: Path) -> tuple[Drifts, Mapping[str, str
     kernels = kernels_on(settings.device)
     if kernels.backend == "gpu":
         settings = dataclasses.replace(settings, steps=settings.gpu_steps)
+    found = results(settings, folder, kernels)
     refused = {name: why_nowhere(PRECISIONS[name], kernels) for name in settings.te_precisions}
     missing = {name: reason for name, reason in refused.items() if reason is not None}
-    return results(settings, folder, kernels), missing, settings, kernels
+    return found, missing, settings, kernels
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Drifts:
