@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -186,7 +185,7 @@ def measured_as(found: Outcomes, layout: str, moved: dict[str, tuple[float, ...]
     """The outcomes with other figures of FP16 in a layout: what each way moves by seed, and the rows it spoils."""
 
     def changed(way: str, errors: Errors, seed: int) -> Errors:
-        return dataclasses.replace(errors, moved=moved[way][seed], spoiled=spoiled) if way in moved else errors
+        return errors._replace(moved=moved[way][seed], spoiled=spoiled) if way in moved else errors
 
     return {
         run: {
