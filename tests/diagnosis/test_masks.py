@@ -1,0 +1,437 @@
+"""Masks: causal ones, windows, prefixes, packed sequences and joined streams, and what ports make of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from torch import Tensor, nn
+
+import parity
+
+# TE's attention in the place of one that is written out, whose mask says what is visible.
+
+HEADS, SEQ, HEAD_DIM = 2, 32, 16
+LENGTHS = (7, 12, 3, 10)
+CAUSAL = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+DISTANCE = torch.arange(SEQ) - torch.arange(SEQ)[:, None]
+SEGMENT = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+PACKED = (SEGMENT[:, None] == SEGMENT) & CAUSAL
+PREFIX = CAUSAL | (torch.arange(SEQ) < 9)
+
+
+class Reference(nn.Module):
+    """Attention that hides what ``visible`` leaves out, before its scores are scaled or after it."""
+
+    def __init__(self, visible: Tensor, masks_first: bool = False) -> None:
+        super().__init__()
+        self.visible, self.masks_first = visible, masks_first
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        scores = query @ key.transpose(-2, -1)
+        least = torch.finfo(scores.dtype).min
+        if self.masks_first:
+            scores = torch.where(self.visible, scores, least) / math.sqrt(HEAD_DIM)
+        else:
+            scores = (scores / math.sqrt(HEAD_DIM)).masked_fill(~self.visible, least)
+        return (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+def masked(module: nn.Module, call: Any = None, precision: str = "bf16", **options: Any) -> parity.Result:
+    """Compare a module of queries, keys and values with TE's attention of these options."""
+    options = dict(qkv_format="bshd", attention_dropout=0.0, attn_mask_type="causal") | options
+    return compared(
+        lambda: module,
+        lambda te: te.DotProductAttention(HEADS, HEAD_DIM, **options),
+        normal(*[(2, SEQ, HEADS, HEAD_DIM)] * 3),
+        precision,
+        call_candidate=call,
+    )
+
+
+class MaskOfEachRow(nn.Module):
+    """As transformers' models write it: what one row computes is the same, the calls that make its mask are not."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        visible = (CAUSAL & (DISTANCE > -5))[None, None]
+        if len(query) > 1:
+            visible = visible.expand(len(query), 1, SEQ, SEQ)
+        return F.scaled_dot_product_attention(query, key, value, visible).transpose(1, 2).flatten(2)
+
+
+class TwoAttentions(nn.Module):
+    """Two attentions: one that is causal, and one that sees all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Reference(CAUSAL), Reference(torch.ones_like(CAUSAL))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.second(self.first(query, key, value).unflatten(-1, (HEADS, -1)), key, value)
+
+
+def in_turn(second: str) -> Any:
+    """Return a call of TE's attention twice, the second time with this mask."""
+
+    def call(core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return core(core(query, key, value).unflatten(-1, (HEADS, -1)), key, value, attn_mask_type=second)
+
+    return call
+
+
+def viewed(core: nn.Module, *heads: Tensor) -> Tensor:
+    """Call TE's attention with batch and sequence viewed as each other."""
+    return core(*(x.reshape(SEQ, 2, HEADS, HEAD_DIM) for x in heads)).reshape(2, SEQ, -1)
+
+
+CAUSAL_ONE, BOTH_SIDES, UNMASKED = Reference(CAUSAL), Reference(DISTANCE.abs() <= 4), dict(attn_mask_type="no_mask")
+
+
+@pytest.mark.parametrize(
+    ("module", "port", "title", "phrase"),
+    [
+        (BOTH_SIDES, dict(window_size=(4, 4), **UNMASKED), "passed", ""),
+        (BOTH_SIDES, dict(window_size=(5, 5), **UNMASKED), "window", "it sees 5 and 5"),
+        (BOTH_SIDES, dict(window_size=(4, 0), **UNMASKED), "window", "it sees none after it"),
+        *((CAUSAL_ONE, dict(window_size=(size, 0)), "window", f"it sees {size}.") for size in (3, 9, 21, 27)),
+        (MaskOfEachRow(), dict(window_size=(4, 0)), "passed", ""),
+        (MaskOfEachRow(), {}, "window", ""),
+        (CAUSAL_ONE, {}, "passed", ""),
+        (CAUSAL_ONE, UNMASKED, "mask", ""),
+        (Reference(CAUSAL, masks_first=True), {}, "passed", ""),
+        (Reference(CAUSAL, masks_first=True), UNMASKED, "mask", ""),
+        (Reference(PACKED), {}, "mask", "it has the causal one alone"),
+        (Reference(PREFIX), {}, "mask", "it has the causal one alone"),
+        (CAUSAL_ONE, dict(call=viewed, qkv_format="sbhd"), "sequence-first", ""),
+        (TwoAttentions(), dict(call=in_turn("no_mask")), "passed", ""),
+        (TwoAttentions(), dict(call=in_turn("causal")), "mask", "by default in second."),
+        (CAUSAL_ONE, dict(call=lambda core, query, key, value: core(query, value, key)), "key-value-swapped", ""),
+        (CAUSAL_ONE, dict(call=lambda core, query, key, value: core(key, query, value)), "query-key-swapped", ""),
+        (
+            CAUSAL_ONE,
+            dict(call=lambda core, *heads: core(*heads).unflatten(-1, (HEAD_DIM, HEADS)).mT.flatten(-2)),
+            "heads-permuted",
+            "",
+        ),
+    ],
+)
+def test_another_mask_than_the_references_is_told(module, port, title, phrase):
+    tells_only(masked(module, **port), title, phrase)
+
+
+def packed(lengths, mask="padding_causal"):
+    """TE's attention over the batch's rows, each of them sequences of these lengths."""
+
+    def call(core, *heads):
+        borders = torch.tensor([0, *lengths]).cumsum(0).int()
+        rows = [
+            core(
+                *(x[i].clone() for x in heads),
+                qkv_format="thd",
+                attn_mask_type=mask,
+                cu_seqlens_q=borders,
+                cu_seqlens_kv=borders,
+                max_seqlen_q=max(lengths),
+                max_seqlen_kv=max(lengths),
+            )
+            for i in range(len(heads[0]))
+        ]
+        return torch.stack(rows).flatten(2)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "title", "phrase"),
+    [
+        (packed(LENGTHS), "passed", ""),
+        (packed(LENGTHS, "padding"), "mask", "sequences that are not causal."),
+        (packed((8, 11, 3, 10)), "mask", "sequence 1 beginning at 8."),
+        (packed((19, 3, 10)), "mask", "no border before sequence 1."),
+        (packed((12, 10, 7, 3)), "mask", "the sequences' lengths longest first."),
+    ],
+)
+def test_packed_sequences_of_other_lengths_are_told(call, title, phrase):
+    result = masked(Reference(PACKED), call)
+    tells_only(result, title, phrase)
+    assert result.passed or "cu_seqlens=[0, 7, 19, 22, 32]" in result.findings[0].message
+
+
+class Biased(nn.Module):
+    """Scores without a scale, to which a bias is added in place, as T5 does."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        scores = query @ key.transpose(-2, -1)
+        scores += -0.1 * DISTANCE.abs()
+        return (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("scale", "title"), [(dict(softmax_scale=1.0), "passed"), ({}, "softmax-scale")])
+def test_a_bias_that_is_added_in_place_stays_where_the_scale_is_another(scale, title):
+    bias = -0.1 * DISTANCE.abs()[None, None].expand(1, HEADS, -1, -1)
+
+    def call(core: nn.Module, *heads: Tensor) -> Tensor:
+        options = dict(core_attention_bias_type="post_scale_bias", core_attention_bias=bias.to(heads[0].dtype))
+        return core(*heads, **options)
+
+    tells_only(masked(Biased(), call, **UNMASKED, **scale), title)
+
+
+# Queries that are the last of more keys, as after a prompt: windows are counted from each query's own key.
+
+QUERIES, KEYS = 8, 24
+
+
+class Last(nn.Module):
+    """Attention of the last queries, each of which sees so many keys before its own, or all."""
+
+    def __init__(self, before: int | None) -> None:
+        super().__init__()
+        own = torch.arange(QUERIES)[:, None] + KEYS - QUERIES
+        distance = own - torch.arange(KEYS)
+        visible = distance >= 0
+        self.visible = visible if before is None else visible & (distance <= before)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        scores = (query @ key.transpose(-2, -1) / 32**0.5).masked_fill(~self.visible, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+
+
+def of_last_queries(before: int | None, mask: str, window: tuple[int, int], precision: str) -> parity.Result:
+    """Compare attention of the last queries with TE's behind this mask, in this window."""
+    options = dict(qkv_format="bshd", attn_mask_type=mask, window_size=window)
+    return compared(
+        lambda: Last(before),
+        lambda te: te.DotProductAttention(4, 32, **options),
+        normal((2, QUERIES, 4, 32), (2, KEYS, 4, 32), (2, KEYS, 4, 32)),
+        precision,
+    )
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("before", "window", "right", "seen"),
+    [(None, 11, -1, "11"), (None, 3, -1, "3"), (9, 10, 9, "10"), (9, -1, 9, "all"), (9, 4, 9, "4")],
+)
+def test_another_window_of_the_last_queries_is_told(before, window, right, seen, precision):
+    result = of_last_queries(before, "causal_bottom_right", (window, 0), precision)
+    tells_only(result, "window", f"it sees {seen}.")
+    assert f"window_size=({right}, 0)" in result.findings[0].message
+
+
+@pytest.mark.parametrize(("before", "window"), [(None, -1), (9, 9)])
+def test_the_same_window_of_the_last_queries_passes(before, window):
+    assert of_last_queries(before, "causal_bottom_right", (window, 0), "bf16").passed
+
+
+@FP32_AND_BF16
+def test_a_causal_mask_that_begins_at_the_other_corner_is_told(precision):
+    tells(of_last_queries(None, "causal", (-1, 0), precision), "mask-corner")
+
+
+# Hidden keys get the score -10000 in TE's unfused attention, which hides nothing where all other scores are below it.
+
+
+class Core(nn.Module):
+    """Attention whose queries are as far from their own keys as the scale makes them."""
+
+    def __init__(self, core, scale: float) -> None:
+        super().__init__()
+        self.core, self.scale = core, scale
+
+    def forward(self, x: Tensor, value: Tensor) -> Tensor:
+        return self.core(-self.scale * x, x, value)
+
+
+def causal(*heads: Tensor) -> Tensor:
+    query, key, value = (x.transpose(1, 2) for x in heads)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("scale", "title", "phrase"),
+    [
+        (10.0, "passed", ""),
+        (1e4, "mask", "keep scores far above -10000"),
+        (1e5, "mask", "keep scores far above -10000"),
+    ],
+)
+def test_scores_below_what_hides_keys_are_told(scale, title, phrase):
+    options = dict(qkv_format="bshd", attention_dropout=0.0)
+    result = compared(
+        lambda: Core(causal, scale),
+        lambda te: Core(te.DotProductAttention(2, 32, **options), scale),
+        normal(*[(2, 4, 2, 32)] * 2),
+        "fp32",
+        probe=None,
+    )
+    tells(result, title, phrase)
+
+
+# Queries of two streams that see the keys of both.
+
+WIDTH, HEAD = 64, 32
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    """MMDiT's attention: queries of both streams see keys of both."""
+
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake, self.of_image, self.of_text = mistake, linear(WIDTH, 3 * WIDTH), linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        of_image, of_text = (
+            layer(x).unflatten(-1, (3, HEADS, HEAD)).permute(2, 0, 3, 1, 4)
+            for layer, x in ((self.of_image, image), (self.of_text, text))
+        )
+        q, k, v = (torch.cat(parts, 2) for parts in zip(of_image, of_text, strict=True))
+        if self.mistake == "without text":
+            k, v = of_image[1], of_image[2]
+        new_image, new_text = attended(q, k, v).split((image.shape[1], text.shape[1]), 1)
+        if self.mistake in ("image alone", "each alone"):
+            new_image = attended(*of_image)
+        if self.mistake == "each alone":
+            new_text = attended(*of_text)
+        return image + new_image, text + new_text
+
+
+class Blocks(nn.Module):
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(linear, mistake) for _ in range(2))
+
+    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            image, text = block(image, text)
+        return image, text
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("mistake", "title", "phrase"),
+    [
+        ("", "passed", ""),
+        ("each alone", "mask", "those of each stream see its own keys alone."),
+        ("image alone", "mask", "those of stream 1 see its own keys alone."),
+        ("without text", "mask", "none sees the keys of stream 2."),
+    ],
+)
+def test_the_stream_whose_keys_are_not_seen_is_told(mistake, title, phrase, precision):
+    inputs = normal((2, 16, WIDTH), (2, 8, WIDTH))
+    tells(twins(Blocks, dict(mistake=mistake), inputs, precision), title, phrase)
+
+
+# Sequences that are packed in one, against TE's with its cu_seqlens.
+
+BORDERS = [0, 7, 19, 24, 40]
+
+
+class OneByOne(nn.Module):
+    """Causal attention in each sequence, in a loop."""
+
+    def __init__(self, borders: list[int]) -> None:
+        super().__init__()
+        self.borders = borders
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        contexts = []
+        for start, end in zip(self.borders, self.borders[1:], strict=False):
+            query, key, value = (x[start:end].transpose(0, 1) for x in (q, k, v))
+            context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            contexts.append(context.transpose(0, 1).flatten(1))
+        return torch.cat(contexts)
+
+
+class InBatchesOfOne(OneByOne):
+    """The same, by attention that takes batches, and each result out of its batch."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        contexts = []
+        for start, end in zip(self.borders, self.borders[1:], strict=False):
+            query, key, value = (x[None, start:end].transpose(1, 2) for x in (q, k, v))
+            context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            contexts.append(context.transpose(1, 2).flatten(2)[0])
+        return torch.cat(contexts)
+
+
+class Masked(OneByOne):
+    """The same at once, behind a mask."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        number = torch.bucketize(torch.arange(self.borders[-1]), torch.tensor(self.borders[1:-1]), right=True)
+        mask = (number[:, None] == number).tril()
+        query, key, value = (x.transpose(0, 1) for x in (q, k, v))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(0, 1).flatten(1)
+
+
+REFERENCES = [OneByOne(BORDERS), InBatchesOfOne(BORDERS), Masked(BORDERS)]
+IN_THREE_WAYS = pytest.mark.parametrize("reference", REFERENCES, ids=["one by one", "in batches of one", "masked"])
+
+
+def with_borders(
+    reference: nn.Module, borders: list[int], precision: str, mask: str = "padding_causal"
+) -> parity.Result:
+    """Compare attention of packed sequences with TE's, which is given these borders."""
+
+    def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        given = torch.tensor(borders, dtype=torch.int32)
+        longest = int(given.diff().max())
+        lengths = dict(cu_seqlens_q=given, cu_seqlens_kv=given, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return module(q, k, v, attn_mask_type=mask, **lengths)
+
+    return compared(
+        lambda: reference,
+        lambda te: te.DotProductAttention(4, 16, qkv_format="thd", attention_dropout=0.0),
+        normal(*[(BORDERS[-1], 4, 16)] * 3),
+        precision,
+        call_candidate=call,
+    )
+
+
+@IN_THREE_WAYS
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    "borders",
+    [
+        [0, 7, 24, 40],  # merged with the neighbour
+        [0, 8, 19, 24, 40],
+        [0, 8, 20, 25, 40],  # every border but the ends one further on
+        [0, 10, 20, 30, 40],
+        [0, 3, 11, 12, 33, 40],
+    ],
+)
+def test_other_borders_are_told_beside_the_references(borders, reference, precision):
+    tells_only(with_borders(reference, borders, precision), "mask", f"cu_seqlens={BORDERS}")
+
+
+@IN_THREE_WAYS
+@pytest.mark.parametrize(
+    ("borders", "mask", "title", "phrase"),
+    [
+        (BORDERS, "padding_causal", "passed", ""),
+        (BORDERS, "padding", "mask", "causal"),
+        ([0, BORDERS[-1]], "padding_causal", "mask", ""),
+    ],
+    ids=["the same", "not causal", "one sequence"],
+)
+def test_sequences_that_are_not_causal_or_all_one_are_told(borders, mask, title, phrase, reference):
+    tells_only(with_borders(reference, borders, "bf16", mask), title, phrase)
+
+
+@FP32_AND_BF16
+def test_borders_that_the_reference_does_not_have_are_found_from_the_outputs(precision):
+    result = with_borders(OneByOne([0, 40]), BORDERS, precision)
+    tells_only(result, "mask", f"it has sequences with the borders {BORDERS}")
