@@ -1,7 +1,7 @@
 """What the pages of this folder share: a comparison of a reference with its port, what is told of it, and a decoder.
 
-A page has small modules that a reference and its port share: each is built with the class of its linear layers, PyTorch's
-or TE's, and with what the port gets wrong. A row of a page's table says what is wrong, the title of the finding, and a
+A page has small modules that a reference and its port share: each is built with the class of its linear layers, of
+PyTorch or TE, and with what the port gets wrong. A row of a page's table says what is wrong, the finding's title, and a
 phrase that its message must hold; a right port's title is ``passed``.
 """
 

@@ -1,17 +1,25 @@
-"""Padding that is hidden by a large negative number, as BERT hides it, and what ports make of it."""
+"""Padding: hidden by a large number, on the left, a key late, seen, or compared where it should be left out."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from ports import FP32_AND_BF16, compared, tells, tells_only
 from torch import Tensor, nn
 
 import parity
+from parity.case.case import Rng
 
 HEADS, SEQ, HEAD_DIM = 2, 24, 16
+
+# Padding that is hidden by a large negative number, as BERT hides it, against TE's mask.
+
+Mask = Callable[[Tensor], Tensor]  # from which positions hold tokens to what TE is given
 
 
 class Reference(nn.Module):
@@ -28,43 +36,185 @@ class Reference(nn.Module):
         return (scores.softmax(-1) @ value).transpose(1, 2).flatten(2) * tokens[..., None].to(value.dtype)
 
 
-def found(mask: Any, precision: str, left: bool = False, kind: str = "padding", hides: float = -1e4) -> tuple[str, str]:
-    """Title and message of the first finding on TE's attention with the mask that is made of the tokens."""
+def hidden_by(
+    mask: Mask, precision: str, left: bool = False, kind: str = "padding", hides: float = -1e4
+) -> parity.Result:
+    """Compare attention that adds ``hides`` to padded keys with TE's, which is given a mask of the tokens."""
 
-    def inputs(rng: parity.case.case.Rng, batch: int) -> tuple[Tensor, ...]:
-        tokens = torch.arange(SEQ) < rng.integers(batch, low=SEQ // 2, high=SEQ - 1)[:, None]
+    def inputs(rng: Rng) -> tuple[Tensor, ...]:
+        tokens = torch.arange(SEQ) < rng.integers(4, low=SEQ // 2, high=SEQ - 1)[:, None]
         tokens = tokens.flip(1) if left else tokens
-        return (*(rng.normal(batch, SEQ, HEADS, HEAD_DIM) for _ in range(3)), tokens)
+        return (*(rng.normal(4, SEQ, HEADS, HEAD_DIM) for _ in range(3)), tokens)
 
     def called(core: nn.Module, query: Tensor, key: Tensor, value: Tensor, tokens: Tensor) -> Tensor:
         output = core(query, key, value, attention_mask=mask(tokens)[:, None, None], attn_mask_type=kind)
         return output * tokens[..., None].to(output.dtype)
 
-    def factory(te: Any, **_: Any) -> parity.Pair:
-        core = te.DotProductAttention(HEADS, HEAD_DIM, qkv_format="bshd", attention_dropout=0.0)
-        return parity.Pair(Reference(hides), core, inputs, {}, call_candidate=called)
-
-    (one,) = parity.compare(parity.Case("padding", factory, sizes=(dict(batch=4),)), [precision])
-    return (one.findings[0].title, one.findings[0].message) if one.status == "failed" else (one.status, one.reason)
+    options = dict(qkv_format="bshd", attention_dropout=0.0)
+    port = lambda te: te.DotProductAttention(HEADS, HEAD_DIM, **options)  # noqa: E731
+    return compared(lambda: Reference(hides), port, inputs, precision, call_candidate=called)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def off_by(keys: int) -> Mask:
+    """Return the mask that hides from so many keys later on."""
+    return lambda tokens: torch.arange(SEQ) >= tokens.sum(1, keepdim=True) + keys
+
+
+@FP32_AND_BF16
 @pytest.mark.parametrize("hides", [-1e4, -1e9])
-def test_a_mask_of_large_numbers_is_a_mask(hides, precision):
-    assert found(torch.logical_not, precision, hides=hides)[0] == "passed"
-    assert found(lambda tokens: tokens, precision, hides=hides)[0] == "mask-polarity"
-    assert found(lambda tokens: torch.zeros_like(tokens), precision, hides=hides)[0] == "padding-mask"
+@pytest.mark.parametrize(
+    ("mask", "title"),
+    [(torch.logical_not, "passed"), (torch.clone, "mask-polarity"), (torch.zeros_like, "padding-mask")],
+)
+def test_a_mask_of_large_numbers_is_a_mask(mask, title, hides, precision):
+    tells(hidden_by(mask, precision, hides=hides), title)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])  # in FP32 TE takes a kernel that reads the mask itself
 def test_lengths_that_are_counted_where_padding_is_on_the_left_are_told(precision):
-    title, message = found(torch.logical_not, precision, left=True)
-    assert title == "padding-mask"
-    assert "padding is the first keys of a sequence; it is taken to be the last ones" in message
+    phrase = "padding is the first keys of a sequence; it is taken to be the last ones"
+    tells(hidden_by(torch.logical_not, precision, left=True), "padding-mask", phrase)
 
 
-@pytest.mark.parametrize(("by", "told"), [(1, "one padded key"), (-1, "lacks a token")])
-def test_padding_that_begins_a_key_late_or_early_is_told(by, told):
-    title, message = found(lambda tokens: torch.arange(SEQ) >= tokens.sum(1, keepdim=True) + by, "bf16")
-    assert title == "padding-mask"
-    assert told in message
+@pytest.mark.parametrize(("keys", "phrase"), [(1, "one padded key"), (-1, "lacks a token")])
+def test_padding_that_begins_a_key_late_or_early_is_told(keys, phrase):
+    tells(hidden_by(off_by(keys), "bf16"), "padding-mask", phrase)
+
+
+# Padding that a port attends to, and fills besides: of two mistakes at once the one with a meaning comes first.
+
+
+class Padded(nn.Module):
+    """A layer of attention in which padded tokens neither are seen nor get anything."""
+
+    def __init__(self, linear, core=None) -> None:
+        super().__init__()
+        self.qkv, self.out, self.core = linear(64, 3 * 64), linear(64, 64), core
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, -1)).unbind(2)
+        if self.core is not None:
+            return x + self.out(self.core(query, key, value))
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=~padding[:, None, None])
+        return x + self.out(y.transpose(1, 2).flatten(2).masked_fill(padding[..., None], 0.0))
+
+
+@FP32_AND_BF16
+def test_padding_that_is_attended_to_is_told_before_the_call_that_is_left_out_besides(precision):
+    def inputs(rng: Rng) -> tuple[Tensor, Tensor]:
+        return rng.normal(4, 20, 64), torch.arange(20) >= rng.integers(4, low=9, high=21)[:, None]
+
+    def port(te: Any) -> nn.Module:
+        return Padded(te.Linear, te.DotProductAttention(4, 16, qkv_format="bshd", attn_mask_type="no_mask"))
+
+    result = compared(lambda: Padded(nn.Linear), port, inputs, precision)
+    assert [finding.title for finding in result.findings] == ["padding-mask", "operation"]
+
+
+# Padded tokens that are compared though nobody reads them, by each input that may say which they are.
+
+
+class Encoder(nn.Module):
+    def __init__(self, linear: Any, attention: nn.Module) -> None:
+        super().__init__()
+        self.qkv, self.attention, self.out = linear(64, 3 * 64), attention, linear(64, 64)
+
+    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).unbind(2)
+        return x + self.out(self.attention(q, k, v, hidden))
+
+
+class Plain(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        keep = ~hidden[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=keep).transpose(1, 2).flatten(2)
+
+
+class Ported(nn.Module):
+    def __init__(self, te: Any, **options: Any) -> None:
+        super().__init__()
+        self.attention = te.DotProductAttention(
+            4, 16, qkv_format="bshd", attn_mask_type="padding", attention_dropout=0.0, **options
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        return self.attention(q, k, v, attention_mask=hidden[:, None, None, :])
+
+
+def as_padding(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def as_kept_integers(hidden: Tensor) -> Tensor:
+    return (~hidden).long()
+
+
+def as_bias(hidden: Tensor) -> Tensor:
+    return (hidden * -1e4)[:, None, None, :]
+
+
+def as_lengths(hidden: Tensor) -> Tensor:
+    return (~hidden).sum(1)
+
+
+READ = {
+    as_padding: lambda given: given,
+    as_kept_integers: lambda given: given == 0,
+    as_bias: lambda given: given[:, 0, 0] < -1.0,
+    as_lengths: lambda given: torch.arange(32) >= given[:, None],
+}
+
+
+def with_hidden_rows(
+    given_as: Any, precision: str, zeroed: bool = False, sequence_first: bool = False, **options: Any
+) -> parity.Result:
+    """Compare an encoder with a right port; ``zeroed`` leaves out what both return of hidden tokens."""
+
+    def call(module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = READ[given_as](mask)
+        output = module(x.transpose(0, 1) if sequence_first else x, hidden)
+        if zeroed:
+            output = output * ~hidden[..., None]
+        return output.transpose(0, 1) if sequence_first else output
+
+    def inputs(rng: Rng) -> tuple[Tensor, Tensor]:
+        hidden = torch.arange(32) >= torch.tensor([32, 20, 25])[:, None]
+        return rng.normal(*((32, 3) if sequence_first else (3, 32)), 64), given_as(hidden)
+
+    return compared(
+        lambda: Encoder(nn.Linear, Plain()),
+        lambda te: Encoder(te.Linear, Ported(te, **options)),
+        inputs,
+        precision,
+        call_reference=call,
+        call_candidate=call,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given_as", "precision", "sequence_first"),
+    [
+        (as_padding, "fp32", False),
+        (as_padding, "bf16", True),
+        (as_padding, "fp8_current", False),
+        (as_kept_integers, "bf16", False),
+        (as_bias, "bf16", False),
+        (as_lengths, "fp32", False),
+    ],
+)
+def test_a_right_port_is_told_to_leave_hidden_tokens_out(given_as, precision, sequence_first):
+    result = with_hidden_rows(given_as, precision, sequence_first=sequence_first)
+    tells_only(result, "hidden-rows", "the input mask hides")
+
+
+def test_a_right_port_passes_that_leaves_them_out():
+    assert with_hidden_rows(as_padding, "bf16", zeroed=True).passed
+
+
+def test_a_wrong_port_is_told_that_most_of_its_error_is_where_tokens_are_hidden_until_they_are_left_out():
+    result = with_hidden_rows(as_padding, "fp32", softmax_scale=0.2)
+    tells(result, "hidden-rows")
+    assert "unexplained" in [finding.title for finding in result.findings]
+    tells(with_hidden_rows(as_padding, "fp32", zeroed=True, softmax_scale=0.2), "softmax-scale")
