@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity test te-matrix lint clean
+.PHONY: parity test te-matrix mutants lint clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
@@ -12,6 +12,9 @@ test: $(VENV)/ready  ## the harness's own tests, and every case
 
 te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of TransformerEngine; writes reports/te-matrix.md
 	$(VENV)/bin/python scripts/te_matrix.py
+
+mutants: $(VENV)/ready  ## forgets each title of the findings in turn; fails if no test misses one
+	$(VENV)/bin/python scripts/mutants.py
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

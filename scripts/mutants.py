@@ -1,0 +1,146 @@
+"""Forgets each title of the findings in turn, and reports those that no test of tests/diagnosis misses.
+
+    python scripts/mutants.py [TITLE ...]
+
+A title that a mistake of the catalogue has is forgotten by leaving its mistakes out of all that the search and the
+judge are given; any other, such as ``no-gradient``, by leaving its findings out of the results. The tests that mention
+the title, in a row of a table or in their own lines, then run until the first fails. Exit code 1 if none fails for a
+title.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import parity.judge
+import parity.search
+from parity import comparison
+from parity.mistakes.codes import CODES
+from parity.search import precision_mistakes
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests" / "diagnosis"
+ELSEWHERE = {
+    "not-finite": "tests/test_bad_values.py",
+    "golden-not-finite": "tests/test_bad_values.py",
+    "precision-overflows": "tests/test_bad_values.py",
+    "weights-not-as-mapped": "tests/test_held_weights.py",
+    "state-between-calls": "tests/judging/test_remembered.py",
+    "recomputed-otherwise": "tests/te_state/test_recomputes.py",
+}
+"""Titles that another folder's tests are about."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("titles", nargs="*", metavar="TITLE", help="a title of a finding; each of them by default")
+    titles = parser.parse_args().titles or list(CODES)
+    if unknown := sorted(set(titles) - set(CODES)):
+        parser.error(f"no such title: {', '.join(unknown)}")
+    unmissed = [title for title in titles if not _is_missed(title)]
+    print(f"{len(titles) - len(unmissed)} of {len(titles)} titles are missed by a test")
+    if unmissed:
+        print(f"no test misses {', '.join(unmissed)}")
+    return 1 if unmissed else 0
+
+
+def _is_missed(title: str) -> bool:
+    """Return whether a test that mentions the title fails without it, and say which."""
+    run = Run(title)
+    with pytest.MonkeyPatch.context() as patch:
+        (_forget_mistakes if _is_of_mistakes(title) else _forget_findings)(patch, title)
+        folder = ROOT / ELSEWHERE[title] if title in ELSEWHERE else TESTS
+        pytest.main(
+            ["-q", "-x", "-n", "0", "--tb=no", "--no-header", "--no-summary", "--rootdir", str(ROOT), str(folder)],
+            plugins=[run],
+        )
+    what = f"missed by {run.failed}" if run.failed else f"missed by none of the {run.chosen} tests that mention it"
+    print(f"{title}: {what}", flush=True)
+    return bool(run.failed)
+
+
+class Run:
+    """Chooses the tests that mention a title, and keeps the first that fails; ``chosen`` counts them."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.chosen, self.failed = title, 0, ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        chosen = [item for item in items if _mentions(item, self.title)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:], self.chosen = chosen, len(chosen)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+
+def _mentions(item: pytest.Item, title: str) -> bool:
+    """Return whether a test's row has the title, or its own lines have the title or its code."""
+    if any(value == title for value in getattr(getattr(item, "callspec", None), "params", {}).values()):
+        return True
+    source = inspect.getsource(item.function)  # type: ignore[attr-defined]
+    body = source[source.index("\ndef ") + 1 :] if "\ndef " in source else source  # rows of its table are other tests'
+    return f'"{title}"' in body or f'"{CODES[title]}"' in body
+
+
+def _is_of_mistakes(title: str) -> bool:
+    """Return whether a mistake of the catalogue, or of a precision, may have the title."""
+    pages = [path for path in (ROOT / "parity" / "mistakes").glob("*.py") if path.name != "codes.py"]
+    return any(f'"{title}"' in path.read_text() for path in (*pages, Path(precision_mistakes.__file__)))
+
+
+def _forget_mistakes(patch: pytest.MonkeyPatch, title: str) -> None:
+    """Leave mistakes of a title out of each list of them that a module of the search or the judge reads."""
+    for module in _modules(parity.search, parity.judge):
+        for name, made in vars(module).copy().items():
+            if inspect.isfunction(made) and ("hypotheses" in name or name == "readings_of_weights"):
+                patch.setattr(module, name, _without(title, made))
+    patch.setattr(precision_mistakes, "_mistakes", _without(title, precision_mistakes._mistakes))
+
+
+def _without(title: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes what another makes, but for what has the title."""
+
+    @functools.wraps(made)
+    def others(*args: Any, **kwargs: Any) -> Any:
+        all_of_them = made(*args, **kwargs)
+        left = (one for one in all_of_them if one.title != title)
+        return left if isinstance(all_of_them, Iterator) else type(all_of_them)(left)
+
+    return others
+
+
+def _forget_findings(patch: pytest.MonkeyPatch, title: str) -> None:
+    """Leave findings of a title out of all results."""
+    explained = comparison.explain_at
+
+    def others(*args: Any, **kwargs: Any) -> Any:
+        result = explained(*args, **kwargs)
+        return replace(result, findings=tuple(one for one in result.findings if one.title != title))
+
+    patch.setattr(comparison, "explain_at", others)
+
+
+def _modules(*packages: ModuleType) -> Iterator[ModuleType]:
+    for package in packages:
+        for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            yield importlib.import_module(found.name)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())
