@@ -1,0 +1,384 @@
+"""Attention: its scale, biases, sinks, caps and heads, a cache's keys, and the numbers that a port has wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ports import (
+    FP32_AND_BF16,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    Options,
+    compared,
+    decoders,
+    frequencies,
+    normal,
+    tells,
+    tells_only,
+    turned,
+    twins,
+)
+from torch import Tensor, nn
+
+import parity
+from parity.mistakes.masks import papers_slopes
+from parity.te import state
+
+# Sinks, biases by position, and heads whose values are of another width than their keys.
+
+SEQ, KEY_DIM, VALUE_DIM = 24, 32, 16
+SLOPES = torch.tensor([0.5, 0.125])
+
+
+class Reference(nn.Module):
+    """Causal attention, written out as models write it, with what else they have."""
+
+    def __init__(self, sinks: bool = False, alibi: bool = False, flat: bool = False) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.tensor([1.0, -0.5])) if sinks else None
+        self.alibi, self.flat = alibi, flat
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        scores = self._products_of_all_heads(query, key) if self.flat else self._products(query, key)
+        scores = scores + torch.full((SEQ, SEQ), float("-inf"), dtype=scores.dtype).triu(1)
+        if self.sinks is not None:
+            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            joined = torch.cat((scores, sinks), -1)
+            probabilities = F.softmax(joined - joined.max(-1, keepdim=True).values, -1)[..., :-1]
+        else:
+            probabilities = F.softmax(scores, -1)
+        if self.flat:
+            context = torch.bmm(probabilities.reshape(-1, SEQ, SEQ), value.reshape(-1, SEQ, value.shape[-1]))
+            context = context.view(*value.shape)
+        else:
+            context = probabilities @ value
+        return context.transpose(1, 2).flatten(2)
+
+    def _bias(self, dtype: torch.dtype) -> Tensor:
+        """By the key's position: what differs by the query's leaves a softmax as it is."""
+        return SLOPES.to(dtype)[:, None, None] * torch.arange(SEQ, dtype=dtype)
+
+    def _products(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = query @ key.transpose(-2, -1) * KEY_DIM**-0.5
+        return scores + self._bias(scores.dtype) if self.alibi else scores
+
+    def _products_of_all_heads(self, query: Tensor, key: Tensor) -> Tensor:
+        """As Bloom has them, ``[batch * heads, ...]``."""
+        bias = self._bias(query.dtype).repeat(len(query), 1, 1)
+        flat = (x.reshape(-1, SEQ, KEY_DIM) for x in (query, key))
+        query, key = flat
+        scores = torch.baddbmm(bias, query, key.transpose(-2, -1), beta=1.0, alpha=KEY_DIM**-0.5)
+        return scores.view(-1, 2, SEQ, SEQ)
+
+
+def with_extras(
+    reference: dict[str, bool], call: dict[str, Any], value_dim: int = KEY_DIM, **options: Any
+) -> parity.Result:
+    """Compare attention with these extras with TE's of these options, called with those arguments."""
+
+    def plain() -> nn.Module:
+        module = Reference(**reference)
+        if module.sinks is not None and options.get("softmax_type") != "learnable":  # nothing in TE's holds them
+            sinks = module.sinks.detach()
+            del module.sinks
+            module.register_buffer("sinks", sinks)
+        return module
+
+    return compared(
+        plain,
+        lambda te: te.DotProductAttention(2, (KEY_DIM, value_dim), qkv_format="bshd", attention_dropout=0.0, **options),
+        normal((2, SEQ, 2, KEY_DIM), (2, SEQ, 2, KEY_DIM), (2, SEQ, 2, value_dim)),
+        weights={"sinks": "softmax_offset"} if options.get("softmax_type") == "learnable" else {},
+        call_candidate=lambda core, *heads: core(*heads, attn_mask_type="causal", **call),
+    )
+
+
+def alibi(slopes: Tensor) -> dict[str, Any]:
+    return dict(core_attention_bias_type="alibi", alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize(
+    ("reference", "call", "options", "title"),
+    [
+        (dict(alibi=True), alibi(SLOPES), {}, "passed"),
+        (dict(alibi=True), {}, {}, "attention-bias"),
+        (dict(alibi=True, flat=True), alibi(SLOPES), {}, "passed"),
+        (dict(alibi=True, flat=True), {}, {}, "attention-bias"),
+        (dict(alibi=True), alibi(3 * SLOPES), {}, "attention-bias"),
+        (dict(alibi=True), alibi(SLOPES.flip(0)), {}, "attention-bias"),
+        (dict(sinks=True), {}, dict(softmax_type="learnable"), "passed"),
+        (dict(sinks=True), {}, dict(softmax_type="vanilla"), "softmax-sink"),
+        (dict(sinks=True), {}, dict(softmax_type="off-by-one"), "softmax-sink"),
+        ({}, {}, dict(value_dim=VALUE_DIM), "passed"),
+        ({}, {}, dict(value_dim=VALUE_DIM, softmax_scale=VALUE_DIM**-0.5), "softmax-scale"),
+        ({}, {}, dict(softmax_scale=0.23), "softmax-scale"),
+    ],
+)
+def test_another_bias_sink_or_scale_is_told(reference, call, options, title):
+    tells_only(with_extras(reference, call, **options), title)
+
+
+# Slopes of ALiBi: TE has the paper's by default, which are others than a reference's of its own formula.
+
+OWN_SLOPES = 2.0 ** (-8.0 * torch.arange(1.0, 7.0) / 6)  # of six heads: the paper's are not one geometric sequence
+
+
+class Alibi(nn.Module):
+    """Causal; scores rise by each head's slope from one key to the next."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        positions = torch.arange(SEQ)
+        distance = positions - positions[:, None]
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(16)
+        scores = scores + (OWN_SLOPES[:, None, None] * distance).to(query.dtype)
+        weights = scores.masked_fill(distance > 0, -math.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("call", "title", "phrase"),
+    [
+        (dict(alibi_slopes=OWN_SLOPES), "passed", ""),
+        ({}, "attention-bias", "alibi_slopes; it has the paper's, which are its default"),
+    ],
+)
+def test_tes_own_slopes_in_the_place_of_the_references_are_told(call, title, phrase, precision):
+    result = compared(
+        Alibi,
+        lambda te: te.DotProductAttention(6, 16, qkv_format="bshd", attn_mask_type="causal"),
+        normal(*[(2, SEQ, 6, 16)] * 3),
+        precision,
+        call_candidate=lambda core, *heads: core(*heads, core_attention_bias_type="alibi", **call),
+    )
+    tells_only(result, title, phrase)
+
+
+@pytest.mark.parametrize("heads", [2, 6, 8, 12])
+def test_the_papers_slopes_are_tes(heads):
+    port = parity.te.kernels("cpu").te.DotProductAttention(heads, 16, qkv_format="bshd", attn_mask_type="causal")
+    query, key, value = (torch.randn(1, SEQ, heads, 16) for _ in range(3))
+    contexts = []
+    for slopes in (None, papers_slopes(heads).float()):
+        with state.fresh_caches():  # TE keeps slopes for the whole process
+            contexts.append(port(query, key, value, core_attention_bias_type="alibi", alibi_slopes=slopes))
+    torch.testing.assert_close(*contexts)
+
+
+# Numbers of heads, with which TE's attention splits what the same linear layers make.
+
+WIDTH = 128
+
+
+class Grouped(nn.Module):
+    def __init__(self, linear: Any, heads: int, groups: int, te: Any = None) -> None:
+        super().__init__()
+        self.heads, self.groups, self.head_dim = heads, groups, WIDTH // heads
+        keys = groups * self.head_dim
+        self.q, self.k, self.v, self.out = (linear(WIDTH, n, bias=False) for n in (WIDTH, keys, keys, WIDTH))
+        options = dict(num_gqa_groups=groups, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0)
+        self.attention = None if te is None else te.DotProductAttention(heads, self.head_dim, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = zip((self.q, self.k, self.v), (self.heads, self.groups, self.groups), strict=True)
+        q, k, v = (layer(x).unflatten(-1, (count, self.head_dim)) for layer, count in split)
+        if self.attention is not None:
+            return self.out(self.attention(q, k, v))
+        k, v = (y.repeat_interleave(self.heads // self.groups, 2) for y in (k, v))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Stack(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [((4, 4), (8, 8)), ((8, 8), (2, 2)), ((8, 2), (4, 1)), ((4, 2), (16, 8)), ((8, 8), (1, 1))],
+)
+def test_another_number_of_heads_is_told_with_both(right, wrong, precision):
+    phrase = f"num_attention_heads={right[0]}, as the reference has; it has {wrong[0]}"
+    tells_only(with_heads(right, wrong, precision), "head-count", phrase)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
+def test_the_same_number_of_heads_passes(heads):
+    assert with_heads(heads, heads, "bf16").passed
+
+
+def with_heads(right: tuple[int, int], wrong: tuple[int, int], precision: str) -> parity.Result:
+    """Compare two layers of so many heads and groups with TE's of others."""
+    return compared(
+        lambda: Stack(*(Grouped(nn.Linear, *right) for _ in range(2))),
+        lambda te: Stack(*(Grouped(te.Linear, *wrong, te) for _ in range(2))),
+        normal((2, 32, WIDTH)),
+        precision,
+    )
+
+
+# Caps of scores and of logits by tanh.
+
+
+@pytest.mark.parametrize(("precision", "loss"), [("fp32", False), ("bf16", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    ("right", "port", "phrase"),
+    [
+        (dict(), dict(logits_cap=3.0), "leave activations uncapped, as the reference does; they are capped at 3"),
+        (dict(logits_cap=5.0), dict(logits_cap=3.0), "cap activations at 5 by tanh, as the reference does; they are"),
+        (
+            dict(logits_cap=3.0),
+            dict(logits_cap=math.inf),
+            "cap activations at 3 by tanh, as the reference does; none are",
+        ),
+        (dict(), dict(softcap=1.0), "leave the scores uncapped as the reference does, softcap=0.0 in TE; it has 1"),
+        (dict(softcap=8.0), dict(softcap=1.0), "cap the scores as the reference does, softcap=8; it has 1"),
+    ],
+)
+def test_a_cap_is_told_with_both_numbers(right, port, phrase, loss, precision):
+    tells(decoders(Options(loss=loss, **right), precision, **port), "softcap", phrase)
+
+
+@FP32_AND_BF16
+def test_the_same_caps_pass(precision):
+    assert decoders(Options(softcap=8.0, logits_cap=5.0), precision).passed
+
+
+# A step of decoding with a cache of keys and values.
+
+CACHED = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """``position``: by how much positions are off. ``late``: the step's own keys are missing. ``lost``: oldest keys."""
+
+    position: int = 0
+    late: bool = False
+    lost: int = 0
+
+
+class Decoding(nn.Module):
+    def __init__(self, linear: Any, step: Step) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.step = step
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        tokens = x.shape[1]
+        q, k, v = (layer(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        positions = torch.arange(CACHED, CACHED + tokens) + self.step.position
+        q, k = (turned(one, frequencies(), positions) for one in (q, k))
+        if not self.step.late:
+            keys, values = torch.cat((keys, k), 2), torch.cat((values, v), 2)
+        keys, values = keys[:, :, self.step.lost :], values[:, :, self.step.lost :]
+        scores = q @ keys.transpose(-1, -2) / math.sqrt(HEAD_DIM)
+        if tokens > 1 and not self.step.late:
+            later = torch.ones(tokens, keys.shape[2], dtype=torch.bool).triu(keys.shape[2] - tokens + 1)
+            scores = scores.masked_fill(later, -math.inf)
+        return self.out((scores.softmax(-1) @ values).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize(
+    ("precision", "step", "title"),
+    [
+        *(
+            (precision, step, title)
+            for precision in ("fp32", "bf16", "fp16")
+            for step, title in (
+                (Step(position=1), "rope-position"),
+                (Step(position=-1), "rope-position"),
+                (Step(position=-CACHED), "rope-position"),
+                (Step(late=True), "cache-step"),
+                (Step(lost=1), "cache-step"),
+            )
+        ),
+        ("bf16", Step(), "passed"),
+    ],
+)
+def test_what_is_off_in_a_step_of_decoding_is_told(precision, step, title, tokens):
+    inputs = normal((4, tokens, HIDDEN), *[(4, HEADS, CACHED, HEAD_DIM)] * 2)
+    tells(twins(Decoding, dict(step=step), inputs, precision, right=dict(step=Step())), title)
+
+
+# Numbers that stand in no table of usual ones.
+
+RIGHT = dict(base=10_000.0, window=8, eps=1e-5, softcap=50.0, scale=0.25)
+
+
+class WithNumbers(nn.Module):
+    """Pre-norm attention with a window, a cap of its scores and rotary embeddings, written out."""
+
+    def __init__(self, base: float, window: int, eps: float, softcap: float, scale: float) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64, eps=eps)
+        self.qkv, self.out = nn.Linear(64, 3 * 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.base, self.window, self.softcap, self.scale = base, window, softcap, scale
+
+    def rotated(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        frequencies = self.base ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
+        angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32, device=x.device), frequencies)
+        cos, sin = (torch.cat((table, table), -1).to(x.dtype) for table in (angles.cos(), angles.sin()))
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+    def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rotated(q), self.rotated(k), v
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.turned(*heads.unbind(0))
+        scores = self.softcap * torch.tanh(q @ k.mT * self.scale / self.softcap)
+        position = torch.arange(x.shape[1], device=x.device)
+        distance = position[:, None] - position
+        scores = scores.masked_fill((distance < 0) | (distance > self.window), -1e9)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+class WithRotatedValues(WithNumbers):
+    """The same, whose values are rotated with queries and keys."""
+
+    def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rotated(q), self.rotated(k), self.rotated(v)
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "title", "phrase", "size"),
+    [
+        ("eps", 5e-6, "norm-eps", "it computes with eps=5e-06", 0.01),
+        ("eps", 2e-5, "norm-eps", "it computes with eps=2e-05", 0.01),
+        ("base", 5_000.0, "rope-base", "it rotates with base 5000", 1.0),
+        ("base", 20_000.0, "rope-base", "it rotates with base 2e+04", 1.0),
+        ("window", 10, "window", "it sees 10", 1.0),
+        ("window", 5, "window", "it sees 5", 1.0),
+        ("softcap", 20.0, "softcap", "it has 20", 1.0),
+        ("scale", 0.2, "softmax-scale", "it is 0.2", 1.0),
+    ],
+)
+def test_a_number_that_nobody_uses_is_told(number, value, title, phrase, size):
+    tells(with_numbers(WithNumbers(**RIGHT | {number: value}), size), title, phrase)
+
+
+def test_rotated_values_are_told():
+    tells(with_numbers(WithRotatedValues(**RIGHT)), "rope-unwanted", "values are rotated as well")
+
+
+def with_numbers(port: nn.Module, size: float = 1.0) -> parity.Result:
+    """Compare attention of the right numbers with another; ``size`` is the inputs' standard deviation."""
+    return compared(lambda: WithNumbers(**RIGHT), lambda te: port, lambda rng: rng.normal(2, 32, 64) * size, "fp32")
