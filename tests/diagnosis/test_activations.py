@@ -1,0 +1,128 @@
+"""Activations and gated units of the reference, also those that TE does not have, and where a port has another one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ports import compared, normal, tells, tells_only, twins
+from torch import Tensor, nn
+
+import parity
+
+HIDDEN, FFN = 64, 96
+
+
+class Gated(nn.Module):
+    """A gated MLP whose activation is ``act``; a whole unit ``[..., 2 * ffn]`` where ``unit`` is given."""
+
+    def __init__(self, linear: Any, act: Any = None, unit: Any = None) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = linear(HIDDEN, 2 * FFN), linear(FFN, HIDDEN)
+        self.act, self.unit = act, unit
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc1(4.0 * x)
+        if self.unit:
+            return self.fc2(self.unit(y))
+        gate, up = y.chunk(2, -1)
+        return self.fc2(self.act(gate) * up)
+
+
+class Conditioned(nn.Module):
+    """An activation before each layer: of the condition, and of what it is added to."""
+
+    def __init__(self, linear: Any, first: Any = F.silu, second: Any = F.gelu) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = linear(HIDDEN, HIDDEN), linear(HIDDEN, HIDDEN)
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.second(self.fc1(self.first(x)) + x))
+
+
+def clamped(limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Return the gated unit of gpt-oss, multiplied in its own order."""
+
+    def unit(y: Tensor) -> Tensor:
+        gate, up = y.chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + offset) * gate * torch.sigmoid(alpha * gate)
+
+    return unit
+
+
+def in_units(module: type[nn.Module], right: dict[str, Any], wrong: dict[str, Any]) -> parity.Result:
+    return twins(module, wrong, lambda rng: 2.0 * rng.normal(64, HIDDEN), "fp32", right)
+
+
+@pytest.mark.parametrize(
+    ("module", "right", "port", "phrase"),
+    [
+        *(
+            (Gated, dict(act=act), dict(act=F.silu), "it computes silu.")
+            for act in (F.mish, F.hardswish, F.softplus, F.elu, F.leaky_relu)
+        ),
+        (Gated, dict(act=F.relu), dict(act=lambda x: F.leaky_relu(x, 0.1)), "it computes a leaky relu of slope 0.1"),
+        (Gated, dict(unit=clamped()), dict(unit=clamped(limit=5.0)), "it computes limit=5 alpha=1.702 offset=1."),
+        (Gated, dict(unit=clamped()), dict(unit=clamped(limit=1e4)), "it computes limit=inf alpha=1.702 offset=1."),
+        (Gated, dict(unit=clamped()), dict(unit=clamped(alpha=1.0)), "it computes limit=7 alpha=1 offset=1."),
+        (Gated, dict(unit=clamped()), dict(unit=clamped(offset=0.0)), "it computes limit=7 alpha=1.702 offset=0."),
+        (Conditioned, {}, dict(first=torch.relu), "it computes relu in the module, the 1st of 2 there."),
+        (Conditioned, {}, dict(second=torch.relu), "it computes relu in the module, the 2nd of 2 there."),
+    ],
+)
+def test_another_activation_is_told_with_its_place_and_its_constants(module, right, port, phrase):
+    tells_only(in_units(module, right, port), "activation", phrase)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+def test_tes_gelu_is_told_as_the_one_that_te_computes(precision):
+    names = {"0": "layer_norm_", "1": "fc1_", "3": "fc2_"}
+    result = compared(
+        lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)),
+        lambda te: te.LayerNormMLP(64, 96),
+        normal((48, 64)),
+        precision,
+        {f"{i}.{kind}": f"{name}{kind}" for i, name in names.items() for kind in ("weight", "bias")},
+    )
+    tells(result, "activation", "it computes gelu (tanh)")
+
+
+# Activations that a reference clamps, in place or not, as OLMo clamps queries, keys and values.
+
+
+class Clamped(nn.Module):
+    """Two linear layers, whose results are clamped as OLMo clamps queries, keys and values."""
+
+    def __init__(self, linear: Any, limit: float, in_place: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = linear(64, 128), linear(128, 64)
+        self.limit, self.in_place = limit, in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.clamped(self.second(self.clamped(self.first(x))))
+
+    def clamped(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            x.clamp_(min=-self.limit, max=self.limit)
+            return x
+        return x if math.isinf(self.limit) else x.clamp(-self.limit, self.limit)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "title", "told"),
+    [
+        (0.5, "passed", ""),
+        (math.inf, "operation", "none are clamped"),
+        (0.75, "operation", "they are clamped to 0.75"),
+    ],
+)
+def test_another_range_of_clamped_activations_is_told(limit, title, told, in_place):
+    result = compared(lambda: Clamped(nn.Linear, 0.5, in_place), lambda te: Clamped(te.Linear, limit), normal((64, 64)))
+    tells_only(result, title, f"clamp activations between -0.5 and 0.5, as the reference does; {told}")
