@@ -1,0 +1,421 @@
+"""Single calls: computed otherwise, in another order, of another tensor, where no mistake with a meaning explains."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from torch import Tensor, nn
+
+import parity
+
+WIDTH = 64
+
+# Calls that compute something else: another part, number, shift, mean or count.
+
+
+class Modulated(nn.Module):
+    """A linear layer between a shift, a scale and a gate that a condition makes, as in a diffusion transformer."""
+
+    def __init__(self, linear: Any, order=(0, 1, 2), one: float = 1.0) -> None:
+        super().__init__()
+        self.modulation, self.linear = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
+        self.order, self.one = order, one
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = self.modulation(F.silu(condition))[:, None].chunk(3, -1)
+        shift, scale, gate = (parts[i] for i in self.order)
+        return x + gate * self.linear(x * (self.one + scale) + shift)
+
+
+class Timed(nn.Module):
+    """Sines and cosines of a time."""
+
+    def __init__(self, linear: Any, halves: bool = True, cosines_first: bool = True, steps: int = 32) -> None:
+        super().__init__()
+        self.linear = linear(WIDTH, WIDTH)
+        self.halves, self.cosines_first, self.steps = halves, cosines_first, steps
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        frequencies = torch.exp(-math.log(1000.0) * torch.arange(32, device=x.device).to(times.dtype) / self.steps)
+        angles = times[:, :1] * frequencies
+        parts = (angles.cos(), angles.sin()) if self.cosines_first else (angles.sin(), angles.cos())
+        embedded = torch.cat(parts, -1) if self.halves else torch.stack(parts, -1).flatten(1)
+        return self.linear(x + embedded[:, None].to(x.dtype))
+
+
+class Pooled(nn.Module):
+    """The first token of a sequence."""
+
+    def __init__(self, linear: Any, place: int = 0, mean: bool = False) -> None:
+        super().__init__()
+        self.linear, self.place, self.mean = linear(WIDTH, WIDTH), place, mean
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.linear(x.mean(1) if self.mean else x[:, self.place])
+
+
+class Leaky(nn.Module):
+    """An activation with a number of its own."""
+
+    def __init__(self, linear: Any, slope: float = 0.2) -> None:
+        super().__init__()
+        self.up, self.down, self.slope = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH), slope
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.down(F.leaky_relu(self.up(x), self.slope))
+
+
+class Shifted(nn.Module):
+    """A product of neighbours in windows that are shifted by half of one, as Swin's."""
+
+    def __init__(self, linear: Any, shift: int = 4) -> None:
+        super().__init__()
+        self.linear, self.shift = linear(WIDTH, WIDTH), shift
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = x.roll(-self.shift, 1) if self.shift else x
+        y = self.linear(y.unflatten(1, (-1, 8)).cumsum(2)).flatten(1, 2)
+        return x + (y.roll(self.shift, 1) if self.shift else y)
+
+
+class Averaged(nn.Module):
+    """The mean over a sequence."""
+
+    def __init__(self, linear: Any, place: int | None = None) -> None:
+        super().__init__()
+        self.linear, self.place = linear(WIDTH, WIDTH), place
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.mean(1) if self.place is None else y[:, self.place]
+
+
+class Whitened(nn.Module):
+    """A series less its mean, over its deviation, without its first steps."""
+
+    def __init__(self, linear: Any, unbiased: bool = False, first: int = 4) -> None:
+        super().__init__()
+        self.linear, self.unbiased, self.first = linear(WIDTH, WIDTH), unbiased, first
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        deviation = (x.float().var(1, keepdim=True, unbiased=self.unbiased) + 1e-5).sqrt()
+        y = self.linear(((x.float() - x.float().mean(1, keepdim=True)) / deviation).to(x.dtype))
+        return y[:, 4:] if self.first == 4 else y[:, self.first : self.first + 20]
+
+
+OF_LEAKY, OF_ROLL, OF_MEAN = (
+    f"the 1st {call} as the reference does; it"
+    for call in ("'leaky_relu' of the module", "'roll' of the module and of 1 more like it", "'mean' of the module")
+)
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("module", "port", "title", "phrase"),
+    [
+        *((module, {}, "passed", "") for module in (Modulated, Timed, Pooled, Leaky, Shifted, Averaged, Whitened)),
+        (Modulated, dict(order=(1, 0, 2)), "operation", "its parts are in the order 2, 1, 3"),
+        (Modulated, dict(order=(2, 0, 1)), "operation", "its parts are in the order 3, 1, 2"),
+        (Modulated, dict(one=0.0), "operation", "1st 'add' of the module"),
+        (Timed, dict(cosines_first=False), "operation", "its parts are in the order 2, 1"),
+        (Pooled, dict(place=-1), "operation", "it takes the last of dimension 1"),
+        (Pooled, dict(mean=True), "operation", "it is the mean over dimension 1"),
+        (Leaky, dict(slope=0.05), "operation", f"{OF_LEAKY}s negative_slope is 0.05"),
+        (Leaky, dict(slope=0.0), "operation", f"{OF_LEAKY} is relu"),
+        (Shifted, dict(shift=0), "operation", f"{OF_ROLL} is left"),
+        (Averaged, dict(place=0), "operation", f"{OF_MEAN} takes the first of dimension"),
+        (Averaged, dict(place=-1), "operation", f"{OF_MEAN} takes the last of dimension"),
+        (
+            Whitened,
+            dict(unbiased=True),
+            "operation",
+            "the 1st 'var' of the module as the reference does; it divides by 23, not 24 elements",
+        ),
+        (Whitened, dict(first=1), "operation", "it takes 20 of dimension 1 from the second on"),
+    ],
+)
+def test_the_call_and_what_is_wrong_with_it_are_told(module, port, title, phrase, precision):
+    tells(twins(module, port, normal((4, 24, WIDTH), (4, WIDTH)), precision), title, phrase)
+
+
+# Two steps in the other order.
+
+
+class Scaled(nn.Module):
+    """A residual branch whose result, bias included, is scaled, as Granite's."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
+        super().__init__()
+        self.up, self.right = linear(WIDTH, WIDTH), right
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.right:
+            return x + 0.22 * self.up(x)
+        return x + 0.22 * (self.up(x) - self.up.bias) + self.up.bias
+
+
+class Gated(nn.Module):
+    """Mamba 2's gate, which multiplies before the norm, and its residual connection."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = linear(WIDTH, 2 * WIDTH), norm(WIDTH), linear(WIDTH, WIDTH)
+        self.right = right
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, gate = F.silu(self.up(x)).chunk(2, -1)
+        return x + self.down(self.norm(y * gate) if self.right else self.norm(y) * gate)
+
+
+class Grouped(nn.Module):
+    """Mamba 2's norm in two groups behind its gate, all in plain PyTorch, or before its gate."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True, gate_first: bool = True) -> None:
+        super().__init__()
+        self.up, self.down, self.gate_first = linear(WIDTH, 4 * WIDTH), linear(2 * WIDTH, WIDTH), gate_first is right
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, 2 * WIDTH))
+
+    def normed(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (2, -1))
+        return (groups * (groups.square().mean(-1, keepdim=True) + 1e-5).rsqrt()).flatten(-2) * self.gain
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, gate = self.up(x).chunk(2, -1)
+        gate = F.silu(gate)
+        return x + self.down(self.normed(y * gate) if self.gate_first else self.normed(y) * gate)
+
+
+class GateLast(Grouped):
+    """The norm with its gain comes before the gate; a port has it behind."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
+        super().__init__(linear, norm, right, gate_first=False)
+
+
+class Activated(nn.Module):
+    """An activation before a norm."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
+        super().__init__()
+        self.up, self.norm, self.right = linear(WIDTH, WIDTH), norm(WIDTH), right
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(F.silu(self.up(x))) if self.right else F.silu(self.norm(self.up(x)))
+
+
+class Standardized(nn.Module):
+    """Inputs less their mean, divided by their deviation."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
+        super().__init__()
+        self.up, self.right = linear(WIDTH, WIDTH), right
+        self.register_buffer("mean", torch.linspace(-1.0, 1.0, WIDTH))
+        self.register_buffer("deviation", torch.linspace(0.5, 2.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up((x - self.mean) / self.deviation if self.right else x / self.deviation - self.mean)
+
+
+class WeightedTokens(nn.Module):
+    """A layer whose result is weighted by token; a port weights what the layer is given, and not its bias."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
+        super().__init__()
+        self.layers, self.right = nn.ModuleList(linear(WIDTH, 2 * WIDTH) for _ in range(2)), right
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = x[..., :1].sigmoid()
+        return sum(layer(x) * weight if self.right else layer(x * weight) for layer in self.layers)
+
+
+class WeightedInputs(nn.Module):
+    """The reverse: what the layer is given is weighted; a port weights its result, bias included."""
+
+    def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
+        super().__init__()
+        self.layer, self.right = linear(WIDTH, 2 * WIDTH), right
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = x[..., :1].sigmoid()
+        return self.layer(x * weight) if self.right else self.layer(x) * weight
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize(
+    ("module", "steps"),
+    [
+        (Scaled, "take up.bias before the 1st 'mul' of the module, as the reference does; they are in the other order"),
+        (Gated, "take the 1st 'mul' of the module before the norm of norm, as the reference does"),
+        (Grouped, "take the 1st 'mul' of the module before the norm of the module, as the reference does"),
+        (GateLast, "take the norm of the module before the 3rd 'mul' of the module, as the reference does"),
+        (Activated, "take the silu of the module before the norm of norm, as the reference does"),
+        (Standardized, "take the 1st 'sub' of the module before the 1st 'div' of the module, as the reference does"),
+        (
+            WeightedTokens,
+            "take layers.0.bias before the 1st 'mul' of the module, as the reference does, and so for 1 more",
+        ),
+        (WeightedInputs, "take the 1st 'mul' of the module before the layer of layer.bias, as the reference does"),
+    ],
+)
+def test_two_steps_in_the_other_order_are_told_by_both(module, steps, right, precision):
+    tells_only(in_order(module, precision, right), "passed" if right else "operation", steps)
+
+
+def test_an_eps_that_fits_best_by_chance_is_not_told_where_something_else_is_wrong_too():
+    result = in_order(Gated, "fp32", right=False, also=lambda output: output + 0.003 * torch.sin(9 * output))
+    assert result.status == "failed"
+    assert {one.title for one in result.findings} <= {"unexplained", "first-divergence"}
+
+
+def in_order(module: Any, precision: str, right: bool, also: Any = None) -> parity.Result:
+    return compared(
+        lambda: module(nn.Linear, nn.RMSNorm),
+        lambda te: module(te.Linear, lambda width: te.RMSNorm(width, eps=torch.finfo(torch.float32).eps), right),
+        normal((2, 16, WIDTH)),
+        precision,
+        call_candidate=also and (lambda module, x: also(module(x))),
+    )
+
+
+# Calls that read another tensor of the same shape, told by what they should read.
+
+HEADS, HEAD = 2, 32
+
+
+class Skips(nn.Module):
+    """A U-Net's long skip connections: the last that is kept is read first."""
+
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.down, self.up = (nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = x + F.silu(layer(x))
+            kept.append(x)
+        for i, layer in enumerate(self.up):
+            skip = kept[{"first": i, "off by one": max(1 - i, 0)}.get(self.mistake, 2 - i)]
+            x = self.joined(x, skip)
+            x = F.silu(layer(x))
+        return x
+
+    def joined(self, x: Tensor, skip: Tensor) -> Tensor:
+        return x + skip
+
+
+class InPlace(Skips):
+    """Each is added to what is there."""
+
+    def joined(self, x: Tensor, skip: Tensor) -> Tensor:
+        x = x.clone()
+        x += skip
+        return x
+
+
+class Streams(nn.Module):
+    """Two streams whose layers have shift, scale and gate from a condition of their own."""
+
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Stream(linear, mistake) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x, y = layer(x, y, condition)
+        return x, y
+
+
+class Stream(nn.Module):
+    def __init__(self, linear: Any, mistake: str) -> None:
+        super().__init__()
+        self.mistake = mistake
+        self.modulations, self.mixes = (nn.ModuleList(linear(WIDTH, n * WIDTH) for _ in range(2)) for n in (3, 1))
+
+    def forward(self, x: Tensor, y: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        of_x, of_y = (list(layer(condition)[:, None].chunk(3, -1)) for layer in self.modulations)
+        if self.mistake == "gate":
+            of_y[2] = of_x[2]
+        if self.mistake == "shift and scale":
+            of_y[:2] = of_x[:2]
+        mixed = (
+            given + gate * layer(F.layer_norm(given, (WIDTH,)) * (1 + scale) + shift)
+            for layer, given, (shift, scale, gate) in zip(self.mixes, (x, y), (of_x, of_y), strict=True)
+        )
+        new_x, new_y = mixed
+        return new_x, new_y
+
+
+class Joint(nn.Module):
+    """Attention of one stream to both."""
+
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake, self.of_x, self.of_y = mistake, linear(WIDTH, 3 * WIDTH), linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = self.of_x(x).unflatten(-1, (3, HEADS, HEAD)).permute(2, 0, 3, 1, 4)
+        other_k, other_v = self.of_y(y).unflatten(-1, (2, HEADS, HEAD)).permute(2, 0, 3, 1, 4)
+        other_k = k if self.mistake == "keys" else other_k
+        keys, values = torch.cat((k, other_k), 2), torch.cat((v, other_v), 2)
+        return F.scaled_dot_product_attention(q, keys, values).transpose(1, 2).flatten(2)
+
+
+class Relative(nn.Module):
+    """Transformer-XL's shift of scores by relative position."""
+
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake, self.q, self.r = mistake, linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seq = x.shape[1]
+        scores = self.q(x) @ self.r(x.flip(1).cumsum(1)).mT
+        moved = F.pad(scores, (1, 0)).view(-1, seq + 1, seq)[:, 1:].reshape(-1, seq, seq)
+        return (x @ x.mT + (scores if self.mistake == "shift" else moved)).softmax(-1) @ x
+
+
+ONE, TWO = normal((2, 16, WIDTH)), normal(*[(2, 16, WIDTH)] * 2)
+WITH_CONDITION = normal(*[(2, 16, WIDTH)] * 2, (2, WIDTH))
+OF_SKIP = "give the result of the 3rd 'add' of the module to the 4th 'add' of the module, as the"
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("module", "inputs", "mistake", "title", "phrase"),
+    [
+        (Skips, ONE, "", "passed", ""),
+        (InPlace, ONE, "", "passed", ""),
+        (Streams, WITH_CONDITION, "", "passed", ""),
+        (Joint, TWO, "", "passed", ""),
+        (Relative, ONE, "", "passed", ""),
+        (Skips, ONE, "first", "operation", OF_SKIP),
+        (InPlace, ONE, "first", "operation", OF_SKIP),
+        (Skips, ONE, "off by one", "operation", "not the result of the 2nd 'add' of the module"),
+        (Streams, WITH_CONDITION, "gate", "operation", "give part 3 of the result of the 2nd 'chunk' of layers.0 to"),
+        (
+            Streams,
+            WITH_CONDITION,
+            "shift and scale",
+            "operation",
+            "give part 2 of the result of the 2nd 'chunk' of layers.0 to",
+        ),
+        (Joint, TWO, "keys", "operation", "to the 1st 'cat' of the module, as the reference does, not"),
+        (
+            Relative,
+            ONE,
+            "shift",
+            "operation",
+            "as the reference does, not the result of the 1st 'matmul' of the module",
+        ),
+    ],
+)
+def test_the_tensor_that_is_not_read_is_told_with_its_place(module, inputs, mistake, title, phrase, precision):
+    tells_only(twins(module, dict(mistake=mistake), inputs, precision), title, phrase)
