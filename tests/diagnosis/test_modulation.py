@@ -1,0 +1,196 @@
+"""Shifts, scales and gates of a condition: in another order, taken twice, without their 1, of another function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ports import FP32_AND_BF16, normal, tells, tells_only, twins
+from torch import Tensor, nn
+
+WIDTH = 64
+
+# Parts of one tensor, as in DiT, PixArt and Flux.
+
+RIGHT = (0, 1, 2, 3, 4, 5)
+
+
+class Block(nn.Module):
+    """Two modulated branches, whose shifts, scales and gates are parts of one tensor."""
+
+    def __init__(self, linear: Any, order: tuple[int, ...] = RIGHT, one: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+        self.order, self.one = order, one
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = condition.chunk(6, -1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = (parts[i] for i in self.order)
+        x = x + (self.one + gate1 if self.one else gate1) * self.first(x * (1 + scale1) + shift1)
+        return x + gate2 * self.second(x * (1 + scale2) + shift2)
+
+
+class Modulated(nn.Module):
+    def __init__(self, linear: Any, **port: Any) -> None:
+        super().__init__()
+        self.condition, self.block = linear(WIDTH, 6 * WIDTH), Block(linear, **port)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.block(x, self.condition(condition)[:, None])
+
+
+class InALoop(nn.Module):
+    """The gates of all layers are parts of one tensor, which the model's own code gives to each."""
+
+    def __init__(self, linear: Any, bounded: bool = True) -> None:
+        super().__init__()
+        self.condition, self.bounded = linear(WIDTH, 2 * WIDTH), bounded
+        self.layers = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        gates = self.condition(condition)[:, None].chunk(2, -1)
+        for gate, layer in zip(gates, self.layers, strict=True):
+            x = x + (gate.tanh() if self.bounded else gate) * layer(x)
+        return x
+
+
+class OneLayerForBoth(nn.Module):
+    """Flux's single-stream block: one layer makes what is mixed and what is activated, of other widths."""
+
+    def __init__(self, linear: Any, activated_first: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = linear(WIDTH, 3 * WIDTH), linear(3 * WIDTH, WIDTH)
+        self.activated_first = activated_first
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        up = self.up(x)
+        if self.activated_first:
+            activated, mixed = up.split([2 * WIDTH, WIDTH], -1)
+        else:
+            mixed, activated = up.split([WIDTH, 2 * WIDTH], -1)
+        return x + self.down(torch.cat((mixed.cumsum(1) / 8, F.silu(activated)), -1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("module", "port", "phrase"),
+    [
+        (Modulated, dict(order=(0, 2, 4, 1, 3, 5)), "its parts are in the order 1, 3, 5, 2, 4, 6"),
+        (Modulated, dict(order=(0, 1, 2, 3, 4, 2)), "its parts are in the order 1, 2, 3, 4, 5, 3"),
+        (Modulated, dict(order=(0, 1, 2, 0, 1, 5)), "its parts are in the order 1, 2, 3, 1, 2, 6"),
+        (Modulated, dict(one=1.0), "1 is added to its left operand"),
+        (InALoop, dict(bounded=False), "the 1st 'tanh' of the module and of 1 more like it"),
+        (OneLayerForBoth, dict(activated_first=True), "its parts lie in the order 2, 1"),
+    ],
+)
+def test_what_became_of_the_parts_is_told(module, port, phrase, precision):
+    tells(twins(module, port, normal((16, 8, WIDTH), (16, WIDTH)), precision), "operation", phrase)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_current"])
+@pytest.mark.parametrize("module", [Modulated, InALoop, OneLayerForBoth])
+def test_the_same_parts_pass(module, precision):
+    assert twins(module, {}, normal((16, 8, WIDTH), (16, WIDTH)), precision).passed
+
+
+# Two MLPs behind the parts: the same two of each are exchanged.
+
+
+class Expert(nn.Module):
+    def __init__(self, linear: Any, act: Any) -> None:
+        super().__init__()
+        self.act, self.up, self.down = act, linear(WIDTH, 96, bias=False), linear(96, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class OfTwoMlps(nn.Module):
+    """Two MLPs whose input is shifted, scaled and gated by one condition, as in DiT."""
+
+    def __init__(self, linear: Any, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5)) -> None:
+        super().__init__()
+        self.order, self.condition = order, linear(WIDTH, 6 * WIDTH)
+        self.first, self.second = Expert(linear, F.silu), Expert(linear, F.silu)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = self.condition(F.silu(condition)).chunk(6, -1)
+        shift, scale, gate, second_shift, second_scale, second_gate = (parts[i] for i in self.order)
+        x = x + gate * self.first(x * (1.0 + scale) + shift)
+        return x + second_gate * self.second(x * (1.0 + second_scale) + second_shift)
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize("order", [(1, 0, 2, 4, 3, 5), (2, 0, 1, 5, 3, 4)])
+def test_parts_that_are_in_another_order_twice_are_told(order, precision):
+    result = twins(OfTwoMlps, dict(order=order), normal((32, WIDTH), (32, WIDTH)), precision, probe=False)
+    tells(result, "operation", f"its parts are in the order {', '.join(str(i + 1) for i in order)}")
+
+
+# DiT's ``x * (1 + scale) + shift``, of which a port leaves out the 1, at one place or at several.
+
+HIDDEN, FFN, OUT = 48, 96, 32
+Places = tuple[str, ...]  # where 1 is left out
+
+
+class WithoutOne(nn.Module):
+    def __init__(self, left_out: Places) -> None:
+        super().__init__()
+        self.left_out = left_out
+
+    def modulated(self, x: Tensor, shift: Tensor, scale: Tensor, place: str) -> Tensor:
+        x = F.layer_norm(x, x.shape[-1:], eps=1e-6)
+        return x * (scale if place in self.left_out else 1 + scale) + shift
+
+
+class DitBlock(WithoutOne):
+    def __init__(self, linear: Any, left_out: Places) -> None:
+        super().__init__(left_out)
+        self.modulation, self.mix = linear(HIDDEN, 6 * HIDDEN), linear(HIDDEN, HIDDEN)
+        self.up, self.down = linear(HIDDEN, FFN), linear(FFN, HIDDEN)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).unsqueeze(1).chunk(6, -1)
+        x = x + gate1 * self.mix(self.modulated(x, shift1, scale1, "attention"))
+        return x + gate2 * self.down(F.silu(self.up(self.modulated(x, shift2, scale2, "mlp"))))
+
+
+class Last(WithoutOne):
+    def __init__(self, linear: Any, left_out: Places) -> None:
+        super().__init__(left_out)
+        self.modulation, self.out = linear(HIDDEN, 2 * HIDDEN), linear(HIDDEN, OUT)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale = self.modulation(condition).unsqueeze(1).chunk(2, -1)
+        return self.out(self.modulated(x, shift, scale, "last"))
+
+
+class Transformer(nn.Module):
+    def __init__(self, linear: Any, left_out: Places = ()) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(DitBlock(linear, left_out) for _ in range(2))
+        self.last = Last(linear, left_out)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, condition)
+        return self.last(x, condition)
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("left_out", "title", "phrase"),
+    [
+        ((), "passed", ""),
+        (("attention",), "operation", "the 1st 'add' of blocks.0 and of 1 more like it"),
+        (("attention", "mlp"), "operation", "the 1st 'add' of blocks.0 and of 3 more like it"),
+        (("attention", "mlp", "last"), "operation", "the 1st 'add' of blocks.0 and of 4 more like it"),
+        (("last",), "operation", "the 1st 'add' of last as"),
+    ],
+)
+def test_a_1_that_is_left_out_is_told_with_the_number_of_places(left_out, title, phrase, precision):
+    result = twins(Transformer, dict(left_out=left_out), normal((2, 16, HIDDEN), (2, HIDDEN)), precision)
+    tells_only(result, title, phrase)
+    assert result.passed or result.findings[0].message.endswith("it is left out")
