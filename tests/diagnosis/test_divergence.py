@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from ports import FP32_AND_BF16, compared, normal, tells, twins
 from torch import Tensor, nn
 
 import parity
+from parity.case.case import Rng
 
-WIDTH, TOKENS = 64, 32
+WIDTH = 64
 
 
 def disturbed(y: Tensor, share: float = 0.3) -> Tensor:
-    """What nobody would compute."""
+    """Return what nobody would compute."""
     return y + share * (3.0 * y.roll(7, -1)).sin()
 
 
@@ -28,7 +32,7 @@ class Ladder(nn.Module):
     ``wrong`` says after which call, or in which, a port computes what nobody would.
     """
 
-    def __init__(self, linear, carried: float, wrong: str = "", share: float = 0.3) -> None:
+    def __init__(self, linear: Any, carried: float, wrong: str = "", share: float = 0.3) -> None:
         super().__init__()
         self.fc1, self.fc2 = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
         self.act = Wrong() if wrong == "act" else nn.Tanh()
@@ -44,52 +48,41 @@ class Ladder(nn.Module):
         return disturbed(y, self.share) if after == self.wrong else y
 
 
-def divergence(wrong: str, precision: str, carried: float = 0.0, share: float = 0.3) -> list[str]:
-    def factory(te, **_):
-        names = [f"{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")]
-        return parity.Pair(
-            reference=Ladder(nn.Linear, carried),
-            candidate=Ladder(te.Linear, carried, wrong, share),
-            inputs=lambda rng, tokens: rng.normal(tokens, WIDTH),
-            weights={name: name for name in names},
-        )
-
-    (result,) = parity.compare(parity.Case("ladder", factory, sizes=(dict(tokens=TOKENS),)), [precision])
-    assert result.status == "failed"
-    assert result.findings[0].title == "unexplained"
+def divergences(result: parity.Result) -> list[str]:
+    """Return what is told of first divergences, which nothing explains."""
+    tells(result, "unexplained")
     return [finding.message for finding in result.findings if finding.title == "first-divergence"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_submodule_after_the_last_that_agrees_is_named(precision):
-    (message,) = divergence("fc1", precision)
-    assert message.startswith("act is the first")
-    assert message.endswith("fc1 before it agrees")
+def ladders(wrong: str, precision: str, carried: float = 0.0, share: float = 0.3) -> list[str]:
+    right = dict(carried=carried)
+    return divergences(twins(Ladder, dict(wrong=wrong, share=share), normal((32, WIDTH)), precision, right))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_submodule_is_named_that_is_given_what_is_right(precision):
-    (message,) = divergence("act", precision)
-    assert message.startswith("act is the first")
-    assert message.endswith("fc1 before it agrees")
-
-
-def test_a_submodule_is_named_that_is_given_nearly_what_is_right():
-    (message,) = divergence("fc1", "fp32", share=0.02)
-    assert message.startswith("act is the first")
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_call_of_a_submodule_that_was_called_before_is_named_with_its_number(precision):
-    (message,) = divergence("fc2", precision)
-    assert message.startswith("fc2 (call 2) is the first")
-    assert message.endswith("fc2 before it agrees")
+@pytest.mark.parametrize(
+    ("wrong", "precision", "share", "named", "agrees"),
+    [
+        ("fc1", "fp32", 0.3, "act", "fc1"),
+        ("fc1", "bf16", 0.3, "act", "fc1"),
+        ("fc1", "fp32", 0.02, "act", ""),  # is given nearly what is right
+        ("act", "fp32", 0.3, "act", "fc1"),  # is given what is right
+        ("act", "bf16", 0.3, "act", "fc1"),
+        ("fc2", "fp32", 0.3, "fc2 (call 2)", "fc2"),
+        ("fc2", "bf16", 0.3, "fc2 (call 2)", "fc2"),
+    ],
+)
+def test_the_submodule_after_the_last_that_agrees_is_named_with_its_call(wrong, precision, share, named, agrees):
+    (message,) = ladders(wrong, precision, share=share)
+    assert message.startswith(f"{named} is the first")
+    assert not agrees or message.endswith(f"{agrees} before it agrees")
 
 
 @pytest.mark.parametrize(("precision", "carried"), [("fp32", 100.0), ("bf16", 5.0)])
 def test_right_submodules_whose_rounding_a_sum_hides_are_not_named(precision, carried):
-    assert divergence("sum", precision, carried) == []
+    assert ladders("sum", precision, carried) == []
 
+
+# Attention whose padded tokens count nowhere.
 
 HEADS, SEQ = 4, 16
 
@@ -104,7 +97,7 @@ class PaddedAttention(nn.Module):
         reads_padding: whether what attention leaves in padded queries is added to the other tokens.
     """
 
-    def __init__(self, linear, core: nn.Module, wrong: str = "", reads_padding: bool = False) -> None:
+    def __init__(self, linear: Any, core: nn.Module, wrong: str = "", reads_padding: bool = False) -> None:
         super().__init__()
         self.qkv, self.out = linear(WIDTH, 3 * WIDTH), linear(WIDTH, WIDTH)
         self.core, self.act, self.fc = core, nn.Tanh(), linear(WIDTH, WIDTH)
@@ -130,7 +123,7 @@ class PlainCore(nn.Module):
 class FusedCore(nn.Module):
     """TE's, which leaves zeros in padded queries."""
 
-    def __init__(self, te) -> None:
+    def __init__(self, te: Any) -> None:
         super().__init__()
         self.fused = te.DotProductAttention(
             HEADS, WIDTH // HEADS, qkv_format="bshd", attn_mask_type="padding", attention_dropout=0.0
@@ -140,32 +133,39 @@ class FusedCore(nn.Module):
         return self.fused(q, k, v, attention_mask=~tokens[:, None, None])
 
 
-def in_padded(wrong: str, precision: str, reads_padding: bool = False, **more) -> list[str]:
-    def inputs(rng, batch):
-        return rng.normal(batch, SEQ, WIDTH), torch.arange(SEQ) < rng.integers(batch, low=SEQ // 2, high=SEQ)[:, None]
+def in_padded(wrong: str, precision: str, reads_padding: bool = False) -> list[str]:
+    def inputs(rng: Rng) -> tuple[Tensor, Tensor]:
+        return rng.normal(4, SEQ, WIDTH), torch.arange(SEQ) < rng.integers(4, low=SEQ // 2, high=SEQ)[:, None]
 
-    def factory(te, **_):
-        names = [f"{layer}.{kind}" for layer in ("qkv", "out", "fc") for kind in ("weight", "bias")]
-        return parity.Pair(
-            reference=PaddedAttention(nn.Linear, PlainCore(), "", reads_padding),
-            candidate=PaddedAttention(te.Linear, FusedCore(te), wrong, reads_padding),
-            inputs=inputs,
-            weights={name: name for name in names},
-        )
-
-    (result,) = parity.compare(parity.Case("padded", factory, sizes=(dict(batch=4),)), [precision], **more)
+    result = compared(
+        lambda: PaddedAttention(nn.Linear, PlainCore(), "", reads_padding),
+        lambda te: PaddedAttention(te.Linear, FusedCore(te), wrong, reads_padding),
+        inputs,
+        precision,
+    )
     assert result.status == "failed"
     return [finding.message for finding in result.findings if finding.title == "first-divergence"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@FP32_AND_BF16
 @pytest.mark.parametrize(("wrong", "named"), [("core", "out"), ("out", "act"), ("act", "fc")])
 def test_attention_that_leaves_zeros_where_nobody_reads_is_right(wrong, named, precision):
     (message,) = in_padded(wrong, precision)
     assert message.startswith(f"{named} is the first")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@FP32_AND_BF16
 def test_attention_that_leaves_zeros_which_are_read_is_not(precision):
     (message,) = in_padded("", precision, reads_padding=True)
     assert "attention is the first" in message
+
+
+def test_what_no_mistake_explains_is_said_to_be_unexplained():
+    result = compared(
+        lambda: nn.Linear(128, 256),
+        lambda te: te.Linear(128, 256),
+        normal((2, 32, 128)),
+        "fp32",
+        call_candidate=lambda module, x: module(x) + 0.1 * torch.sin(x[..., :1]),
+    )
+    assert {finding.title for finding in result.findings} == {"unexplained"}
