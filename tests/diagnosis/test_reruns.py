@@ -1,4 +1,4 @@
-"""What shows only when a module runs again: random numbers, and weights that TE cached before they changed."""
+"""What shows only when a module runs again: random numbers, stale weights, inverted scales, and recipes of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ports import FP32_AND_BF16, compared, normal, tells, tells_only
 from torch import Tensor, nn
 
 import parity
@@ -16,6 +17,13 @@ from parity.cpu import cuda
 from parity.cpu.cuda import emulated
 
 HIDDEN = 64
+
+
+def of_batches(reference: Any, candidate: Any, precision: str, **options: Any) -> parity.Result:
+    """Compare both, whatever random numbers were drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return compared(reference, candidate, normal((8, 16, HIDDEN)), precision, probe=False, **options)
 
 
 class Noisy(nn.Module):
@@ -38,59 +46,47 @@ class Noisy(nn.Module):
         return y + 0.03 if self.what == "offset" else y
 
 
-def result_of(reference: Any, candidate: Any, precision: str, weights: dict[str, str], **more: Any) -> parity.Result:
-    def factory(te: Any, **_: int) -> parity.Pair:
-        return parity.Pair(reference(), candidate(te), lambda rng, batch: rng.normal(batch, 16, HIDDEN), weights)
-
-    case = parity.Case("reruns", factory, sizes=(dict(batch=8),), probe=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # of what a candidate draws, whichever test ran before
-        (result,) = parity.compare(case, [precision], **more)
-    return result
+def noisy(precision: str, reference: str, candidate: str, **options: Any) -> parity.Result:
+    return of_batches(lambda: Noisy(nn.Linear, reference), lambda te: Noisy(te.Linear, candidate), precision, **options)
 
 
-def noisy(precision: str, reference: str, candidate: str, **more: Any) -> parity.Result:
-    return result_of(
-        lambda: Noisy(nn.Linear, reference),
-        lambda te: Noisy(te.Linear, candidate),
-        precision,
-        {"linear.weight": "linear.weight", "linear.bias": "linear.bias"},
-        **more,
-    )
+@pytest.mark.parametrize(
+    ("precision", "what"),
+    [
+        *(
+            (precision, what)
+            for precision in ("fp32", "bf16")
+            for what in ("functional dropout", "noise", "stochastic depth")
+        ),
+        ("fp8_current", "functional dropout"),
+        ("fp8_current", "stochastic depth"),  # noise is below what the precision costs
+    ],
+)
+def test_a_candidate_that_draws_random_numbers_is_not_reproducible(precision, what):
+    tells_only(noisy(precision, "", what), "not-reproducible")
 
 
-def told(precision: str, candidate: str, **more: Any) -> list[str]:
-    """The codes of the findings."""
-    return [finding.code for finding in noisy(precision, "", candidate, **more).findings]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
-@pytest.mark.parametrize("what", ["functional dropout", "noise", "stochastic depth"])
-def test_a_candidate_that_draws_random_numbers_is_not_reproducible(precision: str, what: str) -> None:
-    if (precision, what) == ("fp8_current", "noise"):
-        pytest.skip("below what the precision costs")
-    assert told(precision, what) == ["PAR253"]
-
-
-def test_with_determinism_it_is_told_as_well() -> None:
-    assert told("bf16", "noise", determinism=True) == ["PAR253"]
+def test_with_determinism_it_is_told_as_well():
+    tells_only(noisy("bf16", "", "noise", determinism=True), "not-reproducible")
 
 
 @pytest.mark.parametrize("what", ["functional dropout", "noise", "stochastic depth"])
 @pytest.mark.parametrize("candidate", ["", "noise"])
-def test_nothing_is_compared_with_a_reference_that_draws_random_numbers(what: str, candidate: str) -> None:
+def test_nothing_is_compared_with_a_reference_that_draws_random_numbers(what, candidate):
     result = noisy("fp32", what, candidate)
     assert result.status == "error"
     assert result.reason.startswith("the reference draws random numbers (PAR253 not-reproducible)")
 
 
-def test_random_numbers_that_the_reference_does_not_use_are_no_matter() -> None:
+def test_random_numbers_that_the_reference_does_not_use_are_no_matter():
     """As those of Hugging Face's layer drop, which are drawn where its probability is 0."""
     assert noisy("fp32", "unused", "").passed
 
 
-def test_what_is_wrong_without_random_numbers_is_not_put_down_to_them() -> None:
-    assert "PAR253" not in told("fp32", "offset")
+def test_what_is_wrong_without_random_numbers_is_not_put_down_to_them():
+    result = noisy("fp32", "", "offset")
+    assert result.status == "failed"
+    assert "not-reproducible" not in {finding.title for finding in result.findings}
 
 
 @pytest.fixture
@@ -100,16 +96,15 @@ def blackwell() -> Iterator[None]:
         yield
 
 
-def test_what_is_wrong_is_not_put_down_to_gradients_that_a_recipe_rounds_stochastically(blackwell: None) -> None:
+@pytest.mark.usefixtures("blackwell")
+def test_what_is_wrong_is_not_put_down_to_gradients_that_a_recipe_rounds_stochastically():
     """As NVFP4 does: with a gain that is 1 too much, gradients are several times as large, and so is their noise."""
-    names = {name: name for name in ("0.weight", "1.weight", "1.bias")}
-    result = result_of(
+    result = of_batches(
         lambda: nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)),
         lambda te: nn.Sequential(te.RMSNorm(HIDDEN, zero_centered_gamma=True), te.Linear(HIDDEN, HIDDEN)),
         "nvfp4",
-        names,
     )
-    assert [finding.code for finding in result.findings] == ["PAR104"]
+    tells_only(result, "gamma-shift")
 
 
 class Updated(nn.Module):
@@ -136,10 +131,9 @@ class UpdatedTE(nn.Module):
         return self.linear(x, is_first_microbatch=self.first)
 
 
-@pytest.mark.parametrize(("first", "codes"), [(True, []), (False, ["PAR307"])])
-def test_quantized_weights_of_before_a_step_are_stale(first: bool, codes: list[str]) -> None:
-    result = result_of(Updated, lambda te: UpdatedTE(te, first), "fp8_current", {"linear.weight": "linear.weight"})
-    assert [finding.code for finding in result.findings] == codes
+@pytest.mark.parametrize(("first", "title"), [(True, "passed"), (False, "weight-cache-stale")])
+def test_quantized_weights_of_before_a_step_are_stale(first, title):
+    tells_only(of_batches(Updated, lambda te: UpdatedTE(te, first), "fp8_current"), title)
 
 
 class MLP(nn.Module):
@@ -173,13 +167,9 @@ class InvertedScaleTE(MLP):
 @pytest.mark.parametrize(
     ("layers", "told"), [(("fc1", "fc2"), "it is"), (("fc1",), '"fc1.weight" is'), (("fc2",), '"fc2.weight" is')]
 )
-def test_an_inverted_scale_is_told_with_the_weight_that_has_it(layers: tuple[str, ...], told: str, seed: int) -> None:
-    same = {name: name for name in ("fc1.weight", "fc2.weight")}
-    result = result_of(
-        lambda: MLP(nn.Linear), lambda te: InvertedScaleTE(te, layers), "fp8_current", same, seeds=[seed]
-    )
-    assert [finding.title for finding in result.findings] == ["fp8-scale-inverted"]
-    assert f"{told} multiplied by scale" in result.findings[0].message
+def test_an_inverted_scale_is_told_with_the_weight_that_has_it(layers, told, seed):
+    result = of_batches(lambda: MLP(nn.Linear), lambda te: InvertedScaleTE(te, layers), "fp8_current", seeds=[seed])
+    tells_only(result, "fp8-scale-inverted", f"{told} multiplied by scale")
 
 
 class Behind(nn.Module):
@@ -193,12 +183,10 @@ class Behind(nn.Module):
         return F.mse_loss(self.last(self.dropout(torch.tanh(self.first(x)))).float(), x.float()).view(1)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_dropout_is_told_by_gradients_where_a_loss_is_right_by_chance(precision: str) -> None:
-    names = {name: name for name, _ in Behind(nn.Linear).named_parameters()}
-    result = result_of(lambda: Behind(nn.Linear), lambda te: Behind(te.Linear, 0.01), precision, names)
-    assert [finding.code for finding in result.findings] == ["PAR252"]
-    assert "dropout.p=0.01" in result.findings[0].message
+@FP32_AND_BF16
+def test_a_dropout_is_told_by_gradients_where_a_loss_is_right_by_chance(precision):
+    result = of_batches(lambda: Behind(nn.Linear), lambda te: Behind(te.Linear, 0.01), precision)
+    tells_only(result, "dropout", "dropout.p=0.01")
 
 
 class WithItsOwnRecipe(nn.Module):
@@ -215,13 +203,15 @@ class WithItsOwnRecipe(nn.Module):
             return self.linear(x)
 
 
-def with_its_own_recipe(precision: str, recipe: str) -> parity.Result:
-    return result_of(
-        lambda: Noisy(nn.Linear),
-        lambda te: WithItsOwnRecipe(te, recipe),
-        precision,
-        {"linear.weight": "linear.weight", "linear.bias": "linear.bias"},
-    )
+class Shifted(WithItsOwnRecipe):
+    """The same, with something else wrong besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1.0
+
+
+def with_its_own_recipe(precision: str, recipe: str, port: type[nn.Module] = WithItsOwnRecipe) -> parity.Result:
+    return of_batches(lambda: Noisy(nn.Linear), lambda te: port(te, recipe), precision)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +219,7 @@ def with_its_own_recipe(precision: str, recipe: str) -> parity.Result:
     [("fp32", "Float8CurrentScaling"), ("bf16", "Float8BlockScaling"), ("fp16", "DelayedScaling")],
 )
 def test_a_recipe_that_a_port_turns_on_by_itself_is_told_with_its_line(precision, recipe):
-    result = with_its_own_recipe(precision, recipe)
-    assert (result.status, result.findings[0].title) == ("failed", "own-recipe")
-    assert f"{recipe} at test_diagnose_reruns.py:" in result.findings[0].message
+    tells(with_its_own_recipe(precision, recipe), "own-recipe", f"{recipe} at test_reruns.py:")
 
 
 def test_a_recipe_of_its_own_that_is_the_precisions_changes_nothing():
@@ -239,15 +227,6 @@ def test_a_recipe_of_its_own_that_is_the_precisions_changes_nothing():
 
 
 def test_a_mistake_beside_a_recipe_of_its_own_is_not_taken_for_it():
-    class Shifted(WithItsOwnRecipe):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + 1.0
-
-    result = result_of(
-        lambda: Noisy(nn.Linear),
-        lambda te: Shifted(te, "Float8CurrentScaling"),
-        "bf16",
-        {"linear.weight": "linear.weight", "linear.bias": "linear.bias"},
-    )
+    result = with_its_own_recipe("bf16", "Float8CurrentScaling", Shifted)
     assert result.status == "failed"
     assert "own-recipe" not in {finding.title for finding in result.findings}
