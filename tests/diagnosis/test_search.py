@@ -1,19 +1,121 @@
-"""A search that reaches its limit of real time ends with what it has verified, says so, and changes no verdict."""
+"""What a search costs: it ends by what it has computed, or by a limit of real time, in an order that suits both."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fakes import tensor
+from ports import HIDDEN, Options, decoders
 from torch import Tensor, nn
 
 import parity
 from parity import comparison
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.weight_maps import weight_hypotheses
 from parity.passes import nominal_clock
 from parity.passes.nominal_clock import Clock
+from parity.search import failure
+from parity.search.failure import Budget, while_it_lasts
+from parity.search.search import _nearest_first
+
+# A budget of what is computed.
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Let processor time pass so many times as fast, as on a slower machine."""
+    usual = time.process_time
+    monkeypatch.setattr(failure.time, "process_time", lambda: factor * usual())
+
+
+def test_a_budget_is_spent_when_its_clock_has_passed_it():
+    clock = Clock(seconds=5.0)
+    budget = Budget.of(clock, 2.0)
+    clock.seconds = 6.9
+    assert not budget.spent()
+    clock.seconds = 7.1
+    assert budget.spent()
+
+
+def test_a_share_begins_with_the_budget_and_more_begins_now():
+    clock = Clock()
+    budget = Budget.of(clock, 10.0)
+    clock.seconds = 6.0
+    assert budget.share(0.5).spent()
+    more = budget.more(0.1)
+    assert not more.spent()
+    clock.seconds = 7.1
+    assert more.spent()
+    assert not budget.spent()
+
+
+def test_what_comes_after_the_budget_is_left_in_the_iterator():
+    clock, left = Clock(), iter(range(4))
+    budget = Budget.of(clock, 1.5)
+    for _ in while_it_lasts(left, budget):
+        clock.seconds += 1.0
+    assert list(left) == [2, 3]
+
+
+def test_a_machine_on_which_it_takes_far_longer_ends_it(monkeypatch):
+    budget = Budget.of(Clock(), 0.0625)
+    slow(monkeypatch, 1e9)
+    assert budget.spent()
+
+
+def test_a_machine_three_times_as_slow_finds_the_same(monkeypatch):
+    scaled = Options(embedding=math.sqrt(HIDDEN))
+    here = decoders(scaled, "fp8_current", embedding=float(HIDDEN))
+    slow(monkeypatch, 3.0)
+    assert decoders(scaled, "fp8_current", embedding=float(HIDDEN)).findings == here.findings
+
+
+def test_what_one_share_of_a_budget_does_not_last_for_is_left_for_another():
+    budget, left = (
+        Budget.of(Clock(), 1e9),
+        iter([(Hypothesis("title", name, "", nn.Identity()),) for name in ("one", "other")]),
+    )
+    assert list(while_it_lasts(left, budget.share(0.0))) == []
+    assert [one.name for (one,) in while_it_lasts(left, budget)] == ["one", "other"]
+    assert not budget.exceeded
+
+
+# In which order mistakes are tried, since a budget may not last for all of them.
+
+
+def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_those_near_the_worst_gradient():
+    module = nn.Identity()
+    far, near, everywhere, with_decimals = (
+        Hypothesis("title", name, "", module)
+        for name in ("exchanged layers.0.q.weight", "layers.1.v scaled", "window", "norm eps=0.0001")
+    )
+    results = [tensor(margin=0.1), tensor("layers.1.v.weight", "weight gradient", margin=9.0)]
+    golden = {("output", "output"): torch.zeros(2, 64)}
+    prepared = SimpleNamespace(golden=SimpleNamespace(outputs={"output": torch.zeros(2, 64)}))
+    failed: Any = SimpleNamespace(results=results, outputs=results[:1], golden=golden, prepared=prepared)
+    assert _nearest_first(failed, [far, near, everywhere, with_decimals]) == [everywhere, with_decimals, near, far]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "scope"),
+    [
+        ("layers.0.q.weight", "layers.0.o.weight", "all"),
+        ("layers.0.q.weight", "layers.1.q.weight", "all"),
+        ("layers.0.q.weight", "layers.1.o.weight", "call"),
+    ],
+)
+def test_an_exchange_of_two_kinds_of_parameters_in_two_layers_is_tried_last(one, other, scope):
+    shapes = dict.fromkeys((one, other), (8, 8))
+    found = weight_hypotheses({one: one, other: other}, shapes, shapes, None, nn.Identity())
+    assert [each.scope for each in found if each.title == "parameters-exchanged"] == [scope]
+
+
+# A limit of real time, after which a search tells what it has verified, says so, and changes no verdict.
 
 NOTE = "the search for the cause ended after {} s; --parity-diagnosis=SECONDS gives it longer"
 WIDTH = 16
@@ -46,7 +148,7 @@ class Detached(Block):
 
 
 class Loss(Block):
-    """One number."""
+    """The same, returning one number."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()
@@ -80,7 +182,7 @@ def compared(name: str, **options: Any) -> parity.Result:
 
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Real time that passes by a second whenever the search asks for it, so that a limit is a number of questions."""
+    """Let real time pass by a second whenever the search asks for it, so that a limit is a number of questions."""
     passed: list[int] = []
 
     def monotonic() -> float:
