@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from ports import FP32_AND_BF16, Options, compared, decoders, normal, tells, tells_only
 from torch import Tensor, nn
 
 import parity
 from parity.mistakes.rope_scaling import scaling_of
 
-HIDDEN, HEADS, SEQ, HEAD_DIM = 64, 2, 40, 32
+SEQ, BASE = 40, 10_000.0
+
+# Ways to scale: one gives the frequencies of heads of 16 channels to a decoder, or those of 32 to TE's attention.
 
 
-def plain(base: float = 10_000.0) -> Tensor:
-    return base ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+def plain(base: float = BASE, dim: int = 32) -> Tensor:
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
-def llama3(factor: float = 8.0, length: float = 64.0) -> Tensor:
-    """As Meta's ``apply_scaling`` writes it."""
+def linear(factor: float = 8.0, dim: int = 32) -> Tensor:
+    return plain(dim=dim) / factor
+
+
+def ntk(factor: float = 8.0, dim: int = 32) -> Tensor:
+    return plain(BASE * factor ** (dim / (dim - 2)), dim)
+
+
+def llama3(factor: float = 8.0, length: float = 64.0, dim: int = 32) -> Tensor:
+    """Return what Meta's ``apply_scaling`` makes."""
     scaled = []
-    for frequency in plain().tolist():
+    for frequency in plain(dim=dim).tolist():
         wavelength = 2 * math.pi / frequency
         if wavelength < length / 4:
             scaled.append(frequency)
@@ -34,16 +47,25 @@ def llama3(factor: float = 8.0, length: float = 64.0) -> Tensor:
     return torch.tensor(scaled, dtype=torch.float64)
 
 
-def yarn(factor: float = 4.0) -> Tensor:
-    kept = (1 - (torch.arange(HEAD_DIM // 2, dtype=torch.float64) - 2) / 5).clamp(0, 1)
+def yarn(factor: float = 8.0, length: float = 64.0, dim: int = 32) -> Tensor:
+    count = dim // 2
+    fast, slow = (count * math.log(length / (beta * 2 * math.pi)) / math.log(BASE) for beta in (32.0, 1.0))
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), 2 * count - 1)
+    kept = 1.0 - ((torch.arange(count, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
+    return plain(dim=dim) * (kept + (1 - kept) / factor)
+
+
+def ramp(factor: float = 4.0) -> Tensor:
+    """Return YaRN's, kept up to the third frequency and scaled from the eighth on."""
+    kept = (1 - (torch.arange(16, dtype=torch.float64) - 2) / 5).clamp(0, 1)
     return plain() * (kept + (1 - kept) / factor)
 
 
-@pytest.mark.parametrize(("frequencies", "factor"), [(plain() / 3, 3.0), (llama3(), 8.0), (yarn(), 4.0)])
+@pytest.mark.parametrize(("frequencies", "factor"), [(plain() / 3, 3.0), (llama3(), 8.0), (ramp(), 4.0)])
 def test_how_frequencies_are_scaled_is_recognised(frequencies, factor):
     scaling = scaling_of(frequencies)
     assert scaling is not None
-    assert scaling.base == 10_000.0
+    assert scaling.base == BASE
     assert scaling.factor == pytest.approx(factor)
     torch.testing.assert_close(scaling.frequencies, frequencies, rtol=2e-3, atol=0.0)
 
@@ -53,17 +75,40 @@ def test_frequencies_of_a_base_and_any_others_are_not_scaled(frequencies):
     assert scaling_of(frequencies) is None
 
 
+# One way in the place of another, by the same factor from the same length, in a decoder.
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("right", "port", "phrase"),
+    [
+        (yarn, llama3, "Llama 3's scaling by 8"),
+        (llama3, yarn, "YaRN's scaling by 8"),
+        (ntk, linear, "base 10000 that are all divided by 8"),
+        (linear, ntk, "enlarged for longer sequences by 8 (NTK)"),
+        (llama3, linear, "divides all by 8"),
+        (linear, partial(linear, 2.0), "divides all by 2"),
+    ],
+)
+def test_another_kind_is_told_by_its_name(right, port, phrase, precision):
+    reference = Options(loss=False, frequency=partial(right, dim=16))
+    tells(decoders(reference, precision, seq=48, frequency=partial(port, dim=16)), "rope-scaling", phrase)
+
+
+# TE's attention, which is given angles.
+
+
 class Attention(nn.Module):
     """Causal attention that rotates with these frequencies, and multiplies cosines and sines by ``mscale``."""
 
     def __init__(self, frequencies: Tensor, mscale: float, positions: Tensor) -> None:
         super().__init__()
         self.frequencies, self.mscale, self.positions = frequencies, mscale, positions
-        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64, bias=False) for _ in range(4))
         self.q.weight.data *= 4
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        query, key, value = (layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         angles = (self.positions[:, None] * self.frequencies).repeat(1, 2)
         cos, sin = ((table * self.mscale).to(x.dtype) for table in (angles.cos(), angles.sin()))
         query, key = (y * cos + torch.cat((-y[..., 16:], y[..., :16]), -1) * sin for y in (query, key))
@@ -71,60 +116,41 @@ class Attention(nn.Module):
         return self.o(context.transpose(1, 2).flatten(2))
 
 
-def found(right: Tensor, ports: Tensor, mscale: float = 1.0, positions: Tensor | None = None):
-    """Titles and messages of the findings where TE rotates with ``ports``."""
-
-    def factory(te, **_):
-        angles = (torch.arange(SEQ)[:, None] * ports).repeat(1, 2).float()[:, None, None]
-        module = te.MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, qkv_format="bshd", bias=False)
-        names = {"q": "qkv.query_weight", "k": "qkv.key_weight", "v": "qkv.value_weight", "o": "proj.weight"}
-        return parity.Pair(
-            reference=Attention(right, mscale, torch.arange(SEQ) if positions is None else positions),
-            candidate=module,
-            inputs=lambda rng, batch: rng.normal(batch, SEQ, HIDDEN),
-            weights={f"{a}.weight": b for a, b in names.items()},
-            call_candidate=lambda module, x: module(x, rotary_pos_emb=angles),
-        )
-
-    (result,) = parity.compare(parity.Case("rope", factory, sizes=(dict(batch=2),)), ["bf16"])
-    return [(finding.title, finding.message) for finding in result.findings] or result.status
+def with_angles(right: Tensor, ports: Tensor, mscale: float = 1.0, positions: Tensor | None = None) -> parity.Result:
+    """Compare attention of these frequencies with TE's, which rotates with the port's."""
+    angles = (torch.arange(SEQ)[:, None] * ports).repeat(1, 2).float()[:, None, None]
+    options: dict[str, Any] = dict(attention_dropout=0.0, qkv_format="bshd", bias=False)
+    names = {"q": "qkv.query_weight", "k": "qkv.key_weight", "v": "qkv.value_weight", "o": "proj.weight"}
+    return compared(
+        lambda: Attention(right, mscale, torch.arange(SEQ) if positions is None else positions),
+        lambda te: te.MultiheadAttention(64, 2, **options),
+        normal((2, SEQ, 64)),
+        weights={f"{left}.weight": name for left, name in names.items()},
+        call_candidate=lambda module, x: module(x, rotary_pos_emb=angles),
+    )
 
 
-def test_the_same_frequencies_are_right():
-    assert found(llama3(), llama3()) == "passed"
-
-
-@pytest.mark.parametrize(("right", "mscale"), [(plain() / 4, 1.0), (llama3(), 1.0), (yarn(), 1.14)])
-def test_scaling_that_is_missing_is_found(right, mscale):
-    ((title, message),) = found(right, plain(), mscale)
-    assert title == "rope-scaling"
-    assert "it rotates with the plain frequencies" in message
+@pytest.mark.parametrize(
+    ("right", "ports", "mscale", "title", "phrase"),
+    [
+        (llama3(), llama3(), 1.0, "passed", ""),
+        (llama3(), plain(), 1.0, "rope-scaling", "it rotates with the plain frequencies"),
+        (ramp(), plain(), 1.14, "rope-scaling", "it rotates with the plain frequencies"),
+        (llama3(), llama3(factor=32.0), 1.0, "rope-scaling", "low ones of which are divided by 8"),
+        (llama3(), llama3(length=200.0), 1.0, "rope-scaling", "it takes 200 for the length"),
+        (plain(), plain() / 3, 1.0, "rope-position", "seq_len_interpolation_factor=3"),
+    ],
+)
+def test_scaling_that_is_missing_unwanted_or_another_is_told(right, ports, mscale, title, phrase):
+    tells_only(with_angles(right, ports, mscale), title, phrase)
 
 
 def test_linear_interpolation_is_an_argument_of_te():
-    ((_, message),) = found(plain() / 4, plain())
-    assert "seq_len_interpolation_factor=4" in message
+    result = with_angles(plain() / 4, plain())
+    tells_only(result, "rope-scaling", "it rotates with the plain frequencies")
+    assert "seq_len_interpolation_factor=4" in result.findings[0].message
 
 
-def test_another_factor_is_found():
-    ((title, message),) = found(llama3(), llama3(factor=32.0))
-    assert title == "rope-scaling"
-    assert "low ones of which are divided by 8" in message
-
-
-def test_another_original_length_is_found():
-    ((title, message),) = found(llama3(), llama3(length=200.0))
-    assert title == "rope-scaling"
-    assert "it takes 200 for the length" in message
-
-
-def test_plain_frequencies_that_are_interpolated_are_found():
-    ((title, message),) = found(plain(), plain() / 3)
-    assert title == "rope-position"
-    assert "seq_len_interpolation_factor=3" in message
-
-
-def test_positions_that_begin_again_and_are_counted_through_are_found():
-    ((title, message),) = found(plain(), plain(), positions=torch.arange(SEQ) % 16)
-    assert title == "rope-position"
-    assert "counted from the first token on" in message
+def test_positions_that_begin_again_and_are_counted_through_are_told():
+    result = with_angles(plain(), plain(), positions=torch.arange(SEQ) % 16)
+    tells_only(result, "rope-position", "counted from the first token on")
