@@ -31,7 +31,7 @@ from parity.mistakes.codes import CODES
 from parity.search import precision_mistakes
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests" / "diagnosis"
+TESTS = sorted((ROOT / "tests" / "diagnosis").glob("test_*.py"))
 ELSEWHERE = {
     "not-finite": "tests/test_bad_values.py",
     "golden-not-finite": "tests/test_bad_values.py",
@@ -59,13 +59,12 @@ def main() -> int:
 def _is_missed(title: str) -> bool:
     """Return whether a test that mentions the title fails without it, and say which."""
     run = Run(title)
+    files = [ROOT / ELSEWHERE[title]] if title in ELSEWHERE else [file for file in TESTS if _names(file, title)]
     with pytest.MonkeyPatch.context() as patch:
         (_forget_mistakes if _is_of_mistakes(title) else _forget_findings)(patch, title)
-        folder = ROOT / ELSEWHERE[title] if title in ELSEWHERE else TESTS
-        pytest.main(
-            ["-q", "-x", "-n", "0", "--tb=no", "--no-header", "--no-summary", "--rootdir", str(ROOT), str(folder)],
-            plugins=[run],
-        )
+        if files:
+            options = ["-q", "-x", "-n", "0", "--tb=no", "--no-header", "--no-summary", "--rootdir", str(ROOT)]
+            pytest.main([*options, *map(str, files)], plugins=[run])
     what = f"missed by {run.failed}" if run.failed else f"missed by none of the {run.chosen} tests that mention it"
     print(f"{title}: {what}", flush=True)
     return bool(run.failed)
@@ -94,13 +93,19 @@ def _mentions(item: pytest.Item, title: str) -> bool:
         return True
     source = inspect.getsource(item.function)  # type: ignore[attr-defined]
     body = source[source.index("\ndef ") + 1 :] if "\ndef " in source else source  # rows of its table are other tests'
-    return f'"{title}"' in body or f'"{CODES[title]}"' in body
+    return f'"{title}"' in body or CODES[title] in body
 
 
 def _is_of_mistakes(title: str) -> bool:
     """Return whether a mistake of the catalogue, or of a precision, may have the title."""
-    pages = [path for path in (ROOT / "parity" / "mistakes").glob("*.py") if path.name != "codes.py"]
-    return any(f'"{title}"' in path.read_text() for path in (*pages, Path(precision_mistakes.__file__)))
+    pages = [page for page in (ROOT / "parity" / "mistakes").glob("*.py") if page.name != "codes.py"]
+    return any(f'"{title}"' in page.read_text() for page in (*pages, Path(precision_mistakes.__file__)))
+
+
+def _names(file: Path, title: str) -> bool:
+    """Return whether a file has the title, or its code, in its text."""
+    text = file.read_text(encoding="utf-8")
+    return f'"{title}"' in text or CODES[title] in text
 
 
 def _forget_mistakes(patch: pytest.MonkeyPatch, title: str) -> None:

@@ -62,7 +62,7 @@ class Reference(nn.Module):
         return context.transpose(1, 2).flatten(2)
 
     def _bias(self, dtype: torch.dtype) -> Tensor:
-        """By the key's position: what differs by the query's leaves a softmax as it is."""
+        """Return a bias by the key's position: what differs by the query's leaves a softmax as it is."""
         return SLOPES.to(dtype)[:, None, None] * torch.arange(SEQ, dtype=dtype)
 
     def _products(self, query: Tensor, key: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class Reference(nn.Module):
         return scores + self._bias(scores.dtype) if self.alibi else scores
 
     def _products_of_all_heads(self, query: Tensor, key: Tensor) -> Tensor:
-        """As Bloom has them, ``[batch * heads, ...]``."""
+        """Return scores made as Bloom makes them, of ``[batch * heads, ...]``."""
         bias = self._bias(query.dtype).repeat(len(query), 1, 1)
         flat = (x.reshape(-1, SEQ, KEY_DIM) for x in (query, key))
         query, key = flat
@@ -266,7 +266,7 @@ CACHED = 12
 
 @dataclass(frozen=True)
 class Step:
-    """``position``: by how much positions are off. ``late``: the step's own keys are missing. ``lost``: oldest keys."""
+    """What is wrong: how far positions are off, whether the step's own keys are missing, how many old keys are."""
 
     position: int = 0
     late: bool = False

@@ -150,7 +150,7 @@ ATTENTION, MLP = "self_attention.layernorm_qkv.", "layernorm_mlp."
 
 
 class Parallel(nn.Module):
-    """As GPT-J's; the sum is in one order or another, and the MLP may have a norm of its own, as GPT-NeoX's."""
+    """A layer like GPT-J's, its sum in one order or another; the MLP may have a norm of its own, like GPT-NeoX's."""
 
     def __init__(self, stream_first: bool = True, own_norm: bool = False) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Parallel(nn.Module):
 
 
 class InPlace(Parallel):
-    """As Falcon's: one branch is added to the other in place, and both through a dropout of 0."""
+    """A layer like Falcon's: one branch is added to the other in place, and both through a dropout of 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         attention, mlp = self.branches(x)
@@ -251,7 +251,7 @@ FREQUENCIES = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 
 
 class QwenLayer(nn.Module):
-    """Llama's, with norms of queries and keys before the rotation, as Qwen3 has it, or after, as Llama 4."""
+    """Llama's layer with norms of queries and keys before the rotation, as Qwen3 has it, or after, as Llama 4."""
 
     def __init__(self, norm_first: bool = True, interleaved: bool = False) -> None:
         super().__init__()

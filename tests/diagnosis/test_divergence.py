@@ -121,7 +121,7 @@ class PlainCore(nn.Module):
 
 
 class FusedCore(nn.Module):
-    """TE's, which leaves zeros in padded queries."""
+    """TE's attention, which leaves zeros in padded queries."""
 
     def __init__(self, te: Any) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ WIDTH, EXPERTS = 64, 3
 
 
 class Experts(nn.Module):
-    """Each token goes to one expert, and to one that all share; ``act`` is the experts' own."""
+    """Experts: each token goes to one, and to one that all share; ``act`` is the experts' own."""
 
     def __init__(self, linear: Any, act: Any = F.silu) -> None:
         super().__init__()

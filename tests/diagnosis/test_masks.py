@@ -55,7 +55,7 @@ def masked(module: nn.Module, call: Any = None, precision: str = "bf16", **optio
 
 
 class MaskOfEachRow(nn.Module):
-    """As transformers' models write it: what one row computes is the same, the calls that make its mask are not."""
+    """Attention as in transformers: what one row computes is the same, the calls that make its mask are not."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -126,7 +126,7 @@ def test_another_mask_than_the_references_is_told(module, port, title, phrase):
 
 
 def packed(lengths, mask="padding_causal"):
-    """TE's attention over the batch's rows, each of them sequences of these lengths."""
+    """Return a call of TE's attention of the batch's rows, each of them sequences of these lengths."""
 
     def call(core, *heads):
         borders = torch.tensor([0, *lengths]).cumsum(0).int()

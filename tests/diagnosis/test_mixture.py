@@ -200,7 +200,7 @@ WIDTH, INNER = 32, 48
 
 
 class Experts(nn.Module):
-    """Each expert's rows through two layers of its own, as a list of modules."""
+    """Experts as a list of modules; the rows of each go through two layers of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Expert(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """Mixtral's, with its auxiliary loss, which reads the probabilities of all experts."""
+    """Mixtral's experts with its auxiliary loss, which reads the probabilities of all experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class WithLoss(nn.Module):
 
 
 class FusedRouter(nn.Module):
-    """TE's; ``score`` makes the scores of the choice, and ``detach`` keeps the loss from the router."""
+    """TE's fused router; ``score`` makes the scores of the choice, and ``detach`` keeps the loss from the router."""
 
     def __init__(self, te: Any, score: str = "softmax", detach: bool = False) -> None:
         super().__init__()

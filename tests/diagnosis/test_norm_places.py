@@ -67,7 +67,7 @@ def normed(x: Tensor, kind: str) -> Tensor:
 
 
 class Layer(nn.Module):
-    """``norms``: kinds of what is normed besides, by ``qk``, ``branch``, ``up`` and ``sum``."""
+    """A layer; ``norms`` are the kinds of what is normed besides, by ``qk``, ``branch``, ``up`` and ``sum``."""
 
     def __init__(self, linear: Any, norm: Any, norms: Mapping[str, str]) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ WIDTH, HEAD = 64, 32
 
 
 class Attention(nn.Module):
-    """Without norms, or with those of queries and keys."""
+    """Attention without norms, or with those of queries and keys."""
 
     normed = False
 

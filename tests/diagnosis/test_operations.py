@@ -312,7 +312,7 @@ class Skips(nn.Module):
 
 
 class InPlace(Skips):
-    """Each is added to what is there."""
+    """The same skips, each added in place to what is there."""
 
     def joined(self, x: Tensor, skip: Tensor) -> Tensor:
         x = x.clone()

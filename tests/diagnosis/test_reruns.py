@@ -79,7 +79,7 @@ def test_nothing_is_compared_with_a_reference_that_draws_random_numbers(what, ca
 
 
 def test_random_numbers_that_the_reference_does_not_use_are_no_matter():
-    """As those of Hugging Face's layer drop, which are drawn where its probability is 0."""
+    """Hugging Face's layer drop draws such numbers where its probability is 0."""
     assert noisy("fp32", "unused", "").passed
 
 
@@ -98,7 +98,7 @@ def blackwell() -> Iterator[None]:
 
 @pytest.mark.usefixtures("blackwell")
 def test_what_is_wrong_is_not_put_down_to_gradients_that_a_recipe_rounds_stochastically():
-    """As NVFP4 does: with a gain that is 1 too much, gradients are several times as large, and so is their noise."""
+    """NVFP4 does so: with a gain that is 1 too much, gradients are several times as large, and so is their noise."""
     result = of_batches(
         lambda: nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)),
         lambda te: nn.Sequential(te.RMSNorm(HIDDEN, zero_centered_gamma=True), te.Linear(HIDDEN, HIDDEN)),

@@ -242,7 +242,7 @@ def test_attentions_sums_alone_that_take_the_norm_are_told_as_one_mistake():
 
 
 class PostNormLayer(nn.Module):
-    """A layer as BERT's, whose norms come after its sums."""
+    """A layer like BERT's, whose norms come after its sums."""
 
     def __init__(self):
         super().__init__()

@@ -69,7 +69,7 @@ def test_rope_in_layers_that_have_none_is_told_with_these_layers(right, port, ph
     ],
 )
 def test_a_base_of_layers_that_have_their_own_is_told_with_these_layers(port, phrase, precision):
-    """As in Gemma 3, whose local layers have another base than its global ones."""
+    """Gemma 3 is such a model: its local layers have another base than its global ones."""
     right = Options(layers=2, loss=False, bases=(1e4, 1e6))
     tells(decoders(right, precision, seq=48, bases=port), "rope-base", phrase)
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from ports import compared
 from torch import Tensor, nn
 
-import parity
 from parity.mistakes.hypothesis import Hypothesis, together
 from parity.search.screen import Effects
 from parity.trace.trace import Changed, Edit
@@ -87,19 +87,6 @@ class Model(nn.Module):
         return self.head(self.norm(x)) * self.options.logits
 
 
-def titles(precision: str, **mistakes: Any) -> set[str]:
-    def factory(te: Any, **_: Any) -> parity.Pair:
-        plain, port = (
-            Model(nn.Linear, nn.RMSNorm, Options()),
-            Model(te.Linear, te.RMSNorm, replace(Options(), **mistakes)),
-        )
-        names = {name: name for name, _ in plain.named_parameters()}
-        return parity.Pair(plain, port, lambda rng: rng.integers(2, 16, high=VOCABULARY), names)
-
-    (one,) = parity.compare(parity.Case("model", factory, sizes=({},)), [precision])
-    return {finding.title for finding in one.findings}
-
-
 @pytest.mark.parametrize(
     ("precision", "mistakes", "told"),
     [
@@ -114,7 +101,16 @@ def titles(precision: str, **mistakes: Any) -> set[str]:
     ],
 )
 def test_both_mistakes_are_told(precision, mistakes, told):
-    assert titles(precision, **mistakes) >= told
+    result = compared(
+        lambda: Model(nn.Linear, nn.RMSNorm, Options()),
+        lambda te: Model(te.Linear, te.RMSNorm, replace(Options(), **mistakes)),
+        lambda rng: rng.integers(2, 16, high=VOCABULARY),
+        precision,
+    )
+    assert {finding.title for finding in result.findings} >= told
+
+
+# How changes are made at once, and how the likeliest pairs are known.
 
 
 class Operation:

@@ -183,7 +183,7 @@ BY_CHANNEL = (HEADS, WIDTH // HEADS, 3), (4, 0, 2, 1, 3)
 
 
 class Conv1DRows(Rows):
-    """GPT-2's: the fused weight is ``[in, out]``."""
+    """Rows as GPT-2 has them: the fused weight is ``[in, out]``."""
 
     def __init__(self, *layout: Any) -> None:
         super().__init__(*layout)
