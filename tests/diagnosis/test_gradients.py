@@ -13,8 +13,7 @@ from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
 from parity.search.localise import readable
 

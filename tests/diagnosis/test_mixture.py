@@ -366,7 +366,7 @@ class InGroups(nn.Module):
         (dict(score="softmax"), "routing-weights", "scored by a softmax"),
         (dict(of_choice=0.0), "routing-bias", "chosen without it"),
         (dict(of_choice=-1.0), "routing-bias", "it is subtracted"),
-        (dict(weighs_biased=True), "routing-bias", "the weights are of scores with the bias"),
+        (dict(weighs_biased=True), "routing-bias", "the weights come from scores with the bias"),
         (dict(logit=True), "routing-bias", "added to the logits"),
     ],
 )

@@ -9,8 +9,7 @@ from ports import compared, tells, tells_only
 from torch import nn
 
 import parity
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.hosts.catalogue import HOSTS
+from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
 
 

@@ -59,7 +59,7 @@ TOLD = "the 1st 'linear' of 0.of_tokens before the branch that ends with the 1st
                     "operation",
                     f"compute the branch that ends with {TOLD}, as the reference does, and so for 1 more",
                 ),
-                ("beside", "parallel-block", "both are computed of one input"),
+                ("beside", "parallel-block", "both are computed from one input"),
                 ("right", "passed", ""),
             )
         ),

@@ -17,7 +17,6 @@ from parity.cases import attention, layer, linear, mlp
 from parity.cpu import cuda, tensor_cores
 from parity.cpu import kernel_choices as names
 from parity.cpu.kernel_choices import NAMES, VARIABLE, kernel_choices
-from parity.cpu.kernel_choices import kernel_choices as choosing
 from parity.lab.zoo.catalogue import HOSTS
 from parity.numerics import kernel_choices as choices_of_gpus
 from parity.numerics.formats import Rounding, e4m3, tf32, tf32_truncated
