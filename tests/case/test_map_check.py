@@ -167,7 +167,7 @@ def test_shapes_that_differ_are_told_with_the_parameters_that_make_them():
         (reorder("q", (2, 1, 0)), "has no 3 equal blocks"),
         (reorder("q", (1, 0), dim=2), "dim=2 is out of range"),
         (stack("q", "k", dim=2), "dim=2 is out of range"),
-        (transpose("bias"), "has no two dimensions"),
+        (transpose("bias"), "has fewer than two dimensions"),
         (experts("q", "k"), "differ in shape"),
         (rearrange("q", "(a b) c -> b a c", a=5), "16"),
         (rearrange("q", "a b -> b"), "a"),

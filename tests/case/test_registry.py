@@ -113,7 +113,7 @@ def test_a_function_typed_again_in_a_notebook_replaces_the_case():
         ("mlp", {"precisions": "bf16"}, "precisions is a list of names"),
         ("mlp", {"precisions": []}, "precisions is empty"),
         ("mlp", {"marks": "slow"}, "marks is a list of names"),
-        ("mlp", {"marks": ["very slow"]}, "no valid name of a pytest mark"),
+        ("mlp", {"marks": ["very slow"]}, "not a valid name of a pytest mark"),
         ("mlp", {"probe": "no"}, "probe must be True or False, not 'no'"),
         ("mlp", {"vary_constants": None}, "vary_constants must be True or False, not None"),
     ],

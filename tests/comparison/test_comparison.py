@@ -328,8 +328,8 @@ def test_a_layer_outside_of_the_recipe_is_noted(outside):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"pair": nn.Linear(2, 2)}, "a parity.Pair, not Linear"),
-        ({"pair": lambda te: linear()}, "a parity.Pair, not function"),
+        ({"pair": nn.Linear(2, 2)}, "expected a parity.Pair or .*, not Linear"),
+        ({"pair": lambda te: linear()}, "expected a parity.Pair or .*, not function"),
         ({"precisions": "bf16"}, "precisions is a list of names"),
         ({"precisions": []}, "precisions is empty"),
         ({"precisions": ["bf61"]}, "unknown precision 'bf61'; there are fp32"),

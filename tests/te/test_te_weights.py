@@ -319,7 +319,7 @@ def test_without_a_recipe_pytorchs_checkpoint_is_right():
 def test_where_pytorch_itself_refuses_it_is_said_what_to_do():
     (result,) = compared(lambda layers, x: checkpoint(layers, x, use_reentrant=False), "fp8_current")
     assert result.status == "error"
-    assert "where a recipe is on, use te.checkpoint" in result.reason
+    assert "under a recipe, use te.checkpoint" in result.reason
 
 
 def test_nothing_is_watched_afterwards():

@@ -163,7 +163,7 @@ def test_with_scales_of_the_passes_before_it_fails_as_well(candidate):
 def test_where_a_backward_pass_meets_the_graph_of_a_call_before_it_is_said_what_that_means():
     result = compared(FirstOutput, "fp8_delayed", probe=False)
     assert result.status == "error"
-    assert "the module keeps what it computed in a call before" in result.reason
+    assert "the module keeps what it computed in an earlier call" in result.reason
 
 
 class KeepsTables(Layer):
