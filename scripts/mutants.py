@@ -147,5 +147,4 @@ def _modules(*packages: ModuleType) -> Iterator[ModuleType]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())
