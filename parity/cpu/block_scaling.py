@@ -1,4 +1,4 @@
-"""FP8 with one FP32 scale a block of 128.
+"""FP8 with one FP32 scale per block of 128.
 
 The formats of ``Float8BlockScaling``, and how matrices are cut into blocks.
 """
@@ -17,7 +17,7 @@ from parity.cpu import float8
 # Matrices cut into blocks that share a scale: the largest magnitude of each, and one factor for each.
 #
 # A block is ``(rows, columns)``, and a matrix ``[m, n]`` has ``ceil(m / rows) * ceil(n / columns)`` of them; those at
-# the end may be smaller. What holds one number a block is a matrix too, ``[blocks down, blocks across]``.
+# the end may be smaller. What holds one number per block is a matrix too, ``[blocks down, blocks across]``.
 
 
 Block = tuple[int, int]
@@ -85,7 +85,7 @@ def _tiles(values: Tensor, block: Block) -> Tensor:
     return values.view(rows // block[0], block[0], columns // block[1], block[1])
 
 
-# FP8 with one FP32 scale a block of 128: the formats of ``Float8BlockScaling``.
+# FP8 with one FP32 scale per block of 128: the formats of ``Float8BlockScaling``.
 #
 # Follows TransformerEngine 2.20.2: ``Float8BlockQuantizer`` in ``csrc/quantizer.cpp`` for layouts,
 # ``common/recipe/recipe_common.cuh`` and ``common/cast/fp8_blockwise/group_quantize_fp8_blockwise.cuh`` for arithmetic.
@@ -181,7 +181,7 @@ def logical_shape(tensor: Any) -> torch.Size:
 
 
 def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Block]:
-    """Return codes ``[outer, inner]``, one scale_inv a block, and the block's size."""
+    """Return codes ``[outer, inner]``, one scale_inv per block, and the block's size."""
     codes = tensor._columnwise_data if columnwise else tensor._rowwise_data
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     codes = codes.flatten(1) if columnwise and codes.dim() else as_matrix(codes)
@@ -191,7 +191,7 @@ def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Bl
 
 
 def _cast(flat: Tensor, block: Block, quantizer: Any) -> tuple[Tensor, Tensor]:
-    """Return codes in the order of the values, and scale_inv, one number a block."""
+    """Return codes in the order of the values, and scale_inv, one number per block."""
     dtype, largest = float8.fp8_dtype(quantizer), torch.finfo(flat.dtype).max
     scale = float8.scale_from_amax(
         amax(flat, block),
@@ -211,6 +211,6 @@ def _scale_shape(rows: int, columns: int, dimensions: int, columnwise: bool) -> 
 
 
 def _stored(scale_inv: Tensor, dimensions: int, columnwise: bool) -> Tensor:
-    """Lay out one number a block as TE's buffer does: transposed for rowwise vectors and for columnwise squares."""
+    """Lay out one number per block as TE's buffer does: transposed for rowwise vectors and for columnwise squares."""
     ordered = scale_inv.t() if columnwise == (dimensions == 2) else scale_inv
     return fill_up(ordered, (ordered.shape[0], round_up(ordered.shape[1], 4)))

@@ -47,7 +47,7 @@ DEFAULT_CUBLASLT = 130200
 
 
 class BadVariable(UserError, ValueError):
-    """An environment variable that describes the emulated GPU holds what it cannot."""
+    """Raised if an environment variable that describes the emulated GPU has an invalid value."""
 
 
 # The GPU in place of the environment's, set by ``emulated``.

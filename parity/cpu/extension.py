@@ -50,7 +50,7 @@ KERNEL_FAMILIES = (
 
 
 class _Extension(ModuleType):
-    """A module in which each kernel that is missing says so when it is called."""
+    """A module whose missing kernels say so when they are called."""
 
     version: Version
 
@@ -77,7 +77,7 @@ def build(version: Version) -> ModuleType:
     Each kernel is a function of one of ``KERNEL_FAMILIES`` that stands in its ``__all__``, under the name and with the
     parameters that TE's ``csrc/extensions/pybind.cpp`` gives it.
     """
-    # What the environment asks for is refused when TE is loaded, not in the middle of a model.
+    # Refuse mistakes in the environment when TE is loaded, not in the middle of a model.
     cuda.emulated_gpu(), cuda.cublaslt_version(), kernel_choices.current()
     extension = _Extension(NAME)
     extension.version = version
@@ -91,7 +91,7 @@ def build(version: Version) -> ModuleType:
     return extension
 
 
-# What older versions of TE expect otherwise.
+# What older versions of TE expect differently.
 
 
 def _adapt(extension: ModuleType, version: Version) -> None:

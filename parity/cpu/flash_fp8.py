@@ -1,4 +1,4 @@
-"""Attention in FP8 with one scale a tensor, forward and backward, a block of queries at a time."""
+"""Attention in FP8 with one scale per tensor, forward and backward, a block of queries at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parity.cpu.attention_problem import (
     parts,
 )
 
-# Attention in FP8 with one scale a tensor, on sequences of one length, a block of queries at a time.
+# Attention in FP8 with one scale per tensor, on sequences of one length, a block of queries at a time.
 #
 # What is multiplied and rounded, and where, is the graph that TransformerEngine builds of cuDNN
 # (``common/fused_attn/fused_attn_fp8.cu`` in TE's repository at 01144a02, which has the calls of 2.20 to ``sdpa_fp8``
@@ -43,9 +43,9 @@ from parity.cpu.attention_problem import (
 #                             for the products with Q and K
 # ==========================  =====================================================================================
 #
-# Two liberties. A flash kernel may cast P before it is normalised, which the graph does not tell: its errors would be
-# others, of the same size. And the frontend's backward graph does not apply the dropout mask to dP, without which dS is
-# no gradient; here it does.
+# There are two liberties. A flash kernel may cast P before it is normalised, which the graph does not show: its errors
+# would differ, but have the same size. And the frontend's backward graph does not apply the dropout mask to dP, without
+# which dS is not the gradient; here it is applied.
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def backward(
     return gradients, amax
 
 
-# Fused attention in FP8 with one scale a tensor, forward and backward, on all sequences of a batch.
+# Fused attention in FP8 with one scale per tensor, forward and backward, on all sequences of a batch.
 #
 # Which quantizer makes which tensor follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2 and
 # ``common/fused_attn/fused_attn_fp8.cu`` (see ``flash_fp8``):

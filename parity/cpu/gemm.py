@@ -32,10 +32,10 @@ __all__ = [
     "te_general_grouped_gemm_for_grouped_tensor",
 ]
 
-# Where K may be split for factors that carry the scales of their blocks: at whole blocks of each format.
+# Factors that carry the scales of their blocks may split K only at whole blocks of each format.
 _WHOLE_BLOCKS = 128
 
-# What a linear layer's GEMM sums over, by transA and transB: of the result, the input's gradient, the weight's.
+# What a linear layer's GEMM sums over, by transA and transB: for the result, the input's gradient, the weight's.
 _SUMMED = {
     (True, False): "the layer's input features",
     (False, False): "the layer's output features",
@@ -191,7 +191,7 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
 def _block_factor(
     entry: formats.Format, value: Any, columnwise: bool
 ) -> tensor_cores.Factor | tensor_cores.BlockFactor | None:
-    """Return what tensor cores multiply of values with a scale a block, if their sums are emulated."""
+    """Return what tensor cores multiply of values with a scale per block, if their sums are emulated."""
     if entry.kernels is block_scaling:
         if tensor_cores.core(block_scaled=True) is None:
             return None

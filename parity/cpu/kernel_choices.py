@@ -44,7 +44,7 @@ _chosen: ContextVar[frozenset[str] | None] = ContextVar("kernel_choices", defaul
 
 
 class BadChoice(BadVariable):
-    """A kernel choice that there is not, or two that contradict each other."""
+    """Raised for an unknown kernel choice, or for two that contradict each other."""
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def transform(values: Tensor, matrix: Tensor) -> Tensor:
 
 _LENGTH = 16
 _FAST_MATH = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
-# Each came with a version of TE: 2.16 (rows), 2.18 (4over6).
+# Each of these came with a version of TE: 2.16 (rows), 2.18 (4over6).
 _OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
 
 

@@ -50,7 +50,7 @@ def fp8_block_scaling_compute_partial_amax(
 def fp8_block_scaling_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: int
 ) -> None:
-    """Write the codes of ``inp``, one scale a block of 128 x 128, into ``out``, uint8 of its size."""
+    """Write the codes of ``inp``, one scale per block of 128 x 128, into ``out``, uint8 of its size."""
     matrix = _embedded(inp, h, w, start_offset)
     scaled = block_scaling.multiply(matrix, scale[: -(-h // 128), : -(-w // 128)], _FP8_BLOCK)
     _store(out, float8.cast(scaled, TORCH_DTYPE[int(out_dtype)]), start_offset)

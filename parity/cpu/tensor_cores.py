@@ -18,8 +18,8 @@ from parity.cpu import cuda, kernel_choices
 
 # A sum over K in parts whose results have 16 bits: each is rounded, and added to the others in that dtype.
 #
-# So cuBLASLt adds under ``CUBLASLT_REDUCTION_SCHEME_INPLACE`` and ``_OUTPUT_TYPE``. It does not say into how many parts
-# it splits K; here there are four, of at least 32 elements each, and fewer, or one, where K is short.
+# cuBLASLt adds like this under ``CUBLASLT_REDUCTION_SCHEME_INPLACE`` and ``_OUTPUT_TYPE``. It does not say into how
+# many parts it splits K; here there are four, of at least 32 elements each, and fewer, or one, if K is short.
 
 
 PARTS = 4
@@ -118,7 +118,7 @@ def _kept(values: Tensor, bits: Tensor) -> Tensor:
 # after so many products: cuBLAS does not say how many; CUTLASS (four instructions) and DeepSeek-V3 (section 3.3.2) take
 # 128.
 #
-# FP8 with a scale a block of 128 (``Float8BlockScaling``) leaves no choice: the sum over a block is multiplied by its
+# FP8 with a scale per block of 128 (``Float8BlockScaling``) leaves no choice: the sum over a block is multiplied by its
 # two scales and added in FP32, and the next begins anew. So do DeepSeek-V3's GEMM (section 3.3.2) and CUTLASS's for
 # Hopper (its example 67); what cuBLAS does is not documented. An Ada adds 16 products at a time (MMA-Sim). A Blackwell
 # keeps more (its MXFP8 and NVFP4 are below).
@@ -127,9 +127,9 @@ def _kept(values: Tensor, bits: Tensor) -> Tensor:
 _FP32_BITS = 24
 _EXPONENT_FIELD = 0x7F800000
 _SCALED_BLOCK = 128
-# Elements of a tile of the result: it and what it is made of stay in a core's cache.
+# Elements of a tile of the result: the tile and what it is computed from stay in a core's cache.
 _TILE_ELEMENTS = 1 << 16
-# What 0 has for an exponent: a product with it stays below the lowest of two FP8 numbers (E5M2's, 2^-14, twice).
+# The exponent of 0: a product with it stays below the lowest of two FP8 numbers (E5M2's, 2^-14, twice).
 _NO_EXPONENT, _LOWEST_EXPONENT = -60, -28
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
@@ -359,7 +359,7 @@ _FP64_EXPONENT_FIELD = 0x7FF << 52
 
 @dataclass(frozen=True)
 class BlockFactor:
-    """One factor of a product of matrices with a scale a block.
+    """One factor of a product of matrices with a scale per block.
 
     Attributes:
         values: ``[outer, inner]``, unscaled, FP32 or BF16.

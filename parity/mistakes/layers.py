@@ -150,7 +150,7 @@ def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes, module: nn.Mo
 
 
 def _repeated(stack: _Stack, shapes: Shapes, module: nn.Module, unused: Container[str]) -> Iterator[Hypothesis]:
-    """Yield mistakes where parts which get no gradient are not called, and that another one computes in their place."""
+    """Yield mistakes where parts which get no gradient are not called, and another one computes in their place."""
     idle = [place for place, rights in enumerate(stack.rights) if all(name in unused for name in rights)]
     if stack.title != "layers-permuted" or not idle:
         return
@@ -242,7 +242,7 @@ class ParallelBlock:
 
 
 def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield mistakes where blocks which are parallel in the reference follow each other, or that one reads no norm."""
+    """Yield mistakes where blocks which are parallel in the reference follow each other, or where one reads no norm."""
     mistakes: tuple[Mistake[ParallelBlock], ...] = (
         Mistake(
             "parallel-block",

@@ -27,7 +27,7 @@ from typing import Any
 from parity.cpu import cuda, extension, triton, versions
 from parity.cpu.loading import stand_ins
 
-# Reads Python source so that where it says ``cuda`` the CPU is meant, as rewrites of its syntax tree.
+# Rewrite the syntax tree of Python source so that ``cuda`` in it means the CPU.
 #
 # =====================================  =====================================  =======================================
 # written                                is read as                             because
@@ -41,11 +41,11 @@ from parity.cpu.loading import stand_ins
 # ``torch.is_autocast_enabled()``        the same of ``"cpu"``                  without a device it asks about the GPU
 # =====================================  =====================================  =======================================
 #
-# Source that is not TransformerEngine's spells devices in more ways, which ``normalize_devices`` reduces to these.
+# Other source than TransformerEngine's spells devices in more ways, which ``normalize_devices`` reduces to these.
 
 
 CUDA_MODULE = "parity.cpu.cuda"
-# What rewritten source finds ``parity.cpu.cuda`` under; whoever executes it sets this name before.
+# The name of ``parity.cpu.cuda`` in rewritten source; whoever executes that source sets the name first.
 CUDA_NAME = "__parity_cuda__"
 
 _DEVICE_WITH_INDEX = re.compile(r"cuda:\d*")
@@ -118,7 +118,7 @@ def _is_torch(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "torch"
 
 
-# Keeps the code of TE's rewritten modules between processes, as Python keeps that of other modules in ``__pycache__``.
+# Keep the code of TE's rewritten modules between processes, as Python keeps that of other modules in ``__pycache__``.
 #
 # Parsing, rewriting and compiling TE's modules takes more than half of the time that importing them takes.
 
@@ -177,12 +177,12 @@ def _write(file: Path, content: bytes) -> None:
     os.replace(written.name, file)
 
 
-# Loads TransformerEngine's own Python so that it computes on the CPU.
+# Load TransformerEngine's own Python so that it computes on the CPU.
 #
-# TE's sources are read as they are, with one word exchanged: where they say ``cuda``, the CPU is meant. The rewrite
-# happens on the syntax tree (see above) while a ``transformer_engine.*`` module is imported, so nothing outside TE
-# is patched: ``torch.cuda``, ``torch.Tensor`` and the user's code stay what they were, in every thread, after any
-# exception. More names have stand-ins in TE's sources:
+# TE's sources are read as they are, with one word replaced: ``cuda`` means the CPU. The syntax tree is rewritten (see
+# above) while a ``transformer_engine.*`` module is imported, so nothing outside TE is patched: ``torch.cuda``,
+# ``torch.Tensor`` and the user's code stay what they were, in every thread, after any exception. More names have
+# stand-ins in TE's sources:
 #
 # =====================================  =====================================  =======================================
 # TE writes                              is read as                             because
@@ -209,7 +209,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _StandIns(ast.NodeTransformer):
-    """What only TE's own source needs: stand-ins for a compiler, for Triton, and for who tells what is installed."""
+    """What only TE's own source needs: stand-ins for a compiler, for Triton, and for the lookup of
+    installed versions.
+    """
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -237,7 +239,7 @@ def _is_triton(module: str) -> bool:
 
 
 class _CpuLoader(importlib.machinery.SourceFileLoader):
-    """Loads modules that mean the CPU where they say ``cuda``; it leaves TE's own ``.pyc`` files alone."""
+    """Loads modules so that ``cuda`` in them means the CPU; it leaves TE's own ``.pyc`` files alone."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)

@@ -16,7 +16,7 @@ from typing import Any
 from parity.cpu import cuda
 from parity.cpu.loading.loader import CUDA_NAME, cuda_means_cpu, normalize_devices
 
-# Shows what a user's script raised as ``python SCRIPT`` would: without the frames of what runs the script.
+# Show what a user's script raised as ``python SCRIPT`` would: without the frames of what runs the script.
 
 
 def show_traceback(error: BaseException) -> None:
@@ -64,7 +64,7 @@ def _of_the_script(traceback: TracebackType | None) -> Iterator[TracebackType]:
         traceback = traceback.tb_next
 
 
-# Runs a user's script, TransformerEngine and all, on the CPU kernels, though it says ``cuda``.
+# Run a user's script, TransformerEngine and all, on the CPU kernels, though it says ``cuda``.
 
 
 def run(script: Path, arguments: Sequence[str]) -> None:
@@ -81,7 +81,8 @@ def run(script: Path, arguments: Sequence[str]) -> None:
     folder = str(script.resolve().parent)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, folder)
-    # Where Python looks into folders; TransformerEngine's finder, and those of built-in modules, are asked before.
+    # At the place of the finder that looks into folders: TransformerEngine's finder, and those of
+    # built-in modules, come before it.
     sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), _ScriptFinder(folder))
     module = ModuleType("__main__")
     loader = _ScriptLoader("__main__", str(script))
@@ -91,7 +92,7 @@ def run(script: Path, arguments: Sequence[str]) -> None:
 
 
 class _ScriptLoader(importlib.machinery.SourceFileLoader):
-    """Loads source that means the CPU where it says ``cuda``; it neither reads nor writes ``.pyc`` files."""
+    """Loads source so that ``cuda`` in it means the CPU; it neither reads nor writes ``.pyc`` files."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -107,7 +108,7 @@ class _ScriptLoader(importlib.machinery.SourceFileLoader):
 
 
 class _ScriptFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules whose source lies in the script's folder or below, but for installed ones and parity's own."""
+    """Finds the modules whose source is in the script's folder or below, except installed ones and parity's own."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
