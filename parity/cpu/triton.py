@@ -436,7 +436,7 @@ def _backward_before_2_19(grad_input: Tensor, grad_output: Tensor, is_cg_captura
     return grad_input
 
 
-# The functions that are replaced, by the module of TE's package that defines them.
+# The replacements, by the module of TE's package that defines the functions.
 _REPLACEMENTS: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "cross_entropy": (cross_entropy_forward, cross_entropy_backward),
     "grouped_dbias_dscales": (compute_grouped_dbias, compute_grouped_dbias_dscales),
