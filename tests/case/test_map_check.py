@@ -123,7 +123,8 @@ def test_a_mistake_is_told_alone(checked, told):
     [
         (
             ({"a": stack("x", constant(0.0, 2))}, {"a": (4,)}, {"x": (2,)}),
-            '"a": stack("x", constant(0.0, 2)): a constant stands for what the reference lacks, so it belongs on the',
+            '"a": stack("x", constant(0.0, 2)): '
+            "a constant stands for what the reference lacks, so it belongs on the left",
         ),
         (([("a", "b")],), "weights must be a dict {left: right}, not list"),
     ],

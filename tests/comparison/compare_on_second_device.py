@@ -24,6 +24,7 @@ from parity.case.files import folder
 from parity.judge import asked
 from parity.numerics import blocked_attention
 from parity.passes import all_passes, prepare
+from parity.passes.cache import Cache
 from parity.passes.one_pass import Pass
 
 BUILT_IN = ("layernorm_mlp_swiglu", "attention_padding_gqa", "multihead_attention_interleaved_qkv")
@@ -68,7 +69,7 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
         assert kernels.device == device
         names = ("inputs", "candidate_weights", "cotangents", "probe")
         fetched = {name: moved(getattr(prepared, name), CPU) for name in names}
-        there = dataclasses.replace(prepared, **fetched, built=[])  # the one that is built is on the device
+        there = dataclasses.replace(prepared, **fetched, cache=Cache())  # the pair that is built is on the device
         tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change, seen, *rest, **how)
         return moved(tensors, device), unreached
 

@@ -126,7 +126,7 @@ def test_a_te_module_that_is_left_out_is_an_error_that_names_it(how, precision) 
     assert result.status in (("error",) if precision == "fp32" else ("error", "failed")), result
     assert "TransformerEngine's modules hold weights and did not run:" in told
     assert named in told
-    assert "test_te_modules.py:" in told
+    assert "test_candidate.py:" in told
 
 
 def test_each_that_is_left_out_is_named_and_those_that_run_are_not() -> None:

@@ -236,7 +236,7 @@ def test_the_oldest_are_let_go_where_memory_is_short_but_for_the_last_before(mon
 @pytest.mark.parametrize(("workers", "kept"), [(1, 4), (2, 2)])
 def test_workers_share_the_memory_that_is_free(workers: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = keep(norm_case(16), [0])
-    monkeypatch.setattr(devices, "free", lambda: 3.5 * sum(one.held.values()) * 8)  # of which an eighth may be kept
+    monkeypatch.setattr(devices, "free", lambda: 3.5 * one.bytes * 8)  # of which an eighth may be kept
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", str(workers))
     keep(norm_case(16), range(6))
     assert len(prepare_page._KEPT) == kept

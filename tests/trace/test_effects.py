@@ -316,7 +316,7 @@ class MadeInFirstCall(nn.Module):
 
 def test_parameters_that_the_first_call_makes_are_named():
     pair = linear(reference=MadeInFirstCall(nn.Linear), candidate=MadeInFirstCall(te.Linear), weights={})
-    assert_says(result_of(pair), "error", "makes its parameter layer.weight in its first call")
+    assert_says(result_of(pair), "error", "creates its parameter layer.weight in its first call")
 
 
 # An output through which nothing flows back is seen, though its share of the gradients may be below rounding.
