@@ -306,8 +306,8 @@ def with_fused_router(precision: str, **wrong: Any) -> parity.Result:
 
 
 ONE_TOKEN_CANCELS = pytest.mark.xfail(
-    reason="false alarm: at this seed, of twelve, the gradient that one token gets from the loss is what is left of terms "
-    "that cancel, and its slice is 2.7 times beyond its limit"
+    reason="false alarm: at this seed, of twelve, the gradient that one token gets from the loss is what is left of "
+    "terms that cancel, and its slice is 2.7 times beyond its limit"
 )
 
 
