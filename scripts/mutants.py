@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -33,12 +34,13 @@ from parity.search import precision_mistakes
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = sorted((ROOT / "tests" / "diagnosis").glob("test_*.py"))
 ELSEWHERE = {
-    "not-finite": "tests/test_bad_values.py",
-    "golden-not-finite": "tests/test_bad_values.py",
-    "precision-overflows": "tests/test_bad_values.py",
-    "weights-not-as-mapped": "tests/test_held_weights.py",
-    "state-between-calls": "tests/judging/test_remembered.py",
-    "recomputed-otherwise": "tests/te_state/test_recomputes.py",
+    "not-finite": "tests/comparison/test_bad_values.py",
+    "golden-not-finite": "tests/comparison/test_bad_values.py",
+    "precision-overflows": "tests/comparison/test_bad_values.py",
+    "weights-not-as-mapped": "tests/comparison/test_held_weights.py",
+    "number": "tests/judge/test_judge.py",
+    "state-between-calls": "tests/trace/test_effects.py",
+    "recomputed-otherwise": "tests/te/test_te_weights.py",
 }
 """Titles that another folder's tests are about."""
 
@@ -88,12 +90,19 @@ class Run:
 
 
 def _mentions(item: pytest.Item, title: str) -> bool:
-    """Return whether a test's row has the title, or its own lines have the title or its code."""
+    """Return whether a test's row has the title, or its own lines, or a function of its page that it calls."""
     if any(value == title for value in getattr(getattr(item, "callspec", None), "params", {}).values()):
         return True
-    source = inspect.getsource(item.function)  # type: ignore[attr-defined]
-    body = source[source.index("\ndef ") + 1 :] if "\ndef " in source else source  # rows of its table are other tests'
-    return f'"{title}"' in body or CODES[title] in body
+    page = item.module  # type: ignore[attr-defined]
+    body = _body(item.function)  # type: ignore[attr-defined]
+    called = (one for name, one in inspect.getmembers(page, inspect.isfunction) if re.search(rf"\b{name}\(", body))
+    return any(f'"{title}"' in lines or CODES[title] in lines for lines in (body, *map(_body, called)))
+
+
+def _body(function: Callable[..., Any]) -> str:
+    """Return a function's lines without its decorators: rows of a table are other tests'."""
+    source = inspect.getsource(function)
+    return source[source.index("\ndef ") + 1 :] if "\ndef " in source else source
 
 
 def _is_of_mistakes(title: str) -> bool:
