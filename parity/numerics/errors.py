@@ -294,7 +294,6 @@ class Truth:
     def __init__(self, exact: Tensor) -> None:
         self.exact = exact.detach().double()
         self._split: tuple[Summed, Tensor] | None = None
-        self._wide: Summed | None = None
         self._measures: dict[tuple[Summed, torch.dtype], Measures] = {}
 
     @cached_property
@@ -318,7 +317,7 @@ class Truth:
             errors = [Summed(self._difference(x, golden.values, rest)) for x in computed]
             if all(map(_is_held, errors)):
                 return Deviations(golden, errors)
-        return Deviations(self._in_fp64(), [Summed(difference(x, self.exact)) for x in computed])
+        return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
 
     def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
         """Return the measures of the errors that ``deviations`` returned with this golden, and keep
@@ -346,10 +345,9 @@ class Truth:
             self._split = split
         return split
 
+    @cached_property
     def _in_fp64(self) -> Summed:
-        if self._wide is None:
-            self._wide = Summed(self.exact)  # takes no memory by itself, and keeps no squares of a large tensor
-        return self._wide
+        return Summed(self.exact)  # takes no memory by itself, and keeps no squares of a large tensor
 
     def _difference(self, x: Tensor, golden: Tensor, rest: Tensor) -> Tensor:
         """Return the error in FP32; of a tensor in FP64 the digits beyond FP32 count as well."""

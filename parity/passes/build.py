@@ -210,17 +210,18 @@ def share_rounded_weights(
         The candidate's parameters by name, in the dtype; the candidate itself is left as it is.
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
-    shapes = transfer.parameter_shapes(pair.candidate), transfer.parameter_shapes(pair.reference)
+    candidate_shapes = transfer.parameter_shapes(pair.candidate)
+    reference_shapes = transfer.parameter_shapes(pair.reference)
     candidate: dict[str, Tensor] = {}
     for left, right in pair.weights.items():  # one after the other, since all in FP64 are the most that a case holds
         entry = {left: right}
-        mapped = transfer.to_candidate(entry, reference, shapes[0])
+        mapped = transfer.to_candidate(entry, reference, candidate_shapes)
         check_weights_fit(mapped, dtype)
         rounded = {name: held.get(name, tensor).to(dtype) for name, tensor in mapped.items()}
         candidate |= rounded
         doubled = {name: tensor.double() for name, tensor in rounded.items()}
         with torch.no_grad():
-            for name, tensor in transfer.to_reference(entry, doubled, shapes[1]).items():
+            for name, tensor in transfer.to_reference(entry, doubled, reference_shapes).items():
                 reference[name].copy_(tensor)
     return candidate
 

@@ -23,7 +23,6 @@ class Cache:
 
     _entries: dict[Hashable, _Entry] = field(default_factory=dict)
     _subject: Hashable = None
-    _within: int = 0  # computations that run now: their parts' time is theirs
 
     def get(self, key: Hashable, compute: Callable[[], Value], size: Callable[[Value], int] = lambda _: 0) -> Value:
         """Return the value of this key, computed now if it is not kept.
@@ -35,12 +34,7 @@ class Cache:
         """
         if key not in self._entries:
             began = time.process_time()
-            self._within += 1
-            try:
-                computed = compute()
-            finally:
-                self._within -= 1
-            self._entries[key] = _Entry(computed, size, 0.0 if self._within else time.process_time() - began)
+            self._entries[key] = _Entry(compute(), size, time.process_time() - began)
         value: Value = self._entries[key].value
         return value
 
