@@ -229,3 +229,14 @@ def decoders(
         precision,
         mapped,
     )
+
+
+class Expert(nn.Module):
+    """An MLP of two layers, 64 to 96 channels and back, without biases."""
+
+    def __init__(self, linear: Any, act: Any) -> None:
+        super().__init__()
+        self.act, self.up, self.down = act, linear(64, 96, bias=False), linear(96, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))

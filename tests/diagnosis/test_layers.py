@@ -11,6 +11,7 @@ from ports import (
     BATCH,
     FP32_AND_BF16,
     VOCABULARY,
+    Expert,
     LanguageModel,
     Options,
     compared,
@@ -104,15 +105,6 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         outputs = [expert(x[number::EXPERTS]) for number, expert in enumerate(self.experts)]
         return torch.stack(outputs, 1).flatten(0, 1) + self.shared(x)
-
-
-class Expert(nn.Module):
-    def __init__(self, linear: Any, act: Any) -> None:
-        super().__init__()
-        self.act, self.up, self.down = act, linear(WIDTH, 96, bias=False), linear(96, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
 
 
 @FP32_AND_BF16

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, Expert, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 WIDTH = 64
@@ -96,15 +96,6 @@ def test_the_same_parts_pass(module, precision):
 
 
 # Two MLPs behind the parts: the same two of each are exchanged.
-
-
-class Expert(nn.Module):
-    def __init__(self, linear: Any, act: Any) -> None:
-        super().__init__()
-        self.act, self.up, self.down = act, linear(WIDTH, 96, bias=False), linear(96, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
 
 
 class OfTwoMlps(nn.Module):

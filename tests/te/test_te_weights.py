@@ -36,14 +36,7 @@ def compare(precision: str, recipe: str, dtype: torch.dtype, activation: str = "
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU("tanh"), nn.Linear(WIDTH, WIDTH)),
             port,
             lambda rng, batch: rng.normal(batch, WIDTH),
-            {
-                "0.weight": "layer_norm_weight",
-                "0.bias": "layer_norm_bias",
-                "1.weight": "fc1_weight",
-                "1.bias": "fc1_bias",
-                "3.weight": "fc2_weight",
-                "3.bias": "fc2_bias",
-            },
+            MLP,
         )
 
     (result,) = parity.compare(parity.Case("quantized", factory, sizes=(dict(batch=128),)), [precision])
