@@ -482,10 +482,16 @@ def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: i
         dims: the dimensions that a slice extends over.
         count: the number of elements in a slice.
     """
-    squares = [model.values.double().square() for model in model_errors]
-    second = torch.stack([x.sum(dims) for x in squares]).amax(0)
-    fourth = torch.stack([x.square().sum(dims) for x in squares]).amax(0)
+    powers = [_even_powers(model.values, dims) for model in model_errors]
+    second, fourth = (torch.stack(sums).amax(0) for sums in zip(*powers, strict=True))
     return torch.where(fourth > 0, 3.0 * second.square() / fourth, count).clamp(1.0, count)
+
+
+def _even_powers(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return the sums of the second and fourth powers, in FP64, with one copy: a weight's gradient may be large."""
+    powers = x.to(torch.float64, copy=True).square_()
+    second = powers.sum(dims)
+    return second, powers.square_().sum(dims)
 
 
 def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:

@@ -19,13 +19,15 @@ from parity.machine import host
 # The memory of tensors: what a process frees is kept for its next tensors, and it comes in large pages.
 #
 # A comparison allocates and frees tensors of the same sizes over and over. By default, glibc gives the memory of large
-# tensors back each time, and the kernel clears every page that it hands out again: a tenth of a large comparison's
-# time. Pages of 2 MiB instead of 4 KiB save another tenth, most of it in a process's first comparisons.
+# tensors back each time, and the kernel clears every page that it hands out again: a tenth of a comparison's time.
+# Pages of 2 MiB instead of 4 KiB save another tenth, most of it in a process's first comparisons. The weights of a
+# large model are given back all the same: kept, they leave holes that nothing else fits into.
 
 
-# From ``malloc.h`` of glibc: how much may be free at the heap's end before it is given back, and how many blocks may be
-# outside of the heap, from where they are always given back.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+# From ``malloc.h`` of glibc: how much may be free at the heap's end before it is given back, and from which size on a
+# block lies outside of the heap, from where it is always given back, with the largest size that glibc takes.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT = 2**25
 _LARGEST = 2**31 - 1  # the largest value that ``mallopt`` takes
 
 
@@ -50,7 +52,7 @@ def keep_freed() -> bool:
     if libc is None or free is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
     limit = min(host.share_to_keep(free), _LARGEST)
-    return bool(libc.mallopt(_M_TRIM_THRESHOLD, limit) and libc.mallopt(_M_MMAP_MAX, 0))
+    return bool(libc.mallopt(_M_TRIM_THRESHOLD, limit) and libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT))
 
 
 def give_back() -> None:

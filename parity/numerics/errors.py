@@ -22,7 +22,7 @@ from parity.result import Errors, Kind
 
 # A tensor of more bytes is the weight of a large model or its gradient. What has its size and is quickly computed of
 # it, such as squares, is not kept: it would be several times the memory of the passes.
-_LARGE = 2**24
+LARGE = 2**24
 
 
 class Summed:
@@ -69,7 +69,7 @@ class Summed:
         if self._squares is not None:
             return self._squares
         squares = self.values.square()
-        if squares.nbytes <= _LARGE:
+        if squares.nbytes <= LARGE:
             self._squares = squares
         return squares
 
@@ -333,14 +333,19 @@ class Truth:
 
     @property
     def _is_large(self) -> bool:
-        return self.exact.nbytes > _LARGE
+        return self.exact.nbytes > LARGE
 
     def _in_fp32(self) -> tuple[Summed, Tensor]:
         """Return what FP32 holds of golden, and the rest in FP32."""
         if self._split is not None:
             return self._split
         golden = self.exact.float()
-        split = Summed(golden), self.exact.sub(golden).float()
+        rest = torch.empty_like(golden)
+        parts = 1 + self.exact.nbytes // LARGE  # so that the difference in FP64 takes little memory
+        chunks = (torch.atleast_1d(x).chunk(parts) for x in (self.exact, golden, rest))
+        for exact, near, far in zip(*chunks, strict=True):
+            far.copy_(exact - near)
+        split = Summed(golden), rest
         if not self._is_large:
             self._split = split
         return split

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity.case.case import Case, Rng, draw_inputs
 from parity.case.validate import CheckedSize, without_memory
 from parity.machine import process
+from parity.numerics.errors import LARGE
 from parity.passes.build import cast
 from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import forget
@@ -24,8 +25,9 @@ from parity.user_error import INTERRUPTS
 # FP64 elements at the peak: for each weight (golden, its gradients, the models', the candidate's, the directions of
 # mistakes), for each element that the reference saves for its backward pass, and for each of inputs and outputs. Fitted
 # to the peak resident memory of comparisons on the CPU kernels, which was 0.55 (an MLP) to 1.3 times (attention) what
-# this predicts: good enough to tell large cases from small ones, but no promise that one fits.
-_WEIGHT_COPIES, _SAVED_COPIES, _INPUT_COPIES = 15, 6, 11
+# this predicts: good enough to tell large cases from small ones, but no promise that one fits. A Llama layer of weights
+# that are large took 33 bytes a parameter in BF16, and 37 in FP8 with current scaling (``benchmarks/memory.py``).
+_WEIGHT_COPIES, _LARGE_WEIGHT_COPIES, _SAVED_COPIES, _INPUT_COPIES = 15, 5, 6, 11
 
 
 @lru_cache(maxsize=64)
@@ -61,10 +63,15 @@ def _estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int:
         outputs = call(reference, *args, **kwargs) if call else reference(*args, **kwargs)
     for parameter in reference.parameters():
         storages.pop(parameter.untyped_storage()._cdata, None)
-    weights = sum(parameter.numel() for parameter in reference.parameters())
+    weights = sum(_copies(parameter) * parameter.numel() for parameter in reference.parameters())
     passed = sum(leaf.numel() for leaf in tree_leaves([inputs, outputs]) if isinstance(leaf, Tensor))
     saved = sum(storage.nbytes() for storage in storages.values())
-    return 8 * (_WEIGHT_COPIES * weights + _INPUT_COPIES * passed) + _SAVED_COPIES * saved
+    return 8 * (weights + _INPUT_COPIES * passed) + _SAVED_COPIES * saved
+
+
+def _copies(parameter: Tensor) -> int:
+    """Return how many FP64 copies of a weight there are at the peak; of large ones less is kept."""
+    return _LARGE_WEIGHT_COPIES if parameter.nbytes > LARGE else _WEIGHT_COPIES
 
 
 def release() -> None:
