@@ -11,7 +11,7 @@ from itertools import chain
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.constants import GATE_LIMITS, LEAKY_SLOPE, numbers, tunable
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, Scope, each_place, everywhere_and_somewhere
@@ -136,33 +136,31 @@ def gated_units(trace: Trace) -> list[GatedUnit]:
     return in_three + [unit for unit in in_two if unit.call.site not in known]
 
 
-def activation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's activations and gated units."""
     found, units = activations(trace), gated_units(trace)
-    yield from everywhere_and_somewhere(_others(found), found, module)
+    yield from everywhere_and_somewhere(_others(found), found)
     by_name: dict[str, list[Activation]] = defaultdict(list)
     for one in found:
         by_name[one.name].append(one)
     for name, alike in by_name.items() if len(by_name) > 1 else ():
         if len(alike) > 1:
-            yield from _made_with(alike, module, "kind", f" for {name}")
+            yield from _made_with(alike, "kind", f" for {name}")
     by_module: dict[str, list[Activation]] = defaultdict(list)
     for one in found:
         by_module[unnumbered(one.call.module)].append(one)
     for path, alike in by_module.items() if len(by_module) > 1 else ():
         if len(alike) > 1 and "#" in path:
-            yield from _made_with(
-                alike, module, "kind", f" in {alike[0].call.module} and {len(alike) - 1} more like it"
-            )
+            yield from _made_with(alike, "kind", f" in {alike[0].call.module} and {len(alike) - 1} more like it")
     if 1 < len(found) <= MOST_PLACES:
         for place, one in zip(each_place([one.call.module for one in found]), found, strict=True):
-            yield from _made_with([one], module, "one", f" in {place}")
-    yield from everywhere_and_somewhere(_unit_mistakes(units), units, module, lambda one: one.call.module)
+            yield from _made_with([one], "one", f" in {place}")
+    yield from everywhere_and_somewhere(_unit_mistakes(units), units, lambda one: one.call.module)
 
 
-def _made_with(some: list[Activation], module: nn.Module, scope: Scope, where: str) -> Iterator[Hypothesis]:
+def _made_with(some: list[Activation], scope: Scope, where: str) -> Iterator[Hypothesis]:
     """Yield mistakes with some of the reference's activations; messages name only those."""
-    for one in everywhere_and_somewhere(_others(some), some, module):
+    for one in everywhere_and_somewhere(_others(some), some):
         yield replace(one, name=one.name + where, repair=one.repair + where, scope=scope)
 
 
@@ -443,7 +441,7 @@ def biases(trace: Trace) -> list[Bias]:
     return found
 
 
-def bias_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's biases."""
     mistakes: list[Mistake[Bias]] = [
         Mistake("bias-dropped", "bias missing", "add the bias; it is left out", lambda one: one.edits(0.0)),
@@ -458,7 +456,7 @@ def bias_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
                 lambda one, third=third: one.without_third(trace, third),  # type: ignore[misc]
             )
         )
-    yield from everywhere_and_somewhere(mistakes, biases(trace), module, lambda one: one.name)
+    yield from everywhere_and_somewhere(mistakes, biases(trace), lambda one: one.name)
 
 
 # Activations that are clamped to a range, such as queries, keys and values by OLMo's ``clip_qkv``.
@@ -483,14 +481,14 @@ class Clamp:
         return (edit(self.call, (self.x,), compute),)
 
 
-def clamp_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def clamp_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield another limit, or none, for all activations that are clamped to the same one."""
     by_limit: dict[float, list[Clamp]] = {}
     for one in filter(None, (_clamp(trace, call) for call in trace.calls)):
         by_limit.setdefault(one.limit, []).append(one)
     for right, alike in by_limit.items():
         another = partial(_limit_instead, right)
-        yield from everywhere_and_somewhere(chain([another(math.inf)], numbers(another, [right])), alike, module)
+        yield from everywhere_and_somewhere(chain([another(math.inf)], numbers(another, [right])), alike)
 
 
 def _clamp(trace: Trace, call: Call) -> Clamp | None:

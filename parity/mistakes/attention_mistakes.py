@@ -38,7 +38,7 @@ from parity.trace.walk import CASTS, LINEAR, ancestors, users, with_number
 _TES_HIDDEN_SCORE = -10000.0
 
 
-def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's attention."""
     found = attentions(trace)
     if not found:
@@ -47,9 +47,9 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
     for some in alike if len(alike) > 1 else ():
         where = f" in {', '.join(one.call.module for one in some)}" if len(some) <= MOST_PLACES else " in some layers"
         mistakes = _masks(traced_bias(trace, some[0]))
-        yield from everywhere_and_somewhere(mistakes, some, module, where=where)
+        yield from everywhere_and_somewhere(mistakes, some, where=where)
     if len(alike) == 2:
-        yield from everywhere_and_somewhere(_masks_of_others(trace, *alike), found, module, lambda one: one.call.module)
+        yield from everywhere_and_somewhere(_masks_of_others(trace, *alike), found, lambda one: one.call.module)
     first = found[0]  # sizes of the others are taken to be like it
     query, key, value = heads_of(trace, first)
     mistakes = chain(
@@ -60,7 +60,7 @@ def attention_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
         _softmax(first),
         chain(_heads(query, key, value), head_count_mistakes(query, key, value)) if query.dim() == 4 else (),
     )
-    yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
 
 
 def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
@@ -319,7 +319,7 @@ class Cap:
         return (edit(self.call, (self.x,), lambda was, x: _capped(x, cap).to(was.dtype)),)
 
 
-def softcap_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def softcap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield other caps than the reference's; if it has none, caps of the last linear layer's result, the logits."""
     found = caps(trace)
     by_cap: dict[float, list[Cap]] = {}
@@ -328,7 +328,7 @@ def softcap_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
     for right, alike in by_cap.items():
         another = partial(_cap_instead, right)
         mistakes = chain([another(math.inf)], numbers(another, [right], SOFTCAPS))
-        yield from everywhere_and_somewhere(mistakes, alike, module, lambda one: one.call.module)
+        yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module)
 
 
 def caps(trace: Trace) -> list[Cap]:
@@ -423,7 +423,7 @@ class _Joined:
         return self.attention.edits(mask=hiding)
 
 
-def joined_stream_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes where one stream's queries, or all, see their own keys alone, or that no query
     sees a stream's keys.
     """
@@ -433,9 +433,7 @@ def joined_stream_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
         if joined is not None:
             alike[len(joined.queries), len(joined.keys)].append(joined)
     for (queries, keys), some in alike.items():
-        yield from everywhere_and_somewhere(
-            _mistakes(queries, keys), some, module, lambda one: one.attention.call.module
-        )
+        yield from everywhere_and_somewhere(_mistakes(queries, keys), some, lambda one: one.attention.call.module)
 
 
 def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
@@ -550,16 +548,16 @@ def _cut(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 # Activations whose batch dimension is taken for the sequence, by a whole port or by some of its layers.
 
 
-def sequence_first_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def sequence_first_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield the exchange of batch and sequence for the whole module, all submodules that attend, or one of these."""
-    yield _exchanged(module)
-    yield _viewed_as_sequence_first(module)
+    yield _exchanged()
+    yield _viewed_as_sequence_first()
     levels = _attending(trace)
     for paths in levels:
-        yield _exchanged_in(paths, module)
+        yield _exchanged_in(paths)
     for paths in levels:
         if 1 < len(paths) <= MOST_PLACES:
-            yield from (replace(_exchanged_in((path,), module), scope="one") for path in paths)
+            yield from (replace(_exchanged_in((path,)), scope="one") for path in paths)
 
 
 def _attending(trace: Trace) -> list[tuple[str, ...]]:
@@ -572,7 +570,7 @@ def _attending(trace: Trace) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(levels))
 
 
-def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
+def _exchanged_in(paths: tuple[str, ...]) -> Hypothesis:
     """Return the mistake that these submodules take ``[batch, seq, ...]`` for sequence first, and return it so."""
     which = f"{paths[0]} and {len(paths) - 1} more like it" if len(paths) > 1 else paths[0]
 
@@ -591,7 +589,6 @@ def _exchanged_in(paths: tuple[str, ...], module: nn.Module) -> Hypothesis:
         f"batch and sequence exchanged in {which}",
         'give TE\'s layers attn_input_format="bshd", and its attention qkv_format="bshd": they take the first '
         f"dimension for the sequence by default; so {which} attends within the batch",
-        module,
         around=around,
     )
 
@@ -637,23 +634,21 @@ def _exchange(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 else x, tree)
 
 
-def _exchanged(module: nn.Module) -> Hypothesis:
+def _exchanged() -> Hypothesis:
     return Hypothesis(
         "sequence-first",
         "batch and sequence exchanged",
         'give TE attn_input_format="bshd" (qkv_format="bshd"), or transpose inputs and outputs: TE takes the first '
         "dimension for the sequence by default",
-        module,
         around=_first_two_exchanged,
     )
 
 
-def _viewed_as_sequence_first(module: nn.Module) -> Hypothesis:
+def _viewed_as_sequence_first() -> Hypothesis:
     return Hypothesis(
         "sequence-first",
         "batch and sequence viewed as each other",
         "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
-        module,
         around=_first_two_viewed,
     )
 

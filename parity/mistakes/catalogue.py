@@ -71,22 +71,22 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     """
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes), prepared.reference
+    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes)
     never_came = unused_parameters(prepared.weights, unused)
-    yield from unused_branch_hypotheses(trace, prepared.reference, never_came)
-    yield from unused_norm_hypotheses(trace, prepared.reference, never_came)
-    yield from layer_order_hypotheses(prepared.weights, shapes, prepared.reference, unused)
+    yield from unused_branch_hypotheses(trace, never_came)
+    yield from unused_norm_hypotheses(trace, never_came)
+    yield from layer_order_hypotheses(prepared.weights, shapes, unused)
     gated = frozenset(_of_gated_units(trace))
     yield from weight_hypotheses(*of_weights, unused, gated)
     yield from function_hypotheses(prepared, trace)
     yield from repeated_weight_hypotheses(*of_weights, unused, gated)
-    yield from branch_factor_hypotheses(trace, prepared.reference)
-    yield from operation_hypotheses(trace, prepared.reference)
-    yield from step_order_hypotheses(trace, prepared.reference)
-    yield from joined_token_hypotheses(trace, prepared.reference)
-    yield from exchanged_factor_hypotheses(trace, prepared.reference)
-    yield from branch_order_hypotheses(trace, prepared.reference)
-    yield from loop_operation_hypotheses(trace, prepared.reference)
+    yield from branch_factor_hypotheses(trace)
+    yield from operation_hypotheses(trace)
+    yield from step_order_hypotheses(trace)
+    yield from joined_token_hypotheses(trace)
+    yield from exchanged_factor_hypotheses(trace)
+    yield from branch_order_hypotheses(trace)
+    yield from loop_operation_hypotheses(trace)
 
 
 def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
@@ -101,48 +101,45 @@ def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) ->
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
     gated = frozenset(_of_gated_units(trace))
     heads = _heads(trace, shapes)
-    yield from weight_hypotheses(entries, shapes, candidate_shapes, heads, prepared.reference, (), gated)
+    yield from weight_hypotheses(entries, shapes, candidate_shapes, heads, (), gated)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:
     """Yield every mistake that changes what the reference computes."""
-    module = prepared.reference
-    yield from norm_hypotheses(trace, module, stored_dtype(prepared))
-    yield from activation_hypotheses(trace, module)
-    yield from attention_hypotheses(trace, module)
-    yield from joined_stream_hypotheses(trace, module)
-    yield from shifted_window_hypotheses(trace, module)
-    yield from packed_hypotheses(trace, module)
-    yield from rope_hypotheses(trace, module, stored_dtype(prepared))
-    yield from norm_order_hypotheses(trace, module)
-    yield from norm_group_hypotheses(trace, module)
-    yield from residual_hypotheses(trace, module)
-    yield from pre_norm_hypotheses(trace, module)
-    yield from branch_norm_hypotheses(trace, module)
-    yield from extra_norm_hypotheses(trace, module)
-    yield from parallel_block_hypotheses(trace, module)
-    yield from bias_hypotheses(trace, module)
-    yield from lookup_hypotheses(trace, module)
-    yield from routing_hypotheses(trace, module)
-    yield from softcap_hypotheses(trace, module)
-    yield from clamp_hypotheses(trace, module)
-    yield from factor_hypotheses(trace, module)
-    yield from loss_hypotheses(trace, module)
-    yield from cross_entropy_hypotheses(trace, module)
-    yield from label_shift_hypotheses(trace, module)
-    yield from clipping_hypotheses(trace, module)
-    yield from optimizer_step_hypotheses(trace, module)
-    yield from optimizer_moment_hypotheses(trace, module)
-    yield from optimizer_hypotheses(trace, module, stored_dtype(prepared))
-    yield from sequence_first_hypotheses(trace, module)
+    yield from norm_hypotheses(trace, stored_dtype(prepared))
+    yield from activation_hypotheses(trace)
+    yield from attention_hypotheses(trace)
+    yield from joined_stream_hypotheses(trace)
+    yield from shifted_window_hypotheses(trace)
+    yield from packed_hypotheses(trace)
+    yield from rope_hypotheses(trace, stored_dtype(prepared))
+    yield from norm_order_hypotheses(trace)
+    yield from norm_group_hypotheses(trace)
+    yield from residual_hypotheses(trace)
+    yield from pre_norm_hypotheses(trace, prepared.reference)
+    yield from branch_norm_hypotheses(trace, prepared.reference)
+    yield from extra_norm_hypotheses(trace)
+    yield from parallel_block_hypotheses(trace)
+    yield from bias_hypotheses(trace)
+    yield from lookup_hypotheses(trace)
+    yield from routing_hypotheses(trace)
+    yield from softcap_hypotheses(trace)
+    yield from clamp_hypotheses(trace)
+    yield from factor_hypotheses(trace)
+    yield from loss_hypotheses(trace)
+    yield from cross_entropy_hypotheses(trace)
+    yield from label_shift_hypotheses(trace)
+    yield from clipping_hypotheses(trace)
+    yield from optimizer_step_hypotheses(trace)
+    yield from optimizer_moment_hypotheses(trace)
+    yield from optimizer_hypotheses(trace, stored_dtype(prepared))
+    yield from sequence_first_hypotheses(trace)
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
     """Return the mistakes that change what the reference computes so little that the norm of the error may not show it.
 
-    Each is made with all operations of its kind at once, which are those that have subtle mistakes. Inside
-    ``hypothesis.context()`` one pass of ``prepared.reference`` computes what the hypothesis says, in any dtype,
-    gradients included.
+    Each is made with all operations of its kind at once, which are those that have subtle mistakes.
     """
     return tuple(one for one in subtle_hypotheses_anywhere(prepared, trace) if one.subtle and one.scope == "all")
 
@@ -151,12 +148,11 @@ def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypoth
     """Return the subtle mistakes, also made with some of the operations alone or with other values of
     their constants.
     """
-    module = prepared.reference
     candidates = (
-        *norm_hypotheses(trace, module, stored_dtype(prepared)),
-        *activation_hypotheses(trace, module),
-        *rope_hypotheses(trace, module, stored_dtype(prepared)),
-        *optimizer_step_hypotheses(trace, module),
+        *norm_hypotheses(trace, stored_dtype(prepared)),
+        *activation_hypotheses(trace),
+        *rope_hypotheses(trace, stored_dtype(prepared)),
+        *optimizer_step_hypotheses(trace),
     )
     constants = {one.title for one in candidates if one.subtle and one.tuned is not None}
     return tuple(one for one in candidates if one.subtle or (one.tuned is not None and one.title in constants))

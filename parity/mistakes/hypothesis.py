@@ -12,26 +12,25 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from parity.trace.calls import edited
 from parity.trace.trace import Edit
 
 # A hypothesis is a known mistake of ports: a change under which the reference computes what such a port would.
 
 
 ModuleCall = Callable[..., Any]
+Around = Callable[[ModuleCall], ModuleCall]
 ReadWeights = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 Scope = Literal["all", "kind", "one", "call"]
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What might be wrong with a port.
+    """What might be wrong with a port. ``parity.mistakes.trial`` computes the reference as if it were so.
 
     Attributes:
         title: the finding's title, a key of ``parity.mistakes.codes.CODES``.
         name: names the mistake among those of this title, short and the same in every run, e.g. ``norm eps=1e-06``.
         repair: what to change in the user's code; it ends a sentence that says how far the error falls.
-        module: the reference.
         edits: what the reference has to compute otherwise.
         read: maps its parameters to those that have to be others, by name; None if all stay as they are.
         around: wraps the function that calls the reference, ``call(module, *inputs)``; None leaves it as it is.
@@ -49,10 +48,9 @@ class Hypothesis:
     title: str
     name: str
     repair: str
-    module: nn.Module = field(repr=False)
     edits: tuple[Edit, ...] = field(default=(), repr=False)
     read: ReadWeights | None = field(default=None, repr=False)
-    around: Callable[[ModuleCall], ModuleCall] | None = field(default=None, repr=False)
+    around: Around | None = field(default=None, repr=False)
     subtle: bool = False
     value: float | None = None
     tuned: Callable[[float], Hypothesis] | None = field(default=None, repr=False)
@@ -60,14 +58,18 @@ class Hypothesis:
     place: str = ""
     family: tuple[str, str] = ("", "")
 
-    def context(self) -> AbstractContextManager[None]:
-        """Within the context, a forward pass of the reference, and its backward pass, computes what the
-        hypothesis says.
 
-        ``parity.mistakes.trial`` applies ``read`` and ``around``. The module raises ``Misfit`` if it makes other calls
-        than it did when it was traced.
-        """
-        return edited(self.module, self.edits)
+def within(context: Callable[[nn.Module], AbstractContextManager[object]]) -> Around:
+    """Return a wrapper under which the reference is called inside of a context."""
+
+    def around(call: ModuleCall) -> ModuleCall:
+        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with context(module):
+                return call(module, *args, **kwargs)
+
+        return under
+
+    return around
 
 
 def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
@@ -127,7 +129,6 @@ class Mistake(Generic[_Changed]):
 def everywhere_and_somewhere(
     mistakes: Iterable[Mistake[Operation]],
     operations: Sequence[Operation],
-    module: nn.Module,
     place: Callable[[Operation], str] | None = None,
     kinds: Callable[[Operation], Sequence[str]] = lambda operation: (),
     where: str = "",
@@ -138,7 +139,6 @@ def everywhere_and_somewhere(
     Args:
         mistakes: the mistakes to make.
         operations: the reference's operations of one sort.
-        module: the reference.
         place: names where an operation is, for names and messages; None tries only all at once.
         kinds: names the kinds of an operation, for names and messages, where one argument of TE is for some of them.
         where: says where the operations are, for names and messages; empty if they are all of their sort.
@@ -147,12 +147,12 @@ def everywhere_and_somewhere(
         changed = [operation for operation in operations if mistake.edits(operation)]
         if not changed:
             continue
-        yield _made(mistake, operations, module, where=where)
+        yield _made(mistake, operations, where=where)
         for name, some in _by_kind(changed, kinds).items():
-            yield _made(mistake, some, module, "kind", f" in {name}")
+            yield _made(mistake, some, "kind", f" in {name}")
         if place is not None and 1 < len(changed) <= MOST_PLACES:
             for name, operation in zip(each_place([place(one) for one in changed]), changed, strict=True):
-                yield _made(mistake, [operation], module, "one", place=name)
+                yield _made(mistake, [operation], "one", place=name)
 
 
 def each_place(places: Sequence[str]) -> list[str]:
@@ -190,7 +190,6 @@ def _by_kind(
 def _made(
     mistake: Mistake[Operation],
     operations: Sequence[Operation],
-    module: nn.Module,
     scope: Scope = "all",
     where: str = "",
     place: str = "",
@@ -201,11 +200,10 @@ def _made(
         mistake.title,
         mistake.name + where,
         mistake.repair + where,
-        module,
         tuple(edit for operation in operations for edit in mistake.edits(operation)),
         subtle=mistake.subtle,
         value=mistake.value,
-        tuned=None if family is None else lambda value: _made(family(value), operations, module, scope, where, place),
+        tuned=None if family is None else lambda value: _made(family(value), operations, scope, where, place),
         scope=scope,
         place=place,
         family=(mistake.name, mistake.repair) if place else ("", ""),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parity.case.weight_map import Side, WeightMap, names, pack, shape_of, unpack
@@ -51,21 +51,18 @@ class _Stack:
     order: tuple[int, ...]
 
 
-def layer_order_hypotheses(
-    weights: WeightMap, shapes: Shapes, module: nn.Module, unused: Container[str] = ()
-) -> Iterator[Hypothesis]:
+def layer_order_hypotheses(weights: WeightMap, shapes: Shapes, unused: Container[str] = ()) -> Iterator[Hypothesis]:
     """Yield every likely order of a stack other than the reference's, and parts that compute in the place of others.
 
     Args:
         weights: the pair's map.
         shapes: of the reference's parameters, by name.
-        module: the reference.
         unused: TE's parameters without a gradient, which the reference gives one.
     """
     for stack in _stacks(weights, shapes):
         for order in _orders(stack):
-            yield _permuted(stack, order, shapes, module)
-        yield from _repeated(stack, shapes, module, unused)
+            yield _permuted(stack, order, shapes)
+        yield from _repeated(stack, shapes, unused)
 
 
 def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
@@ -133,7 +130,7 @@ def _inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
-def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes, module: nn.Module) -> Hypothesis:
+def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes) -> Hypothesis:
     """Return the mistake that the part at each place has the weights of the reference's part at ``order[place]``."""
     numbers = [stack.numbers[source] for source in order]
     held = ", ".join(map(str, numbers[:_MOST_NAMED])) + (", ..." if len(numbers) > _MOST_NAMED else "")
@@ -144,12 +141,11 @@ def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes, module: nn.Mo
         stack.title,
         f"{theirs} in the order {held}" + (of_one if theirs == "experts" else ""),
         f"fill {parts} in the reference's order; they hold its {theirs} {held}",
-        module,
         read=_reading(stack, order, shapes),
     )
 
 
-def _repeated(stack: _Stack, shapes: Shapes, module: nn.Module, unused: Container[str]) -> Iterator[Hypothesis]:
+def _repeated(stack: _Stack, shapes: Shapes, unused: Container[str]) -> Iterator[Hypothesis]:
     """Yield mistakes where parts which get no gradient are not called, and another one computes in their place."""
     idle = [place for place, rights in enumerate(stack.rights) if all(name in unused for name in rights)]
     if stack.title != "layers-permuted" or not idle:
@@ -161,7 +157,6 @@ def _repeated(stack: _Stack, shapes: Shapes, module: nn.Module, unused: Containe
                 "layer-repeated",
                 f"{stack.what}{stack.numbers[instead]} for {missing}",
                 f"call TE's {missing}; {stack.what}{stack.numbers[instead]} computes again in its place",
-                module,
                 read=_reading(
                     stack, [instead if place in idle else place for place in range(len(stack.numbers))], shapes
                 ),
@@ -241,7 +236,7 @@ class ParallelBlock:
         return tuple(_reading_normed(call, self.norm.call.outputs[0], given, normed) for call in self.readers)
 
 
-def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def parallel_block_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes where blocks which are parallel in the reference follow each other, or where one reads no norm."""
     mistakes: tuple[Mistake[ParallelBlock], ...] = (
         Mistake(
@@ -257,7 +252,7 @@ def parallel_block_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
             ParallelBlock.without_norm,
         ),
     )
-    yield from everywhere_and_somewhere(mistakes, parallel_blocks(trace), module, lambda block: block.module)
+    yield from everywhere_and_somewhere(mistakes, parallel_blocks(trace), lambda block: block.module)
 
 
 def parallel_blocks(trace: Trace) -> list[ParallelBlock]:
@@ -354,12 +349,11 @@ def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[s
     return frozenset(name for left in held for name in names(left))
 
 
-def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
+def unused_branch_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hypothesis]:
     """Yield the mistake that all terms made of unused parameters are left out of their sums.
 
     Args:
         trace: the reference's trace.
-        module: the reference.
         unused: names of the reference's parameters that get no gradient in the port.
     """
     made_of = _parameters(trace) if unused else {}
@@ -377,12 +371,11 @@ def unused_branch_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[
             "branch-missing",
             f"branch of {named} left out",
             f"add what {named}{more} compute, as the reference does; it is left out, and no gradient reaches them",
-            module,
             tuple(edits),
         )
 
 
-def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[str]) -> Iterator[Hypothesis]:
+def unused_norm_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hypothesis]:
     """Yield the mistake that norms are left out whose weights get no gradient in the port; arguments as above."""
     bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
     if bare:
@@ -391,7 +384,6 @@ def unused_norm_hypotheses(trace: Trace, module: nn.Module, unused: frozenset[st
             "norm-missing",
             f"norms of {named} left out",
             f"call the norms that the reference has as {named}{more}; their inputs are passed on as they are",
-            module,
             tuple(edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)) for norm in bare),
         )
 

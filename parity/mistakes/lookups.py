@@ -13,7 +13,7 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import Call, Edit, Trace, Value, edit
@@ -89,27 +89,27 @@ def additions(trace: Trace) -> list[Addition]:
     return found
 
 
-def lookup_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def lookup_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's lookups."""
     found = lookups(trace)
     by_position = [one for one in found if _are_positions(one.traced)]
     mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3))]
-    yield from everywhere_and_somewhere(mistakes, by_position, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(mistakes, by_position, lambda one: one.call.module)
     ids = [one for one in found if one not in by_position]
     others = [*map(_other_ids, (-1, 1)), *_ids_of_other_positions()]
-    yield from everywhere_and_somewhere(others, ids, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(others, ids, lambda one: one.call.module)
     few = [one for one in found if one.rows < _FEW_ROWS]
-    yield from everywhere_and_somewhere([_first_row()], few, module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere([_first_row()], few, lambda one: one.call.module)
     for one in found:
-        yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one], module)
-    yield from everywhere_and_somewhere(_of_two_axes(), found, module, lambda one: one.call.module)
+        yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one])
+    yield from everywhere_and_somewhere(_of_two_axes(), found, lambda one: one.call.module)
     added = [
         *map(_rolled, (-1, 1)),
         *map(_grid_turned, range(2)),
         *map(_without_first, _SPECIAL_TOKENS),
         *map(_from_position, _SPECIAL_TOKENS),
     ]
-    yield from everywhere_and_somewhere(added, additions(trace), module, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(added, additions(trace), lambda one: one.call.module)
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.constants import LABEL_SMOOTHINGS, Z_LOSSES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
@@ -32,7 +32,7 @@ which are 1 or 0.
 """
 
 
-def loss_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def loss_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield other averages of the reference's losses ``[batch, seq]``, of which some tokens count."""
     for call in trace.calls:
         summed = _average(trace, call)
@@ -43,7 +43,6 @@ def loss_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
                 "loss-scale",
                 f"loss as {described}",
                 f"divide the summed loss by the number of tokens that count; it is {described}",
-                module,
                 (edit(call, summed or (), _instead(average)),),
             )
 
@@ -128,11 +127,11 @@ def cross_entropies(trace: Trace) -> list[CrossEntropy]:
     return [one for call in trace.calls if (one := _called(trace, call)) is not None]
 
 
-def cross_entropy_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def cross_entropy_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's cross entropies."""
     found = cross_entropies(trace)
     if found:
-        yield from everywhere_and_somewhere(_mistakes(found), found, module, lambda one: one.call.module)
+        yield from everywhere_and_somewhere(_mistakes(found), found, lambda one: one.call.module)
 
 
 def _called(trace: Trace, call: Call) -> CrossEntropy | None:
@@ -284,11 +283,11 @@ class _Shifted:
         return (edit(self.loss.call, (self.logits.whole, self.labels.whole), compute),)
 
 
-def label_shift_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def label_shift_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield labels of other positions, for each cross entropy whose logits and labels have positions."""
     found = [shifted for loss in cross_entropies(trace) if (shifted := _shifted(trace, loss)) is not None]
     if found:
-        yield from everywhere_and_somewhere(_shift_mistakes(found), found, module, lambda one: one.loss.call.module)
+        yield from everywhere_and_somewhere(_shift_mistakes(found), found, lambda one: one.loss.call.module)
 
 
 def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
@@ -128,12 +128,12 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def routing_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def routing_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's routers."""
     found = routers(trace)
     mistakes = (*_weight_mistakes(), *_bias_mistakes(), *_choice_mistakes())
-    yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.choice.module)
-    for one in everywhere_and_somewhere(_split_mistakes(), found, module, lambda one: one.choice.module):
+    yield from everywhere_and_somewhere(mistakes, found, lambda one: one.choice.module)
+    for one in everywhere_and_somewhere(_split_mistakes(), found, lambda one: one.choice.module):
         # A token's expert depends on the other tokens' here, so the batch must not be cut to one row.
         yield replace(one, around=lambda call: call)
 

@@ -33,7 +33,6 @@ def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
             "post-norm",
             "norms before the branches",
             "put each norm after the sum, as the reference does; it is before the branch, as in TE's TransformerLayer",
-            module,
             tuple(edits),
         )
 
@@ -52,7 +51,7 @@ def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothes
         ),
     ):
         if edits:
-            yield Hypothesis("post-norm", name, repair, module, tuple(edits))
+            yield Hypothesis("post-norm", name, repair, tuple(edits))
 
 
 def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
@@ -127,14 +126,14 @@ KINDS: dict[str, Compute] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
 """Norms without weights, by their names in TE."""
 
 
-def attention_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def attention_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield each such norm, in all layers and, of queries and keys, in each."""
     found = attentions(trace)
     of_both = (_of_queries_and_keys(*named) for named in (*KINDS.items(), ("L2Normalization", _l2_norm)))
-    yield from everywhere_and_somewhere(of_both, found, module, lambda one: one.call.module)
-    yield from everywhere_and_somewhere((made for named in KINDS.items() for made in _of_some(*named)), found, module)
+    yield from everywhere_and_somewhere(of_both, found, lambda one: one.call.module)
+    yield from everywhere_and_somewhere((made for named in KINDS.items() for made in _of_some(*named)), found)
     keyed = [_Keyed(one, norm) for one in found if (norm := _of_key(trace, one)) is not None]
-    yield from everywhere_and_somewhere([_values_as_keys()], keyed, module)
+    yield from everywhere_and_somewhere([_values_as_keys()], keyed)
 
 
 def _of_queries_and_keys(kind: str, norm: Compute) -> Mistake[Attention]:
@@ -219,20 +218,19 @@ def _computed(norm: Norm, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
 # ``qk_norm_type``, or from another model; their weights are 1 and 0. A port may have them in all layers, or in some.
 
 
-def extra_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def extra_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield a norm in each place where ports have one that the reference lacks."""
     for calls in _alike(trace):
         for kind, norm in KINDS.items():
-            yield _before(calls, kind, norm, module)
+            yield _before(calls, kind, norm)
             places = _by_input(trace, calls)
             for some in places if 1 < len(places) <= MOST_PLACES else ():
-                yield _before(some, kind, norm, module, calls)
-    yield from attention_norm_hypotheses(trace, module)
+                yield _before(some, kind, norm, calls)
+    yield from attention_norm_hypotheses(trace)
     for mistake in (_of_branch, _of_product, _after_sum):
         yield from everywhere_and_somewhere(
             (mistake(*named) for named in KINDS.items()),
             residuals(trace),
-            module,
             lambda one: f"{one.call.module} (sum {one.number})",
             lambda one: (f"each layer (sum {one.number})",),
         )
@@ -291,9 +289,7 @@ def _by_input(trace: Trace, calls: Sequence[Call]) -> list[list[Call]]:
     return list(found.values())
 
 
-def _before(
-    calls: Sequence[Call], kind: str, norm: Compute, module: nn.Module, alike: Sequence[Call] = ()
-) -> Hypothesis:
+def _before(calls: Sequence[Call], kind: str, norm: Compute, alike: Sequence[Call] = ()) -> Hypothesis:
     """Return the mistake that these linear layers, all or some of those that are alike, read a norm."""
     first = _named(calls[0])
     others = f" and {len(calls) - 1} more like it" if len(calls) > 1 else ""
@@ -303,7 +299,6 @@ def _before(
         "norm-missing",
         f"{kind} before {first}{' alone' if alike else ''}",
         f"leave out the norm before {first}{others}, {as_reference}; a {kind} comes before",
-        module,
         tuple(_of_normed(call, norm) for call in calls),
         scope="one" if alike else "all",
         place=calls[0].module if alike else "",

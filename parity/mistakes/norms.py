@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.constants import LARGE_NORM_EPS, NORM_EPS, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, low_dtypes, rounded_to, short
@@ -111,12 +111,11 @@ def _as_computed(trace: Trace, norm: Norm) -> Norm | None:
     return None
 
 
-def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+def norm_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's norms.
 
     Args:
         trace: of the reference.
-        module: the reference.
         dtype: in which the port stores activations.
     """
     found = norms(trace)
@@ -124,7 +123,6 @@ def norm_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
         yield from everywhere_and_somewhere(
             _mistakes(found, dtype),
             found,
-            module,
             lambda norm: norm.call.module,
             lambda norm: kinds(norm, trace),
         )
@@ -424,7 +422,7 @@ class _Grouped:
         return (edit(norm.call, norm.needs, computed),)
 
 
-def norm_group_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def norm_group_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield norms of each head for one of all heads, one of all heads for one of each, and other numbers of groups.
 
     OLMo 2 and OLMoE normalise the queries of all heads at once, TE's ``qk_norm_type`` and most models
@@ -434,7 +432,6 @@ def norm_group_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
     yield from everywhere_and_somewhere(
         [_all_at_once(), *map(_at_a_time, sorted({part for one in found for part in one.parts - {one.channels}}))],
         found,
-        module,
         lambda one: one.norm.call.module,
         lambda one: kinds(one.norm, trace),
     )

@@ -11,7 +11,7 @@ from itertools import chain, product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, Alternative, alternatives
@@ -29,36 +29,34 @@ from parity.trace.walk import CASTS, LINEAR, RESHAPES, back, binary, unnumbered,
 _LONG = 12  # in a loop of more rounds, a single round is hardly wrong alone
 
 
-def operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def operation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield each call of the reference with each of its alternatives; calls of long loops in all rounds at once."""
     rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
     for calls in alike(trace):
         if calls[0].site not in rounds:
-            yield from _all_otherwise(trace, calls, module)
+            yield from _all_otherwise(trace, calls)
     for calls in _of_one_number(trace):
-        yield from _all_otherwise(trace, calls, module, (LEFT_OUT,))
+        yield from _all_otherwise(trace, calls, (LEFT_OUT,))
     for calls in _there_and_back(trace):
-        yield from _all_otherwise(trace, calls, module, (LEFT_OUT, OTHER_WAY))
+        yield from _all_otherwise(trace, calls, (LEFT_OUT, OTHER_WAY))
     for calls in _in_loops(trace):
-        yield from _all_otherwise(trace, calls, module)
+        yield from _all_otherwise(trace, calls)
 
 
-def loop_operation_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def loop_operation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield single calls of long loops, such as scans over time, with each of their alternatives."""
     rounds = {call.site for calls in _in_loops(trace) if len(calls) > _LONG for call in calls}
     for calls in alike(trace):
         if calls[0].site in rounds:
-            yield from _all_otherwise(trace, calls, module)
+            yield from _all_otherwise(trace, calls)
 
 
-def _all_otherwise(
-    trace: Trace, calls: Sequence[Call], module: nn.Module, known: Collection[str] = ()
-) -> Iterator[Hypothesis]:
+def _all_otherwise(trace: Trace, calls: Sequence[Call], known: Collection[str] = ()) -> Iterator[Hypothesis]:
     """Yield the alternatives that these calls share, or those of them that are named, made in all calls at once."""
     by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
     for described in by_call[0]:
         if all(described in ones for ones in by_call) and (not known or described in known):
-            yield _otherwise(calls, [ones[described] for ones in by_call], module)
+            yield _otherwise(calls, [ones[described] for ones in by_call])
 
 
 def _in_loops(trace: Trace) -> Iterator[list[Call]]:
@@ -116,20 +114,19 @@ def alike(trace: Trace) -> list[list[Call]]:
     return list(alike.values())
 
 
-def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative], module: nn.Module) -> Hypothesis:
+def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative]) -> Hypothesis:
     first = calls[0]
     which = f"{ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
     others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
     tuned = [one.tuned for one in instead]
 
     def with_another(value: float) -> Hypothesis:
-        return _otherwise(calls, [family(value) for family in tuned if family is not None], module)
+        return _otherwise(calls, [family(value) for family in tuned if family is not None])
 
     return Hypothesis(
         "operation",
         f"{which}: {instead[0].described}",
         f"compute the {which}{others} as the reference does; {instead[0].described}",
-        module,
         tuple(edit(call, call.inputs, one.compute) for call, one in zip(calls, instead, strict=True)),
         value=instead[0].value,
         tuned=with_another if all(tuned) else None,
@@ -156,7 +153,7 @@ class _Join:
     second: int
 
 
-def joined_token_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def joined_token_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield both parts in the other order; later calls that read one part alone read it where it is then."""
     for call in trace.calls:
         join = _join(trace, call)
@@ -169,7 +166,6 @@ def joined_token_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothe
                 f"parts of {what} exchanged, and where they are read in {rank} dimensions",
                 f"join the parts of {what} in the reference's order; they are in the other order, and are read "
                 "there, while tables and rotations by position are as before",
-                module,
                 (edit(call, call.inputs, _exchanged(call)), *edits),
                 scope="call",
             )
@@ -256,7 +252,7 @@ class _Sum:
         return edit(self.call, (first.x, second.x, *values), compute)
 
 
-def exchanged_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def exchanged_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield the exchange for every sum, in all layers at once, and for all sums whose terms are scaled alike."""
     by_call = [[_sums(trace, call) for call in calls] for calls in alike(trace)]
     groups = [list(sums) for ways in by_call for sums in zip(*ways, strict=False)]
@@ -264,10 +260,10 @@ def exchanged_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hyp
     for sums in groups:
         by_scaled[tuple(term.factor != 1.0 for term in sums[0].terms)].append(sums)
     several = [list(chain.from_iterable(some)) for some in by_scaled.values() if len(some) > 1]
-    yield from (_exchanged_factors(sums, module) for sums in (*groups, *several))
+    yield from (_exchanged_factors(sums) for sums in (*groups, *several))
 
 
-def _exchanged_factors(sums: Sequence[_Sum], module: nn.Module) -> Hypothesis:
+def _exchanged_factors(sums: Sequence[_Sum]) -> Hypothesis:
     first = sums[0].call
     which = f"the {ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
     others = f" and of {len(sums) - 1} more like it" if len(sums) > 1 else ""
@@ -275,7 +271,6 @@ def _exchanged_factors(sums: Sequence[_Sum], module: nn.Module) -> Hypothesis:
         "operation",
         f"factors of {which}{others} exchanged",
         f"multiply the terms that {which}{others} adds as the reference does; each has the other's factor",
-        module,
         tuple(one.exchanged() for one in sums),
         scope="call",
     )
@@ -334,7 +329,7 @@ def scales_of_attention(trace: Trace) -> set[Site]:
     return {call.site for softmax in softmaxes for call in _scales(trace, softmax)}
 
 
-def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's factors."""
     found = factors(trace)
     by_value: dict[float, list[Factor]] = {}
@@ -342,7 +337,7 @@ def factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
         by_value.setdefault(factor.value, []).append(factor)
     for value, alike in by_value.items():
         mistakes = numbers(partial(_instead, value), [value], (1.0,))
-        yield from everywhere_and_somewhere(mistakes, alike, module, lambda one: one.call.module, where=_where(alike))
+        yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module, where=_where(alike))
 
 
 def _where(alike: Sequence[Factor]) -> str:

@@ -28,12 +28,11 @@ _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # bits of an FP32 number that truncation to the dtype drops
 
 
-def optimizer_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+def optimizer_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """Yield wrong roundings of a weight to which the reference adds an update of its shape.
 
     Args:
         trace: the reference's trace.
-        module: the reference.
         dtype: the dtype of the port's weights.
     """
     for call in trace.calls if dtype in _DROPPED_BITS else ():
@@ -49,7 +48,6 @@ def optimizer_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) ->
                 "master-weights",
                 f"weights {described}",
                 f"keep FP32 master weights and round them to nearest after each step; weights are {described}",
-                module,
                 (edit(call, (weight,), _passing_gradients(update)),),
             )
 
@@ -96,7 +94,7 @@ Group = dict[str, Any]
 Change = Callable[[Optimizer, Group], None]
 
 
-def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def optimizer_step_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's Adam, AdamW or SGD.
 
     The first of each setting is subtle: what another value of it changes points where this one does.
@@ -108,8 +106,8 @@ def optimizer_step_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
         largest = max(float(group["weight_decay"]) for group in one.groups)
         first = one.groups[0] | {"lr": max(one.rates), "weight_decay": largest}
         of_kind = _of_adam if issubclass(one.kind, torch.optim.Adam) else _of_sgd
-        of_any = _of_any(first, module), _of_groups(one, module), _of_schedule(one, module)
-        for made in chain(of_kind(first, module), *of_any):
+        of_any = _of_any(first), _of_groups(one), _of_schedule(one)
+        for made in chain(of_kind(first), *of_any):
             setting = made.name.partition("=")[0]
             yield _under(edits, dataclasses.replace(made, subtle=made.tuned is not None and setting not in named))
             named.add(setting)
@@ -132,41 +130,38 @@ def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
     return dataclasses.replace(one, edits=edits, tuned=another, subtle=False)
 
 
-def _of_any(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
+def _of_any(right: Group) -> Iterator[Hypothesis]:
     own = float(right["lr"])
     # A near rate comes first, so that it is the subtle one: a matched filter needs the direction in which a small
     # change of the rate moves the weights, and a rate ten times as large moves them in another direction.
-    yield from _numbers(module, "lr", right, (0.9 * own, 10.0 * own, 0.1 * own), "its learning rate")
-    yield from _numbers(module, "weight_decay", right, (0.0, *WEIGHT_DECAYS), "its weight decay")
-    yield _kind(
-        module, "maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize")
-    )
-    yield _kind(module, "no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
+    yield from _numbers("lr", right, (0.9 * own, 10.0 * own, 0.1 * own), "its learning rate")
+    yield from _numbers("weight_decay", right, (0.0, *WEIGHT_DECAYS), "its weight decay")
+    yield _kind("maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize"))
+    yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
 
 
-def _of_groups(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
+def _of_groups(one: Stepped) -> Iterator[Hypothesis]:
     """Yield one value for all groups of parameters, of a setting in which they differ."""
     for setting, described in (("lr", "learning rate"), ("weight_decay", "weight decay")):
         values = dict.fromkeys(float(group[setting]) for group in one.groups)
         for value in values if len(values) > 1 else ():
             text = f"has {described} {value:.4g} for all parameters"
             repair = f"give TE the groups of parameters, each with its {setting}"
-            yield _kind(module, f"{setting} {value:.4g} of all groups", text, repair, _set(setting, value))
+            yield _kind(f"{setting} {value:.4g} of all groups", text, repair, _set(setting, value))
 
 
-def _of_schedule(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
+def _of_schedule(one: Stepped) -> Iterator[Hypothesis]:
     """Yield learning rates that do not change from step to step, or change one step too early or too late."""
     if len(set(one.rates)) < 2:
         return
     initial = float(one.groups[0].get("initial_lr", one.rates[0]))
     for value in dict.fromkeys((one.rates[0], initial)):
         text = f"learning rate stays at {value:.4g}"
-        yield _kind(module, "no schedule", text, "change TE's learning rate: scheduler.step()", _set("lr", value))
+        yield _kind("no schedule", text, "change TE's learning rate: scheduler.step()", _set("lr", value))
     early = "change the learning rate after each step: optimizer.step(), then scheduler.step()"
     late = [one.rates[0], *one.rates]
-    yield _kind(module, "schedule late", "learning rates are those of the step before", early, _rate(late.__getitem__))
+    yield _kind("schedule late", "learning rates are those of the step before", early, _rate(late.__getitem__))
     yield _kind(
-        module,
         "schedule early",
         "learning rates are those of the next step",
         early,
@@ -174,52 +169,47 @@ def _of_schedule(one: Stepped, module: nn.Module) -> Iterator[Hypothesis]:
     )
 
 
-def _of_adam(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
+def _of_adam(right: Group) -> Iterator[Hypothesis]:
     if right["weight_decay"]:
         if right["decoupled_weight_decay"]:
             text, repair = "adds the decay to the gradient (L2)", "decouple it: adam_w_mode=True (AdamW)"
         else:
             text, repair = "decouples the decay (AdamW)", "add it to the gradient (L2): adam_w_mode=False"
-        yield _kind(module, "decay", text, repair, _flipped("decoupled_weight_decay"))
-    yield _kind(
-        module, "bias correction", "corrects no bias", "correct it: bias_correction=True", _without_bias_correction
-    )
+        yield _kind("decay", text, repair, _flipped("decoupled_weight_decay"))
+    yield _kind("bias correction", "corrects no bias", "correct it: bias_correction=True", _without_bias_correction)
     text = "adds eps before it corrects the second moment's bias (epsilon hat)"
-    yield _kind(module, "epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
+    yield _kind("epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
     for which in range(2):
-        yield from _betas(module, which, right["betas"])
+        yield from _betas(which, right["betas"])
     repair = f"give TE amsgrad={right['amsgrad']}"
-    yield _kind(module, "amsgrad", "has the opposite", repair, _flipped("amsgrad"))
-    yield from _numbers(module, "eps", right, OPTIMIZER_EPS, "its eps")
+    yield _kind("amsgrad", "has the opposite", repair, _flipped("amsgrad"))
+    yield from _numbers("eps", right, OPTIMIZER_EPS, "its eps")
 
 
-def _of_sgd(right: Group, module: nn.Module) -> Iterator[Hypothesis]:
+def _of_sgd(right: Group) -> Iterator[Hypothesis]:
     if right["momentum"]:
         own = right["nesterov"]
         text = "has plain momentum" if own else "has Nesterov's momentum"
-        yield _kind(module, "nesterov", text, f"give TE nesterov={own}", _nesterov)
-        yield from _numbers(module, "dampening", right, (0.0, 0.5, right["momentum"]), "its dampening")
-        yield from _numbers(module, "momentum", right, (0.0, *MOMENTA), "its momentum")
+        yield _kind("nesterov", text, f"give TE nesterov={own}", _nesterov)
+        yield from _numbers("dampening", right, (0.0, 0.5, right["momentum"]), "its dampening")
+        yield from _numbers("momentum", right, (0.0, *MOMENTA), "its momentum")
         if right["weight_decay"]:
             repair = "add it to the gradient, before momentum: wd_after_momentum=False"
-            yield _kind(module, "decay after momentum", "adds the decay after momentum", repair, _decay_after_momentum)
+            yield _kind("decay after momentum", "adds the decay after momentum", repair, _decay_after_momentum)
     elif "momentum" in right:
-        yield from _numbers(module, "momentum", right, MOMENTA, "its momentum")
+        yield from _numbers("momentum", right, MOMENTA, "its momentum")
 
 
-def _kind(module: nn.Module, name: str, what: str, repair: str, change: Change) -> Hypothesis:
+def _kind(name: str, what: str, repair: str, change: Change) -> Hypothesis:
     return Hypothesis(
         "optimizer",
         f"optimizer: {name}",
         f"{repair}, as the reference's optimizer does; the port's {what}",
-        module,
         around=_with(change),
     )
 
 
-def _numbers(
-    module: nn.Module, setting: str, right: Group, usual: Iterable[float], described: str
-) -> Iterator[Hypothesis]:
+def _numbers(setting: str, right: Group, usual: Iterable[float], described: str) -> Iterator[Hypothesis]:
     """Yield other values of a setting; 0 by itself, as no search begins there."""
     own = float(right[setting])
 
@@ -233,7 +223,7 @@ def _numbers(
                 group["nesterov"] = False
 
         repair = f"give TE {setting}={own:.4g}, as the reference's optimizer has it; {described} is {value:.4g}"
-        return Hypothesis("optimizer", f"optimizer: {setting}={value:.4g}", repair, module, around=_with(change))
+        return Hypothesis("optimizer", f"optimizer: {setting}={value:.4g}", repair, around=_with(change))
 
     others = [value for value in usual if not math.isclose(value, own, rel_tol=1e-6, abs_tol=1e-30)]
     if 0.0 in others:
@@ -241,7 +231,7 @@ def _numbers(
     yield from numbers(another, [own], others)
 
 
-def _betas(module: nn.Module, which: int, right: tuple[float, float]) -> Iterator[Hypothesis]:
+def _betas(which: int, right: tuple[float, float]) -> Iterator[Hypothesis]:
     """Yield other betas, searched for by their distance from 1."""
 
     def another(away: float) -> Hypothesis:
@@ -254,7 +244,7 @@ def _betas(module: nn.Module, which: int, right: tuple[float, float]) -> Iterato
 
         name = f"beta{which + 1}"
         repair = f"give TE betas={tuple(right)}, as the reference's optimizer has them; {name} is {beta:.4g}"
-        return Hypothesis("optimizer", f"optimizer: {name}={beta:.4g}", repair, module, around=_with(change))
+        return Hypothesis("optimizer", f"optimizer: {name}={beta:.4g}", repair, around=_with(change))
 
     own = 1.0 - right[which]
     yield from numbers(another, [own], (1.0 - beta for beta in MOMENTA if not math.isclose(beta, right[which])))
@@ -369,7 +359,7 @@ _BFLOAT16, _FLOAT16, _FLOAT8 = torch.bfloat16, torch.float16, torch.float8_e4m3f
 _RANGE = {_FLOAT16: torch.finfo(_FLOAT16).max / 2.0, _FLOAT8: 448.0}
 
 
-def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def optimizer_moment_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield moments in each format that TE's FusedAdam takes, if the reference steps by Adam or AdamW."""
     for one, edits in optimizers_of(trace)[:1]:
         for dtype in (_BFLOAT16, _FLOAT8, _FLOAT16) if issubclass(one.kind, torch.optim.Adam) else ():
@@ -381,7 +371,6 @@ def optimizer_moment_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hyp
                     f"optimizer: {', '.join(names)} in {held}",
                     f"give TE {arguments}, which the reference's optimizer has; the port's holds "
                     f"{' and '.join(names)} in {held}",
-                    module,
                     edits,
                     around=_holding(names, dtype),
                 )
@@ -419,25 +408,23 @@ def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
 # Gradients that a reference clips before its optimizer's step, and ports that do not clip them, or to another norm.
 
 
-def clipping_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def clipping_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield no clipping and clipping to another largest norm, if the reference calls ``clip_grad_norm_``."""
     for own in trace.clips[:1]:
         yield Hypothesis(
             "optimizer",
             "optimizer: no clipping",
             f"clip gradients, clip_grad_norm_(parameters, {own:.4g}), before each step; the port clips none",
-            module,
             around=_clipping(lambda norm: math.inf),
         )
-        yield from numbers(partial(_clipping_at, module, own), [own], (10.0 * own, 0.1 * own))
+        yield from numbers(partial(_clipping_at, own), [own], (10.0 * own, 0.1 * own))
 
 
-def _clipping_at(module: nn.Module, own: float, other: float) -> Hypothesis:
+def _clipping_at(own: float, other: float) -> Hypothesis:
     return Hypothesis(
         "optimizer",
         f"optimizer: clipping at {other:.4g}",
         f"clip gradients at the norm {own:.4g}, as the reference does; the port clips at {other:.4g}",
-        module,
         around=_clipping(lambda norm: norm * other / own),
     )
 

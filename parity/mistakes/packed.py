@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.attention import Attention, attentions
@@ -91,12 +91,12 @@ def packed_attentions(trace: Trace) -> list[Packed]:
     return [packed for call in trace.calls if (packed := _packed(trace, call, made)) is not None] if made else []
 
 
-def packed_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def packed_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the borders of the reference's sequences."""
     found = packed_attentions(trace)
     if found:
         mistakes = segment_mistakes(found[0].bias)
-        yield from everywhere_and_somewhere(mistakes, found, module, lambda one: one.call.module)
+        yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
 
 
 def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:
@@ -208,7 +208,7 @@ class _Mask:
         return edit(self.call, self.call.inputs, compute)
 
 
-def shifted_window_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def shifted_window_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield windows shifted by another number, with the mask of that number or with their own, and other masks."""
     rolls: dict[tuple[int, int], list[_Roll]] = defaultdict(list)
     masks: dict[tuple[int, int], list[_Mask]] = defaultdict(list)
@@ -226,17 +226,17 @@ def shifted_window_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypot
             named = f"the rows and columns of Swin's windows by {shift}, as the reference does"
             if moved and masked:
                 told = f"shift {named}; they are shifted by {other}, and masked so"
-                yield _shifted("both", told, module, [*of_rolls, *of_masks])
+                yield _shifted("both", told, [*of_rolls, *of_masks])
             if moved and other:
                 kept = ", and their mask is the reference's" if masked else ""
-                yield _shifted("rolls", f"shift {named}; they are shifted by {other}{kept}", module, of_rolls)
+                yield _shifted("rolls", f"shift {named}; they are shifted by {other}{kept}", of_rolls)
             if masked and other:
                 told = f"mask windows that are shifted by {shift}, as the reference does; the mask is that of {other}"
-                yield _shifted("mask", told, module, of_masks)
+                yield _shifted("mask", told, of_masks)
 
 
-def _shifted(what: str, repair: str, module: nn.Module, edits: list[Edit]) -> Hypothesis:
-    return Hypothesis("window", f"{what}: {repair}", repair, module, tuple(edits))
+def _shifted(what: str, repair: str, edits: list[Edit]) -> Hypothesis:
+    return Hypothesis("window", f"{what}: {repair}", repair, tuple(edits))
 
 
 def _arguments(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:

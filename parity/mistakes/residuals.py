@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.attention import attentions
@@ -63,24 +63,22 @@ def residuals(trace: Trace) -> list[Residual]:
     return found
 
 
-def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def residual_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's residual connections."""
     found = residuals(trace)
     yield from everywhere_and_somewhere(
         _mistakes(),
         found,
-        module,
         lambda one: f"the {ordinal(one.number)} sum in {one.call.module}",
         lambda one: (f"each layer's {ordinal(one.number)} sum",),
     )
-    yield from _order_of_blocks(found, _blocks_in_a_row(trace, found), module)
+    yield from _order_of_blocks(found, _blocks_in_a_row(trace, found))
     moved = _output_layer_norms(found)
     if moved:
         yield Hypothesis(
             "post-norm",
             "first norm after the last sum",
             "put the layer's first norm in front of attention: output_layernorm=False; it comes after the last sum",
-            module,
             moved,
         )
     last = found[-1] if found else None
@@ -90,7 +88,6 @@ def residual_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
             "post-norm",
             "norm after the last sum",
             "leave out the norm after the last sum: output_layernorm=False",
-            module,
             (edit(last.call, (), lambda was: norm.compute(was)),),
         )
 
@@ -154,9 +151,7 @@ def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Resi
     return [(one, other) for one, other in pairs if attends(one) and not attends(other)] if contexts else pairs[::2]
 
 
-def _order_of_blocks(
-    found: Sequence[Residual], layers: Sequence[tuple[Residual, Residual]], module: nn.Module
-) -> Iterator[Hypothesis]:
+def _order_of_blocks(found: Sequence[Residual], layers: Sequence[tuple[Residual, Residual]]) -> Iterator[Hypothesis]:
     """Yield mistakes where two blocks read the same input, or where a layer's output lacks its input."""
     parallel: list[Edit] = []
     bypassed: list[Edit] = []
@@ -171,7 +166,6 @@ def _order_of_blocks(
             "residual-placement",
             "layer's input missing from its output",
             "add the layer's input to its output; it gets there through the branches alone",
-            module,
             tuple(bypassed),
         )
     if parallel:
@@ -179,7 +173,6 @@ def _order_of_blocks(
             "parallel-block",
             "parallel blocks",
             "let the MLP read attention's sum: parallel_attention_mlp=False; it reads what attention reads",
-            module,
             tuple(parallel),
         )
 
@@ -273,11 +266,11 @@ class _Term:
         return (edit(self.call, (self.value,), compute),)
 
 
-def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def branch_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every term of a sum, and every embedding, times a number that the reference does not have."""
     branches = [term for call in trace.calls for term in _terms(trace, call) if _is_branch(trace, term)]
     if len(branches) > 1:
-        yield from numbers(partial(_all_branches, branches, module), [1.0])
+        yield from numbers(partial(_all_branches, branches), [1.0])
     turned = {one.call.site for one in rotations(trace)} | scales_of_attention(trace)
     for calls in alike(trace):
         if any(call.site in turned for call in calls):
@@ -288,19 +281,18 @@ def branch_factor_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypoth
                 first = trace.tensor(terms[0].value)
                 is_embedding = terms[0].value in terms[0].call.outputs
                 if is_embedding:
-                    yield _left_out(trace, terms, module)
+                    yield _left_out(trace, terms)
                 of_width = (math.sqrt(first.shape[-1]),) if is_embedding else ()
-                yield from numbers(partial(_times, trace, terms, module), [1.0], of_width)
+                yield from numbers(partial(_times, trace, terms), [1.0], of_width)
 
 
-def _all_branches(terms: Sequence[_Term], module: nn.Module, factor: float) -> Hypothesis:
+def _all_branches(terms: Sequence[_Term], factor: float) -> Hypothesis:
     """Return the mistake that one number multiplies all that attention, MLP and the like add to the residual stream."""
     return Hypothesis(
         "factor",
         f"each branch times {factor:.4g}",
         "add to the residual stream what attention and MLP return, unscaled, as the reference does; "
         f"they are multiplied by {factor:.4g}",
-        module,
         tuple(edit for term in terms for edit in term.edits(factor)),
         scope="call",
     )
@@ -331,25 +323,23 @@ def _is_plain(trace: Trace, value: Value) -> bool:
     return tensor.is_floating_point() and tensor.dim() > 1 and trace.parameter(value) is None and not is_scaled
 
 
-def _left_out(trace: Trace, terms: Sequence[_Term], module: nn.Module) -> Hypothesis:
+def _left_out(trace: Trace, terms: Sequence[_Term]) -> Hypothesis:
     what = _described(trace, terms[0])
     return Hypothesis(
         "branch-missing",
         f"{what} left out",
         f"add {what}, as the reference does; it is left out",
-        module,
         tuple(edit for term in terms for edit in term.edits(0.0)),
     )
 
 
-def _times(trace: Trace, terms: Sequence[_Term], module: nn.Module, factor: float) -> Hypothesis:
+def _times(trace: Trace, terms: Sequence[_Term], factor: float) -> Hypothesis:
     what = _described(trace, terms[0])
     others = f" and {len(terms) - 1} more like it" if len(terms) > 1 else ""
     return Hypothesis(
         "factor",
         f"{what} times {factor:.4g}",
         f"add {what}{others} unscaled, as the reference does; it is multiplied by {factor:.4g}",
-        module,
         tuple(edit for term in terms for edit in term.edits(factor)),
         scope="all" if terms[0].value in terms[0].call.outputs else "call",
     )
@@ -410,7 +400,7 @@ class Branch:
         return made[self.result.number]
 
 
-def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def branch_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every two branches in the other order and in parallel, in all layers at once."""
     found = [branch for call in trace.calls if (branch := _branch(trace, call)) is not None]
     by_sum = {one.sum.outputs[0].number: one for one in found}
@@ -427,7 +417,6 @@ def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothe
             "operation",
             f"not {one} before {other}{others}",
             f"compute {one} before {other}, as the reference does{others}; they are in the other order",
-            module,
             tuple(_exchanged(*pair) for pair in pairs),
             scope="call",
         )
@@ -435,7 +424,6 @@ def branch_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothe
             "parallel-block",
             f"{one} beside {other}{others}",
             f"compute {other} from the sum with {one}, as the reference does{others}; both are computed from one input",
-            module,
             tuple(_side_by_side(*pair) for pair in pairs),
             scope="call",
         )

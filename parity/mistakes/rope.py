@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.attention import Attention, attentions
 from parity.mistakes.constants import INTERPOLATION_FACTORS, ROPE_BASES, ROPE_SHARES, numbers
@@ -148,12 +148,11 @@ class _Plain:
         return self.attention.edits(arrange=(turn, turn, None, None))
 
 
-def unrotated_hypotheses(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
+def unrotated_hypotheses(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
     """Yield mistakes where layers without a rotation are rotated: all, each alone, or instead of their neighbours.
 
     Args:
         trace: of the reference.
-        module: the reference.
         kinds: its rotations, those that are alike together.
     """
     rotated = {one.attention for kind in kinds for one in kind}
@@ -173,11 +172,11 @@ def unrotated_hypotheses(trace: Trace, module: nn.Module, kinds: Sequence[Sequen
             lambda one, like=like: one.edits(like),  # type: ignore[misc]
         )
         where = f" in {', '.join(one.name for one in plain)}"
-        yield from everywhere_and_somewhere([mistake], plain, module, lambda one: one.name, where=where)
-        yield from _shifted(trace, module, kind, plain)
+        yield from everywhere_and_somewhere([mistake], plain, lambda one: one.name, where=where)
+        yield from _shifted(trace, kind, plain)
 
 
-def _rotated_values(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
+def _rotated_values(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
     """Yield mistakes where values are rotated with queries and keys: if all three are packed, a port
     may rotate too much.
     """
@@ -193,12 +192,10 @@ def _rotated_values(trace: Trace, module: nn.Module, kinds: Sequence[Sequence[Ro
         "rotate queries and keys alone, as the reference does; values are rotated as well",
         lambda one: one.attention.edits(arrange=(None, None, _turn(likes[one.attention.call.site]), None)),
     )
-    yield from everywhere_and_somewhere([mistake], found, module, lambda one: one.name)
+    yield from everywhere_and_somewhere([mistake], found, lambda one: one.name)
 
 
-def _shifted(
-    trace: Trace, module: nn.Module, kind: Sequence[Rotation], plain: Sequence[_Plain]
-) -> Iterator[Hypothesis]:
+def _shifted(trace: Trace, kind: Sequence[Rotation], plain: Sequence[_Plain]) -> Iterator[Hypothesis]:
     """Yield mistakes where each layer has the rotation of the one before or after it, as if layers were
     counted otherwise.
     """
@@ -222,7 +219,6 @@ def _shifted(
             f"rope of the layer {where}",
             f"leave rotary_pos_emb out in {names}; each layer is rotated, or not, as the one {where} it is in the "
             f"reference",
-            module,
             (*added, *lost),
         )
 
@@ -247,12 +243,11 @@ def _turn(like: Rotation) -> Callable[[Tensor], Tensor]:
 # What ports get wrong about rotary position embeddings.
 
 
-def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iterator[Hypothesis]:
+def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's rotary embeddings.
 
     Args:
         trace: of the reference.
-        module: the reference.
         dtype: of the port's weights.
     """
     found = rotations(trace)
@@ -263,19 +258,17 @@ def rope_hypotheses(trace: Trace, module: nn.Module, dtype: torch.dtype) -> Iter
     # A single token that is not rotated may be one at position 0.
     likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
     of_all = [*likeliest, *(_of_frequencies(found) if len(kinds) == 1 else ()), *_rounded(dtype)]
-    yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, module, lambda one: one.name)
+    yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, lambda one: one.name)
     for some in kinds if len(kinds) > 1 else ():
         of_kind = [layer for layer in layers if set(layer.rotations) & set(some)]
         mistakes = [*_forms(some[0]), *_of_frequencies(some)]
         where = f" in {_together(of_kind)}"
-        yield from everywhere_and_somewhere(
-            map(_in_layer, mistakes), of_kind, module, lambda one: one.name, where=where
-        )
-    yield from unrotated_hypotheses(trace, module, kinds)
-    yield from _rotated_values(trace, module, kinds)
+        yield from everywhere_and_somewhere(map(_in_layer, mistakes), of_kind, lambda one: one.name, where=where)
+    yield from unrotated_hypotheses(trace, kinds)
+    yield from _rotated_values(trace, kinds)
     # One table of angles serves all layers.
     restarts = restart_mistakes(len(found[0].angles))
-    yield from everywhere_and_somewhere(map(_in_layer, restarts), layers, module)
+    yield from everywhere_and_somewhere(map(_in_layer, restarts), layers)
 
 
 def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:
@@ -478,7 +471,7 @@ def _tf32(x: Tensor) -> Tensor:
 # Norms of queries and keys on the wrong side of the rotation.
 
 
-def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def norm_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes where queries and keys are rotated before a norm, not after it as in the
     reference, or the reverse.
 
@@ -497,7 +490,6 @@ def norm_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
                 f"query and key norms {wrong} the rotation",
                 f"give TE qk_norm_before_rope={right == 'before'}; queries and keys are scaled by their norms' weights "
                 f"{wrong} they are rotated, in the reference {right} that",
-                module,
                 tuple(chain.from_iterable(edits)),
             )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.activations import ACTIVATIONS, activations, biases
 from parity.mistakes.alternatives import of_operands
@@ -79,7 +79,7 @@ class _Pair:
         return edit(second.call, (first.call.outputs[0], x, *needs), compute)
 
 
-def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+def step_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every two steps in the other order, in all layers, and for all experts of a loop, at once."""
     alike: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
     loops: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
@@ -91,7 +91,7 @@ def step_order_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesi
         loops[(paths, kinds)].append(pair)
     groups = list(alike.values())
     for pairs in (*groups, *(pairs for pairs in loops.values() if pairs not in groups)):
-        yield _exchanged(pairs, module)
+        yield _exchanged(pairs)
 
 
 def _pairs(trace: Trace) -> Iterator[_Pair]:
@@ -151,14 +151,13 @@ def _fits(trace: Trace, first: Step, second: Step, is_far: bool) -> bool:
         return False
 
 
-def _exchanged(pairs: Sequence[_Pair], module: nn.Module) -> Hypothesis:
+def _exchanged(pairs: Sequence[_Pair]) -> Hypothesis:
     others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""
     order = f"{pairs[0].first.described} before {pairs[0].second.described}"
     return Hypothesis(
         "operation",
         f"not {order}{others}",
         f"take {order}, as the reference does{others}; they are in the other order",
-        module,
         tuple(pair.exchanged() for pair in pairs),
         scope="call",
     )

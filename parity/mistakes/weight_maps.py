@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain, combinations, islice, permutations, takewhile
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.case.weight_map import (
     Experts,
@@ -455,7 +455,6 @@ def weight_hypotheses(
     shapes: Shapes,
     candidate_shapes: Shapes,
     heads: Heads | None,
-    module: nn.Module,
     unused: Container[str] = (),
     gated: Collection[str] = (),
 ) -> Iterator[Hypothesis]:
@@ -467,13 +466,12 @@ def weight_hypotheses(
         shapes: of the reference's parameters, by name.
         candidate_shapes: shapes of TE's parameters, by name.
         heads: of the reference's attention; None where it has none.
-        module: the reference.
         unused: TE's parameters without a gradient, which the reference gives one.
         gated: names of the reference's parameters from which its gated units are computed.
     """
     for entries in _misread(weights, shapes, candidate_shapes, heads, unused, gated):
-        yield from (_hypothesis([entry], shapes, module) for entry in entries)
-    yield from (_exchanged([exchange], shapes, module) for exchange in _exchanges(weights, shapes))
+        yield from (_hypothesis([entry], shapes) for entry in entries)
+    yield from (_exchanged([exchange], shapes) for exchange in _exchanges(weights, shapes))
 
 
 def repeated_weight_hypotheses(
@@ -481,7 +479,6 @@ def repeated_weight_hypotheses(
     shapes: Shapes,
     candidate_shapes: Shapes,
     heads: Heads | None,
-    module: nn.Module,
     unused: Container[str] = (),
     gated: Collection[str] = (),
 ) -> Iterator[Hypothesis]:
@@ -498,13 +495,13 @@ def repeated_weight_hypotheses(
             same[key].append(entry)
             alike[what] += 1
     for entries in same.values():
-        yield from (_hypothesis(some, shapes, module) for some in _together(entries))
+        yield from (_hypothesis(some, shapes) for some in _together(entries))
     exchanged: dict[tuple[str, str], list[_Exchange]] = defaultdict(list)
     for exchange in _exchanges(weights, shapes):
         exchanged[exchange.kind].append(exchange)
     for exchanges in exchanged.values():
         if len(exchanges) > 1:
-            yield _exchanged(exchanges, shapes, module)
+            yield _exchanged(exchanges, shapes)
 
 
 def _misread(
@@ -577,7 +574,7 @@ def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple
         yield from combinations(layers, 2)
 
 
-def _hypothesis(entries: Sequence[_Misread], shapes: Shapes, module: nn.Module) -> Hypothesis:
+def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
     """Return the mistake that these entries are all misread alike."""
     first, *others = entries
     one = first.reading
@@ -595,7 +592,7 @@ def _hypothesis(entries: Sequence[_Misread], shapes: Shapes, module: nn.Module) 
             found |= unpack(entry.left, entry.reading.change(packed), shapes)
         return found
 
-    return Hypothesis(one.title, f"{one.name} {where}", repair, module, read=read)
+    return Hypothesis(one.title, f"{one.name} {where}", repair, read=read)
 
 
 @dataclass(frozen=True)
@@ -637,7 +634,7 @@ def _exchanges(weights: WeightMap, shapes: Shapes) -> Iterator[_Exchange]:
             yield _Exchange(*entry, *other)
 
 
-def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes, module: nn.Module) -> Hypothesis:
+def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:
     """Return the mistake that all of these were exchanged."""
     first, *others = exchanges
     where = f"{describe(first.right)} {describe(first.other_right)}".replace('"', "")
@@ -658,4 +655,4 @@ def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes, module: nn.Module
         return found
 
     scope: Scope = "all" if first.is_likely else "call"
-    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, module, read=read, scope=scope)
+    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, read=read, scope=scope)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.mistakes.attention import Attention, attentions, traced_bias
 from parity.mistakes.hypothesis import Hypothesis
@@ -49,14 +49,14 @@ def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[
     seq = _positions(subjects, trace)
     if seq is None or few_outputs(failure) or any(_axis(failure, one.name, seq) is None for one in failure.outputs):
         return []
-    right, module = _borders(subjects[0], trace), failure.prepared.reference
-    kinds: list[Suppose] = [lambda starts: _of(starts, right, subjects, module)]
+    right = _borders(subjects[0], trace)
+    kinds: list[Suppose] = [lambda starts: _of(starts, right, subjects)]
     turned = [one for one in rotations(trace) if len(one.angles) == seq and one.phases is not None]
     if turned:
-        kinds.append(lambda starts: turned_from(starts, turned, module))
+        kinds.append(lambda starts: turned_from(starts, turned))
         rows = wrong_rows(failure, {trace.tensor(one.x).shape[0] for one in turned})
         if rows:
-            kinds.append(lambda starts: turned_from(starts, turned, module, rows))
+            kinds.append(lambda starts: turned_from(starts, turned, rows))
     found = (_from_left(failure, suppose, right[-1], budget) for suppose in kinds)
     return next(filter(None, found), [])
 
@@ -99,9 +99,7 @@ def _borders(subject: Attention | Packed, trace: Trace) -> list[int]:
     return [0, *accumulate(lengths_of(hidden_keys(bias)) or [bias.shape[-1]])]
 
 
-def _of(
-    starts: Sequence[int], right: Sequence[int], subjects: Sequence[Attention | Packed], module: nn.Module
-) -> Hypothesis:
+def _of(starts: Sequence[int], right: Sequence[int], subjects: Sequence[Attention | Packed]) -> Hypothesis:
     lengths = [after - before for before, after in pairwise([*starts, right[-1]])]
     mask = sequences_instead(lengths)
     edits: list[Edit] = []
@@ -113,14 +111,11 @@ def _of(
         f"sequences with the borders {borders}",
         f"give TE the reference's sequences, cu_seqlens={right} in format thd, or its mask as an arbitrary one; it has "
         f"sequences with the borders {borders}",
-        module,
         tuple(edits),
     )
 
 
-def turned_from(
-    starts: Sequence[int], turned: Sequence[Rotation], module: nn.Module, rows: Sequence[int] = ()
-) -> Hypothesis:
+def turned_from(starts: Sequence[int], turned: Sequence[Rotation], rows: Sequence[int] = ()) -> Hypothesis:
     """Return the mistake that positions are counted from each of these starts, in some rows of the batch or in all."""
     again, edits = list(starts[1:]), counted_from(starts)
     where = f" in row{'s' * (len(rows) > 1)} {', '.join(map(str, rows))} of the batch" if rows else ""
@@ -129,7 +124,6 @@ def turned_from(
         "rope-position",
         f"rope positions beginning again at {again}{where}",
         f"rotate by the reference's positions; they begin again at {again}{where}",
-        module,
         tuple(in_rows(one, rows) for one in found) if rows else tuple(found),
     )
 
@@ -208,7 +202,7 @@ def restart_explanations(failure: Failure, trace: Trace, budget: Budget) -> list
     batches = {trace.tensor(one.x).shape[0] for one in turned}
     some = [] if outputs_tell_little(failure) else wrong_rows(failure, batches)
     for rows in ((), some) if some else ((),):
-        explanation = verified(failure, (turned_from(starts, turned, failure.prepared.reference, rows),))
+        explanation = verified(failure, (turned_from(starts, turned, rows),))
         if explanation is not None and explanation.complete:
             return [explanation]
     return []
@@ -225,7 +219,6 @@ class _Descent:
 
     def __init__(self, failure: Failure, turned: Sequence[Rotation], seq: int, budget: Budget) -> None:
         self._screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
-        self._module = failure.prepared.reference
         self._turned = turned
         self._seq = seq
         self._budget = budget
@@ -269,6 +262,6 @@ class _Descent:
         if len(key) < len(starts) or not 0 <= key[0] <= key[-1] < self._seq:
             return math.inf
         if key not in self._shares:
-            assumed = turned_from(key, self._turned, self._module)
+            assumed = turned_from(key, self._turned)
             self._shares[key] = next((share for share, _ in self._screen.shares([(assumed,)], self._budget)), math.inf)
         return self._shares[key]

@@ -170,7 +170,7 @@ def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[],
     if failure.among is not None or not is_loud(failure):
         return
     budget = failure.budget(CHECKS_FOR_OPERANDS)
-    listed = other_operand_hypotheses(trace, failure.prepared.reference, first_order(), budget.share(0.5))
+    listed = other_operand_hypotheses(trace, first_order(), budget.share(0.5))
     found = [one for one in explanations(failure, listed, budget) if one.complete]
     if found:
         failed = [result for result in failure.results if not result.passed]

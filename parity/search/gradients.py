@@ -70,7 +70,7 @@ def detached_path_findings(
     for path in [*[*together, *behind][:_MOST_TRIED], *others[:_MOST_TRIED]]:
         if budget.spent():
             return
-        hypothesis = Hypothesis("gradient-path-missing", path.described, "", failure.prepared.reference, path.edits)
+        hypothesis = Hypothesis("gradient-path-missing", path.described, "", path.edits)
         if _explains(failure, failed, hypothesis):
             yield finding(
                 "gradient-path-missing",
@@ -233,7 +233,7 @@ def _looked_up(call: Call, given: dict[str, Any], padding_idx: int | None, failu
         return F.embedding(index, table, padding_idx, scale_grad_by_freq=given["scale_grad_by_freq"])
 
     changed = edit(call, (given["input"], given["weight"]), compute)
-    return Hypothesis("padding-row", "padding row", "", failure.prepared.reference, (changed,))
+    return Hypothesis("padding-row", "padding row", "", (changed,))
 
 
 def _row_that_differs(failure: Failure, name: str) -> int | None:
@@ -321,7 +321,7 @@ def _one_path_missing(
         for call in uses:
             value = next(value for value in call.inputs if value.number == number)
             title = "embeddings-not-tied" if any(use.name == "embedding" for use in uses) else "gradient-path-missing"
-            hypothesis = Hypothesis(title, title, "", failure.prepared.reference, (detached(call, value),))
+            hypothesis = Hypothesis(title, title, "", (detached(call, value),))
             if explains(failure, tensors_under(failure.prepared, (hypothesis,))):
                 lacks = f"the gradient of {name} lacks what comes through {call.name} in {call.module}"
                 if len({use.site[::2] for use in uses}) == 1 and _adds_to_main_grad(failure):
@@ -452,7 +452,7 @@ def loss_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Ex
     if not few_outputs(failure):
         return []
     ranked: list[tuple[float, Hypothesis]] = []
-    for one in _known(trace, failure.prepared.reference):
+    for one in _known(trace):
         if budget.spent():
             break
         assumed = tensors_under(failure.prepared, (one,))
@@ -466,12 +466,12 @@ def loss_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Ex
     return []
 
 
-def _known(trace: Trace, module: nn.Module) -> list[Hypothesis]:
+def _known(trace: Trace) -> list[Hypothesis]:
     mistakes = (
-        *loss_hypotheses(trace, module),
-        *cross_entropy_hypotheses(trace, module),
-        *label_shift_hypotheses(trace, module),
-        *factor_hypotheses(trace, module),
+        *loss_hypotheses(trace),
+        *cross_entropy_hypotheses(trace),
+        *label_shift_hypotheses(trace),
+        *factor_hypotheses(trace),
     )
     return [one for one in mistakes if one.scope == "all"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ _SAME_FACTOR = 0.02
 _MOST = 1e6  # a larger factor is not a scale but another magnitude altogether
 
 
-def scaled_outputs(module: nn.Module, factor: float) -> Hypothesis:
+def scaled_outputs(factor: float) -> Hypothesis:
     """Return the mistake that one number multiplies all outputs, for a search for two mistakes; alone
     it needs no search.
     """
@@ -41,10 +40,9 @@ def scaled_outputs(module: nn.Module, factor: float) -> Hypothesis:
         "output-scale",
         f"outputs times {factor:.4g}",
         f"leave the outputs as large as the reference's; they are {readable(factor)} times that",
-        module,
         around=around,
         value=factor,
-        tuned=partial(scaled_outputs, module),
+        tuned=scaled_outputs,
     )
 
 

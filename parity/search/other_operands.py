@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parity.mistakes.hypothesis import Hypothesis, ordinal
@@ -69,21 +69,18 @@ class _Exchange:
         return _Exchange(both, self.effect + other.effect) if len({p for p, _ in both}) == len(both) else None
 
 
-def other_operand_hypotheses(
-    trace: Trace, module: nn.Module, first_order: FirstOrder, budget: Budget
-) -> Iterator[Hypothesis]:
+def other_operand_hypotheses(trace: Trace, first_order: FirstOrder, budget: Budget) -> Iterator[Hypothesis]:
     """Yield the exchanges that may explain the error, the likeliest first.
 
     Args:
         trace: of the reference in FP64.
-        module: the reference.
         first_order: what the trace's changes do, and what the error is.
         budget: of the search for them.
     """
     if not len(first_order.error):
         return
     for exchange in _Exchanges(trace, first_order, budget).likeliest():
-        yield _hypothesis(exchange, trace, module)
+        yield _hypothesis(exchange, trace)
 
 
 class _Exchanges:
@@ -309,7 +306,7 @@ def _by_shape(trace: Trace) -> tuple[dict[tuple[int, ...], list[Value]], dict[tu
     return few, {shape: torch.stack([trace.tensor(x).float().flatten() for x in some]) for shape, some in few.items()}
 
 
-def _hypothesis(exchange: _Exchange, trace: Trace, module: nn.Module) -> Hypothesis:
+def _hypothesis(exchange: _Exchange, trace: Trace) -> Hypothesis:
     alike: dict[object, list[tuple[Place, Value]]] = defaultdict(list)
     for place, other in exchange.others:
         alike[place.role, place.position is None].append((place, other))
@@ -318,7 +315,6 @@ def _hypothesis(exchange: _Exchange, trace: Trace, module: nn.Module) -> Hypothe
         "operation",
         "; ".join(f"{wrong} for {right}" for right, wrong in told),
         "; ".join(f"give {right}, as the reference does, not {wrong}" for right, wrong in told),
-        module,
         edits_at(exchange.others),
         scope="call",
     )

@@ -127,7 +127,6 @@ def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") ->
         "fp8-scale-inverted",
         f"weights{of_one} multiplied by their scale",
         f"multiply a quantized weight by scale_inv; {place or 'it'} is multiplied by scale",
-        prepared.reference,
         read=read,
         scope="one" if place else "all",
     )

@@ -317,7 +317,7 @@ class FirstOrder:
     def _differentiate(self, failure: Failure, count: int, budget: Budget) -> None:
         kept: dict[int, Tensor] = {}
         edits = tuple(edit(call, (), functools.partial(_keep, kept, call)) for call in self._trace.calls)
-        hypothesis = Hypothesis("operation", "none", "", failure.prepared.reference, edits)
+        hypothesis = Hypothesis("operation", "none", "", edits)
         outputs = differentiable_outputs(failure.prepared, (hypothesis,))
         if outputs is None or not kept:
             return

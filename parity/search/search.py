@@ -202,7 +202,7 @@ def _in_pairs(
 
 def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
     """Return the explanations among the likeliest pairs, with their known constants or others."""
-    scaled = scaled_outputs(search.failure.prepared.reference, 2.0)
+    scaled = scaled_outputs(2.0)
     next(search.screen.shares([(scaled,)], budget), None)  # this notes its effect; alone it needs no search
     likely = search.screen.effects.likely_pairs([scaled, *known], _LIKELY_PAIRS, _go_together)
     pairs: list[Ranked] = []

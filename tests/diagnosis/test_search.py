@@ -78,7 +78,7 @@ def test_a_machine_three_times_as_slow_finds_the_same(monkeypatch):
 def test_what_one_share_of_a_budget_does_not_last_for_is_left_for_another():
     budget, left = (
         Budget.of(Clock(), 1e9),
-        iter([(Hypothesis("title", name, "", nn.Identity()),) for name in ("one", "other")]),
+        iter([(Hypothesis("title", name, ""),) for name in ("one", "other")]),
     )
     assert list(while_it_lasts(left, budget.share(0.0))) == []
     assert [one.name for (one,) in while_it_lasts(left, budget)] == ["one", "other"]
@@ -89,9 +89,8 @@ def test_what_one_share_of_a_budget_does_not_last_for_is_left_for_another():
 
 
 def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_those_near_the_worst_gradient():
-    module = nn.Identity()
     far, near, everywhere, with_decimals = (
-        Hypothesis("title", name, "", module)
+        Hypothesis("title", name, "")
         for name in ("exchanged layers.0.q.weight", "layers.1.v scaled", "window", "norm eps=0.0001")
     )
     results = [tensor(margin=0.1), tensor("layers.1.v.weight", "weight gradient", margin=9.0)]
@@ -111,7 +110,7 @@ def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_tho
 )
 def test_an_exchange_of_two_kinds_of_parameters_in_two_layers_is_tried_last(one, other, scope):
     shapes = dict.fromkeys((one, other), (8, 8))
-    found = weight_hypotheses({one: one, other: other}, shapes, shapes, None, nn.Identity())
+    found = weight_hypotheses({one: one, other: other}, shapes, shapes, None)
     assert [each.scope for each in found if each.title == "parameters-exchanged"] == [scope]
 
 

@@ -139,7 +139,7 @@ def test_elements_of_a_layout_are_changed_together_where_none_is_changed_twice()
 
 
 def named(name: str, **options: Any) -> Hypothesis:
-    return Hypothesis("operation", name, "", nn.Identity(), **options)
+    return Hypothesis("operation", name, "", **options)
 
 
 def test_the_likeliest_pair_is_the_one_whose_effects_add_up_to_the_error():

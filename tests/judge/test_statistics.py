@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from parity.judge import statistics
 from parity.judge.directions import Direction, coefficient, found_by_filter, resemblance
@@ -364,7 +364,7 @@ def test_an_output_that_no_mistake_changes_resembles_none():
 
 def test_a_mistake_that_another_output_lacks_is_none():
     """Few numbers may look like anything; an output of many that was made of the same tokens knows better."""
-    mistake = Hypothesis("norm-statistics", "norm statistics in bf16", "take them in FP32", nn.Identity())
+    mistake = Hypothesis("norm-statistics", "norm statistics in bf16", "take them in FP32")
     known = [Direction(mistake, {})]
     errors = Errors(0.1, 0.1, 1.0, 1.0, 20.0, 1.0)
 
