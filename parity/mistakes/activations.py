@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.constants import GATE_LIMITS, LEAKY_SLOPE, numbers, tunable
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, Scope, each_place, everywhere_and_somewhere
+from parity.mistakes.hypothesis import (
+    MOST_PLACES,
+    Hypothesis,
+    Mistake,
+    Scope,
+    each_place,
+    everywhere_and_somewhere,
+    having,
+)
 from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, agree, back, binary, other, unnumbered, users, with_number
+from parity.trace.walk import CASTS, agree, back, binary, grouped, other, unnumbered, users, with_number
 
 # Activations and gated units, called or written out, and what ports get wrong about them.
 #
@@ -140,15 +147,11 @@ def activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's activations and gated units."""
     found, units = activations(trace), gated_units(trace)
     yield from everywhere_and_somewhere(_others(found), found)
-    by_name: dict[str, list[Activation]] = defaultdict(list)
-    for one in found:
-        by_name[one.name].append(one)
+    by_name = grouped(found, lambda one: one.name)
     for name, alike in by_name.items() if len(by_name) > 1 else ():
         if len(alike) > 1:
             yield from _made_with(alike, "kind", f" for {name}")
-    by_module: dict[str, list[Activation]] = defaultdict(list)
-    for one in found:
-        by_module[unnumbered(one.call.module)].append(one)
+    by_module = grouped(found, lambda one: unnumbered(one.call.module))
     for path, alike in by_module.items() if len(by_module) > 1 else ():
         if len(alike) > 1 and "#" in path:
             yield from _made_with(alike, "kind", f" in {alike[0].call.module} and {len(alike) - 1} more like it")
@@ -171,7 +174,7 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             "activation",
             f"activation {name}",
             f"give TE the reference's activation, {right}; it computes {name}",
-            _named(name),
+            having(name=name),
             subtle=name in GELUS and all(one.name in GELUS for one in found),
             value=LEAKY_SLOPE if name == "leaky relu" else None,
             tuned=tunable(_leaky) if name == "leaky relu" else None,
@@ -226,10 +229,6 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             another = partial(clamped, activation, offset)
             yield another(math.inf)
             yield from numbers(another, own, GATE_LIMITS)
-
-
-def _named(name: str) -> Callable[[Activation], tuple[Edit, ...]]:
-    return lambda activation: activation.edits(name)
 
 
 def _swapped_with(name: str) -> Callable[[GatedUnit], tuple[Edit, ...]]:
@@ -444,8 +443,8 @@ def biases(trace: Trace) -> list[Bias]:
 def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's biases."""
     mistakes: list[Mistake[Bias]] = [
-        Mistake("bias-dropped", "bias missing", "add the bias; it is left out", lambda one: one.edits(0.0)),
-        Mistake("bias-added-twice", "bias twice", "add the bias once; it is added twice", lambda one: one.edits(2.0)),
+        Mistake("bias-dropped", "bias missing", "add the bias; it is left out", having(times=0.0)),
+        Mistake("bias-added-twice", "bias twice", "add the bias once; it is added twice", having(times=2.0)),
     ]
     for third, part in enumerate(("first", "second", "last")):
         mistakes.append(
@@ -483,10 +482,8 @@ class Clamp:
 
 def clamp_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield another limit, or none, for all activations that are clamped to the same one."""
-    by_limit: dict[float, list[Clamp]] = {}
-    for one in filter(None, (_clamp(trace, call) for call in trace.calls)):
-        by_limit.setdefault(one.limit, []).append(one)
-    for right, alike in by_limit.items():
+    found = filter(None, (_clamp(trace, call) for call in trace.calls))
+    for right, alike in grouped(found, lambda one: one.limit).items():
         another = partial(_limit_instead, right)
         yield from everywhere_and_somewhere(chain([another(math.inf)], numbers(another, [right])), alike)
 
@@ -509,5 +506,5 @@ def _limit_instead(right: float, limit: float) -> Mistake[Clamp]:
         "operation",
         "clamp missing" if math.isinf(limit) else f"clamp to {limit:.4g}",
         f"clamp activations between -{right:g} and {right:g}, as the reference does; {what}",
-        lambda one: one.edits(limit),
+        having(limit=limit),
     )

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from parity.mistakes.constants import numbers
 from parity.trace.trace import Call, Trace, Value
-from parity.trace.walk import CASTS, RESHAPES, binary, with_number
+from parity.trace.walk import CASTS, JOINS, RESHAPES, binary, with_number
 
 # Calls with a number in them, and what a port computes that has another number there.
 
@@ -128,7 +128,6 @@ def again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
 _MOST_ORDERED = 3  # try every order of up to so many parts; of more parts, only exchange each two
 _MOST_PARTS = 8
 _SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
-_JOINS = frozenset({"cat", "concat", "concatenate", "stack"})
 
 
 def split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
@@ -167,7 +166,7 @@ def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]
 
 def joined_otherwise(call: Call) -> Iterator[Alternative]:
     """Yield the parts joined in another order."""
-    if call.name not in _JOINS or len(call.inputs) < 2:
+    if call.name not in JOINS | {"stack"} or len(call.inputs) < 2:
         return
 
     def in_order(order: Sequence[int]) -> Compute:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,10 +26,18 @@ from parity.mistakes.attention import (
     traced_bias,
 )
 from parity.mistakes.constants import SOFTCAPS, numbers, tunable
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, ModuleCall, everywhere_and_somewhere
+from parity.mistakes.hypothesis import (
+    MOST_PLACES,
+    Hypothesis,
+    Mistake,
+    ModuleCall,
+    everywhere_and_somewhere,
+    having,
+    within,
+)
 from parity.mistakes.masks import HIDDEN, band_of, hidden_keys, mask_mistakes, segment_mistakes
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, ancestors, users, with_number
+from parity.trace.walk import CASTS, JOINS, LINEAR, ancestors, grouped, users, with_number
 
 # What ports get wrong about attention: scale, mask, softcap, the order of heads.
 
@@ -65,12 +72,12 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
     """Group attentions whose masks leave the same band visible, such as those with a window, or those to an encoder."""
-    alike: dict[tuple[object, ...], list[Attention]] = defaultdict(list)
-    for attention in found:
+
+    def band(attention: Attention) -> Hashable:
         bias = traced_bias(trace, attention)
-        band, is_padded = band_of(hidden_keys(bias))
-        alike[bias.shape[-1] == bias.shape[-2], band, is_padded].append(attention)
-    return list(alike.values())
+        return bias.shape[-1] == bias.shape[-2], band_of(hidden_keys(bias))
+
+    return list(grouped(found, band).values())
 
 
 def _masks_of_others(
@@ -122,7 +129,7 @@ def _hidden_scores() -> Iterator[Mistake[Attention]]:
         f"keep scores far above {_TES_HIDDEN_SCORE:g}, which TE's unfused attention gives to hidden keys (normalise "
         "queries and keys, or take a fused backend, in 16 bits): here a query's other scores are below that, so it "
         "sees hidden keys",
-        _with(hidden_score=_TES_HIDDEN_SCORE),
+        having(hidden_score=_TES_HIDDEN_SCORE),
     )
 
 
@@ -173,12 +180,12 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
             "softmax-sink",
             "softmax with a sink",
             'give TE softmax_type="vanilla"; its softmax has one more term in the denominator',
-            _with(sink="zero"),
+            having(sink="zero"),
         )
         return
     repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
-    yield Mistake("softmax-sink", "sinks missing", f"{repair}; its softmax has no sinks", _with(sink="none"))
-    yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", _with(sink="zero"))
+    yield Mistake("softmax-sink", "sinks missing", f"{repair}; its softmax has no sinks", having(sink="none"))
+    yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", having(sink="zero"))
 
 
 def _to_be_capped(right: float) -> str:
@@ -192,7 +199,7 @@ def _softcap(right: float, cap: float) -> Mistake[Attention]:
         "softcap",
         "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
         f"{_to_be_capped(right)}; {'it caps none' if math.isinf(cap) else f'it has {cap:.4g}'}",
-        _with(softcap=cap),
+        having(softcap=cap),
     )
 
 
@@ -288,13 +295,9 @@ def _positions_taken_for_heads(x: Tensor) -> Tensor:
 
 def _arranged(
     queries: Rearrange | None = None, keys: Rearrange | None = None, context: Rearrange | None = None
-) -> Callable[[Attention], tuple[Edit, ...]]:
+) -> Callable[[Attention], Sequence[Edit]]:
     """Return the edits under which queries, keys and values, or the context have another layout."""
-    return lambda one: one.edits(arrange=(queries, keys, keys, context))
-
-
-def _with(**changes: object) -> Callable[[Attention], tuple[Edit, ...]]:
-    return lambda attention: attention.edits(**changes)
+    return having(arrange=(queries, keys, keys, context))
 
 
 # Caps of activations by ``tanh``, such as Gemma's of its logits, and ports with another cap, none, or one too many.
@@ -322,10 +325,7 @@ class Cap:
 def softcap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield other caps than the reference's; if it has none, caps of the last linear layer's result, the logits."""
     found = caps(trace)
-    by_cap: dict[float, list[Cap]] = {}
-    for one in found or _uncapped(trace):
-        by_cap.setdefault(one.cap, []).append(one)
-    for right, alike in by_cap.items():
+    for right, alike in grouped(found or _uncapped(trace), lambda one: one.cap).items():
         another = partial(_cap_instead, right)
         mistakes = chain([another(math.inf)], numbers(another, [right], SOFTCAPS))
         yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module)
@@ -389,7 +389,6 @@ def _cap_instead(right: float, cap: float) -> Mistake[Cap]:
 # For example text and image in MMDiT and Flux, a prompt's tokens before a sequence's, a class token before patches.
 
 
-_JOINS = frozenset({"cat", "concat", "concatenate"})
 _NEAR_A_KEY = 32  # of a key's ancestors, among which streams are joined
 _MOST = 3  # streams that are looked for
 
@@ -427,12 +426,8 @@ def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes where one stream's queries, or all, see their own keys alone, or that no query
     sees a stream's keys.
     """
-    alike: dict[tuple[int, int], list[_Joined]] = defaultdict(list)
-    for attention in attentions(trace):
-        joined = _joined(trace, attention)
-        if joined is not None:
-            alike[len(joined.queries), len(joined.keys)].append(joined)
-    for (queries, keys), some in alike.items():
+    found = [joined for one in attentions(trace) if (joined := _joined(trace, one)) is not None]
+    for (queries, keys), some in grouped(found, lambda one: (len(one.queries), len(one.keys))).items():
         yield from everywhere_and_somewhere(_mistakes(queries, keys), some, lambda one: one.attention.call.module)
 
 
@@ -473,7 +468,7 @@ def _lengths(trace: Trace, value: Value, seq: int) -> tuple[int, ...] | None:
     """Return the lengths of the nearest joined streams that fill ``seq`` positions; None if there are none."""
     for made in (value, *ancestors(trace, value, _NEAR_A_KEY)):
         call = trace.producer(made)
-        if call is not None and call.name in _JOINS and len(call.inputs) > 1:
+        if call is not None and call.name in JOINS and len(call.inputs) > 1:
             shapes = [trace.tensor(part).shape for part in call.inputs]
             axes = [i for i, size in enumerate(trace.tensor(made).shape[:-1]) if size == seq]
             for axis in axes:
@@ -574,22 +569,20 @@ def _exchanged_in(paths: tuple[str, ...]) -> Hypothesis:
     """Return the mistake that these submodules take ``[batch, seq, ...]`` for sequence first, and return it so."""
     which = f"{paths[0]} and {len(paths) - 1} more like it" if len(paths) > 1 else paths[0]
 
-    def around(call: ModuleCall) -> ModuleCall:
-        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as hooks:
-                for submodule in map(module.get_submodule, paths):
-                    hooks.enter_context(_exchanged_around(submodule))
-                hooks.enter_context(ShorterTables())
-                return call(module, *args, **kwargs)
-
-        return under
+    @contextmanager
+    def exchanged(module: nn.Module) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for submodule in map(module.get_submodule, paths):
+                hooks.enter_context(_exchanged_around(submodule))
+            hooks.enter_context(ShorterTables())
+            yield
 
     return Hypothesis(
         "sequence-first",
         f"batch and sequence exchanged in {which}",
         'give TE\'s layers attn_input_format="bshd", and its attention qkv_format="bshd": they take the first '
         f"dimension for the sequence by default; so {which} attends within the batch",
-        around=around,
+        around=within(exchanged),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from parity.trace.trace import Edit
+from parity.trace.trace import Edit, ordinal
 
 # A hypothesis is a known mistake of ports: a change under which the reference computes what such a port would.
 
@@ -126,6 +126,11 @@ class Mistake(Generic[_Changed]):
     tuned: Callable[[float], Mistake[_Changed]] | None = None
 
 
+def having(**changes: Any) -> Callable[[Any], Sequence[Edit]]:
+    """Return the ``edits`` of a mistake under which an operation has other attributes."""
+    return lambda operation: operation.edits(**changes)
+
+
 def everywhere_and_somewhere(
     mistakes: Iterable[Mistake[Operation]],
     operations: Sequence[Operation],
@@ -164,12 +169,6 @@ def each_place(places: Sequence[str]) -> list[str]:
         count = places.count(place)
         named.append(place if count == 1 else f"{place}, the {ordinal(seen[place])} of {count} there")
     return named
-
-
-def ordinal(count: int) -> str:
-    """Return ``1st``, ``2nd``, and so on."""
-    endings = {1: "st", 2: "nd", 3: "rd"}
-    return f"{count}{'th' if 10 < count % 100 < 14 else endings.get(count % 10, 'th')}"
 
 
 def _by_kind(

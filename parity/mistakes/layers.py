@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from parity.case.weight_map import Side, WeightMap, names, pack, shape_of, unpack
 from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywhere_and_somewhere
 from parity.mistakes.norms import Norm, norms
+from parity.mistakes.reads import made_again
 from parity.mistakes.weight_maps import Shapes
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users
@@ -326,12 +327,10 @@ def _reading_normed(call: Call, norm: Value, given: tuple[Value, ...], normed: C
     """Return the edit under which a linear layer reads ``normed(*given)`` in the place of the norm's result."""
     others = [value for value in call.inputs if value != norm]
 
-    def compute(was: Tensor, *values: Tensor) -> Tensor:
-        of_norm, tensors = values[: len(given)], dict(zip(others, values[len(given) :], strict=True))
-        tensors[norm] = normed(*of_norm).to(was.dtype)
-        args, kwargs = tree_map_only(Value, tensors.__getitem__, (call.args, call.kwargs))
-        result: Tensor = call.function(*args, **kwargs)
-        return result
+    def compute(was: Tensor, *values: Tensor) -> Any:
+        of_norm, of_others = values[: len(given)], iter(values[len(given) :])
+        instead = normed(*of_norm).to(was.dtype)
+        return made_again(call, [instead if value == norm else next(of_others) for value in call.inputs])
 
     return edit(call, (*given, *others), compute)
 

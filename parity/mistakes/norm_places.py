@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.attention import Attention, attentions, heads_of
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, ordinal
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, having
 from parity.mistakes.norms import Norm, norms
+from parity.mistakes.reads import made_again
 from parity.mistakes.residuals import Residual, residuals
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, unnumbered, users
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, grouped, unnumbered, users
 
 # Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, which a port puts
 # before its branches, as TE's layers do.
@@ -76,26 +77,28 @@ def _norm_of_sum(call: Call, stream: Value, norm: Norm) -> Edit:
 def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) -> Iterator[Edit]:
     """Yield the edits by which a branch reads the norm of the stream, and the norm after it or its sum is left out."""
     # Parameters are read from the module: in the trace they first appear with the norm, after the branch.
-    names = [trace.parameter(value) for value in after.needs[1:]]
-    if None in names:
+    names = [trace.parameter(value) or "" for value in after.needs[1:]]
+    if not all(names):
         return
+
+    def normed(x: Tensor) -> Tensor:
+        return after.compute(x, *map(module.get_parameter, names))
+
     yield edit(after.call, (after.x,), lambda was, x: x.to(was.dtype))
     width = trace.tensor(stream).shape[-1]
     for call, given in users(trace, stream, RESHAPES):  # nn.MultiheadAttention puts the sequence first
         if call.name in LINEAR and given in call.inputs and trace.tensor(given).shape[-1] == width:
-            yield edit(call, call.inputs, _of_prenormed(call, given, after, [name for name in names if name], module))
+            yield _of_normed(call, given, normed)
 
 
-def _of_prenormed(call: Call, given: Value, norm: Norm, names: list[str], module: nn.Module) -> Callable[..., Tensor]:
-    def compute(was: Tensor, *inputs: Tensor) -> Tensor:
-        by_number = dict(zip((value.number for value in call.inputs), inputs, strict=True))
-        affine = (module.get_parameter(name) for name in names)
-        by_number[given.number] = norm.compute(by_number[given.number], *affine).to(was.dtype)
-        args, kwargs = tree_map_only(Value, lambda value: by_number[value.number], (call.args, call.kwargs))
-        result: Tensor = call.function(*args, **kwargs)
-        return result
+def _of_normed(call: Call, given: Value, norm: Callable[[Tensor], Tensor]) -> Edit:
+    """Return the edit under which a call reads the norm of what it is given."""
 
-    return compute
+    def compute(was: Tensor, *inputs: Tensor) -> Any:
+        changed = (norm(x).to(x.dtype) if value == given else x for value, x in zip(call.inputs, inputs, strict=True))
+        return made_again(call, list(changed))
+
+    return edit(call, call.inputs, compute)
 
 
 # Norms of queries, keys and values that only a port has: of some of them, of all, of each head, of all heads at once.
@@ -141,7 +144,7 @@ def _of_queries_and_keys(kind: str, norm: Compute) -> Mistake[Attention]:
         "norm-missing",
         f"{kind} of queries and keys",
         f"take queries and keys as they are, as the reference does: qk_norm_type=None; they go through a {kind}",
-        lambda one: one.edits(arrange=(norm, norm, None, None)),
+        having(arrange=(norm, norm, None, None)),
     )
 
 
@@ -159,7 +162,7 @@ def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
             "norm-missing",
             name,
             f"take queries, keys and values as they are where the reference does; attention has a {name}",
-            lambda one, arrange=arrange: one.edits(arrange=arrange),  # type: ignore[misc]
+            having(arrange=arrange),
         )
 
 
@@ -195,8 +198,8 @@ def _values_as_keys() -> Mistake[_Keyed]:
         attention, count, parameters = one.attention, len(one.attention.needs), one.norm.needs[1:]
 
         def compute(was: Tensor, *values: Tensor) -> Tensor:
-            of_values = partial(_computed, one.norm, values[count:])
-            return replace(attention, arrange=(None, None, of_values, None)).compute(*values[:count]).to(was.dtype)
+            normed = (None, None, lambda x: one.norm.compute(x, *values[count:]), None)
+            return replace(attention, arrange=normed).compute(*values[:count]).to(was.dtype)
 
         return (edit(attention.call, (*attention.needs, *parameters), compute),)
 
@@ -206,10 +209,6 @@ def _values_as_keys() -> Mistake[_Keyed]:
         "take values as they are, as the reference does; they go through the norm of the keys",
         edits,
     )
-
-
-def _computed(norm: Norm, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    return norm.compute(x, *parameters)
 
 
 # Norms that only a port has: before linear layers, of queries and keys, of a branch's result, after a sum.
@@ -223,7 +222,7 @@ def extra_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     for calls in _alike(trace):
         for kind, norm in KINDS.items():
             yield _before(calls, kind, norm)
-            places = _by_input(trace, calls)
+            places = grouped(calls, partial(_input, trace)).values()
             for some in places if 1 < len(places) <= MOST_PLACES else ():
                 yield _before(some, kind, norm, calls)
     yield from attention_norm_hypotheses(trace)
@@ -273,75 +272,40 @@ def _after_sum(kind: str, norm: Compute) -> Mistake[Residual]:
 def _alike(trace: Trace) -> list[list[Call]]:
     """Group linear layers that read no norm; those of the same name in all layers are in one group."""
     normed = {norm.call.outputs[0].number for norm in norms(trace)}
-    alike: dict[tuple[str, ...], list[Call]] = defaultdict(list)
-    for number, calls in _readers(trace).items():
-        if number not in normed:
-            where = tuple(unnumbered(trace.parameter(x) or "") for call in calls for x in call.inputs)
-            alike[where].extend(calls)
-    return list(alike.values())
+    of_activations = (call for call in trace.calls if _multiplies_activation(trace, call))
+    by_input = grouped(of_activations, partial(_input, trace))
+    readers = [calls for given, calls in by_input.items() if given.number not in normed]
+
+    def parameters(calls: Sequence[Call]) -> tuple[str, ...]:
+        return tuple(unnumbered(trace.parameter(x) or "") for call in calls for x in call.inputs)
+
+    return [list(chain.from_iterable(some)) for some in grouped(readers, parameters).values()]
 
 
-def _by_input(trace: Trace, calls: Sequence[Call]) -> list[list[Call]]:
-    """Group the calls by the value that they read."""
-    found: dict[int, list[Call]] = defaultdict(list)
-    for call in calls:
-        found[back(trace, call.inputs[0], CASTS).number].append(call)
-    return list(found.values())
+def _input(trace: Trace, call: Call) -> Value:
+    """Return the activation that a linear layer reads; casts do not count."""
+    given: Value = back(trace, call.inputs[0], CASTS)
+    return given
+
+
+def _multiplies_activation(trace: Trace, call: Call) -> bool:
+    """Return whether a call is a linear layer with a parameter, and what it multiplies is none."""
+    has_parameter = call.name == "linear" and any(trace.parameter(value) for value in call.inputs[1:])
+    return has_parameter and trace.parameter(call.inputs[0]) is None
 
 
 def _before(calls: Sequence[Call], kind: str, norm: Compute, alike: Sequence[Call] = ()) -> Hypothesis:
     """Return the mistake that these linear layers, all or some of those that are alike, read a norm."""
-    first = _named(calls[0])
+    first = f"the {calls[0].described}"
     others = f" and {len(calls) - 1} more like it" if len(calls) > 1 else ""
     as_reference = "as the reference does (Linear for LayerNormLinear, no LayerNormMLP)"
-    like = f"linear layers like {_named(alike[0])}" if alike else ""
+    like = f"linear layers like the {alike[0].described}" if alike else ""
     return Hypothesis(
         "norm-missing",
         f"{kind} before {first}{' alone' if alike else ''}",
         f"leave out the norm before {first}{others}, {as_reference}; a {kind} comes before",
-        tuple(_of_normed(call, norm) for call in calls),
+        tuple(_of_normed(call, call.inputs[0], norm) for call in calls),
         scope="one" if alike else "all",
         place=calls[0].module if alike else "",
         family=(f"{kind} before {like}", f"leave out the {kind} before {like}, {as_reference},") if alike else ("", ""),
     )
-
-
-def _named(call: Call) -> str:
-    return f"the {ordinal(call.site[3] + 1)} 'linear' of {call.module}"
-
-
-def _readers(trace: Trace) -> dict[int, list[Call]]:
-    """Return the products with parameters by the number of the activation that each reads; casts do not count."""
-    found: dict[int, list[Call]] = {}
-    for call in trace.calls:
-        given = _activation(trace, call)
-        if given is not None:
-            found.setdefault(back(trace, given, CASTS).number, []).append(call)
-    return found
-
-
-def _activation(trace: Trace, call: Call) -> Value | None:
-    """Return what a linear layer multiplies by its parameter."""
-    if call.name != "linear" or not any(trace.parameter(value) for value in call.inputs[1:]):
-        return None
-    return None if trace.parameter(call.inputs[0]) else call.inputs[0]
-
-
-def _of_normed(call: Call, norm: Compute) -> Edit:
-    return edit(call, call.inputs, _again(call, norm))
-
-
-def _again(call: Call, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
-    """Return a function that makes the call with its first tensor changed."""
-
-    def compute(was: Tensor, *inputs: Tensor) -> Tensor:
-        given = dict(zip((value.number for value in call.inputs), _changed(inputs, change), strict=True))
-        args, kwargs = tree_map_only(Value, lambda value: given[value.number], (call.args, call.kwargs))
-        result: Tensor = call.function(*args, **kwargs)
-        return result
-
-    return compute
-
-
-def _changed(inputs: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    return [change(inputs[0]).to(inputs[0].dtype), *inputs[1:]]

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.constants import LARGE_NORM_EPS, NORM_EPS, numbers
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, low_dtypes, rounded_to, short
+from parity.mistakes.hypothesis import (
+    Hypothesis,
+    Mistake,
+    everywhere_and_somewhere,
+    having,
+    low_dtypes,
+    rounded_to,
+    short,
+)
 from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
 from parity.trace.walk import RESHAPES, agree, back, binary, chain, other, users, with_number
 
@@ -141,7 +149,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
 
     def with_eps(eps: float) -> Mistake[Norm]:
         repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
-        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, _with(eps=eps), subtle=eps in NORM_EPS)
+        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, having(eps=eps), subtle=eps in NORM_EPS)
 
     yield from numbers(with_eps, named, (*NORM_EPS, *LARGE_NORM_EPS))
     # BF16 in an FP16 port is not a subtle mistake.
@@ -235,13 +243,9 @@ def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm
             "norm-statistics",
             f"norm {what} in {short(low)}",
             f"take the norm's mean and root in FP32; {what} rounded to {short(low)}",
-            _with(**changes),
+            having(**changes),
             subtle=subtle,
         )
-
-
-def _with(**changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
-    return lambda norm: norm.edits(**changes)
 
 
 def _for(which: Callable[[Norm], bool], **changes: object) -> Callable[[Norm], tuple[Edit, ...]]:

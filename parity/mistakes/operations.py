@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
@@ -16,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, Alternative, alternatives
 from parity.mistakes.constants import numbers
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, ordinal
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import Call, Edit, Site, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, back, binary, unnumbered, users, with_number
+from parity.trace.walk import CASTS, JOINS, LINEAR, RESHAPES, back, binary, grouped, unnumbered, users, with_number
 
 # Single calls that a port computes otherwise, tried if no mistake with a known meaning explains the error.
 #
@@ -61,62 +60,58 @@ def _all_otherwise(trace: Trace, calls: Sequence[Call], known: Collection[str] =
 
 def _in_loops(trace: Trace) -> Iterator[list[Call]]:
     """Yield a module's calls that differ in tensors and numbers alone, such as those of a loop over layers or time."""
-    groups: dict[tuple[object, ...], list[list[Call]]] = {}
-    for calls in alike(trace):
+
+    def kind(calls: Sequence[Call]) -> tuple[object, ...]:
         call = calls[0]
         shapes = tuple(tuple(trace.tensor(x).shape) for x in (*call.inputs, *call.outputs))
         others = tree_map_only(Value, lambda value: None, (call.args, call.kwargs))
         of_parameters = tuple(trace.parameter(x) is not None for x in call.inputs)
         path, invocation = call.site[:2]
-        key = unnumbered(path), invocation, call.name, shapes, of_parameters, unnumbered(repr(others))
-        groups.setdefault(key, []).append(calls)
-    for same in groups.values():
-        if len(same) > 1:
-            yield [call for calls in same for call in calls]
+        return unnumbered(path), invocation, call.name, shapes, of_parameters, unnumbered(repr(others))
+
+    yield from _several(grouped(alike(trace), kind).values())
 
 
 def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
     """Yield calls that add, or multiply by, the same number several times in a layer or across layers:
     DiT's 1 + scale.
     """
-    groups: dict[tuple[str, float], list[list[Call]]] = {}
-    for calls in alike(trace):
+
+    def number(calls: Sequence[Call]) -> tuple[str, float] | None:
         made = with_number(calls[0])
-        if made is not None and made[0] in ("add", "mul") and all(with_number(call) for call in calls):
-            groups.setdefault((made[0], made[2]), []).append(calls)
-    for same in groups.values():
-        by_layer: dict[str, list[list[Call]]] = {}
-        for calls in same:
-            by_layer.setdefault(unnumbered(calls[0].site[0]), []).append(calls)
-        several = [some for some in by_layer.values() if len(some) > 1]
-        for some in [*several, same] if len(by_layer) > 1 else several:
-            yield [call for calls in some for call in calls]
+        is_one = made is not None and made[0] in ("add", "mul") and all(with_number(call) for call in calls)
+        return (made[0], made[2]) if made is not None and is_one else None
+
+    groups = grouped(alike(trace), number)
+    for same in (groups[key] for key in groups if key is not None):
+        by_layer = grouped(same, _layer)
+        yield from _several([*by_layer.values(), *([same] if len(by_layer) > 1 else [])])
 
 
 def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
     """Yield calls that move elements and move them back, as for Swin's shifted windows."""
-    by_module: dict[str, list[list[Call]]] = {}
-    for calls in alike(trace):
-        if calls[0].name in ("roll", "flip"):
-            by_module.setdefault(unnumbered(calls[0].site[0]), []).append(calls)
-    for same in by_module.values():
-        if len(same) > 1:
-            yield [call for calls in same for call in calls]
+    moving = [calls for calls in alike(trace) if calls[0].name in ("roll", "flip")]
+    yield from _several(grouped(moving, _layer).values())
+
+
+def _several(groups: Iterable[Sequence[Sequence[Call]]]) -> Iterator[list[Call]]:
+    """Yield the calls of each group that joins calls which are not alike."""
+    yield from (list(chain.from_iterable(same)) for same in groups if len(same) > 1)
+
+
+def _layer(calls: Sequence[Call]) -> str:
+    return unnumbered(calls[0].site[0])
 
 
 def alike(trace: Trace) -> list[list[Call]]:
     """Group calls that compute activations; those that differ only in their layer's number are in one group."""
-    alike: dict[tuple[str, int, str, int], list[Call]] = {}
-    for call in trace.calls:
-        path, invocation, function, count = call.site
-        if any(trace.tensor(x).is_floating_point() for x in call.outputs):
-            alike.setdefault((unnumbered(path), invocation, function, count), []).append(call)
-    return list(alike.values())
+    computing = [call for call in trace.calls if any(trace.tensor(x).is_floating_point() for x in call.outputs)]
+    return list(grouped(computing, lambda call: (unnumbered(call.site[0]), *call.site[1:])).values())
 
 
 def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative]) -> Hypothesis:
     first = calls[0]
-    which = f"{ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
+    which = first.described
     others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
     tuned = [one.tuned for one in instead]
 
@@ -139,7 +134,6 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative]) -> Hypothe
 # Tables and rotations by position stay as they are, and so meet other tokens.
 
 
-_JOINS = frozenset({"cat", "concat", "concatenate"})
 _MOST = 16  # special tokens that are looked for
 
 
@@ -160,7 +154,7 @@ def joined_token_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         readers = [] if join is None else list(_readers(trace, join))
         for rank in sorted({rank for rank, _ in readers}):
             edits = [one for other, one in readers if other <= rank]
-            what = f"the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
+            what = f"the {call.described}"
             yield Hypothesis(
                 "operation",
                 f"parts of {what} exchanged, and where they are read in {rank} dimensions",
@@ -172,7 +166,7 @@ def joined_token_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _join(trace: Trace, call: Call) -> _Join | None:
-    if call.name not in _JOINS or len(call.inputs) != 2:
+    if call.name not in JOINS or len(call.inputs) != 2:
         return None
     whole, first, second = (trace.tensor(value).shape for value in (*call.outputs, *call.inputs))
     dims = [dim for dim in range(len(whole) - 1) if first[dim] + second[dim] == whole[dim]]
@@ -256,16 +250,13 @@ def exchanged_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield the exchange for every sum, in all layers at once, and for all sums whose terms are scaled alike."""
     by_call = [[_sums(trace, call) for call in calls] for calls in alike(trace)]
     groups = [list(sums) for ways in by_call for sums in zip(*ways, strict=False)]
-    by_scaled: dict[tuple[bool, ...], list[list[_Sum]]] = defaultdict(list)
-    for sums in groups:
-        by_scaled[tuple(term.factor != 1.0 for term in sums[0].terms)].append(sums)
+    by_scaled = grouped(groups, lambda sums: tuple(term.factor != 1.0 for term in sums[0].terms))
     several = [list(chain.from_iterable(some)) for some in by_scaled.values() if len(some) > 1]
     yield from (_exchanged_factors(sums) for sums in (*groups, *several))
 
 
 def _exchanged_factors(sums: Sequence[_Sum]) -> Hypothesis:
-    first = sums[0].call
-    which = f"the {ordinal(first.site[3] + 1)} {first.name!r} of {first.module}"
+    which = f"the {sums[0].call.described}"
     others = f" and of {len(sums) - 1} more like it" if len(sums) > 1 else ""
     return Hypothesis(
         "operation",
@@ -331,11 +322,7 @@ def scales_of_attention(trace: Trace) -> set[Site]:
 
 def factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's factors."""
-    found = factors(trace)
-    by_value: dict[float, list[Factor]] = {}
-    for factor in found:
-        by_value.setdefault(factor.value, []).append(factor)
-    for value, alike in by_value.items():
+    for value, alike in grouped(factors(trace), lambda one: one.value).items():
         mistakes = numbers(partial(_instead, value), [value], (1.0,))
         yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module, where=_where(alike))
 

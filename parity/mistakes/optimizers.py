@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS, numbers
-from parity.mistakes.hypothesis import Hypothesis, ModuleCall
+from parity.mistakes.hypothesis import Around, Hypothesis, within
 from parity.mistakes.optimizer_fit import steps_by_hand
 from parity.trace.private_functions import clipping_at
 from parity.trace.trace import Edit, Stepped, Trace, edit, settings_of
@@ -137,7 +138,7 @@ def _of_any(right: Group) -> Iterator[Hypothesis]:
     yield from _numbers("lr", right, (0.9 * own, 10.0 * own, 0.1 * own), "its learning rate")
     yield from _numbers("weight_decay", right, (0.0, *WEIGHT_DECAYS), "its weight decay")
     yield _kind("maximize", "steps in the gradient's direction", "step against the gradient", _flipped("maximize"))
-    yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _nothing)
+    yield _kind("no step", "makes no step (TE's FusedSGD skips BF16 parameters)", "make each step", _set("lr", 0.0))
 
 
 def _of_groups(one: Stepped) -> Iterator[Hypothesis]:
@@ -181,8 +182,7 @@ def _of_adam(right: Group) -> Iterator[Hypothesis]:
     yield _kind("epsilon hat", text, "add eps to the corrected moment's root", _epsilon_hat)
     for which in range(2):
         yield from _betas(which, right["betas"])
-    repair = f"give TE amsgrad={right['amsgrad']}"
-    yield _kind("amsgrad", "has the opposite", repair, _flipped("amsgrad"))
+    yield _kind("amsgrad", "has the opposite", f"give TE amsgrad={right['amsgrad']}", _flipped("amsgrad"))
     yield from _numbers("eps", right, OPTIMIZER_EPS, "its eps")
 
 
@@ -250,32 +250,30 @@ def _betas(which: int, right: tuple[float, float]) -> Iterator[Hypothesis]:
     yield from numbers(another, [own], (1.0 - beta for beta in MOMENTA if not math.isclose(beta, right[which])))
 
 
-def _with(change: Change) -> Callable[[ModuleCall], ModuleCall]:
-    """Return a call in which every step is made with changed settings."""
+def _with(change: Change) -> Around:
+    """Return a wrapper in which every step is made with changed settings."""
 
-    def around(call: ModuleCall) -> ModuleCall:
-        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            right: list[Group] = []
+    @contextmanager
+    def changed(module: nn.Module) -> Iterator[None]:
+        right: list[Group] = []
 
-            def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                right[:] = map(settings_of, optimizer.param_groups)
-                for group in optimizer.param_groups:
-                    change(optimizer, group)
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            right[:] = map(settings_of, optimizer.param_groups)
+            for group in optimizer.param_groups:
+                change(optimizer, group)
 
-            def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-                for group, settings in zip(optimizer.param_groups, right, strict=True):
-                    group.update(settings)
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            for group, settings in zip(optimizer.param_groups, right, strict=True):
+                group.update(settings)
 
-            handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                for handle in handles:
-                    handle.remove()
+        handles = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-        return under
-
-    return around
+    return within(changed)
 
 
 def _set(setting: str, value: float) -> Change:
@@ -310,20 +308,12 @@ def _nesterov(optimizer: Optimizer, group: Group) -> None:
         group["dampening"] = 0.0
 
 
-def _nothing(optimizer: Optimizer, group: Group) -> None:
-    group["lr"] = 0.0
-
-
 def _decay_after_momentum(optimizer: Optimizer, group: Group) -> None:
-    _shrink(group, group["lr"] * group["weight_decay"])
-    group["weight_decay"] = 0.0
-
-
-def _shrink(group: Group, by: float) -> None:
     with torch.no_grad():
         for parameter in group["params"]:
             if parameter.grad is not None:
-                parameter.mul_(1.0 - by)
+                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+    group["weight_decay"] = 0.0
 
 
 def _without_bias_correction(optimizer: Optimizer, group: Group) -> None:
@@ -376,8 +366,8 @@ def optimizer_moment_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
                 )
 
 
-def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[ModuleCall], ModuleCall]:
-    """Return a call in which moments are rounded after every step."""
+def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Around:
+    """Return a wrapper in which moments are rounded after every step."""
 
     @torch.no_grad()
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -385,17 +375,15 @@ def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Callable[[ModuleCall
             for moment in (state[name] for name in names if name in state):
                 moment.copy_(_held_in(dtype, moment))
 
-    def around(call: ModuleCall) -> ModuleCall:
-        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            handle = register_optimizer_step_post_hook(after_step)
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                handle.remove()
+    @contextmanager
+    def rounding(module: nn.Module) -> Iterator[None]:
+        handle = register_optimizer_step_post_hook(after_step)
+        try:
+            yield
+        finally:
+            handle.remove()
 
-        return under
-
-    return around
+    return within(rounding)
 
 
 def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
@@ -415,7 +403,7 @@ def clipping_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             "optimizer",
             "optimizer: no clipping",
             f"clip gradients, clip_grad_norm_(parameters, {own:.4g}), before each step; the port clips none",
-            around=_clipping(lambda norm: math.inf),
+            around=within(lambda module: clipping_at(lambda norm: math.inf)),
         )
         yield from numbers(partial(_clipping_at, own), [own], (10.0 * own, 0.1 * own))
 
@@ -425,16 +413,5 @@ def _clipping_at(own: float, other: float) -> Hypothesis:
         "optimizer",
         f"optimizer: clipping at {other:.4g}",
         f"clip gradients at the norm {own:.4g}, as the reference does; the port clips at {other:.4g}",
-        around=_clipping(lambda norm: norm * other / own),
+        around=within(lambda module: clipping_at(lambda norm: norm * other / own)),
     )
-
-
-def _clipping(norm: Callable[[float], float]) -> Callable[[ModuleCall], ModuleCall]:
-    def around(call: ModuleCall) -> ModuleCall:
-        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with clipping_at(norm):
-                return call(module, *args, **kwargs)
-
-        return under
-
-    return around

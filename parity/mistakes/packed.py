@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.attention import Attention, attentions
 from parity.mistakes.hypothesis import Hypothesis, everywhere_and_somewhere
 from parity.mistakes.masks import HIDDEN, Bias, segment_mistakes
 from parity.mistakes.reads import made_again
 from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
-from parity.trace.walk import RESHAPES, binary
+from parity.trace.walk import JOINS, RESHAPES, binary, grouped
 
 # Sequences that a reference attends to one by one and then joins; ports attend to all of them at once.
 #
@@ -26,7 +23,6 @@ from parity.trace.walk import RESHAPES, binary
 # would, all sequences are attended to at once behind a mask.
 
 
-_JOINS = frozenset({"cat", "concat", "concatenate"})
 _ONE_SEQUENCE = frozenset({"getitem", "select"})  # calls that take the sequence out of a batch of one
 _PADS = frozenset({"pad"})
 
@@ -100,7 +96,7 @@ def packed_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _packed(trace: Trace, call: Call, made: dict[int, Attention]) -> Packed | None:
-    if call.name not in _JOINS or len(call.inputs) < 2 or not isinstance(call.args[0], (tuple, list)):
+    if call.name not in JOINS or len(call.inputs) < 2 or not isinstance(call.args[0], (tuple, list)):
         return None
     ways = [_way(trace, value, made) for value in call.inputs]
     parts = [way[0] for way in ways if way is not None]
@@ -147,14 +143,8 @@ def _lays_out(trace: Trace, call: Call) -> bool:
 
 def _replayed(x: Tensor, calls: tuple[Call, ...]) -> Tensor:
     for call in calls:
-        given = partial(_second, other=x)
-        args, kwargs = tree_map_only(Value, given, (call.args, call.kwargs))
-        x = call.function(*args, **kwargs)
+        x = made_again(call, [x])
     return x
-
-
-def _second(one: Value, other: Tensor) -> Tensor:
-    return other
 
 
 def _as_it_is(x: Any) -> Any:
@@ -210,14 +200,10 @@ class _Mask:
 
 def shifted_window_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield windows shifted by another number, with the mask of that number or with their own, and other masks."""
-    rolls: dict[tuple[int, int], list[_Roll]] = defaultdict(list)
-    masks: dict[tuple[int, int], list[_Mask]] = defaultdict(list)
-    for call in trace.calls:
-        roll, mask = _roll(trace, call), _mask(trace, call)
-        if roll is not None:
-            rolls[roll.side, roll.shift].append(roll)
-        if mask is not None:
-            masks[mask.side, mask.shift].append(mask)
+    found_rolls = (roll for call in trace.calls if (roll := _roll(trace, call)) is not None)
+    found_masks = (mask for call in trace.calls if (mask := _mask(trace, call)) is not None)
+    rolls = grouped(found_rolls, lambda one: (one.side, one.shift))
+    masks = grouped(found_masks, lambda one: (one.side, one.shift))
     for side, shift in {**rolls, **masks}:
         moved, masked = rolls.get((side, shift), []), masks.get((side, shift), [])
         largest = masked[0].window - 1 if masked else side // 2

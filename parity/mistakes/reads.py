@@ -94,8 +94,9 @@ def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
 def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
     """Return what a call returns for other tensors, given in the order of its own."""
     tensors = iter(inputs)
-    if is_in_place(call):
-        name, *operands = binary(call) or ("", None)
+    function = binary(call) if is_in_place(call) else None
+    if function is not None:
+        name, *operands = function
         return _PLAIN[name](*(next(tensors) if isinstance(one, Value) else one for one in operands))
     leaves, structure = tree_flatten((call.args, call.kwargs))
     args, kwargs = tree_unflatten([next(tensors) if isinstance(one, Value) else one for one in leaves], structure)

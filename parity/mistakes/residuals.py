@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from parity.mistakes.attention import attentions
 from parity.mistakes.constants import numbers
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, ordinal
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.mistakes.layers import ends_a_branch
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.operations import alike, scales_of_attention
+from parity.mistakes.reads import made_again
 from parity.mistakes.rotation import rotations
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, unnumbered, with_number
+from parity.trace.trace import Call, Edit, Trace, Value, edit, ordinal
+from parity.trace.walk import (
+    CASTS,
+    LINEAR,
+    RESHAPES,
+    ancestors,
+    back,
+    back_along,
+    binary,
+    grouped,
+    unnumbered,
+    with_number,
+)
 
 # Residual connections in a trace, and what ports get wrong about them.
 
@@ -349,8 +361,8 @@ def _described(trace: Trace, term: _Term) -> str:
     """Describe a term by the call that computes it."""
     made = trace.producer(back(trace, term.value, CASTS | RESHAPES | {"dropout"}))
     if made is None:
-        return f"what the {ordinal(term.call.site[3] + 1)} {term.call.name!r} of {term.call.module} is given"
-    return f"the result of the {ordinal(made.site[3] + 1)} {made.name!r} of {made.module}"
+        return f"what the {term.call.described} is given"
+    return f"the result of the {made.described}"
 
 
 # Two residual branches that follow each other, and ports that have them in the other order, or in parallel.
@@ -385,15 +397,14 @@ class Branch:
     def described(self) -> str:
         """By its last layer, for messages."""
         last = [call for call in self.calls if call.name in _LAYERS][-1]
-        return f"the branch that ends with the {ordinal(last.site[3] + 1)} {last.name!r} of {last.module}"
+        return f"the branch that ends with the {last.described}"
 
     def of(self, stream: Tensor, given: Sequence[Tensor]) -> Tensor:
         """Return the result for another stream."""
         made = dict(zip((value.number for value in self.given), given, strict=True))
         made[self.stream.number] = stream
         for call in self.calls:
-            args, kwargs = tree_map_only(Value, lambda value: made[value.number], (call.args, call.kwargs))
-            returned = call.function(*args, **kwargs)
+            returned = made_again(call, [made[value.number] for value in call.inputs])
             values = tree_leaves(call.result)
             tensors = tree_leaves(returned)
             made.update((value.number, x) for value, x in zip(values, tensors, strict=True) if isinstance(value, Value))
@@ -404,13 +415,10 @@ def branch_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every two branches in the other order and in parallel, in all layers at once."""
     found = [branch for call in trace.calls if (branch := _branch(trace, call)) is not None]
     by_sum = {one.sum.outputs[0].number: one for one in found}
-    alike: dict[object, list[tuple[Branch, Branch]]] = defaultdict(list)
-    for second in found:
-        first = by_sum.get(back(trace, second.stream, _IN_BETWEEN).number)
-        if first is not None and first.sum.outputs[0] not in second.given:
-            sites = (first.sum.site, second.sum.site)
-            alike[tuple((unnumbered(site[0]), *site[1:]) for site in sites)].append((first, second))
-    for pairs in alike.values():
+    both = ((by_sum.get(back(trace, second.stream, _IN_BETWEEN).number), second) for second in found)
+    in_a_row = [(one, other) for one, other in both if one is not None and one.sum.outputs[0] not in other.given]
+    sites = lambda pair: tuple((unnumbered(one.sum.site[0]), *one.sum.site[1:]) for one in pair)  # noqa: E731
+    for pairs in grouped(in_a_row, sites).values():
         one, other = (branch.described for branch in pairs[0])
         others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""
         yield Hypothesis(

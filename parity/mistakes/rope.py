@@ -13,13 +13,13 @@ from torch import Tensor
 
 from parity.mistakes.attention import Attention, attentions
 from parity.mistakes.constants import INTERPOLATION_FACTORS, ROPE_BASES, ROPE_SHARES, numbers
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, low_dtypes, short
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having, low_dtypes, short
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.rope_scaling import scaling_mistakes
 from parity.mistakes.rotation import Form, Rotation, frequencies, grid_mistakes, rotations
 from parity.numerics.formats import tf32
 from parity.trace.trace import Edit, Site, Trace, Value, edit
-from parity.trace.walk import RESHAPES, back
+from parity.trace.walk import RESHAPES, back, grouped
 
 # Ports that count positions otherwise than the reference.
 
@@ -285,9 +285,7 @@ class _Layer:
 
 
 def _by_layer(found: Sequence[Rotation]) -> list[_Layer]:
-    layers: dict[Site | None, list[Rotation]] = {}
-    for one in found:
-        layers.setdefault(one.attention, []).append(one)
+    layers = grouped(found, lambda one: one.attention)
     modules = [site[0] if site is not None else "" for site in layers]
     names = modules if len(set(modules)) == len(modules) else [f"attention {i}" for i in range(1, len(modules) + 1)]
     return [_Layer(name, tuple(some)) for name, some in zip(names, layers.values(), strict=True)]
@@ -295,10 +293,7 @@ def _by_layer(found: Sequence[Rotation]) -> list[_Layer]:
 
 def _by_kind(found: Sequence[Rotation]) -> list[list[Rotation]]:
     """Group rotations that turn the same channels alike: local layers may have another base than global ones."""
-    kinds: dict[object, list[Rotation]] = {}
-    for one in found:
-        kinds.setdefault((one.form, one.start, one.rotary, one.base), []).append(one)
-    return list(kinds.values())
+    return list(grouped(found, lambda one: (one.form, one.start, one.rotary, one.base)).values())
 
 
 def _together(layers: Sequence[_Layer]) -> str:
@@ -346,13 +341,8 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
     )
     for form, table_form, repair in layouts:
         by = "" if form == table_form else f", by angles of {table_form}"
-        yield Mistake("rope-layout", f"rope {form}{by}", repair, _with(form=form, table_form=table_form))
-    yield Mistake(
-        "rope-missing",
-        "rope missing",
-        "pass TE rotary_pos_emb; nothing is rotated",
-        _with(times=0),
-    )
+        yield Mistake("rope-layout", f"rope {form}{by}", repair, having(form=form, table_form=table_form))
+    yield Mistake("rope-missing", "rope missing", "pass TE rotary_pos_emb; nothing is rotated", having(times=0))
     for role, lacking in (("query", "key"), ("key", "query")):
         yield Mistake(
             "rope-one-side",
@@ -360,12 +350,7 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
             f"rotate both query and key; the {lacking} is not rotated",
             _on(lacking, times=0),
         )
-    yield Mistake(
-        "rope-twice",
-        "rope twice",
-        "rotate query and key once; they are rotated twice",
-        _with(times=2),
-    )
+    yield Mistake("rope-twice", "rope twice", "rotate query and key once; they are rotated twice", having(times=2))
     yield Mistake(
         "rope-direction",
         "rope backwards",
@@ -415,7 +400,7 @@ def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
             "rope-precision",
             f"rope cosines and sines in {short(low)}",
             f"keep rotary cosines and sines in FP32; they are rounded to {short(low)}",
-            _with(table=low),
+            having(table=low),
             subtle,
         )
     yield Mistake(
@@ -440,10 +425,6 @@ def _rounded_phases(low: torch.dtype) -> dict[str, Phases]:
             rounded(positions)[:, None] * rounded(frequency)
         ),
     }
-
-
-def _with(**changes: object) -> Edits:
-    return lambda one: one.edits(**changes)
 
 
 def _on(role: str, **changes: object) -> Edits:

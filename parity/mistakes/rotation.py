@@ -440,14 +440,10 @@ def _grid(angles: Tensor, before: int, height: int, width: int) -> Grid | None:
     """Return the grid that has these angles, ``[height * width, rotary / 2]``; None if there is none."""
     table = angles.reshape(height, width, -1)
     first = table[0, 0]
-    down, across = (_wrapped_angle(x - first) for x in (table[1, 0], table[0, 1]))
+    down, across = (_wrapped(x - first) for x in (table[1, 0], table[0, 1]))
     of_rows = down.abs() > across.abs()
     if bool(of_rows.all()) or not bool(of_rows.any()):
         return None
     grid = Grid(before, height, width, of_rows, first, torch.where(of_rows, down, across))
     expected = grid.angles(grid.rows, grid.columns)[before:]
-    return grid if bool((_wrapped_angle(angles - expected).abs() < _EXACT_ANGLE).all()) else None
-
-
-def _wrapped_angle(angle: Tensor) -> Tensor:
-    return torch.remainder(angle + torch.pi, 2 * torch.pi) - torch.pi
+    return grid if bool((_wrapped(angles - expected).abs() < _EXACT_ANGLE).all()) else None

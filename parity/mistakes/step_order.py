@@ -6,7 +6,6 @@ a mean is subtracted before or after the division; an activation comes before or
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from parity.mistakes.activations import ACTIVATIONS, activations, biases
 from parity.mistakes.alternatives import of_operands
-from parity.mistakes.hypothesis import Hypothesis, ordinal
+from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.norms import norms
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, ancestors, back, binary, unnumbered, users
+from parity.trace.walk import CASTS, ancestors, back, binary, grouped, unnumbered, users
 
 _SCALES = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"add", "sub", "bias"})
@@ -81,25 +80,25 @@ class _Pair:
 
 def step_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every two steps in the other order, in all layers, and for all experts of a loop, at once."""
-    alike: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
-    loops: dict[tuple[object, ...], list[_Pair]] = defaultdict(list)
-    for pair in _pairs(trace):
+
+    def kind(pair: _Pair) -> tuple[object, ...]:
         both = pair.first, pair.second
-        paths = tuple(unnumbered(one.call.site[0]) for one in both)
-        kinds = tuple((one.kind, one.operand) for one in both)
-        alike[(paths, kinds, tuple(one.call.site[1:] for one in both))].append(pair)
-        loops[(paths, kinds)].append(pair)
-    groups = list(alike.values())
-    for pairs in (*groups, *(pairs for pairs in loops.values() if pairs not in groups)):
+        return tuple((unnumbered(one.call.site[0]), one.kind, one.operand) for one in both)
+
+    def place(pair: _Pair) -> tuple[object, ...]:
+        return *kind(pair), pair.first.call.site[1:], pair.second.call.site[1:]
+
+    found = list(_pairs(trace))
+    alike, in_loops = (list(grouped(found, key).values()) for key in (place, kind))
+    for pairs in (*alike, *(pairs for pairs in in_loops if pairs not in alike)):
         yield _exchanged(pairs)
 
 
 def _pairs(trace: Trace) -> Iterator[_Pair]:
     """Yield two steps that do not commute, where only the second reads what the first returns."""
     found = list(_steps(trace))
-    by_result: dict[int, list[Step]] = defaultdict(list)
-    for one in (one for one in found if one.kind != "linear"):  # its bias is a step of its own
-        by_result[one.call.outputs[0].number].append(one)
+    first_ones = (one for one in found if one.kind != "linear")  # its bias is a step of its own
+    by_result = grouped(first_ones, lambda one: one.call.outputs[0].number)
     for second in found:
         if second.x is not None:
             for first, between, is_moved in _before(trace, second, second, by_result):
@@ -212,7 +211,7 @@ def _of_two(trace: Trace, call: Call) -> Iterator[Step]:
         case _:
             return
     shape = trace.tensor(call.outputs[0]).shape
-    described = f"the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
+    described = f"the {call.described}"
     for position, x in enumerate((left, right)):
         is_activation = isinstance(x, Value) and trace.parameter(x) is None and x not in call.outputs
         if not is_activation or len(shape) < 2 or trace.tensor(x).shape != shape:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity.mistakes.codes import finding
-from parity.mistakes.hypothesis import Hypothesis, ordinal
+from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
 from parity.mistakes.operations import factor_hypotheses
 from parity.mistakes.residuals import Residual, residuals
@@ -28,7 +28,7 @@ from parity.search.localise import factor_of, readable, shared_factor
 from parity.search.reruns import run_changed
 from parity.search.screen import TINY
 from parity.search.verify import Explanation, verified
-from parity.trace.trace import Call, Edit, Trace, Value, detached, edit
+from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal
 
 # Paths through which a port's gradients do not flow back: in the residual stream, or wherever values fork or join.
 #
@@ -146,8 +146,7 @@ def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
             forks = len({user.site for user in trace.users(value)}) > 1
             if forks or len(given) > 1:
                 operand = f"the {ordinal(position + 1)} operand of " if len(given) > 1 else ""
-                which = f"{operand}the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
-                yield _Path(which, (detached(call, value),), after)
+                yield _Path(f"{operand}the {call.described}", (detached(call, value),), after)
 
 
 def _is_activation(trace: Trace, value: Value) -> bool:

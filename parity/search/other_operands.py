@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from parity.mistakes.hypothesis import Hypothesis, ordinal
+from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.reads import Layers, Place, edits_at, is_activation, made_again, places
 from parity.passes.nominal_clock import Work
 from parity.search.failure import Budget
 from parity.search.screen import FirstOrder
-from parity.trace.trace import Call, Trace, Value
-from parity.trace.walk import RESHAPES, back, unnumbered
+from parity.trace.trace import Trace, Value
+from parity.trace.walk import RESHAPES, back, grouped, unnumbered
 
 _TRIED = 24  # of each kind of exchange, so many of the likeliest are tried
 _PAIRED = 512  # exchanges at one place, or at one place of each layer, that are combined in pairs
@@ -157,9 +157,7 @@ class _Exchanges:
 
     def _of_layers(self) -> Iterator[_Alike]:
         """Yield the same place of several layers."""
-        by_role: dict[object, list[_Alike]] = defaultdict(list)
-        for one in self._alone:
-            by_role[one.places[0].role, one.places[0].position is None].append(one)
+        by_role = grouped(self._alone, lambda one: (one.places[0].role, one.places[0].position is None))
         for same in by_role.values():
             if len(same) < 2 or self._budget.spent():
                 continue
@@ -185,16 +183,15 @@ class _Exchanges:
     def _of_two(self) -> Iterator[_Exchange]:
         """Yield two places with each other's values, in one layer or in all."""
         for group in (self._alone, self._in_layers):
-            by_module: dict[object, list[_Alike]] = defaultdict(list)
-            for one in group:
-                place = one.places[-1]
-                shape = tuple(self._trace.tensor(place.value).shape)
-                by_module[place.call.site[:2], shape, len(one.places)].append(one)
-            for same in by_module.values():
+            for same in grouped(group, self._module_and_shape).values():
                 for one, other in combinations(same, 2):
                     found = None if self._budget.spent() else self._exchanged(one, other)
                     if found is not None:
                         yield found
+
+    def _module_and_shape(self, one: _Alike) -> tuple[object, ...]:
+        place = one.places[-1]
+        return place.call.site[:2], tuple(self._trace.tensor(place.value).shape), len(one.places)
 
     def _exchanged(self, one: _Alike, other: _Alike) -> _Exchange | None:
         pairs: list[tuple[Place, Value]] = []
@@ -307,9 +304,7 @@ def _by_shape(trace: Trace) -> tuple[dict[tuple[int, ...], list[Value]], dict[tu
 
 
 def _hypothesis(exchange: _Exchange, trace: Trace) -> Hypothesis:
-    alike: dict[object, list[tuple[Place, Value]]] = defaultdict(list)
-    for place, other in exchange.others:
-        alike[place.role, place.position is None].append((place, other))
+    alike = grouped(exchange.others, lambda pair: (pair[0].role, pair[0].position is None))
     told = [_told(trace, some) for some in alike.values()]
     return Hypothesis(
         "operation",
@@ -323,20 +318,16 @@ def _hypothesis(exchange: _Exchange, trace: Trace) -> Hypothesis:
 def _told(trace: Trace, some: Sequence[tuple[Place, Value]]) -> tuple[str, str]:
     """Say what is to be given where, at some places that are alike, and what is given."""
     place, other = some[0]
-    where = f"to {_call(place.call)}" if place.position is not None else "to all that read it"
+    where = f"to the {place.call.described}" if place.position is not None else "to all that read it"
     others = f" and to {len(some) - 1} more like it" if len(some) > 1 else ""
     return f"{_described(place.value, trace)} {where}{others}", _described(other, trace)
-
-
-def _call(call: Call) -> str:
-    return f"the {ordinal(call.site[3] + 1)} {call.name!r} of {call.module}"
 
 
 def _described(value: Value, trace: Trace) -> str:
     """Describe a value by the call that makes it, or the first that reads it."""
     call = trace.producer(value)
     if call is None:
-        return f"the input of the module that {_call(trace.users(value)[0])} is given"
+        return f"the input of the module that the {trace.users(value)[0].described} is given"
     is_part = len(call.outputs) > 1 and value in call.outputs
     part = f"part {call.outputs.index(value) + 1} of " if is_part else ""
-    return f"{part}the result of {_call(call)}"
+    return f"{part}the result of the {call.described}"

@@ -171,19 +171,11 @@ def _mistakes(precision: Precision) -> Iterator[_Mistake]:
         ):
             inside = partial(_Chunked, length, torch.bfloat16, stored)
             yield _Mistake("accumulation-precision", what, advice, rounding, inside)
-    if precision.recipe is not None:
-        yield from _of_recipes(rounding, precision)
+    if precision.recipe in _SCALED_BY_TENSOR:
+        yield from _of_scales(rounding)
 
 
-def _of_recipes(rounding: Rounding, precision: Precision) -> Iterator[_Mistake]:
-    yield _Mistake(
-        "recipe-disabled",
-        "nothing is quantized",
-        "Call the module inside te.autocast(enabled=True, recipe=...)",
-        Rounding(rounding.storage),
-    )
-    if precision.recipe not in _SCALED_BY_TENSOR:
-        return
+def _of_scales(rounding: Rounding) -> Iterator[_Mistake]:
     hybrid = "Use Format.HYBRID: E4M3 forward, E5M2 for gradients"
     yield _Mistake("fp8-format", "inputs are E5M2", hybrid, replace(rounding, inputs=e5m2))
     yield _Mistake("fp8-format", "inputs and weights are E5M2", hybrid, replace(rounding, inputs=e5m2, weights=e5m2))

@@ -121,6 +121,17 @@ class Call:
         """The submodule that makes the call."""
         return self.site[0] or "the module"
 
+    @property
+    def described(self) -> str:
+        """The call, for messages: ``2nd 'linear' of layers.0``."""
+        return f"{ordinal(self.site[3] + 1)} {self.name!r} of {self.module}"
+
+
+def ordinal(count: int) -> str:
+    """Return ``1st``, ``2nd``, and so on."""
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    return f"{count}{'th' if 10 < count % 100 < 14 else endings.get(count % 10, 'th')}"
+
 
 @dataclass
 class Trace:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ RESHAPES = CASTS | {
 }
 """Calls that at most move elements."""
 
+JOINS = frozenset({"cat", "concat", "concatenate"})
+"""Calls that put tensors behind one another."""
+
 LINEAR = frozenset({"linear", "addmm", "matmul", "mm", "einsum"})
 """Calls that multiply by a weight, or by another activation."""
 
@@ -50,10 +53,21 @@ _SPELLINGS = {
 
 _NUMBER = re.compile(r"\d+")
 
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+
 
 def unnumbered(path: str) -> str:
     """Return a path without the numbers of its layers, the same for all layers that are alike: ``layers.#.mlp``."""
     return _NUMBER.sub("#", path)
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items by their key, in order of appearance."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def binary(call: Call | None) -> tuple[str, Any, Any] | None:
