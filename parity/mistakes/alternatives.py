@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from parity.mistakes.constants import numbers
-from parity.trace.trace import Call, Trace, Value
+from parity.mistakes.hypothesis import Mistake
+from parity.trace.trace import Call, Trace, Value, edit
 from parity.trace.walk import CASTS, JOINS, RESHAPES, binary, with_number
 
 # Calls with a number in them, and what a port computes that has another number there.
@@ -27,30 +27,23 @@ _PARAMETERS = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0), "c
 """Activations that take a number: its name, and its default."""
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """What a call returns instead.
+def alternative(described: str, compute: Compute) -> Mistake[Call]:
+    """Return the mistake of a call that returns something else.
 
-    Attributes:
+    Args:
         described: as the end of a sentence that begins with the call.
         compute: from what the call returned, and every tensor that it was given, in order.
-        value: a number of the call that it is about, where it is about one; positive.
-        tuned: the same with another number.
     """
-
-    described: str
-    compute: Compute
-    value: float | None = None
-    tuned: Callable[[float], Alternative] | None = None
+    return Mistake("operation", described, described, lambda call: (edit(call, call.inputs, compute),))
 
 
-def other_numbers(call: Call) -> Iterator[Alternative]:
+def other_numbers(call: Call) -> Iterator[Mistake[Call]]:
     """Yield the call with another number, which is looked for."""
     yield from _numbers(call)
     yield from _parameters(call)
 
 
-def _numbers(call: Call) -> Iterator[Alternative]:
+def _numbers(call: Call) -> Iterator[Mistake[Call]]:
     """Yield the call with another number in the place of a positive one."""
     match with_number(call):
         case (("add" | "sub" | "mul" | "div" | "pow") as name, _, number) if number > 0.0:
@@ -65,24 +58,24 @@ def _numbers(call: Call) -> Iterator[Alternative]:
         "pow": torch.pow,
     }
 
-    def with_another(value: float) -> Alternative:
-        return Alternative(f"its number is {value:.4g} for {number:.4g}", lambda was, x: functions[name](x, value))
+    def with_another(value: float) -> Mistake[Call]:
+        return alternative(f"its number is {value:.4g} for {number:.4g}", lambda was, x: functions[name](x, value))
 
     yield from numbers(with_another, [number])
 
 
-def _parameters(call: Call) -> Iterator[Alternative]:
+def _parameters(call: Call) -> Iterator[Mistake[Call]]:
     """Yield an activation that takes a number with another number, and with 0, which makes it a ReLU."""
     if call.name not in _PARAMETERS:
         return
     name, default = _PARAMETERS[call.name]
     number = float(call.args[1] if len(call.args) > 1 else call.kwargs.get(name, default))
 
-    def with_another(value: float) -> Alternative:
+    def with_another(value: float) -> Mistake[Call]:
         compute = lambda was, x: getattr(functional, call.name)(x, value)  # noqa: E731
-        return Alternative(f"its {name} is {value:.4g} for {number:.4g}", compute)
+        return alternative(f"its {name} is {value:.4g} for {number:.4g}", compute)
 
-    yield Alternative("it is relu", lambda was, x: x.relu())
+    yield alternative("it is relu", lambda was, x: x.relu())
     if number > 0.0:
         yield from numbers(with_another, [number])
 
@@ -130,14 +123,14 @@ _MOST_PARTS = 8
 _SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
 
 
-def split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
+def split_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield the parts of a tensor in another order, or interleaved elements in the place of consecutive ones."""
     if call.name not in _SPLITS or not isinstance(call.result, (tuple, list)) or len(call.outputs) < 2:
         return
     shapes = [trace.tensor(x).shape for x in call.outputs]
     for order in (*_orders(len(shapes)), *_taken_twice(len(shapes))):
         if [shapes[i] for i in order] == shapes:
-            yield Alternative(
+            yield alternative(
                 f"its parts are in the order {_counted(order)}",
                 lambda was, x, order=order: tuple(was[i] for i in order),
             )
@@ -145,13 +138,13 @@ def split_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
     differing = [dim for dim, size in enumerate(x.shape) if len(shapes[0]) == x.dim() and shapes[0][dim] != size]
     if len(set(shapes)) > 1 and len(differing) == 1 and len(shapes) <= _MOST_ORDERED:
         for order in _orders(len(shapes)):
-            yield Alternative(
+            yield alternative(
                 f"its parts lie in the order {_counted(order)}",
                 lambda was, x, order=order: _lying_in(was, x, differing[0], order),
             )
     if len(set(shapes)) == 1 and len(differing) == 1:
         dim, count = differing[0], len(shapes)
-        yield Alternative(
+        yield alternative(
             "its parts lie in turns",
             lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1),
         )
@@ -164,7 +157,7 @@ def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]
     return tuple(lying[list(order).index(i)] for i in range(len(parts)))
 
 
-def joined_otherwise(call: Call) -> Iterator[Alternative]:
+def joined_otherwise(call: Call) -> Iterator[Mistake[Call]]:
     """Yield the parts joined in another order."""
     if call.name not in JOINS | {"stack"} or len(call.inputs) < 2:
         return
@@ -173,7 +166,7 @@ def joined_otherwise(call: Call) -> Iterator[Alternative]:
         return again(call, lambda args, kwargs: call.function([args[0][i] for i in order], *args[1:], **kwargs))
 
     for order in _orders(len(call.inputs)):
-        yield Alternative(f"its parts are in the order {_counted(order)}", in_order(order))
+        yield alternative(f"its parts are in the order {_counted(order)}", in_order(order))
 
 
 def _orders(count: int) -> list[tuple[int, ...]]:
@@ -241,7 +234,7 @@ def _counted(order: Sequence[int]) -> str:
 _Move = Callable[[Tensor], Tensor]
 
 
-def other_tables(trace: Trace, call: Call) -> Iterator[Alternative]:
+def other_tables(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield the table transposed, in reverse order, or that of another head or window."""
     match binary(call):
         case ("add", left, right) if call.outputs:
@@ -254,7 +247,7 @@ def other_tables(trace: Trace, call: Call) -> Iterator[Alternative]:
         shape = trace.tensor(operand).shape
         if len(shape) > 1 and shape[-1] == shape[-2] > 1:
             for described, move in _moves(shape).items():
-                yield Alternative(f"its {name} operand is {described}", of_operands(call, _added(move, name == "left")))
+                yield alternative(f"its {name} operand is {described}", of_operands(call, _added(move, name == "left")))
 
 
 def _moves(shape: Sequence[int]) -> dict[str, _Move]:
@@ -296,7 +289,7 @@ _FUNCTIONS = {
 _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}
 
 
-def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
+def alternatives(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield every known way to get a call wrong."""
     yield from _operands(call)
     yield from other_tables(trace, call)
@@ -314,7 +307,7 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Alternative]:
     yield from _reshaped(trace, call)
 
 
-def _operands(call: Call) -> Iterator[Alternative]:
+def _operands(call: Call) -> Iterator[Mistake[Call]]:
     """Yield the call with an operand that is missing, exchanged with the other, or of the other sign."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div") as name, left, right) if Value in (type(left), type(right)):
@@ -322,52 +315,52 @@ def _operands(call: Call) -> Iterator[Alternative]:
         case _:
             return
     if isinstance(left, Value) and isinstance(right, Value):
-        yield Alternative("its left operand is left out", of_two(lambda was, x, y: y.expand_as(was).clone()))
-        yield Alternative("its right operand is left out", of_two(lambda was, x, y: x.expand_as(was).clone()))
+        yield alternative("its left operand is left out", of_two(lambda was, x, y: y.expand_as(was).clone()))
+        yield alternative("its right operand is left out", of_two(lambda was, x, y: x.expand_as(was).clone()))
     if name == "add":
-        yield Alternative("its right operand is subtracted", of_two(lambda was, x, y: x - y))
-        yield Alternative("its left operand is subtracted", of_two(lambda was, x, y: y - x))
+        yield alternative("its right operand is subtracted", of_two(lambda was, x, y: x - y))
+        yield alternative("its left operand is subtracted", of_two(lambda was, x, y: y - x))
     if name == "sub":
-        yield Alternative("its operands are exchanged", of_two(lambda was, x, y: y - x))
-        yield Alternative("its operands are added", of_two(lambda was, x, y: x + y))
+        yield alternative("its operands are exchanged", of_two(lambda was, x, y: y - x))
+        yield alternative("its operands are added", of_two(lambda was, x, y: x + y))
     if name == "mul":
-        yield Alternative("its result is negated", of_two(lambda was, x, y: -was))
+        yield alternative("its result is negated", of_two(lambda was, x, y: -was))
         if isinstance(left, Value) and isinstance(right, Value):  # 1 + gate, where the gate alone is due
-            yield Alternative("1 is added to its left operand", of_two(lambda was, x, y: (1 + x) * y))
-            yield Alternative("1 is added to its right operand", of_two(lambda was, x, y: x * (1 + y)))
+            yield alternative("1 is added to its left operand", of_two(lambda was, x, y: (1 + x) * y))
+            yield alternative("1 is added to its right operand", of_two(lambda was, x, y: x * (1 + y)))
     if name == "div":
-        yield Alternative("its operands are exchanged", of_two(lambda was, x, y: y / x))
-        yield Alternative("its operands are multiplied", of_two(lambda was, x, y: x * y))
+        yield alternative("its operands are exchanged", of_two(lambda was, x, y: y / x))
+        yield alternative("its operands are multiplied", of_two(lambda was, x, y: x * y))
 
 
-def _selections(call: Call) -> Iterator[Alternative]:
+def _selections(call: Call) -> Iterator[Mistake[Call]]:
     if call.name == "where" and len(call.args) == 3:
-        yield Alternative(
+        yield alternative(
             "its branches are exchanged", again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
         )
     if call.name == "masked_fill":
-        yield Alternative(
+        yield alternative(
             "its mask is inverted", again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
         )
 
 
-def _left_out(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _left_out(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Leave out a call that changes a tensor and keeps its shape."""
     if len(call.outputs) != 1 or call.name in CASTS | RESHAPES:
         return
     given = [i for i, x in enumerate(call.inputs) if trace.tensor(x).is_floating_point()]
     if len(given) == 1 and trace.tensor(call.inputs[given[0]]).shape == trace.tensor(call.outputs[0]).shape:
-        yield Alternative(LEFT_OUT, lambda was, *inputs: inputs[given[0]])
+        yield alternative(LEFT_OUT, lambda was, *inputs: inputs[given[0]])
 
 
-def _other_functions(call: Call) -> Iterator[Alternative]:
+def _other_functions(call: Call) -> Iterator[Mistake[Call]]:
     for name in (*_FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
         other = getattr(torch, name)
         with_other = lambda args, kwargs, other=other: other(*args, **kwargs)  # noqa: E731
-        yield Alternative(f"it is {name}", again(call, with_other))
+        yield alternative(f"it is {name}", again(call, with_other))
 
 
-def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _dimensions(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield functions that work along a dimension, along another one."""
     if call.name not in ("softmax", "log_softmax", "cumsum", "flip", *_REDUCTIONS) or len(call.inputs) != 1:
         return
@@ -378,19 +371,19 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Alternative]:
         if call.name in _REDUCTIONS:
             arguments["keepdim"] = result.dim() == x.dim()
             for described, place in (("first", 0), ("last", -1)):
-                yield Alternative(
+                yield alternative(
                     f"it takes the {described} of dimension {dim}",
                     lambda was, x, dim=dim, place=place: x.select(dim, place).view_as(was),
                 )
         if call.name == "mean" and dim < x.dim() - 1 and x.shape[dim] > 2:
             yield from _mean_without_an_end(dim, result.dim() == x.dim())
-        yield Alternative(
+        yield alternative(
             f"it is along dimension {dim}",
             lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
         )
 
 
-def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Alternative]:
+def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Mistake[Call]]:
     """Yield the mean without the first or the last element, as of all tokens but the one that stands for all."""
 
     def without(x: Tensor, place: int) -> Tensor:
@@ -399,10 +392,10 @@ def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Alternative]:
 
     for described, place in (("first", 0), ("last", -1)):
         name = f"it leaves out the {described} of dimension {dim}"
-        yield Alternative(name, lambda was, x, place=place: without(x, place))
+        yield alternative(name, lambda was, x, place=place: without(x, place))
 
 
-def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _deviations(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield a variance, or a standard deviation, divided by n where it was divided by n - 1, or the reverse."""
     if call.name not in ("var", "std") or len(call.outputs) != 1 or len(call.inputs) != 1:
         return
@@ -413,10 +406,10 @@ def _deviations(trace: Trace, call: Call) -> Iterator[Alternative]:
     if less_one < 1.0:
         other = less_one if unbiased else 1.0 / less_one
         divisor = f"{count} elements, not {count - 1}" if unbiased else f"{count - 1}, not {count} elements"
-        yield Alternative(f"it divides by {divisor}", lambda was, x: other * was)
+        yield alternative(f"it divides by {divisor}", lambda was, x: other * was)
 
 
-def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _other_elements(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield other places of a dimension than the indexed one: the other end, a neighbour, the mean of all."""
     if call.name != "getitem" or len(call.inputs) != 1:
         return
@@ -429,15 +422,15 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Alternative]:
         elif part is not None:
             for described, instead in _other_places(part, x.shape[dim], dim):
                 changed = (*index[:position], instead, *index[position + 1 :])
-                yield Alternative(described, lambda was, x, changed=changed: x[changed])
+                yield alternative(described, lambda was, x, changed=changed: x[changed])
             if isinstance(part, int):
                 one = (*index[:position], 0, *index[position + 1 :])
-                yield Alternative(
+                yield alternative(
                     f"it is the mean over dimension {dim}",
                     lambda was, x, one=one, dim=dim: x.mean(dim, keepdim=True)[one],
                 )
                 if part in (0, -1) and x.shape[dim] > 2:
-                    yield Alternative(
+                    yield alternative(
                         f"it is the mean over the others of dimension {dim}",
                         lambda was, x, one=one, dim=dim, own=part: _mean_of_others(x, dim, own)[one],
                     )
@@ -481,38 +474,38 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
             yield f"it takes {each} in a row of dimension {dim}", slice(start * each, (start + 1) * each)
 
 
-def _moved(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _moved(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield dimensions that stay or change places otherwise, and elements that are moved the other way."""
     if call.name in ("transpose", "T", "mT", "swapaxes") and len(call.inputs) == 1:
-        yield Alternative("it is left out", lambda was, x: x)
+        yield alternative("it is left out", lambda was, x: x)
     if call.name in ("transpose", "T", "mT", "swapaxes", "permute") and len(call.inputs) == 1:
-        yield Alternative("it is a view, which moves no element", lambda was, x: x.reshape(was.shape))
+        yield alternative("it is a view, which moves no element", lambda was, x: x.reshape(was.shape))
     if call.name == "permute":
         rank = trace.tensor(call.outputs[0]).dim()
         for one, other in combinations(range(rank), 2):
-            yield Alternative(
+            yield alternative(
                 f"its dimensions {one} and {other} are exchanged",
                 lambda was, x, one=one, other=other: was.transpose(one, other),
             )
     if call.name == "roll":
-        yield Alternative(OTHER_WAY, lambda was, x: _rolled_back(call, x))
+        yield alternative(OTHER_WAY, lambda was, x: _rolled_back(call, x))
     if call.name in ("repeat_interleave", "repeat"):
         yield from _repeated_otherwise(trace, call)
 
 
-def _padded(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _padded(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield padding at the other end, or a convolution padded at one end alone, as a causal one is."""
     if call.name == "pad" and len(call.args) > 1 and len(call.inputs) == 1:
         amounts, rest = tuple(call.args[1]), call.args[2:]
         other = tuple(amounts[i ^ 1] for i in range(len(amounts)))
         if other != amounts:
-            yield Alternative(
+            yield alternative(
                 "it pads the other end", again(call, lambda args, kwargs: F.pad(args[0], other, *rest, **kwargs))
             )
     if call.name == "conv1d" and len(call.args) == 7 and isinstance(call.args[4], tuple):
         around = 2 * call.args[4][0]
         for described, before in (("at its beginning alone", around), ("at its end alone", 0)) if around else ():
-            yield Alternative(f"its input is padded {described}", again(call, _convolved(before, around - before)))
+            yield alternative(f"its input is padded {described}", again(call, _convolved(before, around - before)))
 
 
 def _convolved(before: int, after: int) -> Callable[[Any, Any], Tensor]:
@@ -532,7 +525,7 @@ def _rolled_back(call: Call, x: Tensor) -> Tensor:
     return x.roll(back, dims)
 
 
-def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield a repetition as a whole for one element by element, or the reverse."""
     before, after = trace.tensor(call.inputs[0]).shape, trace.tensor(call.outputs[0]).shape
     grown = [dim for dim in range(len(after)) if len(before) == len(after) and before[dim] != after[dim]]
@@ -540,13 +533,13 @@ def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Alternative]:
         return
     dim, times = grown[0], after[grown[0]] // max(before[grown[0]], 1)
     if call.name == "repeat":
-        yield Alternative("it repeats one by one", lambda was, x: x.repeat_interleave(times, dim))
+        yield alternative("it repeats one by one", lambda was, x: x.repeat_interleave(times, dim))
     else:
         counts = [times if i == dim else 1 for i in range(len(after))]
-        yield Alternative("it repeats as a whole", lambda was, x: x.repeat(*counts))
+        yield alternative("it repeats as a whole", lambda was, x: x.repeat(*counts))
 
 
-def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
+def _reshaped(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield a dimension that is split, or two that are merged, the other way round."""
     if call.name not in ("view", "reshape", "flatten", "unflatten") or len(call.inputs) != 1:
         return
@@ -556,12 +549,12 @@ def _reshaped(trace: Trace, call: Call) -> Iterator[Alternative]:
         return
     if before[:dim] + before[dim + 1 :] == after[:dim] + after[dim + 2 :] and len(after) == len(before) + 1:
         first, second = after[dim : dim + 2]
-        yield Alternative(
+        yield alternative(
             f"it splits dimension {dim} the other way round",
             lambda was, x: x.unflatten(dim, (second, first)).transpose(dim, dim + 1),
         )
     if after[:dim] + after[dim + 1 :] == before[:dim] + before[dim + 2 :] and len(before) == len(after) + 1:
-        yield Alternative(
+        yield alternative(
             f"it merges dimensions {dim} and {dim + 1} the other way round",
             lambda was, x: x.transpose(dim, dim + 1).flatten(dim, dim + 1),
         )

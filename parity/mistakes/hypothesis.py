@@ -126,9 +126,9 @@ class Mistake(Generic[_Changed]):
     tuned: Callable[[float], Mistake[_Changed]] | None = None
 
 
-def having(**changes: Any) -> Callable[[Any], Sequence[Edit]]:
-    """Return the ``edits`` of a mistake under which an operation has other attributes."""
-    return lambda operation: operation.edits(**changes)
+def having(where: Callable[[Any], bool] = lambda operation: True, **changes: Any) -> Callable[[Any], Sequence[Edit]]:
+    """Return the ``edits`` of a mistake under which an operation has other attributes; only those ``where`` has it."""
+    return lambda operation: operation.edits(**changes) if where(operation) else ()
 
 
 def everywhere_and_somewhere(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.constants import LABEL_SMOOTHINGS, Z_LOSSES, numbers
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import CASTS, RESHAPES, back, binary
 
@@ -168,9 +168,9 @@ def _sequences(trace: Trace, labels: Value) -> int:
 def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
     right = " or ".join(sorted({one.average for one in found if one.average is not None}))
     for average in AVERAGES:
-        yield Mistake(
-            "loss-scale", f"loss as {average}", f"take {right}, as the reference does; it is {average}", _by(average)
-        )
+        repair = f"take {right}, as the reference does; it is {average}"
+        is_averaged = having(lambda one: one.average is not None, average=average)
+        yield Mistake("loss-scale", f"loss as {average}", repair, is_averaged)
     yield from _label_mistakes(found)
     smoothing = " or ".join(sorted({f"{one.smoothing:g}" for one in found}))
 
@@ -179,7 +179,7 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
             "label-smoothing",
             f"label smoothing {value:.4g}",
             f"smooth labels by {smoothing}, as the reference does; they are smoothed by {value:.4g}",
-            lambda one: one.edits(smoothing=value) if value < 1.0 else (),
+            having(lambda one: value < 1.0, smoothing=value),
         )
 
     yield smoothed(0.0)
@@ -193,21 +193,21 @@ def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]
             "ignored-label",
             f"label {label} ignored",
             f"count tokens whose label is {label}, as the reference does; they are ignored",
-            _ignoring(label),
+            lambda one, label=label: one.edits(ignored=label) if label in one.pads else (),  # type: ignore[misc]
         )
     for label in sorted({one.ignored for one in found if one.ignored >= 0}):
         yield Mistake(
             "ignored-label",
             f"label {label} not ignored",
             f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count",
-            lambda one: one.edits(ignored=_IGNORES_NONE) if one.ignored >= 0 else (),
+            having(lambda one: one.ignored >= 0, ignored=_IGNORES_NONE),
         )
     for label in sorted({one.ignored for one in found if one.ignored < 0}):
         yield Mistake(
             "ignored-label",
             f"label {label} clamped to 0",
             f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count as class 0",
-            lambda one: one.edits(clamped=True) if one.ignored < 0 and one.has_ignored else (),
+            having(lambda one: one.ignored < 0 and one.has_ignored, clamped=True),
         )
 
 
@@ -217,16 +217,8 @@ def _with_z_loss(factor: float) -> Mistake[CrossEntropy]:
         f"z-loss {factor:.4g}",
         f"add nothing to the cross entropy, as the reference does; the logits' squared logsumexp times {factor:.4g} "
         "is added",
-        lambda one: one.edits(z_loss=factor),
+        having(z_loss=factor),
     )
-
-
-def _by(average: str) -> Callable[[CrossEntropy], tuple[Edit, ...]]:
-    return lambda one: () if one.average is None else one.edits(average=average)
-
-
-def _ignoring(label: int) -> Callable[[CrossEntropy], tuple[Edit, ...]]:
-    return lambda one: one.edits(ignored=label) if label in one.pads else ()
 
 
 # Labels that are shifted against the logits: which position's label each is compared with, and ports that take another.
@@ -298,12 +290,8 @@ def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
                 "labels-shifted",
                 f"labels {further:+d} positions{where}",
                 f"compare each position's logits with {right}, as the reference does; they meet {whose}{where}",
-                _shifted_by(further, shorter),
+                having(further=further, shorter=shorter),
             )
-
-
-def _shifted_by(further: int, shorter: bool) -> Callable[[_Shifted], tuple[Edit, ...]]:
-    return lambda one: one.edits(further, shorter)
 
 
 def _shifted(trace: Trace, loss: CrossEntropy) -> _Shifted | None:

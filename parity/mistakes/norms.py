@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -168,27 +169,27 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "norm-kind",
         "LayerNorm for RMSNorm",
         'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
-        _for(_is_rms, centred=True),
+        having(_is_rms, centred=True),
     )
     yield Mistake(
         "norm-kind",
         "RMSNorm for LayerNorm",
         'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
-        _for(_is_layer_norm, centred=False),
+        having(_is_layer_norm, centred=False),
     )
     yield Mistake(
         "norm-kind",
         "L2Normalization for RMSNorm",
         "give TE RMSNorm, as the reference has it; it divides by the root of the squares' sum (L2Normalization), not "
         "of their mean",
-        _for(_is_rms, summed=True),
+        having(_is_rms, summed=True),
     )
     yield Mistake(
         "norm-kind",
         "RMSNorm for L2Normalization",
         "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
         "of their sum",
-        _for(lambda norm: norm.summed, summed=False),
+        having(lambda norm: norm.summed, summed=False),
     )
     scaled = "or multiply the weight of TE's LayerNorm"
     yield Mistake(
@@ -196,33 +197,33 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "norm variance over n, not n - 1",
         f"divide the sum of squares by n - 1, one less than there are channels, as the reference's std or var does, "
         f"{scaled} by sqrt((n - 1) / n): TE divides by n",
-        _for(lambda norm: norm.unbiased, unbiased=False),
+        having(lambda norm: norm.unbiased, unbiased=False),
     )
     yield Mistake(
         "norm-statistics",
         "norm variance over n - 1, not n",
         f"divide the sum of squares by the number of channels (unbiased=False), as the reference does, {scaled} by "
         "sqrt(n / (n - 1)) where that cannot be; it is divided by n - 1",
-        _for(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
+        having(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
     )
     yield Mistake(
         "norm-eps",
         "norm eps inside the root, not outside",
         "add eps to the root, as the reference does; TE adds it to the variance, inside the root",
-        _for(lambda norm: norm.eps_outside, eps_outside=False),
+        having(lambda norm: norm.eps_outside, eps_outside=False),
     )
     yield Mistake(
         "norm-eps",
         "norm eps outside the root, not inside",
         "add eps to the variance, inside the root, as the reference and TE's norms do; it is added to the root",
-        _for(lambda norm: not norm.eps_outside, eps_outside=True),
+        having(lambda norm: not norm.eps_outside, eps_outside=True),
     )
     yield Mistake(
         "norm-statistics",
         "norm variance over n and eps inside the root",
         "write the norm as the reference has it, in plain PyTorch: TE divides the sum of squares by n, not n - 1, and "
         "adds eps inside the root, not outside",
-        _for(lambda norm: norm.unbiased and norm.eps_outside, unbiased=False, eps_outside=False),
+        having(lambda norm: norm.unbiased and norm.eps_outside, unbiased=False, eps_outside=False),
     )
     yield Mistake(
         "norm-missing",
@@ -233,7 +234,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
 
 
 def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm]]:
-    rounded: dict[str, dict[str, object]] = {
+    rounded: dict[str, dict[str, Any]] = {
         "statistics": dict(statistics=low, root=low),
         "reciprocal root": dict(root=low),
         "mean of squares": dict(statistics=low),
@@ -246,10 +247,6 @@ def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm
             having(**changes),
             subtle=subtle,
         )
-
-
-def _for(which: Callable[[Norm], bool], **changes: object) -> Callable[[Norm], tuple[Edit, ...]]:
-    return lambda norm: norm.edits(**changes) if which(norm) else ()
 
 
 def _is_rms(norm: Norm) -> bool:

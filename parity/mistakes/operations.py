@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, Alternative, alternatives
+from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, alternatives
 from parity.mistakes.constants import numbers
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import Call, Edit, Site, Trace, Value, edit
@@ -52,7 +52,7 @@ def loop_operation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 def _all_otherwise(trace: Trace, calls: Sequence[Call], known: Collection[str] = ()) -> Iterator[Hypothesis]:
     """Yield the alternatives that these calls share, or those of them that are named, made in all calls at once."""
-    by_call = [{one.described: one for one in alternatives(trace, call)} for call in calls]
+    by_call = [{one.name: one for one in alternatives(trace, call)} for call in calls]
     for described in by_call[0]:
         if all(described in ones for ones in by_call) and (not known or described in known):
             yield _otherwise(calls, [ones[described] for ones in by_call])
@@ -109,9 +109,8 @@ def alike(trace: Trace) -> list[list[Call]]:
     return list(grouped(computing, lambda call: (unnumbered(call.site[0]), *call.site[1:])).values())
 
 
-def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative]) -> Hypothesis:
-    first = calls[0]
-    which = first.described
+def _otherwise(calls: Sequence[Call], instead: Sequence[Mistake[Call]]) -> Hypothesis:
+    which, wrong = calls[0].described, instead[0].name
     others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
     tuned = [one.tuned for one in instead]
 
@@ -120,9 +119,9 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Alternative]) -> Hypothe
 
     return Hypothesis(
         "operation",
-        f"{which}: {instead[0].described}",
-        f"compute the {which}{others} as the reference does; {instead[0].described}",
-        tuple(edit(call, call.inputs, one.compute) for call, one in zip(calls, instead, strict=True)),
+        f"{which}: {wrong}",
+        f"compute the {which}{others} as the reference does; {wrong}",
+        tuple(made for call, one in zip(calls, instead, strict=True) for made in one.edits(call)),
         value=instead[0].value,
         tuned=with_another if all(tuned) else None,
         scope="call",
