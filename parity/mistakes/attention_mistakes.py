@@ -35,7 +35,7 @@ from parity.mistakes.hypothesis import (
     having,
     within,
 )
-from parity.mistakes.masks import HIDDEN, band_of, hidden_keys, mask_mistakes, segment_mistakes
+from parity.mistakes.masks import HIDDEN, band_of, hidden_keys, mask_mistakes
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import CASTS, JOINS, LINEAR, ancestors, grouped, users, with_number
 
@@ -53,14 +53,14 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     alike = _masked_alike(trace, found)
     for some in alike if len(alike) > 1 else ():
         where = f" in {', '.join(one.call.module for one in some)}" if len(some) <= MOST_PLACES else " in some layers"
-        mistakes = _masks(traced_bias(trace, some[0]))
+        mistakes: Iterator[Mistake[Attention]] = mask_mistakes(traced_bias(trace, some[0]))
         yield from everywhere_and_somewhere(mistakes, some, where=where)
     if len(alike) == 2:
         yield from everywhere_and_somewhere(_masks_of_others(trace, *alike), found, lambda one: one.call.module)
     first = found[0]  # sizes of the others are taken to be like it
     query, key, value = heads_of(trace, first)
     mistakes = chain(
-        _masks(traced_bias(trace, first)),
+        mask_mistakes(traced_bias(trace, first)),
         _hidden_scores(),
         _steps(query, key),
         _scales(first, query, value),
@@ -99,11 +99,6 @@ def _masks_of_others(
         "other layers",
         edits,
     )
-
-
-def _masks(bias: Tensor) -> Iterator[Mistake[Attention]]:
-    """Yield what ports make of a mask, a band or another one."""
-    return chain(mask_mistakes(bias), segment_mistakes(bias))
 
 
 def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
@@ -545,8 +540,19 @@ def _cut(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def sequence_first_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield the exchange of batch and sequence for the whole module, all submodules that attend, or one of these."""
-    yield _exchanged()
-    yield _viewed_as_sequence_first()
+    yield Hypothesis(
+        "sequence-first",
+        "batch and sequence exchanged",
+        'give TE attn_input_format="bshd" (qkv_format="bshd"), or transpose inputs and outputs: TE takes the first '
+        "dimension for the sequence by default",
+        around=_first_two_exchanged,
+    )
+    yield Hypothesis(
+        "sequence-first",
+        "batch and sequence viewed as each other",
+        "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
+        around=_first_two_viewed,
+    )
     levels = _attending(trace)
     for paths in levels:
         yield _exchanged_in(paths)
@@ -625,25 +631,6 @@ def _exchanged_around(submodule: nn.Module) -> Iterator[None]:
 
 def _exchange(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 else x, tree)
-
-
-def _exchanged() -> Hypothesis:
-    return Hypothesis(
-        "sequence-first",
-        "batch and sequence exchanged",
-        'give TE attn_input_format="bshd" (qkv_format="bshd"), or transpose inputs and outputs: TE takes the first '
-        "dimension for the sequence by default",
-        around=_first_two_exchanged,
-    )
-
-
-def _viewed_as_sequence_first() -> Hypothesis:
-    return Hypothesis(
-        "sequence-first",
-        "batch and sequence viewed as each other",
-        "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
-        around=_first_two_viewed,
-    )
 
 
 def _first_two_viewed(call: ModuleCall) -> ModuleCall:

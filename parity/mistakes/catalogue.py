@@ -48,7 +48,7 @@ from parity.mistakes.packed import packed_hypotheses, shifted_window_hypotheses
 from parity.mistakes.residuals import branch_factor_hypotheses, branch_order_hypotheses, residual_hypotheses
 from parity.mistakes.rope import norm_order_hypotheses, rope_hypotheses
 from parity.mistakes.step_order import step_order_hypotheses
-from parity.mistakes.weight_maps import Heads, repeated_weight_hypotheses, weight_hypotheses
+from parity.mistakes.weight_maps import Heads, Mapped, repeated_weight_hypotheses, weight_hypotheses
 from parity.numerics.golden import in_fp64
 from parity.passes.build import cast
 from parity.passes.one_pass import outputs_of
@@ -69,17 +69,14 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
         trace: of the reference.
         unused: TE's parameters without a gradient, which the reference gives one.
     """
-    shapes = parameter_shapes(prepared.reference)
-    candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    of_weights = prepared.weights, shapes, candidate_shapes, _heads(trace, shapes)
+    mapped = _mapped(prepared, trace, prepared.weights, unused)
     never_came = unused_parameters(prepared.weights, unused)
     yield from unused_branch_hypotheses(trace, never_came)
     yield from unused_norm_hypotheses(trace, never_came)
-    yield from layer_order_hypotheses(prepared.weights, shapes, unused)
-    gated = frozenset(_of_gated_units(trace))
-    yield from weight_hypotheses(*of_weights, unused, gated)
+    yield from layer_order_hypotheses(mapped)
+    yield from weight_hypotheses(mapped)
     yield from function_hypotheses(prepared, trace)
-    yield from repeated_weight_hypotheses(*of_weights, unused, gated)
+    yield from repeated_weight_hypotheses(mapped)
     yield from branch_factor_hypotheses(trace)
     yield from operation_hypotheses(trace)
     yield from step_order_hypotheses(trace)
@@ -97,11 +94,14 @@ def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) ->
         trace: of the reference.
         entries: of the pair's map.
     """
+    yield from weight_hypotheses(_mapped(prepared, trace, entries))
+
+
+def _mapped(prepared: Prepared, trace: Trace, entries: WeightMap, unused: Container[str] = ()) -> Mapped:
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
     gated = frozenset(_of_gated_units(trace))
-    heads = _heads(trace, shapes)
-    yield from weight_hypotheses(entries, shapes, candidate_shapes, heads, (), gated)
+    return Mapped(entries, shapes, candidate_shapes, _heads(trace, shapes), unused, gated)
 
 
 def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis]:

@@ -15,7 +15,7 @@ from parity.case.weight_map import Side, WeightMap, names, pack, shape_of, unpac
 from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywhere_and_somewhere
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import made_again
-from parity.mistakes.weight_maps import Shapes
+from parity.mistakes.weight_maps import Mapped, Shapes
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users
 
@@ -52,18 +52,12 @@ class _Stack:
     order: tuple[int, ...]
 
 
-def layer_order_hypotheses(weights: WeightMap, shapes: Shapes, unused: Container[str] = ()) -> Iterator[Hypothesis]:
-    """Yield every likely order of a stack other than the reference's, and parts that compute in the place of others.
-
-    Args:
-        weights: the pair's map.
-        shapes: of the reference's parameters, by name.
-        unused: TE's parameters without a gradient, which the reference gives one.
-    """
-    for stack in _stacks(weights, shapes):
+def layer_order_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
+    """Yield every likely order of a stack other than the reference's, and parts that compute in the place of others."""
+    for stack in _stacks(of.weights, of.shapes):
         for order in _orders(stack):
-            yield _permuted(stack, order, shapes)
-        yield from _repeated(stack, shapes, unused)
+            yield _permuted(stack, order, of.shapes)
+        yield from _repeated(stack, of.shapes, of.unused)
 
 
 def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
@@ -362,7 +356,7 @@ def unused_branch_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[H
         for kept, left_out in _operands(trace, call):
             own = made_of.get(left_out.number, frozenset()) - made_of.get(kept.number, frozenset())
             if own and own <= unused:
-                edits.append(edit(call, (kept,), _instead))
+                edits.append(edit(call, (kept,), lambda was, kept: kept.expand_as(was).clone()))
                 branches |= dict.fromkeys(sorted(own))
     if len(branches) > 1:  # a single parameter's own finding says enough
         named, more = _listed(list(branches))
@@ -397,10 +391,6 @@ def _weights(trace: Trace, norm: Norm) -> frozenset[str]:
     """Return the parameters that a norm's gain is computed from: itself, or one that is stored less 1."""
     made_of = () if norm.gain is None else (norm.gain, *ancestors(trace, norm.gain, _FEW))
     return frozenset(name for value in made_of if (name := trace.parameter(value)) is not None)
-
-
-def _instead(was: Tensor, kept: Tensor) -> Tensor:
-    return kept.expand_as(was).clone()
 
 
 def _operands(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:

@@ -93,7 +93,7 @@ def _mask_mistake(title: str, name: str, repair: str, bias: Bias) -> Mistake[Mas
 
 
 def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
-    """Yield what ports make of a mask.
+    """Yield what ports make of a mask, a band or one of several sequences.
 
     Args:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; see ``hidden_keys``.
@@ -153,6 +153,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
             "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
             _lengths_of_padding,
         )
+    yield from segment_mistakes(bias)
 
 
 def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:

@@ -57,24 +57,16 @@ def position_mistakes() -> Iterator[Mistake[Rotation]]:
 
 
 def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
-    """Yield positions that begin again after a usual length, where the reference counts on."""
-    yield from map(_beginning_again, _usual_lengths(seq))
-
-
-def _usual_lengths(seq: int) -> list[int]:
-    """Return lengths after which positions may begin again: parts of the sequence, and powers of two."""
+    """Yield positions that begin again, where the reference counts on: after parts of the sequence or powers of two."""
     powers = (1 << exponent for exponent in range(1, seq.bit_length()))
     lengths = dict.fromkeys((*(seq // parts for parts in (2, 3, 4, 8)), *powers))
-    return [length for length in lengths if 1 < length < seq]
-
-
-def _beginning_again(length: int) -> Mistake[Rotation]:
-    return Mistake(
-        "rope-position",
-        f"rope positions modulo {length}",
-        f"rotate by the reference's positions; they begin again after each {length}",
-        with_angles(lambda positions, frequency: (positions % length)[:, None] * frequency),
-    )
+    for length in (length for length in lengths if 1 < length < seq):
+        yield Mistake(
+            "rope-position",
+            f"rope positions modulo {length}",
+            f"rotate by the reference's positions; they begin again after each {length}",
+            with_angles(lambda positions, frequency, length=length: (positions % length)[:, None] * frequency),  # type: ignore[misc]
+        )
 
 
 def counted_from(starts: Sequence[int]) -> Edits:
@@ -161,7 +153,7 @@ def unrotated_hypotheses(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> I
         plain = [
             _Plain(attention.call.site[0], attention)
             for attention in attentions(trace)
-            if attention.call.site not in rotated and _fits(trace, attention, like)
+            if attention.call.site not in rotated and all(_as_long(trace, attention, i, like) for i in range(2))
         ]
         if not plain:
             continue
@@ -221,11 +213,6 @@ def _shifted(trace: Trace, kind: Sequence[Rotation], plain: Sequence[_Plain]) ->
             f"reference",
             (*added, *lost),
         )
-
-
-def _fits(trace: Trace, attention: Attention, like: Rotation) -> bool:
-    """Return whether query and key are as long, and their heads as wide, as what another layer rotates."""
-    return all(_as_long(trace, attention, which, like) for which in range(2))
 
 
 def _as_long(trace: Trace, attention: Attention, which: int, like: Rotation) -> bool:

@@ -110,10 +110,11 @@ Change = Callable[[Scaling], Tensor]  # maps the reference's frequencies to a po
 
 def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
     repair = _right(like)
-    yield _mistake("rope scaling missing", f"{repair}; it rotates with the plain frequencies", _plain, amplitude=1.0)
+    plain: Change = lambda scaling: scaling.plain  # noqa: E731
+    yield _mistake("rope scaling missing", f"{repair}; it rotates with the plain frequencies", plain, amplitude=1.0)
     if has_mscale:
         kept = f"{repair}; it rotates with the plain frequencies, though it multiplies by YaRN's mscale"
-        yield _mistake("rope scaling missing, but for mscale", kept, _plain)
+        yield _mistake("rope scaling missing, but for mscale", kept, plain)
         lacking = "multiply softmax_scale by the square of YaRN's mscale, which the reference has in cosines and sines"
         yield _mistake("rope mscale missing", f"{lacking}; it is missing", lambda right: right.frequencies, 1.0)
     factors = like.factor / 2, like.factor * 2
@@ -121,25 +122,14 @@ def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
     yield from numbers(partial(_divided_by, repair), [like.factor], factors)
     if not like.is_linear:
         yield from numbers(partial(_of_factor, repair), [like.factor], factors)
-    if not like.is_linear:
         between = f"{repair}; frequencies between the lowest and the highest are"
-        yield _mistake("rope scaling, no ramp kept", f"{between} divided like the lowest", _no_ramp_kept)
-        yield _mistake("rope scaling, all of the ramp kept", f"{between} kept like the highest", _all_of_the_ramp_kept)
+        none: Change = lambda one: replace(one, kept=(one.kept >= 1.0).double()).frequencies  # noqa: E731
+        yield _mistake("rope scaling, no ramp kept", f"{between} divided like the lowest", none)
+        whole: Change = lambda one: replace(one, kept=(one.kept > 0.0).double()).frequencies  # noqa: E731
+        yield _mistake("rope scaling, all of the ramp kept", f"{between} kept like the highest", whole)
     length = _llama3_length(like)
     if length is not None:
         yield from numbers(partial(_of_length, repair), [length], (0.5 * length, 2.0 * length))
-
-
-def _plain(scaling: Scaling) -> Tensor:
-    return scaling.plain
-
-
-def _no_ramp_kept(scaling: Scaling) -> Tensor:
-    return replace(scaling, kept=(scaling.kept >= 1.0).double()).frequencies
-
-
-def _all_of_the_ramp_kept(scaling: Scaling) -> Tensor:
-    return replace(scaling, kept=(scaling.kept > 0.0).double()).frequencies
 
 
 def _right(like: Scaling) -> str:
@@ -209,15 +199,12 @@ def _of_kind(what: str, repair: str, kept: Callable[[Scaling], Tensor]) -> Mista
 def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
     """Return the larger base under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
     what = f"a base enlarged for longer sequences by {factor:.4g} (NTK)"
-    return _mistake(
-        f"rope with {what}",
-        f"{repair}; it has {what}",
-        lambda scaling: frequencies(_ntk_base(scaling.base, factor, 2 * len(scaling.plain)), 2 * len(scaling.plain)),
-    )
 
+    def enlarged(scaling: Scaling) -> Tensor:
+        rotary = 2 * len(scaling.plain)
+        return frequencies(scaling.base * factor ** (rotary / (rotary - 2)), rotary)
 
-def _ntk_base(base: float, factor: float, rotary: int) -> float:
-    return base * factor ** (rotary / (rotary - 2))
+    return _mistake(f"rope with {what}", f"{repair}; it has {what}", enlarged)
 
 
 def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:

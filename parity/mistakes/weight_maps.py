@@ -33,7 +33,7 @@ from parity.case.weight_map import (
     unpack,
 )
 from parity.mistakes.hypothesis import Hypothesis, Scope
-from parity.trace.walk import unnumbered
+from parity.trace.walk import grouped, unnumbered
 
 # Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong.
 #
@@ -75,6 +75,27 @@ class Heads:
         return (self.query + 2 * self.groups) * self.head_dim
 
 
+@dataclass(frozen=True)
+class Mapped:
+    """A weight map, and what is known of the weights that it is for.
+
+    Attributes:
+        weights: the map, or some entries of it.
+        shapes: of the reference's parameters, by name.
+        candidate_shapes: of TE's parameters, by name.
+        heads: of the reference's attention; None where it has none.
+        unused: TE's parameters without a gradient, which the reference gives one.
+        gated: names of the reference's parameters from which its gated units are computed.
+    """
+
+    weights: WeightMap
+    shapes: Shapes
+    candidate_shapes: Shapes
+    heads: Heads | None = None
+    unused: Container[str] = ()
+    gated: Collection[str] = ()
+
+
 _BLOCK = 32  # gate and up take turns in blocks of so many rows, for the kernels of TE's grouped MLP
 GATE_FIRST = ": the gate, which is activated, comes first"
 """The end of the repair for a gated unit's weight whose halves changed places."""
@@ -95,28 +116,13 @@ class Reading:
     change: Callable[[Tensor], Tensor]
 
 
-def readings(
-    left: Side,
-    right: Side,
-    shapes: Shapes,
-    candidate_shapes: Shapes,
-    heads: Heads | None,
-    unused: Container[str] = (),
-) -> Iterator[Reading]:
-    """Yield every other reading of an entry.
-
-    Args:
-        left, right: the entry.
-        shapes: of the reference's parameters, by name.
-        candidate_shapes: shapes of TE's parameters, by name.
-        heads: of the reference's attention; None where it has none.
-        unused: TE's parameters without a gradient, which the reference gives one.
-    """
-    yield from _other_terms(left, right, shapes, heads)
-    yield from _other_terms_of_te(left, right, candidate_shapes, heads)
-    is_unused = all(name in unused for name in names(right))
-    yield from _unused(left, right) if is_unused else _not_copied(left, right, shapes)
-    yield from _other_values(left, right, shapes, heads)
+def readings(left: Side, right: Side, of: Mapped) -> Iterator[Reading]:
+    """Yield every other reading of an entry."""
+    yield from _other_terms(left, right, of.shapes, of.heads)
+    yield from _other_terms_of_te(left, right, of.candidate_shapes, of.heads)
+    is_unused = all(name in of.unused for name in names(right))
+    yield from _unused(left, right) if is_unused else _not_copied(left, right, of.shapes)
+    yield from _other_values(left, right, of.shapes, of.heads)
 
 
 def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
@@ -450,44 +456,20 @@ class _Misread:
         return ".".join(self.layer.split(".")[:-2])
 
 
-def weight_hypotheses(
-    weights: WeightMap,
-    shapes: Shapes,
-    candidate_shapes: Shapes,
-    heads: Heads | None,
-    unused: Container[str] = (),
-    gated: Collection[str] = (),
-) -> Iterator[Hypothesis]:
-    """Yield every known mistake that could have been made with one entry of this weight map, or two that were
-    exchanged.
-
-    Args:
-        weights: the pair's map.
-        shapes: of the reference's parameters, by name.
-        candidate_shapes: shapes of TE's parameters, by name.
-        heads: of the reference's attention; None where it has none.
-        unused: TE's parameters without a gradient, which the reference gives one.
-        gated: names of the reference's parameters from which its gated units are computed.
-    """
-    for entries in _misread(weights, shapes, candidate_shapes, heads, unused, gated):
-        yield from (_hypothesis([entry], shapes) for entry in entries)
-    yield from (_exchanged([exchange], shapes) for exchange in _exchanges(weights, shapes))
+def weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
+    """Yield every known mistake that could have been made with one entry, or two that were exchanged."""
+    for entries in _misread(of):
+        yield from (_hypothesis([entry], of.shapes) for entry in entries)
+    yield from (_exchanged([exchange], of.shapes) for exchange in _exchanges(of))
 
 
-def repeated_weight_hypotheses(
-    weights: WeightMap,
-    shapes: Shapes,
-    candidate_shapes: Shapes,
-    heads: Heads | None,
-    unused: Container[str] = (),
-    gated: Collection[str] = (),
-) -> Iterator[Hypothesis]:
-    """Yield every known mistake made alike with several entries; arguments as for ``weight_hypotheses``.
+def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
+    """Yield every known mistake made alike with several entries.
 
     An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
     """
     same: dict[tuple[str, str, int], list[_Misread]] = defaultdict(list)
-    for entries in _misread(weights, shapes, candidate_shapes, heads, unused, gated):
+    for entries in _misread(of):
         alike: Counter[tuple[str, str]] = Counter()
         for entry in entries:
             what = entry.reading.title, entry.reading.name
@@ -495,35 +477,25 @@ def repeated_weight_hypotheses(
             same[key].append(entry)
             alike[what] += 1
     for entries in same.values():
-        yield from (_hypothesis(some, shapes) for some in _together(entries))
-    exchanged: dict[tuple[str, str], list[_Exchange]] = defaultdict(list)
-    for exchange in _exchanges(weights, shapes):
-        exchanged[exchange.kind].append(exchange)
-    for exchanges in exchanged.values():
+        yield from (_hypothesis(some, of.shapes) for some in _together(entries))
+    for exchanges in grouped(_exchanges(of), lambda one: one.kind).values():
         if len(exchanges) > 1:
-            yield _exchanged(exchanges, shapes)
+            yield _exchanged(exchanges, of.shapes)
 
 
-def _misread(
-    weights: WeightMap,
-    shapes: Shapes,
-    candidate_shapes: Shapes,
-    heads: Heads | None,
-    unused: Container[str],
-    gated: Collection[str],
-) -> Iterator[list[_Misread]]:
+def _misread(of: Mapped) -> Iterator[list[_Misread]]:
     """Yield, for each entry of the map, every other reading of it."""
-    for left, right in weights.items():
+    for left, right in of.weights.items():
         if any(names(left)):
-            others = readings(left, right, shapes, candidate_shapes, heads, unused)
-            yield [_Misread(_of_its_subject(one, left, heads, gated), left, right) for one in others]
+            others = readings(left, right, of)
+            yield [_Misread(_of_its_subject(one, left, of), left, right) for one in others]
 
 
-def _of_its_subject(reading: Reading, left: Side, heads: Heads | None, gated: Collection[str]) -> Reading:
+def _of_its_subject(reading: Reading, left: Side, of: Mapped) -> Reading:
     """Return the reading, which speaks of gates or heads only if the entry belongs to a gated unit or to attention."""
     parameters = set(names(left))
-    is_gated = not parameters.isdisjoint(gated)
-    is_attentions = heads is not None and parameters <= heads.rows | heads.columns
+    is_gated = not parameters.isdisjoint(of.gated)
+    is_attentions = of.heads is not None and parameters <= of.heads.rows | of.heads.columns
     known = {"gate-up-swapped": is_gated, "heads-transposed": is_attentions, "heads-permuted": is_attentions}
     if known.get(reading.title, True):
         return reading
@@ -539,20 +511,12 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
     Of queries, keys and values two are rotated, in all layers or in one. A layer's norms are told apart by the modules
     that have them.
     """
-    by_parameter: dict[str, list[_Misread]] = defaultdict(list)
-    by_path: dict[str, list[_Misread]] = defaultdict(list)
-    by_layer: dict[str, list[_Misread]] = defaultdict(list)
-    by_block: dict[str, list[_Misread]] = defaultdict(list)
-    by_owner: dict[str, list[_Misread]] = defaultdict(list)
-    by_stack: dict[str, list[_Misread]] = defaultdict(list)
-    for entry in same:
-        by_parameter[entry.parameter].append(entry)
-        by_path[unnumbered(next(iter(names(entry.right)), ""))].append(entry)
-        by_layer[entry.layer].append(entry)
-        by_block[unnumbered(entry.block)].append(entry)
-        by_owner[unnumbered(entry.owner)].append(entry)
-        by_stack[entry.stack].append(entry)
-    kinds = list(by_parameter.values())
+    by_path = grouped(same, lambda entry: unnumbered(next(iter(names(entry.right)), "")))
+    by_layer = grouped(same, lambda entry: entry.layer)
+    by_block = grouped(same, lambda entry: unnumbered(entry.block))
+    by_owner = grouped(same, lambda entry: unnumbered(entry.owner))
+    by_stack = grouped(same, lambda entry: entry.stack)
+    kinds = list(grouped(same, lambda entry: entry.parameter).values())
     sizes = (1, 2) if same[0].reading.title == "rope-layout" else (1,)
     some = chain.from_iterable(combinations(kinds, size) for size in sizes if size < len(kinds))
     rotated = list(_pairs_of_a_module(by_layer)) if 2 in sizes else []
@@ -567,11 +531,8 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
 
 def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple[list[_Misread], ...]]:
     """Yield every two layers that one module has, such as attention's queries and keys, with the entries of each."""
-    modules: dict[str, list[list[_Misread]]] = defaultdict(list)
-    for layer, entries in by_layer.items():
-        modules[re.sub(r"\.?[^.]*$", "", layer)].append(entries)
-    for layers in modules.values():
-        yield from combinations(layers, 2)
+    for layers in grouped(by_layer, lambda layer: re.sub(r"\.?[^.]*$", "", layer)).values():
+        yield from combinations([by_layer[layer] for layer in layers], 2)
 
 
 def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
@@ -627,10 +588,10 @@ def _common(one: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def _exchanges(weights: WeightMap, shapes: Shapes) -> Iterator[_Exchange]:
-    entries = [(left, right) for left, right in weights.items() if any(names(left))]
+def _exchanges(of: Mapped) -> Iterator[_Exchange]:
+    entries = [(left, right) for left, right in of.weights.items() if any(names(left))]
     for entry, other in combinations(entries, 2):
-        if shape_of(entry[0], shapes) == shape_of(other[0], shapes):
+        if shape_of(entry[0], of.shapes) == shape_of(other[0], of.shapes):
             yield _Exchange(*entry, *other)
 
 

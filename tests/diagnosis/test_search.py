@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import parity
 from parity import comparison
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.weight_maps import weight_hypotheses
+from parity.mistakes.weight_maps import Mapped, weight_hypotheses
 from parity.passes import nominal_clock
 from parity.passes.nominal_clock import Clock
 from parity.search import failure
@@ -110,7 +110,7 @@ def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_tho
 )
 def test_an_exchange_of_two_kinds_of_parameters_in_two_layers_is_tried_last(one, other, scope):
     shapes = dict.fromkeys((one, other), (8, 8))
-    found = weight_hypotheses({one: one, other: other}, shapes, shapes, None)
+    found = weight_hypotheses(Mapped({one: one, other: other}, shapes, shapes))
     assert [each.scope for each in found if each.title == "parameters-exchanged"] == [scope]
 
 
