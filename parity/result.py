@@ -124,6 +124,11 @@ class TensorResult:
         return f"{label} of {self.of}" if self.of else label
 
     @property
+    def key(self) -> tuple[Kind, str]:
+        """What tells it from the other tensors of a pass."""
+        return self.kind, self.name
+
+    @property
     def numel(self) -> int:
         """How many elements it has."""
         return math.prod(self.shape)

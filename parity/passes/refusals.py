@@ -256,7 +256,7 @@ def remarks(
     empty = [tensor.label for tensor in tensors if not tensor.numel]
     if empty:
         yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
-    compared = {(tensor.kind, tensor.name) for tensor in tensors}
+    compared = {tensor.key for tensor in tensors}
     too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in compared]
     if too_large:
         overflows = f"where a faithful {_name(dtype)} computation overflows"
@@ -267,7 +267,7 @@ def remarks(
     if not_compared:
         yield f"{not_compared} of the reference's outputs hold no floating-point numbers and were not compared"
     for tensor in tensors:
-        returned = candidate[tensor.kind, tensor.name].dtype
+        returned = candidate[tensor.key].dtype
         if not tensor.kind.endswith("gradient") and tensor.numel and returned != dtype:
             yield f"the candidate returns {tensor.label} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
     if recipe:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
 
 from parity.mistakes.attention import Attention, attentions, traced_bias
 from parity.mistakes.hypothesis import Hypothesis
@@ -135,7 +134,7 @@ def wrong_rows(failure: Failure, batches: Collection[int]) -> list[int]:
         return []
     wrong = torch.zeros(batch, dtype=torch.bool)
     for result in failure.outputs:
-        key = result.kind, result.name
+        key = result.key
         x, candidate = (y.double().flatten(1) for y in (failure.golden[key], failure.candidate[key]))
         typical = torch.linalg.vector_norm(x) / batch**0.5
         off = torch.linalg.vector_norm(x - candidate, dim=1) / typical.clamp(min=TINY)
@@ -152,8 +151,7 @@ def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
     for result in failure.outputs:
         axis = _axis(failure, result.name, seq)
         x, candidate = (
-            _by_position(y.double(), axis or 0)
-            for y in (outputs[result.name], failure.candidate[result.kind, result.name])
+            y.double().movedim(axis or 0, 0).flatten(1) for y in (outputs[result.name], failure.candidate[result.key])
         )
         typical = torch.linalg.vector_norm(x) / seq**0.5
         off = torch.linalg.vector_norm(x - candidate, dim=1) / typical.clamp(min=TINY)
@@ -165,10 +163,6 @@ def _axis(failure: Failure, name: str, seq: int) -> int | None:
     """Return which dimension of an output is that of positions."""
     shape = failure.golden["output", name].shape
     return next((axis for axis, size in enumerate(shape[:-1]) if size == seq), None)
-
-
-def _by_position(x: Tensor, axis: int) -> Tensor:
-    return x.movedim(axis, 0).flatten(1)
 
 
 # Find where a port's rotary positions begin again in attention that sees both ways.

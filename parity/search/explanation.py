@@ -109,7 +109,7 @@ def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
     """Return golden and the errors of candidate and models for each tensor in which all of them are finite."""
     truths, rounding = golden_truths(failure.prepared), failure.precision.rounding
     ran = [failure.candidate, *(model_tensors(failure.prepared, rounding, one) for one in failure.freedoms)]
-    keys = [(one.kind, one.name) for one in failure.results]
+    keys = [one.key for one in failure.results]
     found = [truths[key].deviations([tensors[key] for tensors in ran]) for key in keys]
     both = zip(failure.results, found, strict=True)
     return [(result, those) for result, those in both if all(error.is_finite for error in those.errors)]
@@ -120,7 +120,7 @@ def _shown(
 ) -> Iterator[_Shown]:
     """Yield what each tensor that can tell shows of a mistake."""
     for result, (truth, (error, *models)) in observed:
-        key = result.kind, result.name
+        key = result.key
         if tensors[key].shape != golden[key].shape:
             continue
         change = in_fp32(tensors[key] - golden[key])
@@ -152,10 +152,10 @@ def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Findi
     if not failed or not all(tensor.errors.finite for tensor in failed):
         return None
     changes = _changes(prepared)
-    if any(tensor.errors.max_abs > changes[tensor.kind, tensor.name] for tensor in failed):
+    if any(tensor.errors.max_abs > changes[tensor.key] for tensor in failed):
         return None
     worst = max(failed, key=lambda tensor: tensor.margin)
-    change = changes[worst.kind, worst.name]
+    change = changes[worst.key]
     return Finding(
         "PAR005",
         "ill-conditioned",
@@ -180,9 +180,10 @@ def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
     if prepared.probed:
         with torch.no_grad(), in_fp64():
             probed = outputs_of(prepared.reference, prepared.probe_call, _perturbed(prepared.probe))
-        golden |= _as_probed_outputs(prepared.probed)
-        perturbed |= _as_probed_outputs(probed)
-    return {key: _largest(perturbed[key] - truth) for key, truth in golden.items()}
+        golden |= {(PROBED, name): output for name, output in prepared.probed.items()}
+        perturbed |= {(PROBED, name): output for name, output in probed.items()}
+    changes = {key: (perturbed[key] - truth).abs() for key, truth in golden.items()}
+    return {key: change.max().item() if change.numel() else 0.0 for key, change in changes.items()}
 
 
 def _perturbed(inputs: Any) -> Any:
@@ -197,14 +198,6 @@ def _perturbed(inputs: Any) -> Any:
         return x * (1 + step * signs)
 
     return tree_map_only(Tensor, perturb, cast(inputs, torch.float64))
-
-
-def _as_probed_outputs(outputs: dict[str, Tensor]) -> Tensors:
-    return {(PROBED, name): output for name, output in outputs.items()}
-
-
-def _largest(change: Tensor) -> float:
-    return change.abs().max().item() if change.numel() else 0.0
 
 
 # Why a comparison failed: the findings on its inputs, on the probing inputs, or of the matched filters.

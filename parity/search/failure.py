@@ -231,7 +231,7 @@ def few_outputs(failure: Failure) -> bool:
 
 def tolerance_of(failure: Failure, key: tuple[Kind, str]) -> Tolerance:
     """Return the tolerance of a compared tensor."""
-    result = next(result for result in failure.results if (result.kind, result.name) == key)
+    result = next(result for result in failure.results if result.key == key)
     return Tolerance(result.tolerance_relative_l2, result.tolerance_max_abs)
 
 
@@ -245,6 +245,6 @@ def explains(failure: Failure, golden: Tensors | None) -> bool:
 
 def agrees(failure: Failure, result: TensorResult, golden: Tensors) -> bool:
     """Return whether this tensor is within tolerance of the other golden's."""
-    key = result.kind, result.name
+    key = result.key
     errors = measure(failure.candidate[key], golden[key], failure.precision.dtype)
     return margin(errors, tolerance_of(failure, key)) <= 1.0

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.mistakes.trial import tensors_under
+from parity.numerics.errors import norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind
 from parity.search.failure import Budget, Failure, few_outputs, while_it_lasts
@@ -46,9 +46,9 @@ class GradientScreen:
         self._prepared = failure.prepared
         self._golden = failure.golden
         self._candidate = {key: x.double() for key, x in failure.candidate.items()}
-        self._tolerances = {(one.kind, one.name): one.tolerance_relative_l2 for one in failure.results}
+        self._tolerances = {one.key: one.tolerance_relative_l2 for one in failure.results}
         self._failed = {
-            (one.kind, one.name): max(FAITHFUL * one.expected.relative_l2 / one.tolerance_relative_l2, _AT_LEAST)
+            one.key: max(FAITHFUL * one.expected.relative_l2 / one.tolerance_relative_l2, _AT_LEAST)
             for one in failure.results
             if not one.passed and one.finite
         }
@@ -87,12 +87,12 @@ class GradientScreen:
         for key in (key for key in self._golden if key[0] == "output"):
             x, size = outputs.get(key[1]), self._size(key)
             alike = x is not None and x.shape == self._golden[key].shape
-            found[key[1]] = _norm(x - self._candidate[key]) / size if x is not None and alike else math.inf
+            found[key[1]] = norm_of(x - self._candidate[key]) / size if x is not None and alike else math.inf
         return found
 
     def _size(self, key: tuple[Kind, str]) -> float:
         """Return the size of a tensor's tolerance."""
-        return max(_norm(self._golden[key]), TINY) * self._tolerances[key]
+        return max(norm_of(self._golden[key]), TINY) * self._tolerances[key]
 
     def _effect(self, tensors: Tensors) -> list[Tensor]:
         """Return by how much the failed tensors change, each in units of its tolerance."""
@@ -100,11 +100,7 @@ class GradientScreen:
 
     def _errors(self, tensors: Tensors) -> dict[tuple[Kind, str], float]:
         """Return the failed tensors' errors, in tolerances."""
-        return {key: _norm(tensors[key] - self._candidate[key]) / self._size(key) for key in self._failed}
-
-
-def _norm(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x).item()
+        return {key: norm_of(tensors[key] - self._candidate[key]) / self._size(key) for key in self._failed}
 
 
 def _mean(values: Mapping[tuple[Kind, str], float]) -> float:

@@ -20,6 +20,7 @@ from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypothe
 from parity.mistakes.operations import factor_hypotheses
 from parity.mistakes.residuals import Residual, residuals
 from parity.mistakes.trial import tensors_under
+from parity.numerics.errors import norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, TensorResult
@@ -89,7 +90,7 @@ def _explains(failure: Failure, failed: Sequence[TensorResult], one: Hypothesis)
         return False  # nothing comes back through it in the reference, either
     if explains(failure, golden):
         return True
-    for key in ((result.kind, result.name) for result in failed):
+    for key in (result.key for result in failed):
         candidate = failure.candidate[key].double()
         left, before = (torch.linalg.vector_norm(candidate - right[key]) for right in (golden, failure.golden))
         if left > _NEARLY_NOTHING * before:
@@ -139,7 +140,8 @@ def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
     Along a path without either it is all one where something is detached.
     """
     for after, call in enumerate(trace.calls):
-        given = {value.number: value for value in call.inputs if _is_activation(trace, value)}
+        activations = (x for x in call.inputs if trace.parameter(x) is None and trace.tensor(x).is_floating_point())
+        given = {value.number: value for value in activations}
         if call.function.__name__.endswith("_"):  # in place: it cannot be called again
             continue
         for position, value in enumerate(given.values()):
@@ -147,10 +149,6 @@ def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
             if forks or len(given) > 1:
                 operand = f"the {ordinal(position + 1)} operand of " if len(given) > 1 else ""
                 yield _Path(f"{operand}the {call.described}", (detached(call, value),), after)
-
-
-def _is_activation(trace: Trace, value: Value) -> bool:
-    return trace.parameter(value) is None and trace.tensor(value).is_floating_point()
 
 
 def _skip(trace: Trace, one: Residual) -> tuple[Edit, ...]:
@@ -421,15 +419,15 @@ def _of_part(prepared: Prepared, parts: int, part: int) -> dict[str, Tensor]:
 
 
 def _summed(of_parts: Sequence[Tensors], result: TensorResult, dtype: torch.dtype) -> Tensor:
-    total = torch.zeros_like(of_parts[0][result.kind, result.name])
+    total = torch.zeros_like(of_parts[0][result.key])
     for part in of_parts:
-        total = (total + part[result.kind, result.name]).float().to(dtype).double()
+        total = (total + part[result.key]).float().to(dtype).double()
     return total
 
 
 def _share_left(failure: Failure, result: TensorResult, other: Tensor) -> float:
-    candidate = failure.candidate[result.kind, result.name].double()
-    before = torch.linalg.vector_norm(candidate - failure.golden[result.kind, result.name])
+    candidate = failure.candidate[result.key].double()
+    before = torch.linalg.vector_norm(candidate - failure.golden[result.key])
     return (torch.linalg.vector_norm(candidate - other) / before).item()
 
 
@@ -480,12 +478,11 @@ def _share_left_of_failures(failure: Failure, assumed: Tensors) -> float:
     infinite if shapes differ.
     """
     shares = []
-    for key, result in (((one.kind, one.name), one) for one in failure.results if not one.passed):
-        golden, candidate = failure.golden[key], failure.candidate[key].double()
-        if assumed[key].shape != golden.shape or not result.finite:
+    for result in (one for one in failure.results if not one.passed):
+        golden, instead, candidate = (tensors[result.key] for tensors in (failure.golden, assumed, failure.candidate))
+        if instead.shape != golden.shape or not result.finite:
             return math.inf
-        before = torch.linalg.vector_norm(candidate - golden).item()
-        left = torch.linalg.vector_norm(candidate - assumed[key]).item()
-        passes = left <= result.tolerance_relative_l2 * torch.linalg.vector_norm(assumed[key]).item()
+        before, left = norm_of(candidate.double() - golden), norm_of(candidate.double() - instead)
+        passes = left <= result.tolerance_relative_l2 * norm_of(instead)
         shares.append(0.0 if passes else left / max(before, TINY))
     return max(shares, default=math.inf)

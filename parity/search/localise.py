@@ -51,7 +51,7 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
     for result in failure.outputs:
         if not result.passed:
             factor = factor_of(failure, result)
-            if factor is None or failure.golden[result.kind, result.name].numel() < 2:
+            if factor is None or failure.golden[result.key].numel() < 2:
                 return
             yield finding(
                 "output-scale",
@@ -73,7 +73,7 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
     if factor is None or shared_factor(failure, failed) is None:
         return
     hidden = [one for one in failure.results if one.passed and abs(factor - 1.0) > one.tolerance_relative_l2]
-    if any(bool(failure.golden[one.kind, one.name].any()) for one in hidden):
+    if any(bool(failure.golden[one.key].any()) for one in hidden):
         return
     yield finding(
         "loss-scale",
@@ -85,7 +85,7 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
 
 def factor_of(failure: Failure, result: TensorResult) -> float | None:
     """Return the number that multiplies a tensor; None if the tensor is not right except for a factor."""
-    key = result.kind, result.name
+    key = result.key
     right, candidate = failure.golden[key], failure.candidate[key].double()
     square = right.square().sum().item()
     factor = (candidate * right).sum().item() / square if square else math.nan
@@ -145,7 +145,7 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
     passed = [result.label for result in failure.results if result.passed and not _may_be_wrong(result)]
     for result in failed[:_MOST_TENSORS]:
-        key = result.kind, result.name
+        key = result.key
         error = failure.candidate[key].double() - failure.golden[key]
         places = list(_places(error, failure.golden[key]))
         where = "; ".join(places) if places else "spread evenly over all its elements"

@@ -22,6 +22,7 @@ from parity.case.weight_map import Side, describe, pack, shape_of, unpack
 from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
 from parity.mistakes.trial import tensors_under
+from parity.numerics.errors import norm_of
 from parity.numerics.formats import Format, Rounding, e4m3, e5m2, largest, tf32
 from parity.numerics.freedom import FUSED
 from parity.passes.all_passes import Tensors
@@ -134,11 +135,9 @@ def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") ->
 
 def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors) -> float:
     """Return the distance to another rounding, over the distance to the precision's own."""
-    key = result.kind, result.name
-    candidate = failure.candidate[key].double()
-    to_own = torch.linalg.vector_norm(candidate - own[key].double())
-    to_other = torch.linalg.vector_norm(candidate - other[key].double())
-    return (to_other / to_own).item() if to_own > 0 else 1.0
+    candidate = failure.candidate[result.key].double()
+    to_own, to_other = (norm_of(candidate - tensors[result.key].double()) for tensors in (own, other))
+    return to_other / to_own if to_own > 0 else 1.0
 
 
 def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -> bool:
@@ -147,9 +146,9 @@ def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -
 
     Saturation by a scale that is too large shrinks values, and so comes nearer to many a wrong tensor.
     """
-    key = result.kind, result.name
+    key = result.key
     candidate, golden, rounded = failure.candidate[key].double(), failure.golden[key], other[key].double()
-    left, costs, size = (torch.linalg.vector_norm(x).item() for x in (candidate - rounded, rounded - golden, golden))
+    left, costs, size = map(norm_of, (candidate - rounded, rounded - golden, golden))
     bound = _LEFT * result.expected.relative_l2 * size
     return left < costs and (failure.precision.recipe is None or left <= bound)
 

@@ -344,7 +344,7 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
     outputs = [result for result in failed if result.kind == "output"]
     telling, share = (outputs, _OF_THE_ERROR) if outputs else (failed, _OF_A_GRADIENTS)
     for result in sorted(telling, key=lambda result: result.margin, reverse=True):
-        key = (result.kind, result.name)
+        key = result.key
         candidate, golden = failure.candidate[key].double(), failure.golden[key]
         moved, error = norm_of(difference(again[key], candidate)), norm_of(difference(candidate, golden))
         rounding = result.expected.relative_l2 * max(norm_of(golden), norm_of(candidate))
@@ -445,8 +445,8 @@ def exchange_findings(failure: Failure) -> Iterator[Finding]:
 
 def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
     """Return whether the candidate's output is another one of the reference's."""
-    candidate = failure.candidate[one.kind, one.name]
-    right = failure.golden[other.kind, other.name]
+    candidate = failure.candidate[one.key]
+    right = failure.golden[other.key]
     if one is other or candidate.shape != right.shape:
         return False
     bound = Tolerance(other.tolerance_relative_l2, other.tolerance_max_abs)
@@ -460,7 +460,8 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
     """Yield what is known of values that are not finite: whose fault they are."""
     for tensor in failed:
         errors, expected = tensor.errors, tensor.expected
-        where = f"{tensor.label} of shape {_shape(tensor)}, first at {list(errors.first_non_finite or ())}"
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        where = f"{tensor.label} of shape {shape}, first at {list(errors.first_non_finite or ())}"
         if errors.golden_non_finite:
             yield Finding(
                 "PAR002",
@@ -507,14 +508,10 @@ def unreached_parameters(unreached: Sequence[str]) -> Iterator[Finding]:
 def unread_inputs(failed: Sequence[TensorResult], candidate: Tensors) -> Iterator[Finding]:
     """Yield a finding for each input to which nothing flows back, though it does in the reference."""
     for tensor in failed:
-        if tensor.kind == "input gradient" and not candidate[tensor.kind, tensor.name].any():
+        if tensor.kind == "input gradient" and not candidate[tensor.key].any():
             yield Finding(
                 "PAR004",
                 "no-gradient",
                 f"no gradient flows back to the input {tensor.name}: the candidate computes without it, or detaches "
                 "it; is it passed on to TE's module (as encoder_output, say), and not something else in its place?",
             )
-
-
-def _shape(tensor: TensorResult) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"

@@ -97,9 +97,9 @@ class Effects:
 
     def _large(self, known: Sequence[Hypothesis]) -> list[Hypothesis]:
         """Return the mistakes that do most, in the order in which they are known, and single calls last."""
-        sizes = {one: torch.linalg.vector_norm(effect).item() for one, effect in self.known.items()}
-        size_of_error = torch.linalg.vector_norm(self.error).item()
-        some = [one for one, size in sizes.items() if _SMALLEST * size_of_error < size < _LARGEST * size_of_error]
+        sizes = {one: norm_of(effect) for one, effect in self.known.items()}
+        of_error = norm_of(self.error)
+        some = [one for one, size in sizes.items() if _SMALLEST * of_error < size < _LARGEST * of_error]
         largest = sorted(some, key=sizes.__getitem__, reverse=True)[:_MOST_EFFECTS]
         order = {one: position for position, one in enumerate(known)}
         return sorted(largest, key=lambda one: (one.scope == "call", order.get(one, len(order))))
@@ -323,8 +323,7 @@ class FirstOrder:
             return
         golden = failure.prepared.golden.outputs
         weights = {
-            one.name: 1.0 / max(torch.linalg.vector_norm(golden[one.name]).item() * one.tolerance_relative_l2, TINY)
-            for one in failure.outputs
+            one.name: 1.0 / max(norm_of(golden[one.name]) * one.tolerance_relative_l2, TINY) for one in failure.outputs
         }
         reached = [name for name in weights if name in outputs and outputs[name].requires_grad]
         off = {name: failure.candidate["output", name].double() - golden[name] for name in weights}
@@ -335,13 +334,17 @@ class FirstOrder:
             if number >= _FEWEST and budget.spent():
                 break
             failure.prepared.clock.advance(BACKWARD)
-            drawn = {name: weights[name] * _drawn(golden[name], rng) for name in weights}
+            drawn = {
+                name: weight * torch.randn(golden[name].shape, generator=rng, dtype=torch.float64).to(golden[name])
+                for name, weight in weights.items()
+            }
             error.append(sum((drawn[name] * off[name]).sum().item() for name in weights))
             given = [outputs[name] for name in reached], list(kept.values()), [drawn[name] for name in reached]
             try:
-                found.append([_single(x) for x in torch.autograd.grad(*given, retain_graph=True, allow_unused=True)])
+                gradients = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
             except RuntimeError:  # it writes to what a gradient needs
                 return
+            found.append([None if x is None else x.float() for x in gradients])
         self.error = torch.tensor(error)
         for number, of_value in zip(kept, zip(*found, strict=True), strict=False):
             known = [x for x in of_value if x is not None]
@@ -419,11 +422,3 @@ def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
         return tensor
 
     return tree_map_only(Tensor, one, was)
-
-
-def _drawn(like: Tensor, rng: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=rng, dtype=torch.float64).to(like)
-
-
-def _single(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float()

@@ -37,6 +37,7 @@ from parity.search.gradient_screen import (
 from parity.search.localise import scaled_outputs
 from parity.search.screen import TINY, Ranked, Screen
 from parity.search.verify import Explanation, is_loud, row_by_row, verified
+from parity.trace.walk import grouped
 
 CHECKS_FOR_SEARCH = 10.0
 """The search for hypotheses may take so many times the failed check's cost, of the 20 that a diagnosis may take."""
@@ -164,7 +165,11 @@ def _by_stages(
             if last and len(some) == before:  # everything was tried
                 continue
             found = found or _screened(search, _at_several(known, some, tried), some, budget.more(_FOR_SEVERAL))
-            fitted = [] if found else tuned(search.screen, some, min(spend, budget.more(_FOR_CONSTANTS), key=_end))
+            fitted = (
+                []
+                if found
+                else tuned(search.screen, some, min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds))
+            )
             found = found or _verified(search, fitted, spend)
             if found:
                 return found
@@ -178,10 +183,6 @@ def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
     ends = (0.0, *_SPENT_BY_STAGES, _SPENT_BY_ONE)
     begin, end = ends[-2:] if last else ends[stage : stage + 2]
     return budget.share(begin + _AT_ONE_PLACE * (end - begin)), budget.share(end)
-
-
-def _end(budget: Budget) -> float:
-    return budget.seconds
 
 
 def _in_pairs(
@@ -224,7 +225,7 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
         return None
     found = []
     for result in (result for result in failure.outputs if not result.passed):
-        key = (result.kind, result.name)
+        key = result.key
         right, candidate, was = golden[key].double(), failure.candidate[key].double(), failure.golden[key]
         if right.shape != was.shape or row_by_row(right, candidate) > _OF_MOST_ROWS * row_by_row(was, candidate):
             return None  # a few large rows are not the whole error
@@ -362,7 +363,4 @@ def _as_one_if_alike(pair: tuple[Hypothesis, Hypothesis]) -> tuple[Hypothesis, .
 
 
 def _one_of_each_name(combinations: Sequence[tuple[Hypothesis, ...]]) -> list[tuple[Hypothesis, ...]]:
-    by_name: dict[tuple[str, ...], tuple[Hypothesis, ...]] = {}
-    for combination in combinations:
-        by_name.setdefault(tuple(one.name for one in combination), combination)
-    return list(by_name.values())
+    return [some[0] for some in grouped(combinations, lambda ones: tuple(one.name for one in ones)).values()]
