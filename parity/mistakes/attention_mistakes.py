@@ -504,18 +504,14 @@ def _with_shorter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     try:
         return func(*_shorter(args, tuple(whole)), **kwargs)
     except RuntimeError:
-        if len(tensors) != 2 or not all(map(_is_square, tensors)):
+        # These may be the scores of a sequence with itself, and a mask of them.
+        if len(tensors) != 2 or any(x.dim() < 3 or x.shape[-1] != x.shape[-2] for x in tensors):
             raise
         return func(*_shorter(args, tuple(tensors[0].shape)), **kwargs)
 
 
 def _shorter(args: tuple[Any, ...], whole: tuple[int, ...]) -> list[Any]:
     return [_cut(x, whole) if isinstance(x, Tensor) else x for x in args]
-
-
-def _is_square(x: Tensor) -> bool:
-    """Return whether the tensor may be the scores of a sequence with itself, or a mask of them."""
-    return x.dim() > 2 and x.shape[-1] == x.shape[-2]
 
 
 def _shorter_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -114,15 +114,12 @@ def _orders(stack: _Stack) -> Iterator[tuple[int, ...]]:
     own = tuple(range(count))
     by_number = tuple(place[number] for number in own)  # not as they come, where the map itself is in another order
     as_text = tuple(sorted(own, key=str))
+    inverse = tuple(sorted(own, key=as_text.__getitem__))
     told = {own}
-    for order in (by_number, own[::-1], own[1:] + own[:1], own[-1:] + own[:-1], as_text, _inverse(as_text)):
+    for order in (by_number, own[::-1], own[1:] + own[:1], own[-1:] + own[:-1], as_text, inverse):
         if order not in told:
             told.add(order)
             yield order
-
-
-def _inverse(order: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes) -> Hypothesis:

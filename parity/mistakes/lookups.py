@@ -84,8 +84,8 @@ def additions(trace: Trace) -> list[Addition]:
         match binary(call):
             case ("add", left, right):
                 tables = [x for x in (left, right) if isinstance(x, Value) and _is_of_parameter(trace, x)]
-                shapes = [(table, trace.tensor(table).shape) for table in tables]
-                found += [Addition(call, table, shape[-2]) for table, shape in shapes if _has_positions(shape)]
+                shapes = [(table, shape) for table in tables if len(shape := trace.tensor(table).shape) > 1]
+                found += [Addition(call, table, shape[-2]) for table, shape in shapes if min(shape[-2:]) > 1]
     return found
 
 
@@ -135,10 +135,6 @@ def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: 
 
 def _is_of_parameter(trace: Trace, value: Value) -> bool:
     return trace.parameter(back(trace, value, RESHAPES | {"getitem", "expand"})) is not None
-
-
-def _has_positions(shape: torch.Size) -> bool:
-    return len(shape) > 1 and min(shape[-2:]) > 1
 
 
 def _rows(table: Tensor, index: Tensor) -> Tensor:

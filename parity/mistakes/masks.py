@@ -452,7 +452,7 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
     right = f"give TE the reference's sequences, cu_seqlens={borders} in format thd, or its mask as an arbitrary one"
 
     def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> Mistake[Masked]:
-        return _mask_mistake("mask", name, f"{right}; it has {name}", _segments_instead(other, causal))
+        return _mask_mistake("mask", name, f"{right}; it has {name}", segments_instead(other, causal))
 
     yield of_lengths("one sequence, across all borders", [sum(lengths)])
     other_way = f"sequences that are {'not ' if is_causal else ''}causal"
@@ -484,11 +484,6 @@ def is_of_sequences(hidden: Tensor) -> bool:
     return torch.equal(_future(hidden).expand_as(hidden), hidden) or (
         lengths_of(hidden) is not None and bool((hidden | ~_future(hidden)).all())
     )
-
-
-def sequences_instead(lengths: Sequence[int]) -> Bias:
-    """Return a bias that replaces a mask by a causal one over sequences of these lengths."""
-    return _segments_instead(lengths, True)
 
 
 def _window_for_segments(right: str, size: float) -> Mistake[Masked]:
@@ -548,7 +543,9 @@ def _instead(other: Callable[[Tensor], Tensor]) -> Bias:
     return lambda bias: without_hiding(bias).masked_fill(other(bias), HIDDEN)
 
 
-def _segments_instead(lengths: Sequence[int], is_causal: bool) -> Bias:
+def segments_instead(lengths: Sequence[int], is_causal: bool) -> Bias:
+    """Return a bias that replaces a mask by one of sequences of these lengths."""
+
     def instead(bias: Tensor) -> Tensor:
         if bias.shape[-2:] != (sum(lengths), sum(lengths)):
             return bias

@@ -149,7 +149,9 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
         "routing-weights",
         "routing weights normalised",
         "take the chosen experts' weights as they are, as the reference does; they are divided by their sum",
-        lambda one: () if one.total or one.is_softmax_of_chosen else _weighted(one, _normalised),
+        lambda one: (
+            () if one.total or one.is_softmax_of_chosen else _weighted(one, lambda x: x / x.sum(-1, keepdim=True))
+        ),
     )
     yield Mistake(
         "routing-weights",
@@ -267,10 +269,6 @@ def _weighted(router: Router, change: Callable[[Tensor], Tensor]) -> _Edits:
     if router.weighting is not router.choice:
         return (edit(router.weighting, (), change),)
     return (edit(router.choice, (), lambda was: type(was)((change(was[0]), was[1]))),)
-
-
-def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True)
 
 
 def _softmax_of_all(router: Router) -> _Edits:

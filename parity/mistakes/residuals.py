@@ -172,7 +172,7 @@ def _order_of_blocks(found: Sequence[Residual], layers: Sequence[tuple[Residual,
             bypassed = [edit(second.call, (first.stream,), lambda was, x: was - x)]
     for first, second in layers:
         if second.norm is not None and second.stream == first.call.outputs[0] and second.norm.x == second.stream:
-            parallel += _norm_of(second.norm, first.stream)
+            parallel.append(_norm_of(second.norm, first.stream))
     if bypassed:
         yield Hypothesis(
             "residual-placement",
@@ -222,21 +222,14 @@ def _norm_between(trace: Trace, stream: Value, before: Sequence[Value], normed: 
     return None
 
 
-def _sum(*terms: Tensor) -> Tensor:
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
-
-
 def _sum_of(residual: Residual, *terms: Value) -> tuple[Edit, ...]:
-    return (edit(residual.call, terms, lambda was, *values: _sum(*values).to(was.dtype)),)
+    return (edit(residual.call, terms, lambda was, *values: sum(values[1:], values[0]).to(was.dtype)),)
 
 
-def _norm_of(norm: Norm, source: Value) -> tuple[Edit, ...]:
+def _norm_of(norm: Norm, source: Value) -> Edit:
     """Return the edit under which a norm reads something else."""
     needs = (source, *norm.needs[1:])
-    return (edit(norm.call, needs, lambda was, *values: norm.compute(*values).to(was.dtype)),)
+    return edit(norm.call, needs, lambda was, *values: norm.compute(*values).to(was.dtype))
 
 
 def _norm_after(residual: Residual) -> tuple[Edit, ...]:

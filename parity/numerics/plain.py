@@ -318,17 +318,7 @@ def are_patches(
     output_padding: Sequence[int],
     groups: int,
 ) -> bool:
-    """Return whether a convolution with these arguments of ``aten.convolution`` reads each pixel once.
-
-    Args:
-        weight: ``[out, channels, *kernel]``.
-        stride: this one and the others are as ``aten.convolution`` takes them.
-        padding: see ``stride``.
-        dilation: see ``stride``.
-        transposed: see ``stride``.
-        output_padding: see ``stride``.
-        groups: see ``stride``.
-    """
+    """Return whether a convolution with these arguments of ``aten.convolution`` reads each pixel once."""
     plain = not transposed and groups == 1 and not any(padding) and set(dilation) <= {1}
     return plain and tuple(weight.shape[2:]) == _of_all(stride, weight.dim() - 2)
 

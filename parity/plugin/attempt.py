@@ -126,7 +126,5 @@ def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
         return nullcontext()
     from parity.passes import memory
 
-    pass
-
     lock = DeviceLock(workplace.lock, memory.release)
     return lock.alone() if alone else lock.shared()

@@ -10,7 +10,7 @@ import torch
 
 from parity.mistakes.attention import Attention, attentions, traced_bias
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.masks import hidden_keys, is_of_sequences, lengths_of, sequences_instead
+from parity.mistakes.masks import hidden_keys, is_of_sequences, lengths_of, segments_instead
 from parity.mistakes.packed import Packed, packed_attentions
 from parity.mistakes.rope import counted_from, in_rows
 from parity.mistakes.rotation import Rotation, rotations
@@ -19,7 +19,7 @@ from parity.search.failure import Budget, Failure, few_outputs
 from parity.search.gradient_screen import GradientScreen, outputs_tell_little
 from parity.search.screen import TINY, Screen
 from parity.search.verify import Explanation, verified
-from parity.trace.trace import Edit, Trace
+from parity.trace.trace import Trace
 
 # Find the borders of the sequences in which a port attends, or counts positions, from its outputs position by position.
 #
@@ -100,17 +100,14 @@ def _borders(subject: Attention | Packed, trace: Trace) -> list[int]:
 
 def _of(starts: Sequence[int], right: Sequence[int], subjects: Sequence[Attention | Packed]) -> Hypothesis:
     lengths = [after - before for before, after in pairwise([*starts, right[-1]])]
-    mask = sequences_instead(lengths)
-    edits: list[Edit] = []
-    for one in subjects:
-        edits += one.masked_by(mask)
+    mask = segments_instead(lengths, is_causal=True)
     borders = [0, *accumulate(lengths)]
     return Hypothesis(
         "mask",
         f"sequences with the borders {borders}",
         f"give TE the reference's sequences, cu_seqlens={right} in format thd, or its mask as an arbitrary one; it has "
         f"sequences with the borders {borders}",
-        tuple(edits),
+        tuple(edit for one in subjects for edit in one.masked_by(mask)),
     )
 
 

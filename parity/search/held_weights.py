@@ -96,12 +96,8 @@ def _readings(prepared: Prepared) -> list[tuple[Hypothesis, set[str]]]:
 
 def _told(hypothesis: Hypothesis, parameters: set[str]) -> str:
     named = f"{CODES[hypothesis.title]} {hypothesis.title}"
-    return f"What it holds of {_listed(parameters)} is right if you {hypothesis.repair} ({named})"
-
-
-def _listed(parameters: set[str]) -> str:
-    some = sorted(parameters)
-    return _and_more(some[:_MOST_TOLD], len(some))
+    listed = _and_more(sorted(parameters)[:_MOST_TOLD], len(parameters))
+    return f"What it holds of {listed} is right if you {hypothesis.repair} ({named})"
 
 
 def _explains(read: Tensor, held: Tensor, reference: Tensor) -> bool:

@@ -143,7 +143,9 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
     known = "known mistake that was tried" if failure.prepared.clock.ended else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
-    passed = [result.label for result in failure.results if result.passed and not _may_be_wrong(result)]
+    # A single number, such as a loss, may be right by chance.
+    tells = [result for result in failure.results if result.kind != "output" or result.numel != 1]
+    passed = [result.label for result in tells if result.passed]
     for result in failed[:_MOST_TENSORS]:
         key = result.key
         error = failure.candidate[key].double() - failure.golden[key]
@@ -156,11 +158,6 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
             f"no {known} explains {result.label}, whose relative error is {result.errors.relative_l2:.2g} where "
             f"{result.expected.relative_l2:.2g} is expected. The error is {where}{others}",
         )
-
-
-def _may_be_wrong(result: TensorResult) -> bool:
-    """Return whether a tensor is a single number, such as a loss, which may be right by chance."""
-    return result.kind == "output" and result.numel == 1
 
 
 def _places(error: Tensor, golden: Tensor) -> Iterator[str]:

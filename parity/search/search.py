@@ -165,11 +165,8 @@ def _by_stages(
             if last and len(some) == before:  # everything was tried
                 continue
             found = found or _screened(search, _at_several(known, some, tried), some, budget.more(_FOR_SEVERAL))
-            fitted = (
-                []
-                if found
-                else tuned(search.screen, some, min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds))
-            )
+            for_constants = min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds)
+            fitted = [] if found else tuned(search.screen, some, for_constants)
             found = found or _verified(search, fitted, spend)
             if found:
                 return found
