@@ -29,6 +29,7 @@ from parity.suggest.units import EMBEDDING, HEAD, Unit, is_norm, parts_by_unit
 from parity.te import Kernels, state
 from parity.te.precision import PRECISIONS
 from parity.te.state import dequantized, moved
+from parity.trace.walk import grouped
 from parity.trace.whose import first_paragraph, users_line
 from parity.user_error import INTERRUPTS, UserError
 
@@ -84,7 +85,8 @@ def choices(
         for groups in matching.exchangeable
         if (own := with_doubts(list(_orders(groups, shapes, geometry)), *stored))
     ]
-    return [_joint(members) for members in _families(found)], misfits
+    families = grouped(found, lambda own: tuple(_without_numbers(layout.entries) for layout in own))
+    return [_joint(members) for members in families.values()], misfits
 
 
 def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
@@ -159,13 +161,6 @@ def _exchanges(count: int) -> Iterator[tuple[int, ...]]:
         order = list(range(count))
         order[one], order[other] = order[other], order[one]
         yield tuple(order)
-
-
-def _families(found: Iterable[Sequence[Layout]]) -> Iterator[list[Sequence[Layout]]]:
-    families: dict[tuple[str, ...], list[Sequence[Layout]]] = {}
-    for own in found:
-        families.setdefault(tuple(_without_numbers(layout.entries) for layout in own), []).append(own)
-    yield from families.values()
 
 
 def _without_numbers(entries: Entries) -> str:

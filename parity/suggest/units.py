@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from parity.case.weight_map import Shape, Side, rearrange, renamed, shape_of
+from parity.trace.walk import grouped
 
 # Group a module's parameters into units: what one linear layer or norm holds, its weight and its bias.
 
@@ -100,15 +100,14 @@ def with_experts(units: Sequence[Unit], count: int) -> list[Unit]:
 
     For a mixture whose list of experts has another name; units stay as they are where one has an expert's number.
     """
-    families: dict[tuple[str, str], list[int]] = defaultdict(list)
     found = [_LAST_NUMBER.fullmatch(unit.path) for unit in units]
-    for match in filter(None, found):
-        families[match["before"], match["after"]].append(int(match["number"]))
+    families = grouped(filter(None, found), lambda match: (match["before"], match["after"]))
+    numbers = {family: sorted(int(match["number"]) for match in some) for family, some in families.items()}
     if any(unit.expert is not None or (is_stack(unit) and unit.shape[0] == count) for unit in units):
         return list(units)
     return [
         replace(unit, expert=int(match["number"]))
-        if match and sorted(families[match["before"], match["after"]]) == list(range(count))
+        if match and numbers[match["before"], match["after"]] == list(range(count))
         else unit
         for unit, match in zip(units, found, strict=True)
     ]
@@ -199,9 +198,7 @@ def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
     A unit of cross-attention has ``cross query`` and so on, also where it is one by what stands beside it. An MLP's
     first layer with twice the elements of its second holds gate and up.
     """
-    siblings: dict[str, list[Unit]] = {}
-    for unit in units:
-        siblings.setdefault(unit.scope, []).append(unit)
+    siblings = grouped(units, lambda unit: unit.scope)
     told = {unit: _parts(unit, siblings[unit.scope], units) for unit in units}
     told = {unit: _with_gate(unit, parts, told, siblings[unit.scope]) for unit, parts in told.items()}
     return _with_cross({unit: parts for unit, parts in told.items() if parts})
