@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.cpu.cast import is_delayed, is_mxfp8, store
+from parity.cpu.cast import is_mxfp8, store
+from parity.cpu.float8 import is_delayed
 
 __all__ = [
     "clamped_dswiglu",

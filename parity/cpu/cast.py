@@ -36,16 +36,6 @@ __all__ = [
 ]
 
 
-def is_delayed(quantizer: Any) -> bool:
-    """Return whether the quantizer's scale is from earlier steps: then kernels cast to FP8 from their FP32 results."""
-    return type(quantizer).__name__ == "Float8Quantizer"
-
-
-def is_current(quantizer: Any) -> bool:
-    """Return whether the quantizer computes its scale from the very values it casts."""
-    return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
-
-
 def is_mxfp8(quantizer: Any) -> bool:
     """Return whether the quantizer makes MXFP8: then a bias gradient is summed by the kernel that casts."""
     return type(quantizer).__name__ == "MXFP8Quantizer"
@@ -53,7 +43,7 @@ def is_mxfp8(quantizer: Any) -> bool:
 
 def check_quantizer(quantizer: Any, kernel: str) -> None:
     """Raise ``NotImplementedError`` for a quantizer that ``kernel`` does not serve."""
-    if not is_delayed(quantizer) and not is_current(quantizer) and formats.of_quantizer(quantizer) is None:
+    if not (float8.is_delayed(quantizer) or float8.is_current(quantizer) or formats.of_quantizer(quantizer)):
         served = ", ".join(entry.quantizer for entry in formats.FORMATS)
         raise NotImplementedError(
             f"the CPU kernel {kernel} serves FP8 with delayed and current scaling, {served}, and no "
@@ -101,7 +91,7 @@ def store(
     if quantizer is None:
         return values.to(dtype) if output is None else output.copy_(values)
     check_quantizer(quantizer, kernel)
-    if is_delayed(quantizer):
+    if float8.is_delayed(quantizer):
         return _quantize(values, quantizer, dtype, output)
     amax = float8.amax_of(values) if amax_before_rounding else None
     return _quantize(values.to(dtype), quantizer, dtype, output, amax)
@@ -164,7 +154,7 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
     """Return the scale to cast with; delayed scaling also raises the amax that it keeps for later steps."""
     amax = float8.amax_of(values) if amax is None else amax
-    if not is_delayed(quantizer):
+    if not float8.is_delayed(quantizer):
         return current_scale(amax, quantizer)
     quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
     return quantizer.scale
@@ -445,7 +435,7 @@ def _check_groups(quantizer: Any, last_dims: Tensor | None) -> None:
     if last_dims is not None:
         raise NotImplementedError("the CPU kernel group_quantize has no groups of several widths")
     entry = formats.of_quantizer(quantizer)
-    if entry is None and not is_current(quantizer):
+    if entry is None and not float8.is_current(quantizer):
         raise RuntimeError(f"group_quantize serves no {type(quantizer).__name__}")
     if entry is not None and entry.quantizer == "NVFP4Quantizer":
         four_over_six = getattr(quantizer, "nvfp4_use_4over6", False)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import attention_problem, cast, float8, versions
+from parity.cpu import attention_problem, float8, versions
 from parity.cpu.attention_problem import (
     Attention,
     GradientFormats,
@@ -294,7 +294,7 @@ class _Written:
 
     @property
     def _makes_codes(self) -> bool:
-        return cast.is_delayed(self.quantizer)
+        return float8.is_delayed(self.quantizer)
 
     def write(self, view: Tensor, values: Tensor) -> None:
         """Put a part into its place; keeps its amax."""
@@ -325,7 +325,7 @@ def _part(operand: Operand, span: Span) -> Operand:
 
 
 def _cast(quantizer: Any, name: str) -> Cast:
-    if not cast.is_delayed(quantizer):
+    if not float8.is_delayed(quantizer):
         raise NotImplementedError(
             f"the CPU kernels' FP8 attention casts {name} with delayed scaling, and not with a "
             f"{type(quantizer).__name__}, which TransformerEngine {versions.installed_version()} asked for"

@@ -35,6 +35,16 @@ class Codes:
     scale_inv: Tensor
 
 
+def is_delayed(quantizer: Any) -> bool:
+    """Return whether the quantizer's scale is from earlier steps: then kernels cast to FP8 from their FP32 results."""
+    return type(quantizer).__name__ == "Float8Quantizer"
+
+
+def is_current(quantizer: Any) -> bool:
+    """Return whether the quantizer computes its scale from the very values it casts."""
+    return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
+
+
 def fp8_dtype(of: Any) -> torch.dtype:
     """Return the FP8 dtype of a TE quantizer (``dtype``) or tensor (``_fp8_dtype``)."""
     dtype = of.dtype if hasattr(of, "rowwise_usage") else of._fp8_dtype

@@ -149,7 +149,7 @@ def generic_gemm(
         dgelu_of=gelu_in.reshape(rows) if gelu and grad and gelu_in is not None else None,
     )
     multiply = _emulated_product(left, right, use_split_accumulator)
-    fused_cast = cast.is_delayed(quantizer) and float8.is_float8_tensor(A)
+    fused_cast = float8.is_delayed(quantizer) and float8.is_float8_tensor(A)
     result, pre_gelu = _compute(left, right, epilogue, dtype, torch.float32 if fused_cast else dtype, multiply)
     bias_grad = _bias_grad(right, dtype) if bias is not None and grad else None
     if pre_gelu is not None:

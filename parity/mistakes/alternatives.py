@@ -50,16 +50,9 @@ def _numbers(call: Call) -> Iterator[Mistake[Call]]:
             pass
         case _:
             return
-    functions: dict[str, Compute] = {
-        "add": torch.add,
-        "sub": torch.sub,
-        "mul": torch.mul,
-        "div": torch.div,
-        "pow": torch.pow,
-    }
 
     def with_another(value: float) -> Mistake[Call]:
-        return alternative(f"its number is {value:.4g} for {number:.4g}", lambda was, x: functions[name](x, value))
+        return alternative(f"its number is {value:.4g} for {number:.4g}", lambda was, x: getattr(torch, name)(x, value))
 
     yield from numbers(with_another, [number])
 

@@ -16,14 +16,6 @@ from parity.trace.trace import Call, Edit, Trace, Value, edit
 from parity.trace.walk import RESHAPES, binary, unnumbered
 
 _NUMBER = re.compile(r"\d+")
-_PLAIN: dict[str, Callable[..., Tensor]] = {
-    "add": torch.add,
-    "sub": torch.sub,
-    "mul": torch.mul,
-    "div": torch.div,
-    "pow": torch.pow,
-    "matmul": torch.matmul,
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +89,7 @@ def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
     function = binary(call) if is_in_place(call) else None
     if function is not None:
         name, *operands = function
-        return _PLAIN[name](*(next(tensors) if isinstance(one, Value) else one for one in operands))
+        return getattr(torch, name)(*(next(tensors) if isinstance(one, Value) else one for one in operands))
     leaves, structure = tree_flatten((call.args, call.kwargs))
     args, kwargs = tree_unflatten([next(tensors) if isinstance(one, Value) else one for one in leaves], structure)
     return call.function(*args, **kwargs)

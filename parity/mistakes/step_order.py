@@ -227,15 +227,9 @@ def _of_two(trace: Trace, call: Call) -> Iterator[Step]:
 
 def _with_another(call: Call, kind: str, position: int) -> Callable[..., Tensor]:
     """Return the function with another tensor in the place of one operand."""
-    functions: dict[str, Callable[..., Tensor]] = {
-        "add": torch.add,
-        "sub": torch.sub,
-        "mul": torch.mul,
-        "div": torch.div,
-    }
 
     def computed(x: Tensor, *two: Tensor) -> Tensor:
-        result: Tensor = functions[kind](*(x if i == position else one for i, one in enumerate(two)))
+        result: Tensor = getattr(torch, kind)(*(x if i == position else one for i, one in enumerate(two)))
         return result
 
     return of_operands(call, computed)

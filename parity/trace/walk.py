@@ -71,7 +71,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def binary(call: Call | None) -> tuple[str, Any, Any] | None:
-    """Return a function of two operands as its usual name and the two in order; None for anything else."""
+    """Return a function of two operands as its name in ``torch`` and the two in order; None for anything else."""
     if call is None or len(call.args) < 2:
         return None
     name, (left, right) = call.name, call.args[:2]
