@@ -13,7 +13,7 @@ from typing import Literal, cast
 import pytest
 
 from parity.plugin.ending import Diary
-from parity.settings import PRECISION_NAMES, default_seconds, seconds_of
+from parity.settings import LONGEST, PRECISION_NAMES, default_seconds, seconds_of
 from parity.user_error import UserError
 
 # What one process of a run works with: its device, its share of that device's memory, and the place of its diary.
@@ -120,7 +120,6 @@ PARITY_BACKEND = "PARITY_BACKEND"
 _LONGEST_NAME = 100
 _MOST_SEEDS = 1_000_000
 _LAST_SEED = 2**63 - 1  # the largest seed that PyTorch's generators take
-_LONGEST_SECONDS = 1e9  # Python's timers end at nine times that
 
 
 @dataclass(frozen=True)
@@ -338,11 +337,10 @@ def parse_timeout(text: str, option: str = "--timeout") -> float:
     Raises:
         UserError: if the text is not a number of seconds.
     """
-    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) > _LONGEST_SECONDS:
-        raise UserError(
-            f"{option} is {text!r}, but must be a number of seconds up to {_LONGEST_SECONDS:.0g}, or 0 for no limit"
-        )
-    return float(text)
+    seconds = seconds_of(text)
+    if seconds is None:
+        raise UserError(f"{option} is {text!r}, but must be a number of seconds up to {LONGEST:.0g}, or 0 for no limit")
+    return seconds
 
 
 def parse_diagnosis(text: str, option: str = "--diagnosis") -> float | None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,7 @@ def files_of_cases(config: pytest.Config) -> Iterator[Path]:
     return that_import_parity(paths, config.getini("python_files"), config.getini("norecursedirs"))
 
 
-def gpus_of(options: Options, environment: Mapping[str, str] = os.environ) -> list[Device]:
+def gpus_of(options: Options) -> list[Device]:
     """Return the GPUs that the run's processes share; none if the CPU kernels run.
 
     Raises:
@@ -165,7 +165,7 @@ def gpus_of(options: Options, environment: Mapping[str, str] = os.environ) -> li
     """
     if options.backend == "cpu" or not devices.is_installed():
         return []
-    return devices.chosen(environment)
+    return devices.chosen(os.environ)
 
 
 def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
