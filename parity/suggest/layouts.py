@@ -34,48 +34,6 @@ from parity.case.weight_map import (
 from parity.suggest.matching import Group
 from parity.suggest.units import BIAS, WEIGHT, Reading, Unit, is_norm, is_stack, readings
 
-# Entries for a reference with separate weights for query, key and value, but one bias for all three, in this order.
-#
-# ``nn.MultiheadAttention`` with ``kdim`` or ``vdim`` has ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` and
-# ``in_proj_bias``.
-
-
-_Entries = tuple[tuple[Side, Side], ...]
-
-
-def to_three(weights: Sequence[Side], bias: Side, te_weights: Sequence[Side], te_biases: Sequence[Side]) -> _Entries:
-    """Return the entries for TE's separate query, key and value."""
-    return (*zip(weights, te_weights, strict=True), (bias, stack(*te_biases)))
-
-
-def to_one(
-    weights: Sequence[Side], bias: Side, te_weight: Side, te_bias: Side, heads: Sequence[tuple[int, int]]
-) -> Iterator[_Entries]:
-    """Yield the entries for TE's fused weight, by group for each of these groups and head dimensions,
-    or one after another.
-    """
-    for groups, head_dim in heads:
-        fused = interleaved_qkv(*weights, groups=groups, head_dim=head_dim)
-        yield (fused, te_weight), (bias, separated_qkv(te_bias, groups=groups, head_dim=head_dim))
-    yield (stack(*weights), te_weight), (bias, te_bias)
-
-
-def to_query_beside_key_and_value(
-    weights: Sequence[Side],
-    bias: Side,
-    te_weights: tuple[Side, Side],
-    te_biases: tuple[Side, Side],
-    groups: Sequence[int],
-) -> Iterator[_Entries]:
-    """Yield the entries for TE's cross-attention, whose key and value are fused: one after another, or by group."""
-    key_value = stack(*weights[1:])
-    yield (weights[0], te_weights[0]), (key_value, te_weights[1]), (bias, stack(*te_biases))
-    for count in groups:
-        by_group = reorder(key_value, tuple(i for group in range(count) for i in (group, count + group)))
-        in_turn = reorder(te_biases[1], (*range(0, 2 * count, 2), *range(1, 2 * count, 2)))
-        yield (weights[0], te_weights[0]), (by_group, te_weights[1]), (bias, stack(te_biases[0], in_turn))
-
-
 # The number of heads and their width, which no shape tells.
 
 
@@ -259,8 +217,7 @@ def _of_one(reference: Unit, candidate: Unit, words: Sequence[str], transposed: 
             yield tuple((shifted[kind], right[kind]) for kind in right)
     if words == ["gate", "up"]:
         yield tuple((reorder(left[kind], (1, 0)), right[kind]) for kind in right)
-        rows = candidate.shape[0]
-        evens_first = (*range(0, rows, 2), *range(1, rows, 2))
+        evens_first = _evens_first(candidate.shape[0])
         yield tuple((reorder(left[kind], evens_first), right[kind]) for kind in right)
 
 
@@ -282,10 +239,19 @@ def _of_two(
                     continue
                 one, other = (stack(*[side[i] for i in order]) if len(side) == 2 else side[0] for side in (left, right))
                 if count is not None and len(left) == 2:
-                    by_head = tuple(i for head in range(count) for i in (head, count + head))
-                    one = reorder(one, by_head)
+                    one = reorder(one, _in_turn(count))
                 entries.append((one, other))
             yield tuple(entries)
+
+
+def _in_turn(count: int) -> tuple[int, ...]:
+    """Return the order of two stacks of so many blocks in which a block of one follows each of the other's."""
+    return tuple(i for block in range(count) for i in (block, count + block))
+
+
+def _evens_first(count: int) -> tuple[int, ...]:
+    """Return the order of so many blocks, back from ``_in_turn``: the first, third and so on, then the others."""
+    return (*range(0, count, 2), *range(1, count, 2))
 
 
 def _of_attention(
@@ -325,19 +291,50 @@ def _of_attention(
 def _of_one_bias(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Entries]:
-    """Yield entries for three weights of the reference, whose query has the bias of all three."""
+    """Yield entries for three weights of the reference, whose query has the bias of all three, in this order.
+
+    ``nn.MultiheadAttention`` with ``kdim`` or ``vdim`` has ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` and
+    ``in_proj_bias``.
+    """
     weights, bias = _sides(reference, WEIGHT, transposed), reference[0].parameters[BIAS]
     te_weights: list[Side] = [unit.parameters[WEIGHT] for unit in candidate]
     te_biases: list[Side] = [unit.parameters[BIAS] for unit in candidate]
     if len(reference) == len(candidate) == 3:
-        yield to_three(weights, bias, te_weights, te_biases)
+        yield (*zip(weights, te_weights, strict=True), (bias, stack(*te_biases)))
     elif len(reference) == 3 and len(candidate) == 2:
         query_first = (te_weights[0], te_weights[1]), (te_biases[0], te_biases[1])
-        yield from to_query_beside_key_and_value(weights, bias, *query_first, geometry.groups)
+        yield from _of_one_bias_to_query_beside_key_and_value(weights, bias, *query_first, geometry.groups)
     elif len(reference) == 3 and len(candidate) == 1:
         query_rows, key_rows, _ = (_rows(unit, transposed) for unit in reference)
         heads = list(geometry.layouts(query_rows, key_rows, candidate[0].shape[0]))
-        yield from to_one(weights, bias, te_weights[0], te_biases[0], heads)
+        yield from _of_one_bias_to_one(weights, bias, te_weights[0], te_biases[0], heads)
+
+
+def _of_one_bias_to_one(
+    weights: Sequence[Side], bias: Side, te_weight: Side, te_bias: Side, heads: Sequence[tuple[int, int]]
+) -> Iterator[Entries]:
+    """Yield the entries for TE's fused weight, by group for each of these groups and head dimensions,
+    or one after another.
+    """
+    for groups, head_dim in heads:
+        fused = interleaved_qkv(*weights, groups=groups, head_dim=head_dim)
+        yield (fused, te_weight), (bias, separated_qkv(te_bias, groups=groups, head_dim=head_dim))
+    yield (stack(*weights), te_weight), (bias, te_bias)
+
+
+def _of_one_bias_to_query_beside_key_and_value(
+    weights: Sequence[Side],
+    bias: Side,
+    te_weights: tuple[Side, Side],
+    te_biases: tuple[Side, Side],
+    groups: Sequence[int],
+) -> Iterator[Entries]:
+    """Yield the entries for TE's cross-attention, whose key and value are fused: one after another, or by group."""
+    key_value = stack(*weights[1:])
+    yield (weights[0], te_weights[0]), (key_value, te_weights[1]), (bias, stack(*te_biases))
+    for count in groups:
+        by_group, te_bias = reorder(key_value, _in_turn(count)), reorder(te_biases[1], _evens_first(2 * count))
+        yield (weights[0], te_weights[0]), (by_group, te_weights[1]), (bias, stack(te_biases[0], te_bias))
 
 
 def _of_query_beside_key_and_value(
@@ -350,7 +347,7 @@ def _of_query_beside_key_and_value(
         for kind in fused.parameters:
             key_value: Side = fused.parameters[kind]
             if count is not None:
-                key_value = reorder(key_value, (*range(0, 2 * count, 2), *range(1, 2 * count, 2)))
+                key_value = reorder(key_value, _evens_first(2 * count))
             entries.append((_sides([reference], kind, transposed)[0], stack(query.parameters[kind], key_value)))
         yield tuple(entries)
 
