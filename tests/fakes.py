@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -130,7 +131,7 @@ def _hold_the_interpreter() -> None:
 
 
 def _end_the_run() -> None:
-    os.kill(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid(), signal.SIGTERM)
+    os.kill(int(os.environ[forked.STARTER]) if "PYTEST_XDIST_WORKER" in os.environ else os.getpid(), signal.SIGTERM)
     time.sleep(1000)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import fakes
+import forked
 import pytest
 
 from parity.report import record
@@ -55,7 +55,9 @@ def run_with_workers(pytester: pytest.Pytester, workers: int, *arguments: str) -
     pytester.makeconftest(
         f"import sys\nsys.path.insert(0, {tests!r})\nimport fakes, pytest\nfakes.install(pytest.MonkeyPatch())"
     )
-    return run(pytester, "-n", str(workers), *arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("execnet.gateway_io.Popen2IOMaster.__init__", forked.begin_worker)
+        return run(pytester, "-n", str(workers), *arguments)
 
 
 def plugin_arguments() -> list[str]:
@@ -80,12 +82,7 @@ def run_in_a_process(
     (folder / "my_pairs.py").write_text("import parity\n" + "".join(CASE.format(name=name) for name in names))
     path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "parity.plugin", "my_pairs.py", *arguments],
-        cwd=folder,
-        env={**outside, "PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    outside |= {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
+    command = ["-m", "pytest", "-p", "parity.plugin", "my_pairs.py", *arguments]
+    ran = forked.run(*command, folder=folder, environment=outside | environment)
     return ran.returncode, ran.stdout + ran.stderr, list(record.read(folder / "reports/parity.jsonl").results)
