@@ -85,7 +85,7 @@ def begin_worker(self: Any, arguments: Sequence[str], execmodel: Any) -> None:
     self.popen = Process(arguments[1:], [read, write, 2])
     os.close(read)
     os.close(write)
-    Popen2IO.__init__(self, open(to_worker, "wb"), open(from_worker, "rb"), execmodel=execmodel)
+    Popen2IO.__init__(self, os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb"), execmodel=execmodel)
 
 
 def _socket() -> str:
@@ -95,7 +95,8 @@ def _socket() -> str:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("PARITY_")}
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             command, descriptor = [sys.executable, __file__, str(listener.fileno())], listener.fileno()
             subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[descriptor])
         os.environ[_SERVER] = address
@@ -126,7 +127,7 @@ def _serve(listener: socket.socket) -> None:
     import xdist.remote  # noqa: F401
 
     import parity.cli
-    import parity.search.explanation
+    import parity.search.explanation  # noqa: F401
     from parity import te
 
     te.kernels("cpu")
@@ -165,9 +166,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str], stre
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, buffering=1, closefd=False) for number, mode in enumerate("rww")
-    )
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
