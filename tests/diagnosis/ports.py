@@ -7,8 +7,9 @@ phrase that its message must hold; a right port's title is ``passed``.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,16 @@ from torch import Tensor, nn
 import parity
 
 FP32_AND_BF16 = pytest.mark.parametrize("precision", ["fp32", "bf16"])
+
+
+def in_turn(names: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Parametrize by these names and ``precision``: one row in BF16, the next in FP32.
+
+    For tables whose rows are of one kind, and take long: a search does not ask for the precision, only how large errors
+    are does, and of these a table has both.
+    """
+    rows = [(*row, precision) for row, precision in zip(rows, itertools.cycle(("bf16", "fp32")), strict=False)]
+    return pytest.mark.parametrize((*names, "precision"), rows)
 
 
 def compared(

@@ -18,6 +18,7 @@ from ports import (
     compared,
     decoders,
     frequencies,
+    in_turn,
     normal,
     tells,
     tells_only,
@@ -235,23 +236,25 @@ def with_heads(right: tuple[int, int], wrong: tuple[int, int], precision: str) -
 # Caps of scores and of logits by tanh.
 
 
-@pytest.mark.parametrize(("precision", "loss"), [("fp32", False), ("bf16", False), ("bf16", True)])
-@pytest.mark.parametrize(
+CAPPED_LOGITS = dict(logits_cap=3.0)
+
+
+@in_turn(
     ("right", "port", "phrase"),
     [
-        (dict(), dict(logits_cap=3.0), "leave activations uncapped, as the reference does; they are capped at 3"),
-        (dict(logits_cap=5.0), dict(logits_cap=3.0), "cap activations at 5 by tanh, as the reference does; they are"),
+        (Options(loss=False, layers=1), CAPPED_LOGITS, "leave activations uncapped, as the reference does; they are"),
+        (Options(logits_cap=5.0, layers=1), CAPPED_LOGITS, "cap activations at 5 by tanh, as the reference does;"),
         (
-            dict(logits_cap=3.0),
+            Options(loss=False, layers=1, **CAPPED_LOGITS),
             dict(logits_cap=math.inf),
             "cap activations at 3 by tanh, as the reference does; none are",
         ),
-        (dict(), dict(softcap=1.0), "leave the scores uncapped as the reference does, softcap=0.0 in TE; it has 1"),
-        (dict(softcap=8.0), dict(softcap=1.0), "cap the scores as the reference does, softcap=8; it has 1"),
+        (Options(loss=False), dict(softcap=1.0), "leave the scores uncapped as the reference does, softcap=0.0 in TE;"),
+        (Options(softcap=8.0, layers=1), dict(softcap=1.0), "cap the scores as the reference does, softcap=8; it has"),
     ],
 )
-def test_a_cap_is_told_with_both_numbers(right, port, phrase, loss, precision):
-    tells(decoders(Options(loss=loss, **right), precision, **port), "softcap", phrase)
+def test_a_cap_is_told_with_both_numbers(right, port, phrase, precision):
+    tells(decoders(right, precision, **port), "softcap", phrase)
 
 
 @FP32_AND_BF16

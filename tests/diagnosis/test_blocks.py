@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only
+from ports import compared, in_turn, normal, tells, tells_only
 from torch import Tensor, nn
 
 import parity
@@ -81,7 +81,7 @@ class Encoder(nn.Module):
 
 
 def encoders(
-    how: str, precision: str, two: bool = False, normed: bool = True, also: Any = None, layer: int | None = None
+    how: str, precision: str, two: bool = False, normed: bool = True, layer: int | None = None
 ) -> parity.Result:
     """Compare the encoder with a port that is so, or whose one layer alone is."""
     return compared(
@@ -89,12 +89,10 @@ def encoders(
         lambda te: Encoder(te.Linear, lambda width: te.LayerNorm(width), two, how, normed, layer),
         lambda rng: (rng.integers(BATCH, SEQ, high=48), rng.integers(BATCH, SEQ, high=2)),
         precision,
-        call_candidate=None if also is None else lambda port, *inputs: also(port(*inputs)),
     )
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("how", "two", "title", "phrase"),
     [
         ("", False, "passed", ""),
@@ -137,11 +135,6 @@ def test_branches_that_are_all_scaled_are_told_with_their_factor():
 )
 def test_a_last_norm_that_is_left_out_and_a_mean_for_the_first_token_are_told(how, title, phrase):
     tells(encoders(how, "bf16"), title, phrase)
-
-
-def test_a_mistake_that_takes_nearly_all_of_an_error_is_told_though_something_else_is_wrong():
-    result = encoders("in sequence", "fp32", also=lambda output: output + 2e-3 * torch.sin(7.0 * output))
-    tells(result, "parallel-block", "something else is wrong, too")
 
 
 # Layers whose attention and MLP read one norm, side by side, against TE's, which have a norm for each.
@@ -221,6 +214,18 @@ def test_right_parallel_blocks_pass_on_every_seed(right):
 def test_tes_blocks_that_follow_each_other_are_told(right):
     (result,) = parity.compare(parallel_case(parallel=False, **right), ["bf16"])
     tells_only(result, "parallel-block")
+
+
+def test_a_mistake_that_takes_nearly_all_of_an_error_is_told_though_something_else_is_wrong():
+    result = compared(
+        Parallel,
+        lambda te: te_layer(te, parallel=False),
+        normal((2, 24, HIDDEN)),
+        "fp32",
+        weights_of_parallel(own_norm=False),
+        call_candidate=lambda port, x: (output := port(x)) + 2e-3 * torch.sin(7.0 * output),
+    )
+    tells(result, "parallel-block", "something else is wrong, too")
 
 
 @pytest.mark.parametrize(("kind", "options"), [(Parallel, dict(stream_first=False)), (InPlace, {})])

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -259,8 +259,7 @@ class Vit(nn.Module):
         return self.head((x if self.pool == "all" else x[:, 1:]).mean(1))
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("right", "port", "title", "phrase"),
     [
         *((pool, pool, "passed", "") for pool in ("class token", "patches", "all")),

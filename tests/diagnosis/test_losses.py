@@ -189,18 +189,18 @@ def test_a_right_decoder_passes(precision):
     assert decoders(Options(), precision).passed
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
 @pytest.mark.parametrize(
-    ("reference", "port", "title"),
+    ("reference", "port", "title", "precision"),
     [
-        (Options(), dict(reduction="sum"), "loss-scale"),
-        (Options(embedding=SCALED), dict(embedding=1.0), "factor"),
-        (Options(), dict(embedding=SCALED), "factor"),
-        (Options(embedding=SCALED), dict(embedding=float(HIDDEN)), "factor"),
-        (Options(), dict(roped=(0,)), "rope-missing"),
-        (Options(), dict(scales=(1.0, 0.5)), "softmax-scale"),
-        (Options(), dict(mlp_sum=False), "residual-placement"),
-        (Options(), dict(from_norm=True), "residual-placement"),
+        *((Options(), dict(reduction="sum"), "loss-scale", precision) for precision in ("fp32", "bf16", "fp8_current")),
+        (Options(embedding=SCALED), dict(embedding=1.0), "factor", "bf16"),
+        (Options(embedding=SCALED), dict(embedding=1.0), "factor", "fp8_current"),
+        (Options(layers=1), dict(embedding=SCALED), "factor", "bf16"),
+        (Options(embedding=SCALED, layers=1), dict(embedding=float(HIDDEN)), "factor", "fp32"),
+        (Options(), dict(roped=(0,)), "rope-missing", "bf16"),
+        (Options(), dict(scales=(1.0, 0.5)), "softmax-scale", "bf16"),
+        (Options(layers=1), dict(mlp_sum=False), "residual-placement", "bf16"),
+        (Options(layers=1), dict(from_norm=True), "residual-placement", "fp8_current"),
     ],
 )
 def test_a_mistake_behind_a_loss_is_told(reference, port, title, precision):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -76,7 +77,7 @@ class TwoAttentions(nn.Module):
         return self.second(self.first(query, key, value).unflatten(-1, (HEADS, -1)), key, value)
 
 
-def in_turn(second: str) -> Any:
+def twice(second: str) -> Any:
     """Return a call of TE's attention twice, the second time with this mask."""
 
     def call(core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -109,8 +110,8 @@ CAUSAL_ONE, BOTH_SIDES, UNMASKED = Reference(CAUSAL), Reference(DISTANCE.abs() <
         (Reference(PACKED), {}, "mask", "it has the causal one alone"),
         (Reference(PREFIX), {}, "mask", "it has the causal one alone"),
         (CAUSAL_ONE, dict(call=viewed, qkv_format="sbhd"), "sequence-first", ""),
-        (TwoAttentions(), dict(call=in_turn("no_mask")), "passed", ""),
-        (TwoAttentions(), dict(call=in_turn("causal")), "mask", "by default in second."),
+        (TwoAttentions(), dict(call=twice("no_mask")), "passed", ""),
+        (TwoAttentions(), dict(call=twice("causal")), "mask", "by default in second."),
         (CAUSAL_ONE, dict(call=lambda core, query, key, value: core(query, value, key)), "key-value-swapped", ""),
         (CAUSAL_ONE, dict(call=lambda core, query, key, value: core(key, query, value)), "query-key-swapped", ""),
         (
@@ -401,18 +402,16 @@ def with_borders(
     )
 
 
-@IN_THREE_WAYS
-@FP32_AND_BF16
-@pytest.mark.parametrize(
-    "borders",
-    [
-        [0, 7, 24, 40],  # merged with the neighbour
-        [0, 8, 19, 24, 40],
-        [0, 8, 20, 25, 40],  # every border but the ends one further on
-        [0, 10, 20, 30, 40],
-        [0, 3, 11, 12, 33, 40],
-    ],
-)
+OTHER_BORDERS = [
+    [0, 7, 24, 40],  # merged with the neighbour
+    [0, 8, 19, 24, 40],
+    [0, 8, 20, 25, 40],  # every border but the ends one further on
+    [0, 10, 20, 30, 40],
+    [0, 3, 11, 12, 33, 40],
+]
+
+
+@in_turn(("borders", "reference"), itertools.product(OTHER_BORDERS, REFERENCES))
 def test_other_borders_are_told_beside_the_references(borders, reference, precision):
     tells_only(with_borders(reference, borders, precision), "mask", f"cu_seqlens={BORDERS}")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, Expert, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, Expert, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 WIDTH = 64
@@ -170,8 +170,7 @@ class Transformer(nn.Module):
         return self.last(x, condition)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("left_out", "title", "phrase"),
     [
         ((), "passed", ""),

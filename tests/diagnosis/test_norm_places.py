@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, Options, compared, decoders, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, Options, compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -100,17 +100,22 @@ def with_extra(precision: str, where: str, kind: str, layers: tuple[int, ...]) -
     )
 
 
-@pytest.mark.parametrize(("layers", "place"), [((0, 1, 2), ""), ((0,), " in 0"), ((2,), " in 2"), ((0, 2), " in 0, 2")])
-@pytest.mark.parametrize(
-    ("kind", "called"), [("RMSNorm", "RMSNorm"), ("LayerNorm", "LayerNorm"), ("L2", "L2Normalization")]
+@in_turn(
+    ("kind", "layers", "phrase"),
+    [
+        ("RMSNorm", (0, 1, 2), "RMSNorm."),
+        ("RMSNorm", (2,), "RMSNorm in 2."),
+        ("LayerNorm", (0, 2), "LayerNorm in 0, 2."),
+        ("L2", (0, 1, 2), "L2Normalization."),
+        ("L2", (0,), "L2Normalization in 0."),
+    ],
 )
-def test_a_norm_of_queries_and_keys_is_told_with_its_kind_and_the_layers_that_have_it(kind, called, layers, place):
-    phrase = f"qk_norm_type=None; they go through a {called}{place}."
-    tells(with_extra("fp32", "qk", kind, layers), "norm-missing", phrase)
+def test_a_norm_of_queries_and_keys_is_told_with_its_kind_and_the_layers_that_have_it(kind, layers, phrase, precision):
+    phrase = f"qk_norm_type=None; they go through a {phrase}"
+    tells(with_extra(precision, "qk", kind, layers), "norm-missing", phrase)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("where", "layers", "phrase"),
     [
         ("qk", (0,), "they go through a LayerNorm in 0."),
@@ -124,9 +129,7 @@ def test_an_extra_norm_is_told_with_its_place(where, layers, phrase, precision):
     tells(with_extra(precision, where, "LayerNorm", layers), "norm-missing", phrase)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-@pytest.mark.parametrize("layer", [0, 2])
+@in_turn(("layer", "kind"), [(0, "RMSNorm"), (2, "RMSNorm"), (0, "LayerNorm")])
 def test_a_norm_before_a_linear_layer_of_one_layer_is_told_with_the_layer(layer, kind, precision):
     result = with_extra(precision, "up", kind, (layer,))
     tells(result, "norm-missing", f"a {kind} comes before.")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -387,8 +387,7 @@ WITH_CONDITION = normal(*[(2, 16, WIDTH)] * 2, (2, WIDTH))
 OF_SKIP = "give the result of the 3rd 'add' of the module to the 4th 'add' of the module, as the"
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("module", "inputs", "mistake", "title", "phrase"),
     [
         (Skips, ONE, "", "passed", ""),

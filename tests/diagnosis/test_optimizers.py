@@ -158,12 +158,9 @@ def test_pytorchs_own_optimizer_may_step_on_16_bit_weights():
 @pytest.mark.parametrize(
     ("port", "phrase"),
     [
-        (dict(betas=(0.9, 0.95), **DECAY), "beta2 is 0.95"),
         (dict(betas=(0.9, 0.95), master_weights=True, **DECAY), "beta2 is 0.95"),
         (dict(eps=1e-5, **DECAY), "its eps is 1e-05"),
         (dict(weight_decay=0.01), "its weight decay is 0.01"),
-        (dict(lr=0.9 * LR, **DECAY), "its learning rate is 0.009"),
-        (dict(adam_w_mode=False, **DECAY), "adds the decay to the gradient"),
     ],
 )
 def test_small_mistakes_are_told_in_bf16(port, phrase):
