@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from emulated_gpu import emulated
@@ -346,8 +347,7 @@ BLOCK = """
 
 def execute(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "parity", "exec", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return forked.run("-m", "parity", "exec", *arguments, folder=folder, environment=environment)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """TE on the CPU: it loads, and nothing of it leaks."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -88,48 +89,86 @@ def test_te_computes_in_threads_while_other_threads_see_no_cuda(linear):
     assert_nothing_leaked()
 
 
-def test_importing_te_warns_of_nothing():
-    ran = run_python(
-        "import warnings; warnings.simplefilter('error')\n"
-        # TE 2.14 uses it, of which torch itself warns.
-        "warnings.filterwarnings('ignore', message='.*torch.jit.script', category=DeprecationWarning)\n"
-        "from parity import te; te.kernels()"
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "arn" not in ran.stderr
+USED = """
+import json, os, sys, warnings
+environment = dict(os.environ)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    # TE 2.14 uses it, of which torch itself warns.
+    warnings.filterwarnings("ignore", message=".*torch.jit.script", category=DeprecationWarning)
+    from parity import te
+    te.serve_imports()
+    te.serve_imports()
+    import transformer_engine.pytorch
+found = dict(
+    warnings=[str(one.message) for one in told],
+    is_served=te.kernels().te is transformer_engine.pytorch,
+    leaves_environment=dict(os.environ) == environment,
+)
+
+from importlib.util import cache_from_source
+from pathlib import Path
+bytecode = Path(cache_from_source(transformer_engine.pytorch.module.linear.__file__))
+found["leaves_bytecode"] = not bytecode.exists() or b"__parity_cuda__" not in bytecode.read_bytes()
+
+import parity, torch
+with te.on_cpu():
+    import transformer_engine.pytorch as own
+model = torch.nn.Sequential(own.LayerNormLinear(32, 64), own.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x, y = torch.randn(64, 32), torch.randn(64, 1)
+losses = []
+for _ in range(5):
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+found["losses"] = losses
+
+def factory(te, batch, width):
+    inputs, weights = lambda rng, batch, width: rng.normal(batch, width), {"weight": "weight"}
+    return parity.Pair(torch.nn.RMSNorm(width, eps=1e-2), te.RMSNorm(width, eps=0.5), inputs, weights)
+
+(result,) = parity.compare(parity.Case("norm", factory, sizes=(dict(batch=2, width=16),)), ["fp32"])
+found.update(status=result.status, findings=len(result.findings), imports_triton="triton" in sys.modules)
+print(json.dumps(found))
+"""
 
 
-def test_importing_te_leaves_the_environment_as_it_was():
-    ran = run_python(
-        "import os; before = dict(os.environ); from parity import te; te.kernels(); assert os.environ == before"
-    )
-    assert ran.returncode == 0, ran.stderr
+@pytest.fixture(scope="module")
+def used():
+    """What a process finds that imports TE where it could not be imported before, trains, and compares a wrong port."""
+    run = run_python(USED)
+    assert run.returncode == 0, run.stderr
+    return {"stderr": run.stderr, **json.loads(run.stdout)}
 
 
-def test_a_failed_comparison_imports_no_triton_which_a_process_takes_long_to_leave():
-    ran = run_python(
-        "import sys, torch, parity\n"
-        "def factory(te, batch, width):\n"
-        "    inputs, weights = lambda rng, batch, width: rng.normal(batch, width), {'weight': 'weight'}\n"
-        "    return parity.Pair(torch.nn.RMSNorm(width, eps=1e-2), te.RMSNorm(width, eps=0.5), inputs, weights)\n"
-        "case = parity.Case('norm', factory, sizes=(dict(batch=2, width=16),))\n"
-        "(result,) = parity.compare(case, ['fp32'])\n"
-        "assert result.status == 'failed' and result.findings, result\n"
-        "assert 'triton' not in sys.modules"
-    )
-    assert ran.returncode == 0, ran.stderr
+def test_importing_te_warns_of_nothing(used):
+    assert used["warnings"] == []
+    assert "arn" not in used["stderr"]
 
 
-def test_importing_te_writes_no_bytecode_that_a_real_te_would_read():
-    ran = run_python(
-        "import sys; from parity import te; te.kernels()\n"
-        "import transformer_engine.pytorch.module.linear as m\n"
-        "from pathlib import Path; from importlib.util import cache_from_source\n"
-        "import marshal\n"
-        "path = Path(cache_from_source(m.__file__))\n"
-        "assert not path.exists() or b'__parity_cuda__' not in path.read_bytes()"
-    )
-    assert ran.returncode == 0, ran.stderr
+def test_importing_te_leaves_the_environment_as_it_was(used):
+    assert used["leaves_environment"]
+
+
+def test_importing_te_writes_no_bytecode_that_a_real_te_would_read(used):
+    assert used["leaves_bytecode"]
+
+
+def test_imports_are_served_where_te_could_not_be_imported_before(used):
+    assert used["is_served"]
+
+
+def test_on_cpu_te_is_imported_as_ever_and_trains(used):
+    assert used["losses"][-1] < used["losses"][0]
+
+
+def test_a_failed_comparison_imports_no_triton_which_a_process_takes_long_to_leave(used):
+    assert used["status"] == "failed"
+    assert used["findings"]
+    assert not used["imports_triton"]
 
 
 def test_a_te_that_was_imported_before_is_not_taken_over():
@@ -151,35 +190,6 @@ def test_a_failed_import_of_te_leaves_nothing_behind():
         "except Exception: pass\n"
         "assert not [name for name in sys.modules if name.startswith('transformer_engine')]\n"
         "assert not [finder for finder in sys.meta_path if type(finder).__name__ == 'CpuFinder']"
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
-def test_on_cpu_te_is_imported_as_ever_and_trains():
-    ran = run_python(
-        "import torch, parity\n"
-        "with parity.te.on_cpu():\n"
-        "    import transformer_engine.pytorch as te\n"
-        "model = torch.nn.Sequential(te.LayerNormLinear(32, 64), te.Linear(64, 1))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-        "x, y = torch.randn(64, 32), torch.randn(64, 1)\n"
-        "losses = []\n"
-        "for _ in range(5):\n"
-        "    optimizer.zero_grad()\n"
-        "    loss = (model(x) - y).square().mean()\n"
-        "    loss.backward()\n"
-        "    optimizer.step()\n"
-        "    losses.append(loss.item())\n"
-        "assert losses[-1] < losses[0], losses"
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
-def test_imports_are_served_where_te_could_not_be_imported_before():
-    ran = run_python(
-        "from parity import te; te.serve_imports(); te.serve_imports()\n"
-        "import transformer_engine.pytorch\n"
-        "assert te.kernels().te is transformer_engine.pytorch"
     )
     assert ran.returncode == 0, ran.stderr
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from parity.cli import machine
@@ -95,8 +94,7 @@ def test_the_command_leaves_record_report_and_plot(tmp_path: Path) -> None:
         "--repeats=1",
         f"--out={tmp_path}",
     ]
-    run = [sys.executable, "-m", "parity", "throughput", "--backend=cpu", *arguments]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    done = forked.run("-m", "parity", "throughput", "--backend=cpu", *arguments)
     assert done.returncode == 0, done.stderr
     found = record.read(tmp_path / "throughput.jsonl")
     assert [row.name for row in found.rows] == ["eager bf16", "TE bf16"]
