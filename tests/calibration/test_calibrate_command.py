@@ -48,7 +48,7 @@ def _no_pairs_stay():
 def test_a_port_that_raises_is_left_out_and_told_and_the_others_are_measured(tmp_path):
     file = tmp_path / "pairs_to_calibrate.py"
     file.write_text(textwrap.dedent(PAIRS))
-    measured = measure(Settings((str(file),), ("fp32",), (0,), 0, "cpu"), 1)
+    measured = measure(Settings((str(file),), ("fp32",), (0,), 0, "cpu"), None)
     assert list(map(str, measured.left_out)) == ["raises_at_5 at 5x16 in fp32, seed 0: ValueError: not five rows"]
     assert {sample.case.split()[0] for sample in measured.samples} == {"runs", "raises_at_5"}
 
@@ -84,7 +84,7 @@ def linears(tmp_path, factor):
 def test_ports_that_are_all_off_by_a_factor_are_refused_and_nothing_is_written(tmp_path, factor):
     output, report = tmp_path / "table.json", tmp_path / "table.md"
     with pytest.raises(UserError) as told:
-        make_table(linears(tmp_path, factor), 1, output, report)
+        make_table(linears(tmp_path, factor), None, output, report)
     text = str(told.value)
     assert "would lie far outside of the packaged ones" in text
     assert "norm of outputs in bf16" in text or "gain of outputs in bf16" in text

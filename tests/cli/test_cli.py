@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import fakes
+import forked
 import pytest
 import typer
 from fakes import ENVIRONMENT, result
@@ -57,19 +58,18 @@ class Ended:
 Command = Callable[..., Ended]
 
 
-def in_a_process(folder: Path, *arguments: str) -> Ended:
-    """Run the command as a user does, in a process of its own."""
+def in_a_process(folder: Path, *arguments: str, is_new: bool = True) -> Ended:
+    """Run the command as a user does, in a process of its own: one that is new, or forked from a server."""
     root = Path(suite.__file__).parents[1]
     path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(
-        [sys.executable, "-m", "parity", *arguments],
-        cwd=folder,
-        env={key: value for key, value in environment.items() if not key.startswith("PYTEST_")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
+    command = ["-m", "parity", *arguments]
+    if is_new:
+        new = [sys.executable, *command]
+        done = subprocess.run(new, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    else:
+        done = forked.run(*command, folder=folder, environment=environment)
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
@@ -80,6 +80,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+    monkeypatch.setattr("execnet.gateway_io.Popen2IOMaster.__init__", forked.begin_worker)
     declared, modules = registry.cases(), set(sys.modules)
 
     def run(*arguments: str) -> Ended:
@@ -134,6 +135,7 @@ def here(
     capsys: pytest.CaptureFixture[str],
 ) -> Iterator[Here]:
     fakes.install(monkeypatch)
+    monkeypatch.setattr("execnet.gateway_io.Popen2IOMaster.__init__", forked.begin_worker)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     declared = registry.cases()
@@ -358,7 +360,9 @@ def test_installed_packages_add_to_the_default_suite(tmp_path: Path, monkeypatch
 
 def test_a_faithful_port_passes_with_code_0_and_a_report(tmp_path: Path) -> None:
     write(tmp_path, FITS)
-    done = in_a_process(tmp_path, "run", "my_pairs.py", "-n", "0", "--seeds", "2", "--report", "out", "--name", "mine")
+    done = in_a_process(
+        tmp_path, "run", "my_pairs.py", "-n", "0", "--seeds", "2", "--report", "out", "--name", "mine", is_new=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"report: {tmp_path / 'out' / 'mine.md'}" in done.stdout
     results = record.read(tmp_path / "out" / "mine.jsonl").results
@@ -400,7 +404,7 @@ def test_a_backend_that_is_not_there_ends_in_a_sentence_and_code_2(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     write(tmp_path, FITS)
-    done = in_a_process(tmp_path, command, "my_pairs.py", "--backend", "gpu", "-p", "fp32", "-n", "1")
+    done = in_a_process(tmp_path, command, "my_pairs.py", "--backend", "gpu", "-p", "fp32", "-n", "1", is_new=False)
     assert_mistake(done, "no real TransformerEngine kernels here: PyTorch sees no CUDA device")
 
 

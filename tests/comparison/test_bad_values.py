@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from bad_input import (
@@ -326,8 +325,7 @@ declare("detached", **same(lambda module, x: module(x.detach())))
 
 def test_the_command_line_and_the_report_state_each_without_a_traceback(tmp_path: Path):
     (tmp_path / "bad_pairs.py").write_text(PAIRS)
-    command = [sys.executable, "-m", "parity", "run", "bad_pairs.py", "-n", "0"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = forked.run("-m", "parity", "run", "bad_pairs.py", "-n", "0", folder=tmp_path)
     assert ran.returncode == 1, ran.stderr
     assert "1 passed, 3 failed" in ran.stdout or "3 failed, 1 passed" in ran.stdout
     assert "Traceback" not in ran.stdout + ran.stderr

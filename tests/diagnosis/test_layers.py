@@ -61,10 +61,10 @@ IN_ORDER = (0, 1, 2, 3)
 @pytest.mark.parametrize(
     ("order", "called", "precision", "title", "phrase"),
     [
-        ((3, 2, 1, 0), IN_ORDER, "fp32", "layers-permuted", "they hold its layers 3, 2, 1, 0."),
+        ((3, 2, 1, 0), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 3, 2, 1, 0."),
         ((2, 0, 3, 1), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 3, 0, 2."),
         ((1, 0, 2, 3), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 0, 2, 3."),
-        (IN_ORDER, (3, 2, 1, 0), "fp8_current", "layers-permuted", ""),
+        (IN_ORDER, (3, 2, 1, 0), "fp32", "layers-permuted", ""),
         (IN_ORDER, (0, 1, 1, 3), "bf16", "layer-repeated", "call TE's layers.2; layers.1 computes"),
     ],
 )

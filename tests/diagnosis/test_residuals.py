@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, Options, compared, decoders, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, Options, compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 from parity import reference
@@ -107,8 +107,7 @@ class Gated(nn.Module):
         return x
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("mistake", "title", "phrase"),
     [
         ("", "passed", ""),

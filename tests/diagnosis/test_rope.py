@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from ports import (
     compared,
     decoders,
     frequencies,
+    in_turn,
     normal,
     tells,
     tells_only,
@@ -36,18 +36,16 @@ LOGITS = Options(layers=3, loss=False)
 
 
 @pytest.mark.parametrize(
-    ("roped", "precision"),
-    [*product([(0,), (0, 2), (2,)], ["fp32", "bf16", "fp16"]), ((0,), "fp8_current")],
+    ("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (3, (2,), "bf16"), (2, (0,), "fp8_current")]
 )
-def test_rope_that_some_layers_lack_is_told_with_these_layers(roped, precision):
-    result = decoders(LOGITS, precision, roped=roped)
+def test_rope_that_some_layers_lack_is_told_with_these_layers(layers, roped, precision):
+    result = decoders(replace(LOGITS, layers=layers), precision, roped=roped)
     tells(result, "rope-missing")
-    for number in range(3):
+    for number in range(layers):
         assert (f"layers.{number}" in result.findings[0].message) == (number not in roped)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("right", "port", "phrase"),
     [
         ((1,), None, "query and key are rotated in layers.0, layers.2"),
@@ -59,8 +57,7 @@ def test_rope_in_layers_that_have_none_is_told_with_these_layers(right, port, ph
     tells(decoders(replace(LOGITS, roped=right), precision, roped=port), "rope-unwanted", phrase)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("port", "phrase"),
     [
         ((1e4, 1e4), "rotary_base=1e+06; it rotates with base 1e+04 in layers.1"),
@@ -149,8 +146,7 @@ def in_row(row: int, other: Positions) -> Positions:
     return lambda positions: torch.where(torch.arange(BATCH)[:, None] == row, other(positions), positions)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("positions", "causal", "phrase"),
     [
         (lambda positions: positions % 12, True, "they begin again after each 12."),

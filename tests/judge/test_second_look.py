@@ -196,7 +196,7 @@ def test_right_ports_whose_gradients_hang_on_few_scores_pass():
 
 
 def test_a_wrong_factor_before_few_scores_is_told():
-    results = parity.compare(contrastive(scale=1.0625), ["bf16", "fp16"])
+    results = parity.compare(contrastive(scale=1.0625), ["bf16", "fp16"], diagnose=False)
     assert {result.status for result in results} == {"failed"}
 
 
@@ -308,7 +308,7 @@ def test_a_right_port_passes_whose_mean_over_tokens_hides_how_much_the_undecided
 
 
 def test_a_mistake_behind_a_saturated_softmax_is_told():
-    results = parity.compare(saturated(values_times=1.05), ["bf16", "fp16"])
+    results = parity.compare(saturated(values_times=1.05), ["bf16", "fp16"], diagnose=False)
     assert {result.status for result in results} == {"failed"}
 
 
@@ -439,7 +439,7 @@ def test_right_ports_pass_whose_queries_and_keys_get_nothing_but_rounding(seq):
 
 
 def test_a_mistake_in_such_a_port_is_told():
-    (result,) = parity.compare(decided(32, values_times=1.1), ["fp8_delayed"])
+    (result,) = parity.compare(decided(32, values_times=1.1), ["fp8_delayed"], diagnose=False)
     assert result.status == "failed"
 
 
@@ -529,7 +529,7 @@ def compared_norm(channels: int, inputs, seeds: int, eps: float = 1e-5) -> list[
 
 @pytest.mark.parametrize(("channels", "inputs"), (FEW_ROWS | OFFSET_ROWS).values(), ids=FEW_ROWS | OFFSET_ROWS)
 def test_right_norms_of_few_or_offset_rows_pass_on_every_seed(channels, inputs):
-    assert {result.status for result in compared_norm(channels, inputs, seeds=80)} == {"passed"}
+    assert {result.status for result in compared_norm(channels, inputs, seeds=40)} == {"passed"}
 
 
 @pytest.mark.parametrize("name", ["1 of 80", "3 of 80", "offset"])

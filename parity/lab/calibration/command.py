@@ -138,13 +138,13 @@ class Settings:
 
 
 def make_table(
-    settings: Settings, workers: int, output: Path, report_file: Path | None, accept_wider: bool = False
+    settings: Settings, workers: int | None, output: Path, report_file: Path | None, accept_wider: bool = False
 ) -> None:
     """Measure, and write the table; laws of other precisions that the file has already stay.
 
     Args:
         settings: what is measured.
-        workers: processes.
+        workers: processes; None for this one.
         output: the table.
         report_file: markdown that shows the fit; None for none.
         accept_wider: whether limits far outside of the packaged ones are written, too.
@@ -198,7 +198,7 @@ def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
     return [precision for precision in precisions if why_unavailable(precision, kernels) is None]
 
 
-def measure(settings: Settings, workers: int) -> Measured:
+def measure(settings: Settings, workers: int | None) -> Measured:
     """Return all samples of all cases, whatever becomes of single ones."""
     measured = Measured()
     jobs = [(file, case.name) for file in settings.files for case in right_ports.fitted(file)]
