@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 
 _SERVER = "PARITY_TESTS_FORK_SERVER"  # the path of its socket
 STARTER = "PARITY_TESTS_STARTER"  # the id of the process that asked for this one, which is not its parent
+_started: list[subprocess.Popen[bytes]] = []  # the server, which ends when this process does, as its input does then
 
 # Who asks.
 
@@ -98,7 +100,7 @@ def _socket() -> str:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("PARITY_")}
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             command, descriptor = [sys.executable, __file__, str(listener.fileno())], listener.fileno()
-            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[descriptor])
+            _started.append(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, pass_fds=[descriptor]))
         os.environ[_SERVER] = address
     return os.environ[_SERVER]
 
@@ -135,8 +137,7 @@ def _serve(listener: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while sys.stdin.fileno() not in (ready := select.select([listener, sys.stdin], [], [])[0]):
-        assert ready
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
         order, _ = listener.accept()
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -144,6 +145,7 @@ def _serve(listener: socket.socket) -> None:
             _watch(order)
             os._exit(0)
         order.close()
+    shutil.rmtree(Path(listener.getsockname()).parent)
 
 
 def _watch(order: socket.socket) -> None:
