@@ -23,25 +23,36 @@ from parity.passes.prepare import Prepared
 from parity.result import TensorResult
 from parity.trace.trace import optimizers_recorded
 
-# Look again at a tensor beyond its limits: might a faithful port be there, too, if its roundings fell otherwise?
+# Look again at a port that is beyond a limit: might a faithful port be there, too, if its roundings fell otherwise?
+# Each step below adds runs of the rounding model to those of the first look; what any of them loses is expected, and
+# the look ends once every tensor passes. ``docs/statistics.md`` tells it for users.
 #
-# A port's own lines between TE's modules are not fused. If they call PyTorch's functions, the model runs once more with
-# what these functions round (``parity.numerics.plain``).
+# 1. Plain lines. A port's own lines between TE's modules are not fused. If they call PyTorch's functions, the model
+#    runs once more with what these functions round (``parity.numerics.plain``).
 #
-# If a function has a kink (a ReLU, a clamp, a choice of experts), rounding alone decides on which side of it a nearby
-# value falls, and the gradient jumps there. Two runs of the rounding model tell how often that happens, but not where.
-# So before a port fails, the model runs with every such value above its kink, with every one below it
-# (``parity.numerics.freedom``), and a few times with jitter (``parity.numerics.freedom.Freedom``). What any of these
-# runs loses is expected as well. Noise cannot imitate a mistake, whose error stays where it is.
+# 2. Noisy kernels. A GEMM may add parts of a sum in 16 bits. The model runs once more with such sums
+#    (``parity.numerics.kernel_choices``).
 #
-# If a few numbers scale all that follows, as a loss's scores scale the gradients, their roundings are too few to
-# average out. All runs of the model round them alike and so lean alike; a port that rounds them otherwise leans
-# otherwise. The same holds for the scores of a saturated softmax, on which outputs depend as well, and for the
-# roundings of a few tokens: a port that scales tokens before a layer, where the reference does so after it, rounds
-# other numbers. So at last the model runs with roundings that are drawn independently, which shows how large such
-# errors are, and how far they lean, by chance. Adam's first steps divide a gradient by its own magnitude: if rounding
-# decides a gradient's sign, it decides a whole step. So if the reference makes steps of an optimizer, what these runs
-# lose is expected as well.
+# 3. Kinks. If a function has a kink (a ReLU, a clamp, a maximum), rounding alone decides on which side of it a nearby
+#    value falls, and the gradient jumps there. Two runs of the rounding model tell how often that happens, but not
+#    where. So the model runs with every such value above its kink, and with every one below it
+#    (``parity.numerics.freedom``).
+#
+# 4. Jitter. One unlucky rounding may be all that is wrong with a row or a slice. So the model runs a few times with a
+#    little noise (``parity.numerics.freedom.Freedom``), each time with bad luck at other values. Noise cannot imitate a
+#    mistake, whose error stays where it is.
+#
+# 5. Drawn roundings. If a few numbers scale all that follows, as a loss's scores scale the gradients, their roundings
+#    are too few to average out. All runs of the model round them alike and so lean alike; a port that rounds them
+#    otherwise leans otherwise. The same holds for the scores of a saturated softmax, on which outputs depend as well,
+#    and for the roundings of a few tokens: a port that scales tokens before a layer, where the reference does so after
+#    it, rounds other numbers. So at last the model runs with roundings that are drawn independently, which shows how
+#    large such errors are, and how far they lean, by chance. Adam's first steps divide a gradient by its own magnitude:
+#    if rounding decides a gradient's sign, it decides a whole step. So if the reference makes steps of an optimizer,
+#    what these runs lose is expected as well.
+#
+# Choices among experts are no step of their own: once they were seen, every run of the model chooses as the port did
+# wherever rounding explains its choice.
 
 
 BY_CHANCE = "within what rounding can do by chance"
