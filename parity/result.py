@@ -58,11 +58,18 @@ class Finding:
         code: stable, e.g. ``PAR001``; listed in ``docs/findings.md``.
         title: the cause in a few words, e.g. ``not-finite``.
         message: the evidence and what to do, in one sentence or two.
+        sure: whether it is told as a fact; else the message ends with what speaks against it.
     """
 
     code: str
     title: str
     message: str
+    sure: bool = True
+
+    @property
+    def name(self) -> str:
+        """The code and the title, and ``perhaps`` if it is not sure."""
+        return f"{self.code} {self.title}{'' if self.sure else ' (perhaps)'}"
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,6 @@ UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
 """Codes of the findings that name no cause."""
 
 
-def finding(title: str, message: str) -> Finding:
+def finding(title: str, message: str, sure: bool = True) -> Finding:
     """Return a finding of this title, a key of ``CODES``."""
-    return Finding(CODES[title], title, message)
+    return Finding(CODES[title], title, message, sure)

@@ -91,3 +91,28 @@ def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:
         return mistake
 
     return with_number
+
+
+# What people write: numbers of a digit below 0.01 and of two above, powers of two, simple fractions, small whole
+# numbers, and the roots of heads' widths, by which scores are scaled; or one over any of these. A search that fits the
+# wrong mistake ends anywhere: of numbers spread evenly in their logarithm, 2 % below 0.01 and 20 % above pass.
+
+
+_SMALL = 0.01
+_LARGEST_WHOLE = 64
+_FRACTIONS = tuple(part / 16 for part in range(1, 33))
+_ROOTS = tuple(math.sqrt(width) for width in range(8, 257, 8))
+_SAME = 0.002  # two numbers whose ratio is this near to 1 are not told apart by a search
+
+
+def is_written(number: float) -> bool:
+    """Return whether people write such a number, so that a search which ends at it has found what the port has.
+
+    Args:
+        number: positive.
+    """
+    rounded = float(f"{number:.0e}" if number < _SMALL else f"{number:.1e}")
+    whole = (float(one) for one in range(1, _LARGEST_WHOLE + 1))
+    power = 2.0 ** round(math.log2(number))
+    known = (rounded, power, *_FRACTIONS, *whole, *_ROOTS)
+    return any(abs(one / number - 1.0) < _SAME or abs(one * number - 1.0) < _SAME for one in known)

@@ -200,7 +200,7 @@ def _row(change: Change) -> list[str]:
         _cell(after),
         "" if math.isnan(change.growth) else short(change.growth),
         f"`{worst.label}`" if worst else "",
-        ", ".join(dict.fromkeys(f"{finding.code} {finding.title}" for finding in found)),
+        ", ".join(dict.fromkeys(finding.name for finding in found)),
     ]
 
 

@@ -39,9 +39,9 @@ def _findings_first(item: Item) -> Iterator[str]:
         yield headline(item)
         return
     first, *others = found
-    yield f"{first.code} {first.title}: {headline(item)}"
+    yield f"{first.name}: {headline(item)}"
     yield first.message
-    yield from (f"{finding.code} {finding.title}: {finding.message}" for finding in others)
+    yield from (f"{finding.name}: {finding.message}" for finding in others)
 
 
 def headline(item: Item) -> str:

@@ -261,7 +261,7 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
         yield f"### {verdict_of(item)} `{item.name}`"
         findings = failure.findings(item)
         if findings:
-            yield "\n".join(f"- **{finding.code} {finding.title}**: {finding.message}" for finding in findings)
+            yield "\n".join(f"- **{finding.name}**: {finding.message}" for finding in findings)
         yield _fence([failure.headline(item), *failure.measures(item.worst)])
         if item.worst.traceback:
             yield "<details>\n<summary>Traceback</summary>"

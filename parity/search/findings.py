@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
@@ -9,6 +10,7 @@ import torch
 
 from parity.mistakes.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
 from parity.mistakes.codes import CODES, finding
+from parity.mistakes.constants import is_written
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
 from parity.mistakes.trial import outputs_under
@@ -210,28 +212,56 @@ def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:
     """Yield a finding for each hypothesis of each explanation; one explanation of a kind, and only
     those that fit about as well.
+
+    A finding is sure if every tensor passes once it is repaired, if no explanation of another kind does as well, and if
+    its number, where one was fitted, is one that people write.
     """
-    told = set()
+    kinds: dict[tuple[str, ...], Explanation] = {}
     for explanation in explained:
-        titles = tuple(one.title for one in explanation.hypotheses)
-        if titles in told or explanation.after > _CLOSE * explained[0].after:
-            continue
-        told.add(titles)
-        for one in sorted(
-            explanation.hypotheses, key=lambda one: one.scope == "call"
-        ):  # mistakes with a meaning come first
+        if explanation.after <= _CLOSE * explained[0].after:
+            kinds.setdefault(tuple(one.title for one in explanation.hypotheses), explanation)
+    complete = [explanation for explanation in kinds.values() if explanation.complete]
+    for explanation in (*complete, *(one for one in kinds.values() if not one.complete)):
+        rivals = [other.hypotheses for other in complete if other is not explanation]
+        doubts = _not_all(explanation) or _or_else(rivals)
+        # Mistakes with a meaning come first.
+        for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):
+            doubt = doubts + _as_if(one)
             gains = _gains(explanation, failure.precision.name)
-            yield finding(one.title, f"{_together(one, explanation)}{gains} if you {one.repair}")
+            told = f"{_together(one, explanation)}{gains} if you {one.repair}{doubt}"
+            yield finding(one.title, told, sure=not doubt)
 
 
 def _gains(explanation: Explanation, precision: str) -> str:
     """Say what becomes better: the norm of an error hardly does, if a mistake is far below its noise."""
     if explanation.complete and explanation.after > _HARDLY * explanation.before:
         return f"every tensor, {explanation.worst} among them, is within what {precision} costs,"
-    return (
-        f"the relative error of {explanation.worst} falls from {explanation.before:.2g} to {explanation.after:.2g}, "
-        f"what {precision} costs,"
-    )
+    falls = f"the relative error of {explanation.worst} falls from {explanation.before:.2g} to {explanation.after:.2g}"
+    return f"{falls}, what {precision} costs," if explanation.complete else falls
+
+
+def _not_all(explanation: Explanation) -> str:
+    """Say which tensor a repair leaves wrong; return an empty text if it leaves none."""
+    left = explanation.left
+    if left is None:
+        return ""
+    far = f"{left.margin:.2g} times its limit" if math.isfinite(left.margin) else "not finite"
+    return f"; {left.label} is still {far} then, so something else is wrong, too, or this is not quite it"
+
+
+def _or_else(rivals: Sequence[tuple[Hypothesis, ...]]) -> str:
+    """Say which other mistakes explain as much; return an empty text if none does."""
+    titles = [" with ".join(f"{CODES[one.title]} {one.title}" for one in rival) for rival in rivals]
+    return f"; {' or '.join(titles)} explains it as well: it is one of them" if titles else ""
+
+
+def _as_if(one: Hypothesis) -> str:
+    """Say that the number which fits best is one that nobody writes, so that another mistake may look like this one;
+    return an empty text otherwise.
+    """
+    if one.tuned is None or one.value is None or is_written(one.value):
+        return ""
+    return f"; nobody writes {one.value:.3g}, so it is only as if: look for something else that has this effect"
 
 
 def _together(one: Hypothesis, explanation: Explanation) -> str:

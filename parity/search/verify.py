@@ -34,7 +34,8 @@ class Explanation:
 
     Attributes:
         hypotheses: one, or two that hold at once.
-        complete: whether every tensor passes under the hypotheses; else some gradients are wrong in a way of their own.
+        left: the tensor that fails by most under the hypotheses, as a gradient does that is wrong in a way of its own;
+            None if every tensor passes.
         misfit: the root mean square of the tensors' errors under the hypotheses, in units of what the precision costs.
         worst: the label of the failed tensor with the largest margin, an output if one failed.
         before: its relative L2 error.
@@ -42,11 +43,16 @@ class Explanation:
     """
 
     hypotheses: tuple[Hypothesis, ...]
-    complete: bool
+    left: TensorResult | None
     misfit: float
     worst: str
     before: float
     after: float
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every tensor passes under the hypotheses."""
+        return self.left is None
 
 
 def is_loud(failure: Failure) -> bool:
@@ -81,7 +87,7 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
     return Explanation(
         combination,
-        all(result.passed for result in judged),
+        max((one for one in judged if not one.passed), key=lambda one: one.margin, default=None),
         math.hypot(*misfits) / math.sqrt(len(misfits)),  # hypot, since a misfit may be too large to be squared
         shown.label,
         before[shown.kind, shown.name].errors.relative_l2,
