@@ -35,6 +35,7 @@ from parity.search.gradient_screen import (
     tuned_pairs,
 )
 from parity.search.localise import scaled_outputs
+from parity.search.parts import in_parts
 from parity.search.screen import TINY, Ranked, Screen
 from parity.search.verify import Explanation, is_loud, row_by_row, verified
 from parity.trace.walk import grouped
@@ -61,6 +62,7 @@ _SPENT_BY_ONE = 0.92  # the share of the budget after which two mistakes at once
 _AT_ONE_PLACE = 0.6  # the share of a stage's budget for mistakes at single places
 _FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are tried at several, where one helps
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
+_FOR_PARTS = 0.3  # of the whole budget, at most
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell the right one from others
 _LIKELY_PAIRS = 16  # pairs of mistakes, by what each does alone
@@ -128,6 +130,7 @@ def explanations(
     ranked: list[Ranked] = []
     with_constants: list[Ranked] = []
     found = _by_stages(search, known, budget, ordered, ranked, with_constants)
+    found = found or _in_parts(search, [one for _, (one,) in ranked], budget.more(_FOR_PARTS))
     found = found or _in_pairs(search, known, budget, ranked)
     if screened is not None and not found:
         fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
@@ -180,6 +183,16 @@ def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
     ends = (0.0, *_SPENT_BY_STAGES, _SPENT_BY_ONE)
     begin, end = ends[-2:] if last else ends[stage : stage + 2]
     return budget.share(begin + _AT_ONE_PLACE * (end - begin)), budget.share(end)
+
+
+def _in_parts(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
+    """Try mistakes in a part of their place, with their known constants or others."""
+    if isinstance(search.screen, GradientScreen):  # outputs, which the parts are found by, tell little
+        return []
+    parts = in_parts(search.failure, search.screen, known, budget)
+    ranked: list[Ranked] = []
+    found = _screened(search, ((part,) for part in parts), ranked, budget)
+    return found or _verified(search, tuned(search.screen, ranked, budget), budget)
 
 
 def _in_pairs(

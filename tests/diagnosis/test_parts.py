@@ -1,0 +1,161 @@
+"""Mistakes that a port makes in a part of their place, and what a finding says of doubts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ports import FP32_AND_BF16, normal, tells_only, twins
+from torch import Tensor, nn
+
+import parity
+from parity.mistakes.constants import is_written
+from parity.mistakes.hypothesis import Hypothesis
+from parity.search.findings import _told
+from parity.search.verify import Explanation
+
+BATCH, SEQ, HEADS, GROUPS, HEAD_DIM = 3, 24, 8, 4, 16
+HIDDEN = HEADS * HEAD_DIM
+
+
+def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
+    frequency = base ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    angles = (torch.arange(x.shape[2], dtype=torch.float64)[:, None] * frequency).to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()), -1)
+
+
+def attended(query: Tensor, key: Tensor, value: Tensor, causal: bool = True, scale: float | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+def mixed(right: Tensor, wrong: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
+    """Return what is right but for some indices of a dimension."""
+    inside = torch.zeros(right.shape[dim], dtype=torch.bool)
+    inside[list(indices)] = True
+    return torch.where(inside.view(-1, *[1] * (right.dim() - dim - 1)), wrong, right)
+
+
+class Attention(nn.Module):
+    """Grouped attention with rotated queries and keys, wrong in some groups of heads, sequences or positions."""
+
+    def __init__(self, linear: Any, wrong: str = "", dim: int = 1, indices: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.query = linear(HIDDEN, HIDDEN, bias=False)
+        self.key = linear(HIDDEN, GROUPS * HEAD_DIM, bias=False)
+        self.value = linear(HIDDEN, GROUPS * HEAD_DIM, bias=False)
+        self.out = linear(HIDDEN, HIDDEN, bias=False)
+        self.wrong, self.dim, self.indices = wrong, dim, indices
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.query(x), self.key(x), self.value(x))
+        query, key, value = (part.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for part in parts)
+        turned = [self._turned(query, HEADS // GROUPS), self._turned(key, 1)]
+        context = attended(*turned, value)
+        others = {"mask": dict(causal=False), "scale": dict(scale=0.5)}
+        if self.wrong in others:
+            context = mixed(context, attended(*turned, value, **others[self.wrong]), self.dim, self.indices)
+        return self.out(context.transpose(1, 2).flatten(2))
+
+    def _turned(self, x: Tensor, each: int) -> Tensor:
+        """Return what is rotated, of which every group has so many heads."""
+        others = {"unrotated": x, "base": rotated(x, 40_000.0)}
+        heads = tuple(group * each + head for group in self.indices for head in range(each))
+        return mixed(rotated(x), others[self.wrong], 1, heads) if self.wrong in others else rotated(x)
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("wrong", "dim", "indices", "title", "part"),
+    [
+        ("unrotated", 1, (2, 3), "rope-missing", "nothing is rotated, in heads 4 to 7 of 8."),
+        ("base", 1, (3,), "rope-base", "base 4e+04, in heads 6 to 7 of 8."),
+        ("scale", 1, (5,), "softmax-scale", "it is 0.5, in head 5."),
+        ("scale", 1, (0, 1, 2, 4, 5, 6, 7), "softmax-scale", "it is 0.5, in all heads but 3."),
+        ("scale", 1, (1, 3, 5, 7), "softmax-scale", "it is 0.5, in every second head from 1 on."),
+        ("mask", 0, (1,), "mask", "later keys are attended to, in sequence 1."),
+        ("mask", 2, (4,), "mask", "later keys are attended to, in position 4."),
+        ("", 1, (), "passed", ""),
+    ],
+)
+def test_a_mistake_in_a_part_is_told_with_the_part(wrong, dim, indices, title, part, precision):
+    made = dict(wrong=wrong, dim=dim, indices=indices)
+    tells_only(twins(Attention, made, normal((BATCH, SEQ, HIDDEN)), precision), title, part)
+
+
+class Norms(nn.Module):
+    """A stack of norms and linear layers, in which norms of some layers have another eps."""
+
+    def __init__(self, linear: Any, eps: float = 1e-6, layers: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linear(64, 64, bias=False) for _ in range(4))
+        self.eps = [eps if layer in layers else 1e-6 for layer in range(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, eps in zip(self.layers, self.eps, strict=True):
+            x = x + layer(F.rms_norm(0.05 * x, (64,), eps=eps))
+        return x
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize("layers", [(0,), (2,), (1, 3)])
+@pytest.mark.parametrize("eps", [1e-3, 3e-3])
+def test_another_constant_of_some_layers_is_told(eps, layers, precision):
+    tells_only(twins(Norms, dict(eps=eps, layers=layers), normal((4, 16, 64)), precision), "norm-eps", f"{eps:g}")
+
+
+# A finding is a fact if all is right once it is repaired, if nothing else explains as much, and if its number is one
+# that people write.
+
+
+def explanation(title: str, left: float | None = None, value: float | None = None) -> Explanation:
+    made = partial(Hypothesis, title, title, f"repair {title}")
+    one = made(value=value, tuned=None if value is None else lambda other: made(value=other))
+    tensor: Any = None if left is None else SimpleNamespace(label="d weight", margin=left)
+    return Explanation((one,), tensor, 1.0, "output", 0.1, 0.003)
+
+
+@pytest.mark.parametrize(
+    ("explained", "doubts"),
+    [
+        ([explanation("norm-eps")], [""]),
+        ([explanation("norm-eps", value=5e-6)], [""]),
+        ([explanation("norm-eps", value=4.2e-6)], ["nobody writes 4.2e-06"]),
+        ([explanation("norm-eps", left=3.0)], ["d weight is still 3 times its limit then"]),
+        ([explanation("norm-eps", left=float("inf"))], ["d weight is still not finite then"]),
+        (
+            [explanation("norm-eps"), explanation("factor")],
+            ["PAR256 factor explains it as well", "norm-eps explains it as well"],
+        ),
+        ([explanation("norm-eps"), explanation("factor", left=2.0)], ["", "d weight is still 2 times its limit then"]),
+    ],
+)
+def test_a_finding_says_what_speaks_against_it(explained, doubts):
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"))
+    told = list(_told(explained, failure))
+    assert [one.sure for one in told] == [not doubt for doubt in doubts]
+    for one, doubt in zip(told, doubts, strict=True):
+        assert doubt in one.message
+        assert one.name.endswith("(perhaps)") == bool(doubt)
+
+
+@pytest.mark.parametrize("number", [5e-6, 2e-5, 1e-12, 20_000.0, 5e5, 0.375, 2**-23, 8192.0, 0.044, 48**-0.5, 1 / 3])
+def test_people_write_such_numbers(number):
+    assert is_written(number)
+    assert is_written(1.001 * number)
+
+
+@pytest.mark.parametrize("number", [4.2e-6, 0.00694, 1.37e-3, 0.3714, 13_370.0])
+def test_nobody_writes_such_numbers(number):
+    assert not is_written(number)
+
+
+def test_records_without_doubts_are_read(tmp_path):
+    finding = parity.Finding("PAR241", "bias-dropped", "add it")
+    assert finding.sure
+    assert replace(finding, sure=False).name == "PAR241 bias-dropped (perhaps)"
