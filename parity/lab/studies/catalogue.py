@@ -19,6 +19,7 @@ STUDIES = {
     "flash_stability": "How far flash attention deviates from baseline attention, and which rounding does it.",
     "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
     "fp8_recipes": "FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps.",
+    "names": "Which mistakes of wrong ports are named: constants, parts of a place, and kinds, on a fixed table.",
     "query_key_scale": "Where to scale queries and keys: overflow and error by magnitude, head width and dtype.",
     "softmax_precision": "Softmax in FP16, BF16 and FP32: error, overflow, gradient and cost by the size of scores.",
     "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",

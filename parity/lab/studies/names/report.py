@@ -1,0 +1,159 @@
+"""Draw the report of the study ``names``: how often mistakes are detected and named, and what is said of the others."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parity.lab.studies.names.rows import ROWS, TABLES, Row
+from parity.lab.studies.names.study import Judgement, Said, Settings
+from parity.lab.studies.reporting import made_on, texts
+from parity.mistakes.codes import CODES, UNEXPLAINED
+from parity.te import kernels
+
+COMMIT = "PARITY_NAMES_COMMIT"  # of the environment: what the report says it was measured at
+_DETECTION = ("partial", "kinds")
+# A message this long is cut in a table.
+_LONG = 160
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row's outcome at one precision.
+
+    Attributes:
+        row: what was planted.
+        said: what parity said.
+    """
+
+    row: Row
+    said: Said
+
+    @property
+    def detected(self) -> bool:
+        """Whether the port was rejected."""
+        return self.said.status == "failed"
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The findings that name a cause and are told as a fact, not as something that would look alike."""
+        return [
+            (title, message)
+            for title, message in self.said.findings
+            if CODES.get(title) not in UNEXPLAINED and "computes as if" not in message
+        ]
+
+    @property
+    def outcome(self) -> str:
+        """``named`` if the first fact is right, ``misnamed`` if it is wrong, ``second`` if a later one is right,
+        ``no place`` if only the place or the number is missing, ``unnamed`` without a fact, or ``not detected``.
+        """
+        if not self.detected:
+            return "not detected"
+        if not self.facts:
+            return "unnamed"
+        if self.row.is_named_by(*self.facts[0]):
+            return "named"
+        if self.facts[0][0] in self.row.titles:
+            return "no place"
+        return "second" if any(self.row.is_named_by(*fact) for fact in self.facts) else "misnamed"
+
+
+OUTCOMES = ("named", "no place", "second", "misnamed", "unnamed", "not detected")
+
+
+def write(found: Mapping[Judgement, Said], settings: Settings, folder: Path) -> Path:
+    """Write the report, and return its path."""
+    path = folder / "names.md"
+    path.write_text("\n\n".join(_sections(found, settings)) + "\n", encoding="utf-8")
+    return path
+
+
+def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[str]:
+    yield "# Which mistakes of wrong ports are named"
+    commit = os.environ.get(COMMIT)
+    yield (
+        "Wrong ports, written in TE by hand next to a plain reference, and what parity says of them. The table of rows "
+        "was written before the search that it judges was changed, and without looking at what the search tries. "
+        + (f"Measured at commit {commit}. " if commit else "")
+        + made_on(kernels("cpu"))
+        + f" Seed {settings.seed}. Seconds are processor time of the search for a cause, on a machine that others use."
+    )
+    yield (
+        "*Named*: the first finding that names a cause has the right title, tells the number and says at which part of "
+        "a place the mistake is. *No place*: the title is right, but the number or the part is not told. *Second*: the "
+        "right name comes, but another one first. *Misnamed*: another cause is told as a fact. *Unnamed*: the port "
+        "fails, and no cause is told (PAR501, PAR502)."
+    )
+    yield "## Rates"
+    yield texts(list(_rates(found, settings)), ["table", "precision", "judged", *OUTCOMES, "seconds, median and most"])
+    yield from _right_ports(found)
+    for precision in settings.precisions:
+        yield from _detection(found, precision)
+    for name in (name for name in settings.tables if name in TABLES):
+        for precision in settings.precisions:
+            yield from _others(found, name, precision)
+
+
+def _judged(found: Mapping[Judgement, Said], names: Sequence[str], precision: str) -> list[Judged]:
+    rows = {row.name for name in names for row in TABLES[name]}
+    return [
+        Judged(ROWS[one.row], said) for one, said in found.items() if one.row in rows and one.precision == precision
+    ]
+
+
+def _rates(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[list[str]]:
+    for name in (name for name in settings.tables if name in TABLES):
+        for precision in settings.precisions:
+            judged = _judged(found, [name], precision)
+            if not judged:
+                continue
+            counts = [str(sum(one.outcome == outcome for one in judged)) for outcome in OUTCOMES]
+            seconds = [one.said.seconds for one in judged if one.detected] or [0.0]
+            times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}"
+            yield [name, f"`{precision}`", f"{len(judged)} of {len(TABLES[name])}", *counts, times]
+
+
+def _right_ports(found: Mapping[Judgement, Said]) -> Iterator[str]:
+    right = {one: said for one, said in found.items() if not one.row}
+    if not right:
+        return
+    rejected = [
+        f"`{one.host}` at `{one.precision}` ({said.status}: {said.reason or said.findings})"
+        for one, said in right.items()
+        if said.status != "passed"
+    ]
+    yield "## Right ports"
+    yield f"Of {len(right)} right ports, {len(rejected)} did not pass. " + "; ".join(rejected)
+
+
+def _detection(found: Mapping[Judgement, Said], precision: str) -> Iterator[str]:
+    judged = _judged(found, _DETECTION, precision)
+    if not judged:
+        return
+    missed = [one for one in judged if not one.detected]
+    yield f"## Detection at `{precision}`"
+    yield f"Of {len(judged)} kinds (of the tables partial and kinds), {len(judged) - len(missed)} are detected."
+    if missed:
+        rows = [
+            [one.row.name, one.row.host, one.said.status, f"{one.said.margin:.2g}", one.said.reason] for one in missed
+        ]
+        yield texts(rows, ["not detected", "host", "status", "margin", "reason"])
+
+
+def _others(found: Mapping[Judgement, Said], name: str, precision: str) -> Iterator[str]:
+    others = [one for one in _judged(found, [name], precision) if one.outcome not in ("named", "not detected")]
+    if not others:
+        return
+    yield f"## Not named: {name} at `{precision}`"
+    rows = [[one.outcome, one.row.name, one.row.titles[0], *_first(one)] for one in others]
+    yield texts(rows, ["outcome", "row", "right name", "said instead", "in words"])
+
+
+def _first(one: Judged) -> tuple[str, str]:
+    title, message = (one.facts or one.said.findings or [("nothing", "")])[0]
+    message = " ".join(message.split()).replace("|", "\\|")
+    return title, message if len(message) <= _LONG else f"{message[:_LONG]}…"
