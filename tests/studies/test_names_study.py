@@ -51,7 +51,7 @@ def test_a_number_counts_if_it_is_told_nearly():
 
 def test_two_cheap_rows_are_judged_and_reported(tmp_path: Path):
     settings = Settings(tables=("constants",), precisions=("bf16",))
-    chosen = [one for one in judgements(settings) if one.host == "norm_mlp"][:2]
+    chosen = [one for one in judgements(settings) if one.host == "norm_mlp" and one.searched][:2]
     found = {one: said_of(one) for one in chosen}
     assert all(Judged(ROWS[one.row], said).outcome in OUTCOMES for one, said in found.items())
     assert all(said.status == "failed" for said in found.values())

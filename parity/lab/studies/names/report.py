@@ -98,10 +98,14 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
             yield from _others(found, name, precision)
 
 
-def _judged(found: Mapping[Judgement, Said], names: Sequence[str], precision: str) -> list[Judged]:
+def _judged(
+    found: Mapping[Judgement, Said], names: Sequence[str], precision: str, searched: bool = True
+) -> list[Judged]:
     rows = {row.name for name in names for row in TABLES[name]}
     return [
-        Judged(ROWS[one.row], said) for one, said in found.items() if one.row in rows and one.precision == precision
+        Judged(ROWS[one.row], said)
+        for one, said in found.items()
+        if one.row in rows and one.precision == precision and one.searched == searched
     ]
 
 
@@ -118,7 +122,7 @@ def _rates(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[list
 
 
 def _right_ports(found: Mapping[Judgement, Said]) -> Iterator[str]:
-    right = {one: said for one, said in found.items() if not one.row}
+    right = {one: said for one, said in found.items() if not one.row and not one.searched}
     if not right:
         return
     rejected = [
@@ -131,12 +135,17 @@ def _right_ports(found: Mapping[Judgement, Said]) -> Iterator[str]:
 
 
 def _detection(found: Mapping[Judgement, Said], precision: str) -> Iterator[str]:
-    judged = _judged(found, _DETECTION, precision)
+    judged = _judged(found, tuple(TABLES), precision, searched=False)
     if not judged:
         return
     missed = [one for one in judged if not one.detected]
+    names = {row.name for name in _DETECTION for row in TABLES[name]}
+    kinds = [one for one in judged if one.row.name in names]
     yield f"## Detection at `{precision}`"
-    yield f"Of {len(judged)} kinds (of the tables partial and kinds), {len(judged) - len(missed)} are detected."
+    yield (
+        f"Of {len(kinds)} kinds (of the tables partial and kinds), {sum(one.detected for one in kinds)} are detected; "
+        f"of all {len(judged)} rows, {len(judged) - len(missed)}."
+    )
     if missed:
         rows = [
             [one.row.name, one.row.host, one.said.status, f"{one.said.margin:.2g}", one.said.reason] for one in missed

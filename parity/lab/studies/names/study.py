@@ -20,7 +20,7 @@ from parity.comparison import explain_at, judge_at
 from parity.judge.limits import packaged
 from parity.lab import record
 from parity.lab.campaign import Campaign, FourDigits
-from parity.lab.studies.names.ports import HOSTS, port
+from parity.lab.studies.names.ports import HOSTS, LAYERS, port
 from parity.lab.studies.names.rows import ROWS, TABLES
 from parity.lab.studies.settings import check_names
 from parity.te.precision import PRECISIONS
@@ -36,11 +36,13 @@ class Settings:
         tables: names of ``rows.TABLES``, and ``right`` for the hosts without a mistake.
         precisions: at which every port is judged, one after the other.
         seed: of weights and inputs.
+        searches: whether the cause is searched for; without, a run is short and tells what is detected.
     """
 
     tables: tuple[str, ...] = ("right", *TABLES)
     precisions: tuple[str, ...] = ("bf16", "fp32", "fp8_current")
     seed: int = 0
+    searches: bool = True
 
 
 FULL = Settings()
@@ -56,12 +58,14 @@ class Judgement:
         host: of ``ports.HOSTS``.
         precision: of ``parity.te.precision.PRECISIONS``.
         seed: of weights and inputs.
+        searched: whether the cause was searched for.
     """
 
     row: str
     host: str
     precision: str
     seed: int
+    searched: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Said:
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said], Settings]:
-    """Judge what the folder's record lacks, in this process.
+    """Judge what the folder's record lacks, in this process: first whether ports are rejected, then why.
 
     Returns:
         What ``report.write`` is given, but for the folder.
@@ -104,10 +108,16 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said]
 
 
 def judgements(settings: Settings) -> list[Judgement]:
-    """Return all that is judged, a precision after the other."""
+    """Return all that is judged: verdicts before causes, a precision after the other, whole models last."""
     right = [("", host) for host in HOSTS] if "right" in settings.tables else []
     wrong = [(row.name, row.host) for name in settings.tables if name in TABLES for row in TABLES[name]]
-    return [Judgement(*both, name, settings.seed) for name in settings.precisions for both in right + wrong]
+    wrong.sort(key=lambda both: both[1] in LAYERS)
+    return [
+        Judgement(*both, name, settings.seed, searched)
+        for searched in ((False, True) if settings.searches else (False,))
+        for name in settings.precisions
+        for both in right + wrong
+    ]
 
 
 @functools.cache
@@ -116,13 +126,13 @@ def _limits() -> Any:
 
 
 def said_of(one: Judgement) -> Said:
-    """Judge one port and search for the cause, without a limit of real time."""
+    """Judge one port, and search for the cause if that is asked for, without a limit of real time."""
     kernels = te.kernels("cpu")
     case = port(one.host, ROWS[one.row].mistake if one.row else None)
     (checked,) = check_case(case, kernels.te)
     judged = judge_at(case, checked, PRECISIONS[one.precision], one.seed, kernels, _limits())
     began = time.process_time()
-    result = explain_at(judged, 0.0)
+    result = explain_at(judged, 0.0 if one.searched else None)
     seconds = time.process_time() - began
     findings = tuple((finding.title, finding.message) for finding in result.findings)
     return Said(result.status, result.margin, findings, result.reason, seconds)
