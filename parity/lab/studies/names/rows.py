@@ -15,6 +15,8 @@ from parity.lab.studies.names.ports import HOSTS, SEQ, Mistake
 # A number that a message tells may be estimated: it counts if it is this close.
 _CLOSE = 0.03
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
+# Of a message, what is no constant: the errors before and after.
+_ERRORS = re.compile(r"falls from \S+ to \S+")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Row:
         """Return whether a message has the port's number, up to a few per cent."""
         if self.number is None:
             return True
-        told = (float(found.replace(",", "")) for found in _NUMBER.findall(message))
+        told = (float(found.replace(",", "")) for found in _NUMBER.findall(_ERRORS.sub("", message)))
         return any(abs(value - self.number) <= _CLOSE * abs(self.number) for value in told)
 
 
@@ -141,8 +143,29 @@ def _written(chosen: slice) -> str:
 FIRST, SECOND, LAST = slice(0, 1), slice(1, 2), slice(-1, None)
 SEQ_HALF = SEQ // 2
 FIRST_TWO, LAST_HALF, ODD = slice(0, 2), slice(SEQ_HALF, None), slice(1, None, 2)
-_HEAD, _GROUP, _SEQUENCE = r"\bheads?\b", r"\b(group|key.?value head|heads?)\b", r"\b(sequence|batch|row)"
-_POSITION, _CHANNEL, _EXPERT = r"\b(position|token|row|quer)", r"\b(channel|column|feature|element)", r"\bexperts?\b"
+_ODD = r"\bodd|every (second|other)|columns? 1, 3"
+_LAST_TOKEN = r"(positions?|tokens?|rows?|quer(y|ies)) (31|63|-1)\b|last (position|token|row|query)"
+_FIRST_HALF = r"(positions?|tokens?|rows?|quer(y|ies)) (0|up to 15|15|16)\b|first (half|16)|before 16"
+_LAST_CHANNELS = r"(channels?|columns?|features?) (4[89]|5\d|6[0-3])\b|from 48|second half"
+_SECOND_HALF = r"(from|positions?|tokens?|rows?) 16\b|(last|second) half"
+
+
+def _head(number: int) -> str:
+    return rf"\bheads? {number}\b"
+
+
+def _group(number: int) -> str:
+    return rf"\b(groups?|key.?value heads?|heads?) {number}\b"
+
+
+def _sequence(number: int) -> str:
+    return (
+        rf"\b(sequences?|batch|elements?|rows?) {number}\b|{('first', 'second')[number]} (sequence|half of the batch)"
+    )
+
+
+def _expert(number: int) -> str:
+    return rf"\bexperts?[ .]{number}\b"
 
 
 def _layer(number: int) -> str:
@@ -151,53 +174,55 @@ def _layer(number: int) -> str:
 
 PARTIAL = (
     _part("half of the heads unrotated", "attention", dict(rotates_queries=False, rotates_keys=False),
-          ("rope-missing",), _HEAD, head=FIRST_TWO, group=FIRST),
+          ("rope-missing",), _head(0), head=FIRST_TWO, group=FIRST),
     _part("one head's queries unrotated", "attention", dict(rotates_queries=False), ("rope-missing", "rope-one-side"),
-          _HEAD, head=LAST),
+          _head(3), head=LAST),
     _part("one group's keys unrotated", "attention", dict(rotates_keys=False), ("rope-missing", "rope-one-side"),
-          _GROUP, group=FIRST),
+          _group(0), group=FIRST),
     _part("second sequence unrotated", "attention", dict(rotates_queries=False, rotates_keys=False), ("rope-missing",),
-          _SEQUENCE, batch=SECOND),
-    _part("last query's position off", "attention", dict(query_offset=-31), _LATE, _POSITION, position=LAST),
+          _sequence(1), batch=SECOND),
+    _part("last query's position off", "attention", dict(query_offset=-31), _LATE, _LAST_TOKEN, position=LAST),
     _part("positions clamped at 15", "attention", dict(last_position=15), _LATE, r"\b15\b|\b16\b|clamp|last"),
-    _part("one group's values rotated", "attention", dict(rotates_values=True), ("rope-unwanted",), _GROUP,
+    _part("one group's values rotated", "attention", dict(rotates_values=True), ("rope-unwanted",), _group(1),
           group=SECOND),
     _part("values rotated", "attention", dict(rotates_values=True), ("rope-unwanted",), "value|v_proj"),
-    _part("one head's rotation interleaved", "attention", dict(interleaved=True), ("rope-layout",), _HEAD, head=FIRST),
-    _part("one head's RoPE base", "attention", dict(base=500000.0), _BASE, _HEAD, head=SECOND),
-    _part("one head's window", "window_attention", dict(window=None), ("window",), _HEAD, head=LAST),
-    _part("one sequence's window", "window_attention", dict(window=4), ("window",), _SEQUENCE, batch=FIRST),
-    _part("one head not causal", "attention", dict(causal=False), ("mask",), _HEAD, head=SECOND),
-    _part("one sequence not causal", "attention", dict(causal=False), ("mask",), _SEQUENCE, batch=SECOND),
-    _part("first half of the queries not causal", "attention", dict(causal=False), ("mask",), _POSITION,
+    _part("one head's rotation interleaved", "attention", dict(interleaved=True), ("rope-layout",), _head(0),
+          head=FIRST),
+    _part("one head's RoPE base", "attention", dict(base=500000.0), _BASE, _head(1), head=SECOND),
+    _part("one head's window", "window_attention", dict(window=None), ("window",), _head(3), head=LAST),
+    _part("one sequence's window", "window_attention", dict(window=4), ("window",), _sequence(0), batch=FIRST),
+    _part("one head not causal", "attention", dict(causal=False), ("mask",), _head(1), head=SECOND),
+    _part("one sequence not causal", "attention", dict(causal=False), ("mask",), _sequence(1), batch=SECOND),
+    _part("first half of the queries not causal", "attention", dict(causal=False), ("mask",), _FIRST_HALF,
           position=slice(0, SEQ_HALF)),
-    _part("one head sees the next key", "attention", dict(diagonal=1), ("mask", "mask-corner"), _HEAD, head=LAST),
-    _part("one head's scale", "attention", dict(scaled_by=0.125), _SCALE, _HEAD, head=FIRST),
+    _part("one head sees the next key", "attention", dict(diagonal=1), ("mask", "mask-corner"), _head(3), head=LAST),
+    _part("one head's scale", "attention", dict(scaled_by=0.125), _SCALE, _head(0), head=FIRST),
     _part("sinks in reverse", "sink_attention", dict(sinks_reversed=True),
-          ("softmax-sink", "heads-permuted", "weights-not-as-mapped"), _HEAD),
-    _part("one head's sink negated", "sink_attention", dict(sink_sign=-1.0), ("softmax-sink",), _HEAD, head=FIRST),
+          ("softmax-sink", "heads-permuted", "weights-not-as-mapped"), r"\bheads?\b|revers|order"),
+    _part("one head's sink negated", "sink_attention", dict(sink_sign=-1.0), ("softmax-sink",), _head(0), head=FIRST),
     _part("softcap after the mask", "softcap_attention", dict(softcap_after_mask=True), ("softcap", "mask"), "mask"),
-    _part("one head without softcap", "softcap_attention", dict(softcap=None), ("softcap",), _HEAD, head=SECOND),
+    _part("one head without softcap", "softcap_attention", dict(softcap=None), ("softcap",), _head(1), head=SECOND),
     _part("attention's bias missing in odd rows", "attention", dict(has_bias=False), ("bias-dropped",),
-          r"position|row|token|half", position=ODD),
-    _part("up's bias missing in odd channels", "gelu_mlp", dict(has_bias=False), ("bias-dropped",), _CHANNEL,
+          _ODD, position=ODD),
+    _part("up's bias missing in odd channels", "gelu_mlp", dict(has_bias=False), ("bias-dropped",), _ODD,
           channel=ODD),
     _part("GELU exact in the second half of the channels", "gelu_mlp", dict(activation="gelu"), ("activation",),
-          _CHANNEL, channel=slice(48, None)),
-    _part("ReLU for GELU in the last token", "gelu_mlp", dict(activation="relu"), ("activation",), _POSITION,
+          _LAST_CHANNELS, channel=slice(48, None)),
+    _part("ReLU for GELU in the last token", "gelu_mlp", dict(activation="relu"), ("activation",), _LAST_TOKEN,
           position=LAST),
-    _part("gain missing in odd channels", "norm_mlp", dict(gain=False), ("weight-not-copied", "operation"), _CHANNEL,
+    _part("gain missing in odd channels", "norm_mlp", dict(gain=False), ("weight-not-copied", "operation"), _ODD,
           channel=ODD),
-    _part("second sequence not normed", "norm_mlp", dict(normed=False), ("norm-missing",), _SEQUENCE, batch=SECOND),
+    _part("second sequence not normed", "norm_mlp", dict(normed=False), ("norm-missing",), _sequence(1), batch=SECOND),
     _part("gate and up swapped in the second sequence", "norm_mlp", dict(gate_last=True), ("gate-up-swapped",),
-          _SEQUENCE, batch=SECOND),
-    _part("one expert's gate and up swapped", "experts", dict(experts_gate_last=True), ("gate-up-swapped",), _EXPERT,
+          _sequence(1), batch=SECOND),
+    _part("one expert's gate and up swapped", "experts", dict(experts_gate_last=True), ("gate-up-swapped",), _expert(2),
           expert=slice(2, 3)),
-    _part("one expert with GELU", "experts", dict(expert_activation="gelu"), ("activation",), _EXPERT, expert=SECOND),
-    _part("one expert's output doubled", "experts", dict(expert_scale=2.0), _FACTOR, _EXPERT, expert=FIRST),
+    _part("one expert with GELU", "experts", dict(expert_activation="gelu"), ("activation",), _expert(1),
+          expert=SECOND),
+    _part("one expert's output doubled", "experts", dict(expert_scale=2.0), _FACTOR, _expert(0), expert=FIRST),
     _part("one sequence's routing weights not renormalised", "experts", dict(renormalised=False),
-          ("routing-weights",), _SEQUENCE, batch=FIRST),
-    _part("top-1 in the last half", "experts", dict(chosen=1), ("top-k",), _POSITION, position=LAST_HALF),
+          ("routing-weights",), _sequence(0), batch=FIRST),
+    _part("top-1 in the last half", "experts", dict(chosen=1), ("top-k",), _SECOND_HALF, position=LAST_HALF),
     _part("eps 1e-3 in one of four layers", "llama", dict(eps=1e-3), _EPS, _layer(2), (2,)),
     _part("RoPE missing in one of four layers", "llama", dict(rotates_queries=False, rotates_keys=False),
           ("rope-missing",), _layer(3), (3,)),
@@ -207,7 +232,7 @@ PARTIAL = (
     _part("one layer's residual in full", "granite", dict(residual=1.0), ("factor", "residual-placement"), _layer(1),
           (1,)),
     _part("one layer's input detached", "llama", dict(detached=True), ("gradient-path-missing",), _layer(2), (2,)),
-    _part("logits not divided for the last token", "granite", dict(logits_divided=1.0), _FACTOR, _POSITION,
+    _part("logits not divided for the last token", "granite", dict(logits_divided=1.0), _FACTOR, _LAST_TOKEN,
           position=LAST),
 )  # fmt: skip
 
