@@ -350,11 +350,13 @@ _WRITTEN_OUT = "norm_variance eps_inside centred gain normed gain_shift"
 
 
 class TENorm(Steps):
-    """TE's norm."""
+    """TE's norm, or a plain one where TE has none that makes the mistake."""
 
     def __init__(self, te: ModuleType, settings: Settings, mistake: Mistake | None) -> None:
         super().__init__(settings, mistake)
-        self.norm = (te.RMSNorm if settings.norm == "rms" else te.LayerNorm)(HIDDEN, eps=settings.eps)
+        plain = mistake is not None and not mistake.at and set(mistake.changes) & set(_WRITTEN_OUT.split())
+        norms = nn if plain else te
+        self.norm = (norms.RMSNorm if settings.norm == "rms" else norms.LayerNorm)(HIDDEN, eps=settings.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         """Take and return ``[batch, seq, hidden]``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from parity.lab.studies.reporting import made_on, texts
 from parity.mistakes.codes import CODES, UNEXPLAINED
 from parity.te import kernels
 
-COMMIT = "PARITY_NAMES_COMMIT"  # of the environment: what the report says it was measured at
 _DETECTION = ("partial", "kinds")
 # A message this long is cut in a table.
 _LONG = 160
@@ -74,11 +72,10 @@ def write(found: Mapping[Judgement, Said], settings: Settings, folder: Path) -> 
 
 def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[str]:
     yield "# Which mistakes of wrong ports are named"
-    commit = os.environ.get(COMMIT)
     yield (
         "Wrong ports, written in TE by hand next to a plain reference, and what parity says of them. The table of rows "
         "was written before the search that it judges was changed, and without looking at what the search tries. "
-        + (f"Measured at commit {commit}. " if commit else "")
+        + (f"Measured at commit {settings.commit}. " if settings.commit else "")
         + made_on(kernels("cpu"))
         + f" Seed {settings.seed}. Seconds are processor time of the search for a cause, on a machine that others use."
     )
@@ -86,7 +83,7 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
         "*Named*: the first finding that names a cause has the right title, tells the number and says at which part of "
         "a place the mistake is. *No place*: the title is right, but the number or the part is not told. *Second*: the "
         "right name comes, but another one first. *Misnamed*: another cause is told as a fact. *Unnamed*: the port "
-        "fails, and no cause is told (PAR501, PAR502)."
+        "fails, and no cause is told (PAR501, PAR502). A row that is not judged yet counts nowhere."
     )
     yield "## Rates"
     yield texts(list(_rates(found, settings)), ["table", "precision", "judged", *OUTCOMES, "seconds, median and most"])
@@ -113,11 +110,9 @@ def _rates(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[list
     for name in (name for name in settings.tables if name in TABLES):
         for precision in settings.precisions:
             judged = _judged(found, [name], precision)
-            if not judged:
-                continue
             counts = [str(sum(one.outcome == outcome for one in judged)) for outcome in OUTCOMES]
-            seconds = [one.said.seconds for one in judged if one.detected] or [0.0]
-            times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}"
+            seconds = [one.said.seconds for one in judged if one.detected]
+            times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "–"
             yield [name, f"`{precision}`", f"{len(judged)} of {len(TABLES[name])}", *counts, times]
 
 
@@ -131,7 +126,7 @@ def _right_ports(found: Mapping[Judgement, Said]) -> Iterator[str]:
         if said.status != "passed"
     ]
     yield "## Right ports"
-    yield f"Of {len(right)} right ports, {len(rejected)} did not pass. " + "; ".join(rejected)
+    yield ": ".join([f"Of {len(right)} comparisons of right ports, {len(rejected)} did not pass", *rejected])
 
 
 def _detection(found: Mapping[Judgement, Said], precision: str) -> Iterator[str]:

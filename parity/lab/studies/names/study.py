@@ -37,12 +37,14 @@ class Settings:
         precisions: at which every port is judged, one after the other.
         seed: of weights and inputs.
         searches: whether the cause is searched for; without, a run is short and tells what is detected.
+        commit: at which this is measured, as the report is to say.
     """
 
     tables: tuple[str, ...] = ("right", *TABLES)
     precisions: tuple[str, ...] = ("bf16", "fp32", "fp8_current")
     seed: int = 0
     searches: bool = True
+    commit: str = ""
 
 
 FULL = Settings()
