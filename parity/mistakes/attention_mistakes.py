@@ -170,6 +170,14 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     another = partial(_softcap, attention.softcap)
     yield another(math.inf)
     yield from numbers(another, [attention.softcap], SOFTCAPS)
+    if math.isfinite(attention.softcap):
+        yield Mistake(
+            "softcap",
+            "softcap after the mask",
+            f"cap the scores before the mask hides keys; capped after it, hidden keys have the score "
+            f"{-attention.softcap:g} and are seen",
+            having(hidden_score=-attention.softcap),
+        )
     if attention.sinks is None:
         yield Mistake(
             "softmax-sink",
@@ -180,6 +188,8 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
         return
     repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
     yield Mistake("softmax-sink", "sinks missing", f"{repair}; its softmax has no sinks", having(sink="none"))
+    other_heads = "give each head its own sink; they are in the reverse order of heads"
+    yield Mistake("softmax-sink", "sinks in reverse", other_heads, having(sink="reversed"))
     yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", having(sink="zero"))
 
 

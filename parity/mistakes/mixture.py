@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
-from parity.trace.walk import CASTS, RESHAPES, back, binary, users
+from parity.trace.walk import CASTS, RESHAPES, back, binary, users, with_number
 
 # Routers of mixtures of experts in a trace: which scores choose a token's experts, and how the experts are weighted.
 
@@ -76,15 +76,38 @@ def _router(trace: Trace, call: Call) -> Router | None:
     for user, _ in users(trace, weights):
         if user.name == "softmax" and user.outputs:
             weighting, weights, is_softmax = user, user.outputs[0], True
-    total = None
-    for user, given in users(trace, weights):
-        match binary(user):
-            case ("div", left, Value() as right) if left == given and _is_sum(trace, right, given):
-                weighting, total = user, right
+    weighting, total = _scaled(trace, weighting, weights)
     source = trace.producer(back(trace, unbiased))
     activation = source if source is not None and source.name in ("softmax", "sigmoid") else None
     gathered = taken.inputs[0] if taken is not None else None
     return Router(call, scores, unbiased, bias, biasing, taken, gathered, weighting, total, activation, is_softmax)
+
+
+def _scaled(trace: Trace, made: Call, weights: Value) -> tuple[Call, Value | None]:
+    """Return the call that returns the weights after factors and the division by their sum, in any order, and this sum.
+
+    Args:
+        trace: of the reference.
+        made: the call that returns the weights before these.
+        weights: what it returns.
+
+    Returns:
+        ``made`` where no such call follows; None for the sum where they are not divided by it.
+    """
+    total, known = None, [weights]
+    while True:
+        for user, given in users(trace, known[-1]):
+            match binary(user):
+                case ("div", left, Value() as right) if left == given and any(_is_sum(trace, right, x) for x in known):
+                    total = right
+                case ("mul" | "div", *_) if with_number(user) is not None:
+                    pass
+                case _:
+                    continue
+            made, known = user, [*known, user.outputs[0]]
+            break
+        else:
+            return made, total
 
 
 def _unmasked(trace: Trace, scores: Value) -> Value:

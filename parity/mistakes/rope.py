@@ -24,6 +24,8 @@ from parity.trace.walk import RESHAPES, back, grouped
 # Ports that count positions otherwise than the reference.
 
 
+_LATEST = 32  # positions: what a cache, a prefix or registers put before a sequence may be longer
+
 Edits = Callable[[Rotation], tuple[Edit, ...]]
 Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
 
@@ -66,6 +68,23 @@ def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
             f"rope positions modulo {length}",
             f"rotate by the reference's positions; they begin again after each {length}",
             with_angles(lambda positions, frequency, length=length: (positions % length)[:, None] * frequency),  # type: ignore[misc]
+        )
+        yield Mistake(
+            "rope-position",
+            f"rope positions up to {length - 1}",
+            f"rotate by the reference's positions; those beyond {length - 1} are clamped to it",
+            with_angles(lambda positions, frequency, last=length - 1: positions.clamp(max=last)[:, None] * frequency),  # type: ignore[misc]
+        )
+
+
+def late_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
+    """Yield keys that are counted from some positions earlier or later than queries, up to ``_LATEST``."""
+    for by in (sign * count for count in range(2, min(seq, _LATEST + 1)) for sign in (1, -1)):
+        yield Mistake(
+            "rope-position",
+            f"rope positions of the key off by {by:+d}",
+            f"count positions of query and key alike; the key's are off by {by:+d}, or the query's by {-by:+d}",
+            _turned_more("key", by),
         )
 
 
@@ -254,8 +273,8 @@ def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     yield from unrotated_hypotheses(trace, kinds)
     yield from _rotated_values(trace, kinds)
     # One table of angles serves all layers.
-    restarts = restart_mistakes(len(found[0].angles))
-    yield from everywhere_and_somewhere(map(_in_layer, restarts), layers)
+    seq = len(found[0].angles)
+    yield from everywhere_and_somewhere(map(_in_layer, chain(restart_mistakes(seq), late_mistakes(seq))), layers)
 
 
 def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:

@@ -256,12 +256,12 @@ def _or_else(rivals: Sequence[tuple[Hypothesis, ...]]) -> str:
 
 
 def _as_if(one: Hypothesis) -> str:
-    """Say that the number which fits best is one that nobody writes, so that another mistake may look like this one;
-    return an empty text otherwise.
+    """Say that the number which fits best is one that people hardly write, so that another mistake may look like this
+    one; return an empty text otherwise.
     """
     if one.tuned is None or one.value is None or is_written(one.value):
         return ""
-    return f"; nobody writes {one.value:.3g}, so it is only as if: look for something else that has this effect"
+    return f"; people hardly write {one.value:.4g}, so something else may have this effect"
 
 
 def _together(one: Hypothesis, explanation: Explanation) -> str:

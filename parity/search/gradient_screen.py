@@ -142,7 +142,9 @@ def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Bud
             alike[kind] += 1
             if alike[kind] <= _MOST_ALIKE:
                 found.append((one, _RANGE if share < HELPS else _FAR))
-    return [entry for one in found[:_MOST] for entry in _line_search(screen, *one, budget)]
+    best = [_line_search(screen, *one, budget) for one in found[:_MOST]]
+    # Few are computed in full: one constant of each mistake comes first.
+    return [entry for entries in best for entry in entries[:1]] + [entry for entries in best for entry in entries[1:]]
 
 
 def tuned_pairs(
@@ -158,7 +160,7 @@ def tuned_pairs(
             for position in range(len(pair)):
                 one, *others = best[1][position:] + best[1][:position]
                 best = min(
-                    [best, *_line_search(screen, one, _RANGE, budget, tuple(others))], key=lambda entry: entry[0]
+                    [best, *_line_search(screen, one, _RANGE, budget, tuple(others))[:1]], key=lambda entry: entry[0]
                 )
         found.append(best)
     return [entry for entry in found if math.isfinite(entry[0])]
@@ -178,7 +180,8 @@ def _line_search(
     budget: Budget,
     others: tuple[Hypothesis, ...] = (),
 ) -> list[Ranked]:
-    """Return what was tried on the way to the best constant, at most ``reach`` from the known one in logarithms.
+    """Return the mistake with the best constant, at most ``reach`` from the known one in logarithms; before it the same
+    with a plainer constant that is about as good, if there is one.
 
     The search goes further if the best is at that edge. ``others`` hold at the same time.
     """
@@ -212,7 +215,7 @@ def _line_search(
     best = min(tried, key=share)
     plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
     chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
-    return [tried[chosen]] if math.isfinite(share(chosen)) else []
+    return [tried[number] for number in dict.fromkeys((chosen, best)) if math.isfinite(share(number))]
 
 
 def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:

@@ -12,7 +12,7 @@ every dimension of every call.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,8 +28,10 @@ from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.search.screen import TINY, Screen
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit
+from parity.trace.walk import grouped
 
 _MOST, _MOST_TUNED = 8, 8  # mistakes of which a part is looked for: with their constants, and with any
+_MOST_OF_A_TITLE = 2  # of these may have one title
 _LARGEST_FACTOR = 2.0  # the effect of all parts, along the error, over the error itself: 1 if effects do not overlap
 _LEAST_COSINE = 0.1  # between the effect of all parts and the error, where the constant may be another
 _UNCLEAR = 0.3  # what a part leaves of the error's square to first order, over what it explains
@@ -68,7 +70,14 @@ def _likely(screen: Screen, known: Sequence[Hypothesis]) -> list[Hypothesis]:
     exact.sort(key=lambda one: abs(factors[one] - 1.0))
     others = [one for one, cosine in cosines.items() if one.tuned is not None and cosine > _LEAST_COSINE]
     others.sort(key=lambda one: -cosines[one])
-    return list(dict.fromkeys((*exact[:_MOST], *others[:_MOST_TUNED])))
+    return list(dict.fromkeys((*_few_of_a_title(exact)[:_MOST], *_few_of_a_title(others)[:_MOST_TUNED])))
+
+
+def _few_of_a_title(some: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the first few of each title, in their order."""
+    by_title = grouped(some, lambda one: one.title)
+    few = {one for alike in by_title.values() for one in alike[:_MOST_OF_A_TITLE]}
+    return [one for one in some if one in few]
 
 
 def _can_be_divided(one: Hypothesis) -> bool:
@@ -133,21 +142,37 @@ def _squared_error(failure: Failure, outputs: dict[str, Tensor]) -> Tensor | Non
 # The parts of a mistake's place, as a reader would name them.
 #
 # A place is divided by the modules that make the calls, along a dimension of what these return, or both ways. What the
-# calls of one module do goes together: where queries and keys are rotated by another base, both of them are.
+# calls of one module do goes together: where queries and keys are rotated by another base, both of them are. If that
+# tells no part, queries and keys are divided apart.
 
 
-_Chosen = Mapping[str, tuple[int, ...]]  # by module, the indices that are in the part
+_Where = Callable[[Edit], str]
+_Chosen = Mapping[str, tuple[int, ...]]  # by what ``_Where`` returns, the indices that are in the part
 
 
 def _module_of(edit: Edit) -> str:
     return edit.site[0] or "the module"
 
 
+def _role_of(edit: Edit) -> str:
+    """Return which operand of attention a rotation turns, and in which module."""
+    operation = edit.of.operation if edit.of is not None else None
+    role = f"the {operation.role}" if isinstance(operation, Rotation) else ""
+    return " of ".join(filter(None, (role, edit.site[0]))) or "the module"
+
+
 def _parts(failure: Failure, one: Hypothesis, derivatives: Sequence[_Derivatives]) -> list[Hypothesis]:
     """Return the mistake in the part that the derivatives tell, for each way to divide that tells one clearly."""
+    return _parts_by(_module_of, failure, one, derivatives) or _parts_by(_role_of, failure, one, derivatives)
+
+
+def _parts_by(
+    where: _Where, failure: Failure, one: Hypothesis, derivatives: Sequence[_Derivatives]
+) -> list[Hypothesis]:
+    """Return the same if calls for which ``where`` returns the same go together."""
     found: list[tuple[float, Hypothesis]] = []
     for dim in (None, *range(max(each.at_none.dim() for each in derivatives))):
-        cells = _cells(one, derivatives, dim)
+        cells = _cells(one, derivatives, where, dim)
         chosen = None if cells is None else _chosen(cells, one.tuned is not None)
         if cells is None or chosen is None:
             continue
@@ -157,12 +182,12 @@ def _parts(failure: Failure, one: Hypothesis, derivatives: Sequence[_Derivatives
         most = 1 if dim is None else max(each.at_none.shape[dim] for each in derivatives)
         place = _place(indices, counts, axis, most)
         if unclear < _UNCLEAR and place:
-            found.append((unclear, _made_in(one, place, dim, indices, counts)))
+            found.append((unclear, _made_in(one, place, where, dim, indices, counts)))
     return [part for _, part in sorted(found, key=lambda entry: entry[0])]
 
 
 def _cells(
-    one: Hypothesis, derivatives: Sequence[_Derivatives], dim: int | None
+    one: Hypothesis, derivatives: Sequence[_Derivatives], where: _Where, dim: int | None
 ) -> dict[str, tuple[Tensor, Tensor]] | None:
     """Return the derivatives of each module at each index of a dimension; None if its calls have no such dimension.
 
@@ -172,7 +197,7 @@ def _cells(
     for edit, each in zip(one.edits, derivatives, strict=True):
         if dim is not None and dim >= each.at_none.dim():
             return None
-        of_module[_module_of(edit)].append((_along(each.at_none, dim), _along(each.at_all, dim)))
+        of_module[where(edit)].append((_along(each.at_none, dim), _along(each.at_all, dim)))
     cells = {}
     for module, some in of_module.items():
         fewest = min(len(none) for none, _ in some)
@@ -225,20 +250,22 @@ def _place(chosen: _Chosen, counts: Mapping[str, int], axis: str, most: int) -> 
     return " of ".join(filter(None, (part, modules))) if part is not None else ""
 
 
-def _made_in(one: Hypothesis, place: str, dim: int | None, chosen: _Chosen, counts: Mapping[str, int]) -> Hypothesis:
+def _made_in(
+    one: Hypothesis, place: str, where: _Where, dim: int | None, chosen: _Chosen, counts: Mapping[str, int]
+) -> Hypothesis:
     """Return a mistake made in a part of its place, whichever constant it has."""
     tuned = one.tuned
 
     def divided(edit: Edit) -> Edit:
-        key = _module_of(edit)
+        key = where(edit)
         return edit if dim is None else _at(edit, dim, frozenset(chosen[key]), counts[key])
 
     return replace(
         one,
         name=f"{one.name} in {place}",
         repair=f"{one.repair}, in {place}",
-        edits=tuple(divided(edit) for edit in one.edits if _module_of(edit) in chosen),
-        tuned=None if tuned is None else lambda value: _made_in(tuned(value), place, dim, chosen, counts),
+        edits=tuple(divided(edit) for edit in one.edits if where(edit) in chosen),
+        tuned=None if tuned is None else lambda value: _made_in(tuned(value), place, where, dim, chosen, counts),
         scope="one",
         place=place,
         family=(one.name, one.repair),

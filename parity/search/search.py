@@ -12,6 +12,7 @@ what is verified by then is reported.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -69,6 +70,7 @@ _LIKELY_PAIRS = 16  # pairs of mistakes, by what each does alone
 _TUNED = 2  # how many of them have their constants looked for
 _SPENT_BY_PAIRS = 0.96  # the share of the budget that is spent after that
 _PARTIAL = 6  # partial explanations on which a second hypothesis is tried
+_NEARLY_ONE = 0.1  # constants so near are not told both
 _DIGITS = 3  # partial explanations do the same if the shares of the error that they leave agree in so many digits
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
 _BY_A_CONSTANT = 0.01  # the same if its constant was fitted: the best eps or factor takes some of almost any error
@@ -359,10 +361,26 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
         for tried, combination in enumerate(_one_of_each_name(helping)[:most]):
             if budget.spent() and (found or tried >= _VERIFIED):
                 break
+            if any(one.complete and _are_nearly_one(one.hypotheses, combination) for one in found):
+                continue
             explanation = search.verified(combination)
             if explanation is not None:
                 found.append(explanation)
     return sorted(found, key=lambda one: (not one.complete, one.misfit))
+
+
+def _are_nearly_one(some: tuple[Hypothesis, ...], others: tuple[Hypothesis, ...]) -> bool:
+    """Return whether two are the same mistake with nearly the same constant."""
+    if len(some) != 1 or len(others) != 1:
+        return False
+    (one,), (other,) = some, others
+    alike = (one.title, one.scope, one.place) == (other.title, other.scope, other.place)
+    return (
+        alike
+        and one.value is not None
+        and other.value is not None
+        and math.isclose(one.value, other.value, rel_tol=_NEARLY_ONE)
+    )
 
 
 def _as_one_if_alike(pair: tuple[Hypothesis, Hypothesis]) -> tuple[Hypothesis, ...]:

@@ -35,7 +35,7 @@ class Explanation:
     Attributes:
         hypotheses: one, or two that hold at once.
         left: the tensor that fails by most under the hypotheses, as a gradient does that is wrong in a way of its own;
-            None if every tensor passes.
+            None if every tensor passes, on the inputs as they were drawn, too.
         misfit: the root mean square of the tensors' errors under the hypotheses, in units of what the precision costs.
         worst: the label of the failed tensor with the largest margin, an output if one failed.
         before: its relative L2 error.
@@ -83,16 +83,25 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         return None
     if not _helps_on_probe(failure.on_probe, combination) or not _helps_as_drawn(failure.on_drawn, combination):
         return None
+    drawn = [] if failure.on_drawn is None else _as_drawn(failure.on_drawn, combination)
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
     misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
     return Explanation(
         combination,
-        max((one for one in judged if not one.passed), key=lambda one: one.margin, default=None),
+        max((one for one in (*judged, *drawn) if not one.passed), key=lambda one: one.margin, default=None),
         math.hypot(*misfits) / math.sqrt(len(misfits)),  # hypot, since a misfit may be too large to be squared
         shown.label,
         before[shown.kind, shown.name].errors.relative_l2,
         shown.errors.relative_l2,
     )
+
+
+def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...]) -> Sequence[TensorResult]:
+    """Judge the candidate under hypotheses that explain probing inputs on the inputs as they were drawn."""
+    golden = tensors_under(failure.prepared, combination)
+    models = [tensors_under(failure.prepared, combination, failure.precision, freedom=one) for one in failure.freedoms]
+    computed = [model for model in models if model is not None]
+    return [] if golden is None or not computed else _judged(failure, combination, golden, computed)
 
 
 def _judged(

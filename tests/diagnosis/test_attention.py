@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +44,15 @@ class Reference(nn.Module):
     def __init__(self, sinks: bool = False, alibi: bool = False, flat: bool = False) -> None:
         super().__init__()
         self.sinks = nn.Parameter(torch.tensor([1.0, -0.5])) if sinks else None
-        self.alibi, self.flat = alibi, flat
+        self.alibi, self.flat, self.reversed_sinks = alibi, flat, False
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         scores = self._products_of_all_heads(query, key) if self.flat else self._products(query, key)
         scores = scores + torch.full((SEQ, SEQ), float("-inf"), dtype=scores.dtype).triu(1)
         if self.sinks is not None:
-            sinks = self.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            sinks = self.sinks.flip(0) if self.reversed_sinks else self.sinks
+            sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             joined = torch.cat((scores, sinks), -1)
             probabilities = F.softmax(joined - joined.max(-1, keepdim=True).values, -1)[..., :-1]
         else:
@@ -124,6 +126,17 @@ def alibi(slopes: Tensor) -> dict[str, Any]:
 )
 def test_another_bias_sink_or_scale_is_told(reference, call, options, title):
     tells_only(with_extras(reference, call, **options), title)
+
+
+def test_sinks_of_other_heads_are_told():
+    def port(te: Any) -> nn.Module:
+        module = Reference(sinks=True)
+        module.reversed_sinks = True
+        return module
+
+    heads = (2, SEQ, 2, KEY_DIM)
+    result = compared(lambda: Reference(sinks=True), port, normal(heads, heads, heads))
+    tells_only(result, "softmax-sink", "they are in the reverse order of heads.")
 
 
 # Slopes of ALiBi: TE has the paper's by default, which are others than a reference's of its own formula.
@@ -322,6 +335,7 @@ def test_what_is_off_in_a_step_of_decoding_is_told(precision, step, title, token
 
 # Numbers that stand in no table of usual ones.
 
+LATE = 5  # positions
 RIGHT = dict(base=10_000.0, window=8, eps=1e-5, softcap=50.0, scale=0.25)
 
 
@@ -344,14 +358,33 @@ class WithNumbers(nn.Module):
     def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.rotated(q), self.rotated(k), v
 
+    def capped(self, scores: Tensor) -> Tensor:
+        return self.softcap * torch.tanh(scores / self.softcap)
+
+    def masked(self, scores: Tensor, hidden: Tensor) -> Tensor:
+        return self.capped(scores).masked_fill(hidden, -1e9)
+
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = self.turned(*heads.unbind(0))
-        scores = self.softcap * torch.tanh(q @ k.mT * self.scale / self.softcap)
         position = torch.arange(x.shape[1], device=x.device)
         distance = position[:, None] - position
-        scores = scores.masked_fill((distance < 0) | (distance > self.window), -1e9)
+        scores = self.masked(q @ k.mT * self.scale, (distance < 0) | (distance > self.window))
         return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+class CappedAfterTheMask(WithNumbers):
+    """The same, whose cap comes after the mask, so that hidden keys are seen."""
+
+    def masked(self, scores: Tensor, hidden: Tensor) -> Tensor:
+        return self.capped(scores.masked_fill(hidden, -1e9))
+
+
+class WithLateKeys(WithNumbers):
+    """The same, whose keys are counted from ``LATE``."""
+
+    def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rotated(q), self.rotated(F.pad(k, (0, 0, LATE, 0)))[..., LATE:, :], v
 
 
 class WithRotatedValues(WithNumbers):
@@ -378,10 +411,20 @@ def test_a_number_that_nobody_uses_is_told(number, value, title, phrase, size):
     tells(with_numbers(WithNumbers(**RIGHT | {number: value}), size), title, phrase)
 
 
-def test_rotated_values_are_told():
-    tells(with_numbers(WithRotatedValues(**RIGHT)), "rope-unwanted", "values are rotated as well")
+@pytest.mark.parametrize(
+    ("port", "right", "title", "phrase"),
+    [
+        (WithRotatedValues, {}, "rope-unwanted", "values are rotated as well"),
+        (WithLateKeys, {}, "rope-position", f"the key's are off by +{LATE}, or the query's by -{LATE}"),
+        (CappedAfterTheMask, dict(softcap=5.0), "softcap", "capped after it, hidden keys have the score -5"),
+    ],
+)
+def test_what_else_is_done_to_queries_keys_and_scores_is_told(port, right, title, phrase):
+    tells(with_numbers(port(**RIGHT | right), right=right), title, phrase)
 
 
-def with_numbers(port: nn.Module, size: float = 1.0) -> parity.Result:
+def with_numbers(port: nn.Module, size: float = 1.0, right: Mapping[str, float] = RIGHT) -> parity.Result:
     """Compare attention of the right numbers with another; ``size`` is the inputs' standard deviation."""
-    return compared(lambda: WithNumbers(**RIGHT), lambda te: port, lambda rng: rng.normal(2, 32, 64) * size, "fp32")
+    return compared(
+        lambda: WithNumbers(**{**RIGHT, **right}), lambda te: port, lambda rng: rng.normal(2, 32, 64) * size, "fp32"
+    )

@@ -23,16 +23,21 @@ BIAS = torch.tensor([0.3, -0.2, 0.1, -0.3])
 Router = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # logits and how many, to weights and the chosen
 
 
+SCALE = 2.5  # of the weights, as in DeepSeek's models
+
+
 class Mixture(nn.Module):
     """Experts whose weights are stacked, as in Mixtral; each token's weights are divided by their sum, or not."""
 
-    def __init__(self, normalised: bool = True, after: bool = False, biased: bool = False) -> None:
+    def __init__(
+        self, normalised: bool = True, after: bool = False, biased: bool = False, scale: float | None = None
+    ) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
         nn.init.normal_(self.router.weight)
         self.gate_up = nn.Parameter(0.1 * torch.randn(EXPERTS, 2 * FFN, HIDDEN))
         self.down = nn.Parameter(0.1 * torch.randn(EXPERTS, HIDDEN, FFN))
-        self.normalised, self.after, self.biased = normalised, after, biased
+        self.normalised, self.after, self.biased, self.scale = normalised, after, biased, scale
         self.register_buffer("bias", BIAS.clone())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,7 +52,9 @@ class Mixture(nn.Module):
             weights = chosen.softmax(-1)
         else:
             weights, experts = torch.topk(logits.softmax(-1), 2, dim=-1)
-            if self.normalised:
+            if self.scale is not None:
+                weights = self.scale * weights / weights.sum(-1, keepdim=True)
+            elif self.normalised:
                 weights /= weights.sum(-1, keepdim=True)
         result = torch.zeros_like(x)
         for expert in range(EXPERTS):
@@ -85,6 +92,21 @@ def of_all(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def normalised(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     weights, chosen = of_all(logits, k)
     return weights / weights.sum(-1, keepdim=True), chosen
+
+
+def scaled(router: Router, by: float = SCALE) -> Router:
+    """Return a router whose weights are multiplied by a factor."""
+
+    def weigh(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        weights, chosen = router(logits, k)
+        return by * weights, chosen
+
+    return weigh
+
+
+def twice(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    weights, chosen = scaled(normalised)(logits, k)
+    return weights.square(), chosen
 
 
 def missing(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +164,12 @@ def mixtures(
     )
 
 
-NOT_NORMALISED, AFTER, BIASED = dict(normalised=False), dict(after=True), dict(biased=True)
+NOT_NORMALISED, AFTER, BIASED, SCALED = (
+    dict(normalised=False),
+    dict(after=True),
+    dict(biased=True),
+    dict(scale=SCALE),
+)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +185,9 @@ NOT_NORMALISED, AFTER, BIASED = dict(normalised=False), dict(after=True), dict(b
         (sigmoids, {}, "routing-weights"),
         (sorted_alone, {}, "routing-weights"),
         (squared, NOT_NORMALISED, "routing-weights"),
+        (scaled(normalised), SCALED, "passed"),
+        (scaled(of_all), SCALED, "routing-weights"),
+        (twice, SCALED, "routing-weights"),
         (biased(score=lambda logits: logits.softmax(-1)), BIASED, "routing-weights"),
         (biased(choice=0.0), BIASED, "routing-bias"),
         (biased(choice=-1.0), BIASED, "routing-bias"),

@@ -125,7 +125,7 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
     [
         ([explanation("norm-eps")], [""]),
         ([explanation("norm-eps", value=5e-6)], [""]),
-        ([explanation("norm-eps", value=4.2e-6)], ["nobody writes 4.2e-06"]),
+        ([explanation("norm-eps", value=4.2e-6)], ["people hardly write 4.2e-06"]),
         ([explanation("norm-eps", left=3.0)], ["d weight is still 3 times its limit then"]),
         ([explanation("norm-eps", left=float("inf"))], ["d weight is still not finite then"]),
         (

@@ -151,6 +151,7 @@ def in_row(row: int, other: Positions) -> Positions:
     [
         (lambda positions: positions % 12, True, "they begin again after each 12."),
         (lambda positions: positions % 12, False, "they begin again after each 12."),
+        (lambda positions: positions.clamp(max=11), True, "those beyond 11 are clamped to it."),
         (from_starts(0, 7, 17), True, "they begin again at [7, 17]."),
         (in_row(1, from_starts(0, 9)), True, "they begin again at [9] in row 1 of the batch."),
         (in_row(1, from_starts(0, 9)), False, "they begin again at [9] in row 1 of the batch."),
@@ -160,7 +161,7 @@ def in_row(row: int, other: Positions) -> Positions:
         ),
     ],
 )
-def test_positions_that_begin_again_are_told_with_their_beginnings(positions, causal, phrase, precision):
+def test_positions_that_begin_again_or_end_are_told_with_the_place(positions, causal, phrase, precision):
     tells(attentions(precision, causal, positions=positions), "rope-position", phrase)
 
 

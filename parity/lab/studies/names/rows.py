@@ -71,6 +71,8 @@ _LATE = ("rope-position",)
 _SCALING = ("rope-scaling",)
 _SCALE = ("softmax-scale",)
 _FACTOR = ("factor", "output-scale")
+# A reference that holds gate and up apart has the two exchanged: both titles say the same.
+_SWAPPED = ("gate-up-swapped", "parameters-exchanged")
 
 CONSTANTS = (
     _number("norm_mlp", "eps", 5e-6, _EPS),
@@ -102,8 +104,8 @@ CONSTANTS = (
     _number("scaled_rope_attention", "factor", 5.0, _SCALING),
     _number("scaled_rope_attention", "high", 8.0, _SCALING),
     _number("scaled_rope_attention", "original", 96.0, _SCALING),
-    _number("experts", "router_scale", 1.5, ("routing-weights", *_FACTOR), 0.6),
-    _number("experts", "router_scale", 2.0, ("routing-weights", *_FACTOR), 0.8),
+    _number("experts", "router_scale", 1.5, ("routing-weights", *_FACTOR)),
+    _number("experts", "router_scale", 2.0, ("routing-weights", *_FACTOR)),
     _number("granite", "multiplier", 10.0, _FACTOR),
     _number("granite", "residual", 0.22, ("factor", "residual-placement")),
     _number("loss", "smoothing", 0.05, ("label-smoothing",)),
@@ -155,7 +157,8 @@ def _head(number: int) -> str:
 
 
 def _group(number: int) -> str:
-    return rf"\b(groups?|key.?value heads?|heads?) {number}\b"
+    heads = 2 * number  # two heads a group
+    return rf"\b(groups?|key.?value heads?|heads?) {number}\b|\bheads {heads} to {heads + 1}\b"
 
 
 def _sequence(number: int) -> str:
@@ -181,7 +184,7 @@ PARTIAL = (
           _group(0), group=FIRST),
     _part("second sequence unrotated", "attention", dict(rotates_queries=False, rotates_keys=False), ("rope-missing",),
           _sequence(1), batch=SECOND),
-    _part("last query's position off", "attention", dict(query_offset=-31), _LATE, _LAST_TOKEN, position=LAST),
+    _part("last query's position off", "attention", dict(query_offset=-20), _LATE, _LAST_TOKEN, position=LAST),
     _part("positions clamped at 15", "attention", dict(last_position=15), _LATE, r"\b15\b|\b16\b|clamp|last"),
     _part("one group's values rotated", "attention", dict(rotates_values=True), ("rope-unwanted",), _group(1),
           group=SECOND),
@@ -215,7 +218,7 @@ PARTIAL = (
     _part("second sequence not normed", "norm_mlp", dict(normed=False), ("norm-missing",), _sequence(1), batch=SECOND),
     _part("gate and up swapped in the second sequence", "norm_mlp", dict(gate_last=True), ("gate-up-swapped",),
           _sequence(1), batch=SECOND),
-    _part("one expert's gate and up swapped", "experts", dict(experts_gate_last=True), ("gate-up-swapped",), _expert(2),
+    _part("one expert's gate and up swapped", "experts", dict(experts_gate_last=True), _SWAPPED, _expert(2),
           expert=slice(2, 3)),
     _part("one expert with GELU", "experts", dict(expert_activation="gelu"), ("activation",), _expert(1),
           expert=SECOND),
@@ -227,7 +230,7 @@ PARTIAL = (
     _part("RoPE missing in one of four layers", "llama", dict(rotates_queries=False, rotates_keys=False),
           ("rope-missing",), _layer(3), (3,)),
     _part("one of four layers not causal", "llama", dict(causal=False), ("mask",), _layer(1), (1,)),
-    _part("gate and up swapped in one of four layers", "llama", dict(gate_last=True), ("gate-up-swapped",), _layer(0),
+    _part("gate and up swapped in one of four layers", "llama", dict(gate_last=True), _SWAPPED, _layer(0),
           (0,)),
     _part("one layer's residual in full", "granite", dict(residual=1.0), ("factor", "residual-placement"), _layer(1),
           (1,)),
