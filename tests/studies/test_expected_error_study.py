@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+from interrupted import run_again
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -179,20 +181,10 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
         SMALL, modules=("linear",), precisions=("bf16", "fp8_current"), hiddens=(128,), seqs=(32, 64), depths=(1,)
     )
     monkeypatch.setattr(study, "ISSUE_407_SHAPE", study.Shape(8, 8))
-    made: list[Run] = []
-    limit = 3
-
-    def counted(entry: Run, kernels: Kernels) -> Measured:
-        if len(made) == limit:
-            raise KeyboardInterrupt
-        made.append(entry)
-        return Measured({"output": 0.1, "input gradient": 0.1, "weight gradient": 0.1}, 0.1, "a GPU")
-
-    monkeypatch.setattr(study, "measure", counted)
-    with pytest.raises(KeyboardInterrupt):
-        study.results(tiny, tmp_path, te.kernels("cpu"))
-    limit = 1000
-    study.results(tiny, tmp_path, te.kernels("cpu"))
+    figures = Measured({"output": 0.1, "input gradient": 0.1, "weight gradient": 0.1}, 0.1, "a GPU")
+    monkeypatch.setattr(study, "measure", lambda *_: figures)
+    run = partial(study.results, tiny, tmp_path, te.kernels("cpu"))
+    made, _ = run_again(monkeypatch, study, "measure", run, after=3)
     assert sorted(map(str, made)) == sorted(map(str, set(runs(tiny, te.kernels("cpu")))))
 
 

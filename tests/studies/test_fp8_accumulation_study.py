@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
+from interrupted import run_again
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -57,22 +59,8 @@ def test_where_sums_cancel_the_cast_to_fp8_hides_what_fast_sums_lose(found: dict
 
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Settings(("normal",), lengths=(64, 128), interval_length=128, intervals=(32,), rows=4, seeds=2)
-    made: list[Run] = []
-    limit = 3
-
-    def counted(entry: Run, settings: Settings) -> Costs:
-        if len(made) == limit:
-            raise KeyboardInterrupt
-        made.append(entry)
-        return costs_of(entry, settings)
-
-    monkeypatch.setattr(study, "costs_of", counted)
-    with pytest.raises(KeyboardInterrupt):
-        catalogue.run("fp8_accumulation", tiny, tmp_path)
-    with (tmp_path / study.RECORD).open("a") as file:
-        file.write('{"run": {"cut')
-    limit = 100
-    report = catalogue.run("fp8_accumulation", tiny, tmp_path)
+    run = partial(catalogue.run, "fp8_accumulation", tiny, tmp_path)
+    made, report = run_again(monkeypatch, study, "costs_of", run, after=3)
     assert sorted(map(str, made)) == sorted(map(str, runs(tiny)))
     assert "What it means" in report.read_text()
     assert (tmp_path / "fp8_accumulation.png").stat().st_size > 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from interrupted import run_again
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -23,8 +25,6 @@ from parity.lab.studies.fp8_recipes.study import (
     AttentionRun,
     Change,
     ModuleRun,
-    Result,
-    Run,
     Settings,
     Side,
     Steps,
@@ -172,19 +172,9 @@ TINY = Settings(
 
 
 def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    faithful, made, limit = study.measure, [], 5
-
-    def counted(entry: Run, kernels: Kernels) -> Result:
-        if len(made) == limit:
-            raise KeyboardInterrupt
-        made.append(entry)
-        return faithful(entry, kernels)
-
-    monkeypatch.setattr(study, "measure", counted)
-    with pytest.raises(KeyboardInterrupt):
-        catalogue.run("fp8_recipes", TINY, tmp_path)
-    limit = 1000
-    report = catalogue.run("fp8_recipes", TINY, tmp_path).read_text()
+    run = partial(catalogue.run, "fp8_recipes", TINY, tmp_path)
+    made, page = run_again(monkeypatch, study, "measure", run, after=5)
+    report = page.read_text()
     assert sorted(map(str, made)) == sorted(map(str, runs(TINY)))
     assert "On an emulated Hopper: `fp8_delayed`. On an emulated Blackwell: `mxfp8`." in report
     for picture in ("fp8_recipes_sqnr.png", "fp8_recipes_steps.png"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from interrupted import run_again
 from pydantic import TypeAdapter
 
 pytest.importorskip("matplotlib")
@@ -165,21 +167,10 @@ def test_outcomes_survive_the_record_to_four_digits(found: Outcomes) -> None:
 
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Settings(distributions=("normal",), head_dims=(16,), magnitudes=(1, 3), seq=32, seeds=1)
-    made: list[Run] = []
-
-    def counted(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
-        if len(made) == 1 and not (tmp_path / "stopped").exists():
-            (tmp_path / "stopped").touch()
-            raise KeyboardInterrupt
-        made.append(each)
-        return outcome_of(each, settings, kernels)
-
-    monkeypatch.setattr(study, "outcome_of", counted)
-    with pytest.raises(KeyboardInterrupt):
-        catalogue.run("query_key_scale", tiny, tmp_path)
-    report = catalogue.run("query_key_scale", tiny, tmp_path).read_text()
+    run = partial(catalogue.run, "query_key_scale", tiny, tmp_path)
+    made, report = run_again(monkeypatch, study, "outcome_of", run)
     assert made == list(runs(tiny))
-    assert "emulated" in report
+    assert "emulated" in report.read_text()
     assert (tmp_path / "query_key_scale.png").stat().st_size > 0
 
 

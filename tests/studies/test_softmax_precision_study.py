@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from interrupted import run_again
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
@@ -227,21 +229,10 @@ def test_other_figures_give_other_answers(
 
 def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = Settings(scales=(0, 2), rows=16, keys=24, seeds=1)
-    made: list[Run] = []
-
-    def counted(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
-        if len(made) == 1 and not (tmp_path / "stopped").exists():
-            (tmp_path / "stopped").touch()
-            raise KeyboardInterrupt
-        made.append(each)
-        return outcome_of(each, settings, kernels)
-
-    monkeypatch.setattr(study, "outcome_of", counted)
-    with pytest.raises(KeyboardInterrupt):
-        catalogue.run("softmax_precision", tiny, tmp_path)
-    report = catalogue.run("softmax_precision", tiny, tmp_path).read_text()
+    run = partial(catalogue.run, "softmax_precision", tiny, tmp_path)
+    made, report = run_again(monkeypatch, study, "outcome_of", run)
     assert made == list(runs(tiny))
-    assert "emulated" in report
+    assert "emulated" in report.read_text()
     assert (tmp_path / "softmax_precision.png").stat().st_size > 0
 
 
