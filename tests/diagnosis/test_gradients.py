@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -58,8 +58,7 @@ def streams(precision: str, detached: Detached = frozenset(), scaled: float = 1.
     return compared(lambda: Model(nn.Linear, nn.LayerNorm), port, normal((TOKENS, HIDDEN)), precision)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("detached", "told"),
     [
         ([(1, "first stream")], "the stream of the 1st sum in 2;"),

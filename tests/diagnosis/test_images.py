@@ -86,8 +86,7 @@ class Prefix(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, self.seen).transpose(1, 2).flatten(2)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("module", "mistake", "title", "phrase"),
     [
         *((module, "", "passed", "") for module in (Swin, Biased, Prefix)),
@@ -201,8 +200,7 @@ class Rolled(nn.Module):
         return x + self.up(y).roll(self.shift, 1)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("module", "mistake", "title", "phrase"),
     [
         *((module, {}, "passed", "") for module in (Table, Sam, Padded, Rolled)),

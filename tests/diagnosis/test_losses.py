@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import (
-    FP32_AND_BF16,
-    HIDDEN,
-    Options,
-    compared,
-    decoders,
-    frequencies,
-    tells,
-    tells_only,
-    twins,
-)
+from ports import FP32_AND_BF16, HIDDEN, Options, compared, decoders, frequencies, in_turn, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -87,8 +77,7 @@ def of_all_kinds(rng: Rng) -> tuple[Tensor, Tensor]:
     return 3.0 * rng.normal(BATCH, SEQ, HIDDEN), labels
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("reference", "port", "title"),
     [
         (of(), of(), "passed"),
@@ -197,7 +186,6 @@ def test_a_right_decoder_passes(precision):
         (Options(embedding=SCALED), dict(embedding=1.0), "factor", "fp8_current"),
         (Options(layers=1), dict(embedding=SCALED), "factor", "bf16"),
         (Options(embedding=SCALED, layers=1), dict(embedding=float(HIDDEN)), "factor", "fp32"),
-        (Options(), dict(roped=(0,)), "rope-missing", "bf16"),
         (Options(), dict(scales=(1.0, 0.5)), "softmax-scale", "bf16"),
         (Options(layers=1), dict(mlp_sum=False), "residual-placement", "bf16"),
         (Options(layers=1), dict(from_norm=True), "residual-placement", "fp8_current"),

@@ -320,8 +320,7 @@ class Blocks(nn.Module):
         return image, text
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("mistake", "title", "phrase"),
     [
         ("", "passed", ""),

@@ -88,12 +88,12 @@ class Layer(nn.Module):
         return normed(x, self.norms[where]) if where in self.norms else x
 
 
-def with_extra(precision: str, where: str, kind: str, layers: tuple[int, ...]) -> parity.Result:
-    """Compare three layers with a port that has such norms in these."""
+def with_extra(precision: str, where: str, kind: str, layers: tuple[int, ...], of: int = 2) -> parity.Result:
+    """Compare so many layers with a port that has such norms in these."""
     return compared(
-        lambda: nn.Sequential(*(Layer(nn.Linear, nn.RMSNorm, {}) for _ in range(3))),
+        lambda: nn.Sequential(*(Layer(nn.Linear, nn.RMSNorm, {}) for _ in range(of))),
         lambda te: nn.Sequential(
-            *(Layer(te.Linear, te.RMSNorm, {where: kind} if i in layers else {}) for i in range(3))
+            *(Layer(te.Linear, te.RMSNorm, {where: kind} if i in layers else {}) for i in range(of))
         ),
         lambda rng: 3.0 * rng.normal(2, SEQ, HIDDEN),
         precision,
@@ -103,33 +103,33 @@ def with_extra(precision: str, where: str, kind: str, layers: tuple[int, ...]) -
 @in_turn(
     ("kind", "layers", "phrase"),
     [
-        ("RMSNorm", (0, 1, 2), "RMSNorm."),
-        ("RMSNorm", (2,), "RMSNorm in 2."),
+        ("RMSNorm", (0, 1), "RMSNorm."),
+        ("RMSNorm", (1,), "RMSNorm in 1."),
         ("LayerNorm", (0, 2), "LayerNorm in 0, 2."),
-        ("L2", (0, 1, 2), "L2Normalization."),
+        ("L2", (0, 1), "L2Normalization."),
         ("L2", (0,), "L2Normalization in 0."),
     ],
 )
 def test_a_norm_of_queries_and_keys_is_told_with_its_kind_and_the_layers_that_have_it(kind, layers, phrase, precision):
     phrase = f"qk_norm_type=None; they go through a {phrase}"
-    tells(with_extra(precision, "qk", kind, layers), "norm-missing", phrase)
+    tells(with_extra(precision, "qk", kind, layers, of=3 if 2 in layers else 2), "norm-missing", phrase)
 
 
 @in_turn(
     ("where", "layers", "phrase"),
     [
         ("qk", (0,), "they go through a LayerNorm in 0."),
-        ("branch", (0, 1, 2), "a LayerNorm comes before the sum in each layer (sum 1)."),
+        ("branch", (0, 1), "a LayerNorm comes before the sum in each layer (sum 1)."),
         ("branch", (1,), "a LayerNorm comes before the sum in 1 (sum 1)."),
-        ("sum", (0, 1, 2), "a LayerNorm comes after it in each layer (sum 2)."),
-        ("sum", (2,), "a LayerNorm comes after it in 2 (sum 2)."),
+        ("sum", (0, 1), "a LayerNorm comes after it in each layer (sum 2)."),
+        ("sum", (1,), "a LayerNorm comes after it in 1 (sum 2)."),
     ],
 )
 def test_an_extra_norm_is_told_with_its_place(where, layers, phrase, precision):
     tells(with_extra(precision, where, "LayerNorm", layers), "norm-missing", phrase)
 
 
-@in_turn(("layer", "kind"), [(0, "RMSNorm"), (2, "RMSNorm"), (0, "LayerNorm")])
+@in_turn(("layer", "kind"), [(0, "RMSNorm"), (1, "RMSNorm"), (0, "LayerNorm")])
 def test_a_norm_before_a_linear_layer_of_one_layer_is_told_with_the_layer(layer, kind, precision):
     result = with_extra(precision, "up", kind, (layer,))
     tells(result, "norm-missing", f"a {kind} comes before.")
@@ -138,7 +138,7 @@ def test_a_norm_before_a_linear_layer_of_one_layer_is_told_with_the_layer(layer,
 
 
 def test_norms_before_linear_layers_of_some_layers_are_told_with_these():
-    tells(with_extra("fp32", "up", "RMSNorm", (0, 2)), "norm-missing", "in 0.up, 2.up.")
+    tells(with_extra("fp32", "up", "RMSNorm", (0, 2), of=3), "norm-missing", "in 0.up, 2.up.")
 
 
 # Norms of queries, keys or values that a port alone has.
@@ -178,8 +178,7 @@ class Normed(Attention):
     normed = True
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("module", "mistake", "title", "phrase"),
     [
         (Attention, "", "passed", ""),

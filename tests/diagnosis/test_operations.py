@@ -114,8 +114,7 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
 )
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("module", "port", "title", "phrase"),
     [
         *((module, {}, "passed", "") for module in (Modulated, Timed, Pooled, Leaky, Shifted, Averaged, Whitened)),

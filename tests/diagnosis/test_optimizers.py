@@ -160,7 +160,6 @@ def test_pytorchs_own_optimizer_may_step_on_16_bit_weights():
     [
         (dict(betas=(0.9, 0.95), master_weights=True, **DECAY), "beta2 is 0.95"),
         (dict(eps=1e-5, **DECAY), "its eps is 1e-05"),
-        (dict(weight_decay=0.01), "its weight decay is 0.01"),
     ],
 )
 def test_small_mistakes_are_told_in_bf16(port, phrase):

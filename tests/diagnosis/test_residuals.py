@@ -192,9 +192,17 @@ class Shared(nn.Module):
         return y.square().mean() if self.loss else y
 
 
-@pytest.mark.parametrize("loss", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_current"])
-@pytest.mark.parametrize(("term", "number"), [("shared", 0.5), ("routed", 2.5)])
+@pytest.mark.parametrize(
+    ("term", "number", "precision", "loss"),
+    [
+        ("shared", 0.5, "fp32", False),
+        ("shared", 0.5, "bf16", True),
+        ("shared", 0.5, "fp8_current", False),
+        ("routed", 2.5, "fp16", False),
+        ("routed", 2.5, "bf16", False),
+        ("routed", 2.5, "fp8_current", True),
+    ],
+)
 def test_a_term_that_is_scaled_is_told_with_the_number(term, number, precision, loss):
     result = twins(Shared, {term: number}, normal((64, WIDTH)), precision, right=dict(loss=loss))
     in_full = precision in ("fp32", "fp16") and not loss

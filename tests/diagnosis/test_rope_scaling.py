@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, Options, compared, decoders, normal, tells, tells_only
+from ports import Options, compared, decoders, in_turn, normal, tells, tells_only
 from torch import Tensor, nn
 
 import parity
@@ -78,8 +78,7 @@ def test_frequencies_of_a_base_and_any_others_are_not_scaled(frequencies):
 # One way in the place of another, by the same factor from the same length, in a decoder.
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("right", "port", "phrase"),
     [
         (yarn, llama3, "Llama 3's scaling by 8"),
