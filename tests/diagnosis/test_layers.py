@@ -76,15 +76,15 @@ def test_layers_that_are_filled_or_called_in_another_order_are_told(order, calle
 
 
 @pytest.mark.parametrize(
-    ("port", "title", "phrase"),
+    ("layers", "port", "title", "phrase"),
     [
-        (dict(scales=(1.0, 1 / 2, 1 / 3)), "softmax-scale", ""),  # it is divided by each layer's number
-        (dict(shift=1), "cache-step", ""),  # keys and values are those of the position before
-        (dict(skipped=(1,)), "branch-missing", "layers.1"),  # told by what gets no gradient
+        (3, dict(scales=(1.0, 1 / 2, 1 / 3)), "softmax-scale", ""),  # it is divided by each layer's number
+        (2, dict(shift=1), "cache-step", ""),  # keys and values are those of the position before
+        (2, dict(skipped=(1,)), "branch-missing", "layers.1"),  # told by what gets no gradient
     ],
 )
-def test_a_scale_by_layer_a_shifted_cache_and_a_layer_that_is_left_out_are_told(port, title, phrase):
-    tells(decoders(Options(layers=3, loss=False), "bf16", **port), title, phrase)
+def test_a_scale_by_layer_a_shifted_cache_and_a_layer_that_is_left_out_are_told(layers, port, title, phrase):
+    tells(decoders(Options(layers=layers, loss=False), "bf16", **port), title, phrase)
 
 
 # Experts, of which one that all tokens share is right.
