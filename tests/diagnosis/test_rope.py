@@ -35,9 +35,7 @@ LOGITS = Options(layers=3, loss=False)
 # Layers of a decoder that rotate, and that do not, as in SmolLM3, Cohere 2 and Llama 4.
 
 
-@pytest.mark.parametrize(
-    ("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (3, (2,), "bf16"), (2, (0,), "fp8_current")]
-)
+@pytest.mark.parametrize(("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (3, (2,), "bf16"), (2, (0,), "fp16")])
 def test_rope_that_some_layers_lack_is_told_with_these_layers(layers, roped, precision):
     result = decoders(replace(LOGITS, layers=layers), precision, roped=roped)
     tells(result, "rope-missing")
@@ -77,7 +75,7 @@ def test_queries_and_keys_that_are_permuted_in_one_layer_are_told_with_it(loss):
         permuted = name in ("layers.1.q.weight", "layers.1.k.weight")
         return parity.rope_halves(name, head_dim=HEAD_DIM) if permuted else name
 
-    result = decoders(Options(layers=3, loss=loss), "fp32", mapped=mapped)
+    result = decoders(Options(loss=loss), "fp32", mapped=mapped)
     tells(result, "rope-layout", 'map "layers.1.q.weight" to "layers.1.q.weight"')
 
 
@@ -157,7 +155,7 @@ def in_row(row: int, other: Positions) -> Positions:
         (in_row(1, from_starts(0, 9)), False, "they begin again at [9] in row 1 of the batch."),
         *(
             (from_starts(0, *starts), False, f"they begin again at {list(starts)}.")
-            for starts in ((3,), (13,), (7, 17), (5, 10, 15, 20), (4, 9, 20))
+            for starts in ((3,), (13,), (5, 10, 15, 20), (4, 9, 20))
         ),
     ],
 )
