@@ -263,8 +263,8 @@ def test_hugging_faces_model_with_labels(precision):
         )
 
     sizes = (dict(batch=2, shifted_twice=False), dict(batch=2, shifted_twice=True))
-    results = parity.compare(parity.Case("llama", factory, sizes=sizes), [precision], seeds=[0, 1], diagnose=False)
-    assert [result.status for result in results] == ["passed", "passed", "failed", "failed"]
+    results = parity.compare(parity.Case("llama", factory, sizes=sizes), [precision], diagnose=False)
+    assert [result.status for result in results] == ["passed", "failed"]
     assert all("d lm_head.weight of output[loss]" in {x.label for x in result.tensors} for result in results)
     assert all(x.passed for result in results for x in result.tensors if x.label.endswith("output[logits]"))
 
