@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import forked
 import pytest
 from plugin_runs import (
     AVAILABLE,
@@ -129,9 +128,9 @@ def test_an_emulated_gpu_that_does_not_exist_is_refused_once(
 ) -> None:
     monkeypatch.setenv(variable, value)
     write(pytester, PAIRS)
-    ran = forked.run("-m", "pytest", *plugin_arguments(), "my_pairs.py", "-n", "2", folder=pytester.path)
-    assert ran.returncode == pytest.ExitCode.USAGE_ERROR
-    pytest.LineMatcher(ran.stderr.splitlines()).fnmatch_lines([f"ERROR: {variable}='{value}' {told}"])
+    result = pytester.runpytest_subprocess(*plugin_arguments(), "my_pairs.py", "-n", "2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {variable}='{value}' {told}"])
 
 
 def test_a_report_whose_folder_is_lost_meanwhile_is_saved_elsewhere_with_the_whole_record(
