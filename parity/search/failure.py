@@ -62,13 +62,21 @@ class Budget:
         """Return so much of this budget from now on, whatever is spent of it."""
         return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began, self.began_here)
 
+    def longer_by(self, seconds: float) -> Budget:
+        """Return this budget with so many seconds more."""
+        return replace(self, seconds=self.seconds + seconds)
+
+    @property
+    def passed(self) -> float:
+        """How many seconds have passed since it began."""
+        return self.clock.seconds - self.began
+
     def spent(self) -> bool:
         """Return whether it is spent, or the search has reached its limit of real time; remember that
         in ``exceeded``.
         """
         here = time.process_time() - self.began_here
-        nominal = self.clock.seconds - self.began
-        self.exceeded = self.exceeded or nominal > self.seconds or here > _SLOWEST_MACHINE * self.seconds
+        self.exceeded = self.exceeded or self.passed > self.seconds or here > _SLOWEST_MACHINE * self.seconds
         self.exceeded = self.exceeded or self.clock.is_over()
         return self.exceeded
 

@@ -47,6 +47,9 @@ CHECKS_FOR_SEARCH = 10.0
 CHECKS_FOR_THE_REST = 4.0
 """A search for wrong gradients, or for roundings, may compute so many checks."""
 
+CHECKS_FOR_PARTS = 2.0
+"""The same for mistakes in a part of their place, tried before two mistakes at once."""
+
 CHECKS_FOR_BORDERS = 1.0
 """The same for the borders of a port's sequences, and for positions that begin again."""
 
@@ -63,7 +66,6 @@ _SPENT_BY_ONE = 0.92  # the share of the budget after which two mistakes at once
 _AT_ONE_PLACE = 0.6  # the share of a stage's budget for mistakes at single places
 _FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are tried at several, where one helps
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
-_FOR_PARTS = 0.3  # of the whole budget, at most
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell the right one from others
 _LIKELY_PAIRS = 16  # pairs of mistakes, by what each does alone
@@ -132,7 +134,10 @@ def explanations(
     ranked: list[Ranked] = []
     with_constants: list[Ranked] = []
     found = _by_stages(search, known, budget, ordered, ranked, with_constants)
-    found = found or _in_parts(search, [one for _, (one,) in ranked], budget.more(_FOR_PARTS))
+    if not found:
+        of_parts = failure.budget(CHECKS_FOR_PARTS)
+        found = _in_parts(search, [one for _, (one,) in ranked], of_parts)
+        budget = budget.longer_by(of_parts.passed)
     found = found or _in_pairs(search, known, budget, ranked)
     if screened is not None and not found:
         fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
