@@ -24,8 +24,8 @@ ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 GRID_ROPE_BASES = (100.0, 10_000.0)
 """Bases of rotations by rows and columns: DINOv3's and EVA-02's, and that of most others."""
 
-ROPE_SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of a head's channels that models rotate."""
+ROPE_SHARES = (0.25, 0.5, 0.75, 1.0, 0.375, 0.125, 0.625, 0.875)
+"""Shares of a head's channels that models rotate, and the eighths between them."""
 
 LLAMA3_LENGTHS, YARN_LENGTHS = (8192.0,), (4096.0, 32768.0)
 """Lengths that models were trained with before their frequencies were scaled."""

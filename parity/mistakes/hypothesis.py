@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, ordinal
 
 # A hypothesis is a known mistake of ports: a change under which the reference computes what such a port would.
@@ -90,6 +91,27 @@ def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
         tuned=with_another if all(tuned) else None,
         place=places,
     )
+
+
+def in_part(one: Edit, dim: int, indices: Collection[int], count: int | None = None) -> Edit:
+    """Return the edit made at some indices of a dimension of what its call returns alone.
+
+    Args:
+        one: the edit.
+        dim: the dimension, from 0.
+        indices: of so many as ``count`` says, each of which stands for as many of the call's.
+        count: None for as many as the call returns.
+    """
+
+    def compute(was: Tensor, *values: Tensor) -> Tensor:
+        size = was.shape[dim]
+        each, rest = divmod(size, count or size)
+        if rest or not each:
+            raise Misfit(f"{size} indices in the place of {count}")
+        inside = torch.tensor([index // each in indices for index in range(size)], device=was.device)
+        return torch.where(inside.view(-1, *[1] * (was.dim() - dim - 1)), one.compute(was, *values), was)
+
+    return replace(one, compute=compute, of=None)
 
 
 def _by_numbers(place: str) -> list[tuple[str, int]]:

@@ -215,8 +215,8 @@ def _with_z_loss(factor: float) -> Mistake[CrossEntropy]:
     return Mistake(
         "z-loss",
         f"z-loss {factor:.4g}",
-        f"add nothing to the cross entropy, as the reference does; the logits' squared logsumexp times {factor:.4g} "
-        "is added",
+        f"add to the cross entropy no more than the reference does; the logits' squared logsumexp times {factor:.4g} "
+        "is added to that",
         having(z_loss=factor),
     )
 

@@ -100,17 +100,6 @@ def counted_from(starts: Sequence[int]) -> Edits:
     return with_angles(phases)
 
 
-def in_rows(one: Edit, rows: Sequence[int]) -> Edit:
-    """Return the edit made in these rows of the batch (the first dimension of what the call returns) alone."""
-
-    def compute(was: Tensor, *values: Tensor) -> Tensor:
-        chosen = torch.zeros(len(was), dtype=torch.bool, device=was.device)
-        chosen[list(rows)] = True
-        return torch.where(chosen.view(-1, *[1] * (was.dim() - 1)), one.compute(was, *values), was)
-
-    return replace(one, compute=compute)
-
-
 def _divided_by(factor: float) -> Mistake[Rotation]:
     return Mistake(
         "rope-position",

@@ -9,10 +9,10 @@ from itertools import accumulate, pairwise
 import torch
 
 from parity.mistakes.attention import Attention, attentions, traced_bias
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, in_part
 from parity.mistakes.masks import hidden_keys, is_of_sequences, lengths_of, segments_instead
 from parity.mistakes.packed import Packed, packed_attentions
-from parity.mistakes.rope import counted_from, in_rows
+from parity.mistakes.rope import counted_from
 from parity.mistakes.rotation import Rotation, rotations
 from parity.mistakes.trial import outputs_under
 from parity.search.failure import Budget, Failure, few_outputs
@@ -120,7 +120,7 @@ def turned_from(starts: Sequence[int], turned: Sequence[Rotation], rows: Sequenc
         "rope-position",
         f"rope positions beginning again at {again}{where}",
         f"rotate by the reference's positions; they begin again at {again}{where}",
-        tuple(in_rows(one, rows) for one in found) if rows else tuple(found),
+        tuple(in_part(one, 0, rows) for one in found) if rows else tuple(found),
     )
 
 

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parity.mistakes.attention import Attention
-from parity.mistakes.hypothesis import Hypothesis, ordinal
+from parity.mistakes.hypothesis import Hypothesis, in_part, ordinal
 from parity.mistakes.rotation import Rotation
 from parity.mistakes.trial import differentiable_outputs
 from parity.numerics.errors import norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.search.screen import TINY, Screen
-from parity.trace.calls import Misfit
 from parity.trace.trace import Edit
 from parity.trace.walk import grouped
 
@@ -258,7 +257,7 @@ def _made_in(
 
     def divided(edit: Edit) -> Edit:
         key = where(edit)
-        return edit if dim is None else _at(edit, dim, frozenset(chosen[key]), counts[key])
+        return edit if dim is None else in_part(edit, dim, chosen[key], counts[key])
 
     return replace(
         one,
@@ -270,19 +269,6 @@ def _made_in(
         place=place,
         family=(one.name, one.repair),
     )
-
-
-def _at(edit: Edit, dim: int, indices: frozenset[int], count: int) -> Edit:
-    """Return an edit that changes some indices of a dimension alone; each of the ``count`` may stand for several."""
-
-    def compute(was: Tensor, *values: Tensor) -> Tensor:
-        each, rest = divmod(was.shape[dim], count)
-        if rest or not each:
-            raise Misfit(f"{was.shape[dim]} indices in the place of {count}")
-        inside = torch.tensor([index // each in indices for index in range(was.shape[dim])], device=was.device)
-        return torch.where(inside.view(-1, *[1] * (was.dim() - dim - 1)), edit.compute(was, *values), was)
-
-    return replace(edit, compute=compute, of=None)
 
 
 def _axis(failure: Failure, edit: Edit, shape: torch.Size, dim: int) -> str:
