@@ -62,11 +62,12 @@ def test_two_cheap_rows_are_judged_and_reported(tmp_path: Path):
 def test_a_wrong_fact_misnames_and_a_title_alone_lacks_the_place():
     row = next(row for row in TABLES["partial"] if row.name == "one head not causal")
 
-    def outcome(title: str, message: str, status: str = "failed") -> str:
-        return Judged(row, Said(status, 2.0, ((title, message),), "", 0.0)).outcome
+    def outcome(title: str, message: str, status: str = "failed", sure: bool = True) -> str:
+        return Judged(row, Said(status, 2.0, ((title, message, sure),), "", 0.0)).outcome
 
     assert outcome("mask", "head 1 sees later keys") == "named"
     assert outcome("mask", "it is not causal") == "no place"
     assert outcome("window", "head 1 has another") == "misnamed"
+    assert outcome("window", "head 1 has another", sure=False) == "doubted"
     assert outcome("unexplained", "head 1") == "unnamed"
     assert outcome("mask", "", "passed") == "not detected"

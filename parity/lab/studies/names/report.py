@@ -36,31 +36,31 @@ class Judged:
         return self.said.status == "failed"
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
-        """The findings that name a cause and are told as a fact, not as something that would look alike."""
-        return [
-            (title, message)
-            for title, message in self.said.findings
-            if CODES.get(title) not in UNEXPLAINED and "computes as if" not in message
-        ]
+    def causes(self) -> list[tuple[str, str, bool]]:
+        """The findings that name a cause, with whether it is told as a fact."""
+        return [finding for finding in self.said.findings if CODES.get(finding[0]) not in UNEXPLAINED]
 
     @property
     def outcome(self) -> str:
-        """``named`` if the first fact is right, ``misnamed`` if it is wrong, ``second`` if a later one is right,
-        ``no place`` if only the place or the number is missing, ``unnamed`` without a fact, or ``not detected``.
+        """``named`` if the first cause is right, ``no place`` if only its place or its number is missing, ``second`` if
+        a later one is right, ``misnamed`` if a wrong one is told as a fact, ``doubted`` if it is told with doubts,
+        ``unnamed`` without a cause, or ``not detected``.
         """
         if not self.detected:
             return "not detected"
-        if not self.facts:
+        if not self.causes:
             return "unnamed"
-        if self.row.is_named_by(*self.facts[0]):
+        title, message, is_fact = self.causes[0]
+        if self.row.is_named_by(title, message):
             return "named"
-        if self.facts[0][0] in self.row.titles:
+        if title in self.row.titles:
             return "no place"
-        return "second" if any(self.row.is_named_by(*fact) for fact in self.facts) else "misnamed"
+        if any(self.row.is_named_by(*cause[:2]) for cause in self.causes):
+            return "second"
+        return "misnamed" if is_fact else "doubted"
 
 
-OUTCOMES = ("named", "no place", "second", "misnamed", "unnamed", "not detected")
+OUTCOMES = ("named", "no place", "second", "doubted", "misnamed", "unnamed", "not detected")
 
 
 def write(found: Mapping[Judgement, Said], settings: Settings, folder: Path) -> Path:
@@ -82,7 +82,8 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
     yield (
         "*Named*: the first finding that names a cause has the right title, tells the number and says at which part of "
         "a place the mistake is. *No place*: the title is right, but the number or the part is not told. *Second*: the "
-        "right name comes, but another one first. *Misnamed*: another cause is told as a fact. *Unnamed*: the port "
+        "right name comes, but another one first. *Doubted*: another cause is told, with what speaks against it. "
+        "*Misnamed*: another cause is told as a fact. *Unnamed*: the port "
         "fails, and no cause is told (PAR501, PAR502). A row that is not judged yet counts nowhere."
     )
     yield "## Rates"
@@ -96,14 +97,16 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
 
 
 def _judged(
-    found: Mapping[Judgement, Said], names: Sequence[str], precision: str, searched: bool = True
+    found: Mapping[Judgement, Said], names: Sequence[str], precision: str, only_searched: bool = True
 ) -> list[Judged]:
+    """Return the outcomes of these tables' rows, each once; a verdict is the same whether its cause is searched for."""
     rows = {row.name for name in names for row in TABLES[name]}
-    return [
-        Judged(ROWS[one.row], said)
+    said = {
+        one.row: said
         for one, said in found.items()
-        if one.row in rows and one.precision == precision and one.searched == searched
-    ]
+        if one.row in rows and one.precision == precision and (one.searched or not only_searched)
+    }
+    return [Judged(ROWS[name], each) for name, each in said.items()]
 
 
 def _rates(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[list[str]]:
@@ -117,12 +120,12 @@ def _rates(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[list
 
 
 def _right_ports(found: Mapping[Judgement, Said]) -> Iterator[str]:
-    right = {one: said for one, said in found.items() if not one.row and not one.searched}
+    right = {(one.host, one.precision): said for one, said in found.items() if not one.row}
     if not right:
         return
     rejected = [
-        f"`{one.host}` at `{one.precision}` ({said.status}: {said.reason or said.findings})"
-        for one, said in right.items()
+        f"`{host}` at `{precision}` ({said.status}: {said.reason or said.findings})"
+        for (host, precision), said in right.items()
         if said.status != "passed"
     ]
     yield "## Right ports"
@@ -130,7 +133,7 @@ def _right_ports(found: Mapping[Judgement, Said]) -> Iterator[str]:
 
 
 def _detection(found: Mapping[Judgement, Said], precision: str) -> Iterator[str]:
-    judged = _judged(found, tuple(TABLES), precision, searched=False)
+    judged = _judged(found, tuple(TABLES), precision, only_searched=False)
     if not judged:
         return
     missed = [one for one in judged if not one.detected]
@@ -158,6 +161,6 @@ def _others(found: Mapping[Judgement, Said], name: str, precision: str) -> Itera
 
 
 def _first(one: Judged) -> tuple[str, str]:
-    title, message = (one.facts or one.said.findings or [("nothing", "")])[0]
+    title, message, _ = (one.causes or one.said.findings or [("nothing", "", False)])[0]
     message = " ".join(message.split()).replace("|", "\\|")
     return title, message if len(message) <= _LONG else f"{message[:_LONG]}…"

@@ -77,14 +77,14 @@ class Said:
     Attributes:
         status: ``passed``, ``failed`` or ``error``.
         margin: the largest.
-        findings: titles and messages, the first first.
+        findings: titles, messages, and whether they are told as a fact, the first first.
         reason: of an error.
         seconds: processor time of the search for the cause.
     """
 
     status: str
     margin: FourDigits
-    findings: tuple[tuple[str, str], ...]
+    findings: tuple[tuple[str, str, bool], ...]
     reason: str
     seconds: FourDigits
 
@@ -136,5 +136,5 @@ def said_of(one: Judgement) -> Said:
     began = time.process_time()
     result = explain_at(judged, 0.0 if one.searched else None)
     seconds = time.process_time() - began
-    findings = tuple((finding.title, finding.message) for finding in result.findings)
+    findings = tuple((one.title, one.message, one.sure) for one in result.findings)
     return Said(result.status, result.margin, findings, result.reason, seconds)
