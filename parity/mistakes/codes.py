@@ -39,6 +39,7 @@ CODES = {
     "norm-missing": "PAR206",
     "norm-order": "PAR207",
     "norm-groups": "PAR208",
+    "norm-twice": "PAR209",
     "mask": "PAR211",
     "mask-corner": "PAR212",
     "mask-polarity": "PAR213",

@@ -39,8 +39,8 @@ INTERPOLATION_FACTORS = (2.0, 4.0, 8.0)
 SOFTCAPS = (30.0, 50.0)
 """Gemma 2's caps of logits and of scores."""
 
-GATE_LIMITS = (7.0, 10.0)
-"""Limits of clamped gated units: gpt-oss's, and another common one."""
+GATE_LIMITS = (7.0, 10.0, 2.0)
+"""Limits of clamped gated units: gpt-oss's, another common one, and one from which a search reaches smaller ones."""
 
 LEAKY_SLOPE = 0.01
 """PyTorch's slope of leaky ReLU."""

@@ -125,7 +125,7 @@ def _by_numbers(place: str) -> list[tuple[str, int]]:
 Operation = TypeVar("Operation")
 _Changed = TypeVar("_Changed", contravariant=True)
 
-MOST_PLACES = 8
+MOST_PLACES = 16
 """If an operation occurs oftener, no single occurrence is tried: ports repeat their mistakes layer by layer."""
 
 

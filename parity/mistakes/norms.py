@@ -51,6 +51,7 @@ class Norm:
         statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
         root: dtype to which the reciprocal root is rounded; None for the computation's own.
         before_gain: dtype to which the normalised value is rounded before it is scaled; None for the computation's own.
+        times: how often the norm is applied, one on the result of the other.
     """
 
     call: Call
@@ -65,10 +66,13 @@ class Norm:
     statistics: torch.dtype | None = None
     root: torch.dtype | None = None
     before_gain: torch.dtype | None = None
+    times: int = 1
 
     def compute(self, x: Tensor, *parameters: Tensor) -> Tensor:
         """Return the norm of ``x``, given its gain and bias if it has them."""
-        return self.scaled(self.normalized(x), *parameters)
+        for _ in range(self.times):
+            x = self.scaled(self.normalized(x), *parameters)
+        return x
 
     def normalized(self, x: Tensor) -> Tensor:
         """Return the norm of ``x`` before gain and bias."""
@@ -230,6 +234,12 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "norm missing",
         "add the norm that the reference has; TE's module passes on what it is given",
         lambda norm: (edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),),
+    )
+    yield Mistake(
+        "norm-twice",
+        "norm twice",
+        "apply the norm once, as the reference does; its result is normalised and scaled again",
+        having(lambda norm: norm.gain is not None, times=2),
     )
 
 

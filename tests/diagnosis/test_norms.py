@@ -74,6 +74,34 @@ def test_tes_layer_norm_in_the_place_of_one_that_divides_by_n_minus_1_is_told(re
     assert phrase in result.findings[0].message
 
 
+# A norm whose result is normed again, as by a fused TE module after a norm that a port has kept.
+
+
+class Head(nn.Module):
+    """A norm, perhaps applied again, and a linear layer."""
+
+    def __init__(self, linear: Any, norm: Callable[..., nn.Module], times: int = 1) -> None:
+        super().__init__()
+        self.norm, self.head = norm(WIDTH), linear(WIDTH, 96, bias=False)
+        nn.init.normal_(self.norm.weight, 1.0, 0.3)
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.norm(x)
+        return self.head(x)
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize(("times", "title"), [(1, "passed"), (2, "norm-twice")])
+def test_a_norm_that_is_applied_again_is_told(norm, times, title, precision):
+    result = compared(
+        lambda: Head(nn.Linear, norm), lambda te: Head(te.Linear, norm, times), normal((2, 24, WIDTH)), precision
+    )
+    tells_only(result, title)
+
+
 # The eps of TE's norm where it matters, in one norm and in the norms of all layers but the last.
 
 

@@ -266,7 +266,7 @@ KINDS = (
     _kind("routing weights twice", "experts", ("routing-weights",), weighted="twice"),
     # Whole models.
     _kind("logits not divided", "granite", _FACTOR, logits_divided=1.0),
-    _kind("final norm twice", "llama", ("norm-order", "norm-missing", "operation", "post-norm"), final_norms=2),
+    _kind("final norm twice", "llama", ("norm-twice", "norm-missing", "operation"), final_norms=2),
     _kind("final norm in each layer", "llama", ("norm-order", "post-norm", "operation"), normed_again=True),
     _kind("no final norm", "gpt", ("norm-missing",), final_norms=0),
     _kind("logits' softcap missing", "gemma", ("softcap",), logits_softcap=None),
