@@ -231,7 +231,8 @@ def test_a_flash_kernel_takes_the_mean_gradient_of_a_row_from_its_stored_output(
     unnormalized = torch.tensor(math.exp(-0.7 * sinks))  # the sink is the largest of its row
     stored = bf16(unnormalized) / unnormalized * p
     expected = p * ((d * v).sum() - (d * bf16(stored * v)).sum())
-    torch.testing.assert_close(score.grad.flatten(), expected.view(1), rtol=1e-4, atol=1e-6)
+    # 64 products of about 1 are summed twice: FP32's own roundings leave a few millionths, those of O ten thousandths.
+    torch.testing.assert_close(score.grad.flatten(), expected.view(1), rtol=1e-4, atol=1e-5)
 
 
 def test_passes_with_one_rounding_share_what_they_read_of_weights():
