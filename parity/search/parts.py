@@ -61,10 +61,10 @@ def _likely(screen: Screen, known: Sequence[Hypothesis]) -> list[Hypothesis]:
     error, effects = screen.effects.error, screen.effects.known
     size = torch.linalg.vector_norm(error).clamp(min=TINY)
     factors, cosines = {}, {}
-    for one in filter(_can_be_divided, known):
-        along = (effects[one] @ error / size).item() if one in effects else 0.0
+    for one in (one for one in known if one in effects and _can_be_divided(one)):
+        along = (effects[one] @ error / size).item()
         factors[one] = along / size.item()
-        cosines[one] = along / max(torch.linalg.vector_norm(effects[one]).item(), TINY) if one in effects else 0.0
+        cosines[one] = along / max(torch.linalg.vector_norm(effects[one]).item(), TINY)
     exact = [one for one, factor in factors.items() if 1.0 / _LARGEST_FACTOR < factor < _LARGEST_FACTOR]
     exact.sort(key=lambda one: abs(factors[one] - 1.0))
     others = [one for one, cosine in cosines.items() if one.tuned is not None and cosine > _LEAST_COSINE]

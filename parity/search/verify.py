@@ -66,24 +66,25 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     Returns:
         None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
     """
-    golden = tensors_under(failure.prepared, combination)
-    models = [
-        tensors_under(failure.prepared, combination, failure.precision, freedom=freedom) for freedom in failure.freedoms
-    ]
+    golden, computed = tensors_under(failure.prepared, combination), _models(failure, combination)
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
     if not all(bool(x.isfinite().all()) for x in golden.values()):  # a port that is judged computes finite values
         return None
-    computed = [model for model in models if model is not None]
     if not computed:  # it cannot be computed in FP32
         return None
     judged = _judged(failure, combination, golden, computed)
     before = {(result.kind, result.name): result for result in failure.results}
     if not _is_explained(failure, before, judged, golden):
         return None
-    if not _helps_on_probe(failure.on_probe, combination) or not _helps_as_drawn(failure.on_drawn, combination):
+    if not _helps_on_probe(failure.on_probe, combination):
         return None
-    drawn = [] if failure.on_drawn is None else _as_drawn(failure.on_drawn, combination)
+    drawn: Sequence[TensorResult] = ()
+    if failure.on_drawn is not None:
+        golden_as_drawn = tensors_under(failure.on_drawn.prepared, combination)
+        if not _helps_as_drawn(failure.on_drawn, golden_as_drawn):
+            return None
+        drawn = _as_drawn(failure.on_drawn, combination, golden_as_drawn)
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
     misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
     return Explanation(
@@ -96,11 +97,16 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     )
 
 
-def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...]) -> Sequence[TensorResult]:
+def _models(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tensors]:
+    """Return what the rounding model computes under hypotheses, for each kind of kernels for which it can."""
+    given = failure.prepared, combination, failure.precision
+    models = (tensors_under(*given, freedom=freedom) for freedom in failure.freedoms)
+    return [model for model in models if model is not None]
+
+
+def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors | None) -> Sequence[TensorResult]:
     """Judge the candidate under hypotheses that explain probing inputs on the inputs as they were drawn."""
-    golden = tensors_under(failure.prepared, combination)
-    models = [tensors_under(failure.prepared, combination, failure.precision, freedom=one) for one in failure.freedoms]
-    computed = [model for model in models if model is not None]
+    computed = [] if golden is None else _models(failure, combination)
     return [] if golden is None or not computed else _judged(failure, combination, golden, computed)
 
 
@@ -190,15 +196,12 @@ def _takes_most(was: TensorResult, result: TensorResult) -> bool:
     return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
 
 
-def _helps_as_drawn(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
+def _helps_as_drawn(failure: Failure, golden: Tensors | None) -> bool:
     """Return whether what explains probing inputs halves what is far too large on the others, gradients included."""
-    far_off = [] if failure is None else list(filter(_is_far_off, failure.results))
-    if failure is None or not far_off:
-        return True
-    golden = tensors_under(failure.prepared, combination)
+    far_off = [(one.kind, one.name) for one in failure.results if _is_far_off(one)]
     if golden is None:
-        return False
-    return all(_share_left(failure, (one.kind, one.name), golden[one.kind, one.name]) <= _HELPS_MUCH for one in far_off)
+        return not far_off
+    return all(_share_left(failure, key, golden[key]) <= _HELPS_MUCH for key in far_off)
 
 
 def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float:

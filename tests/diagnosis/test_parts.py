@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ports import FP32_AND_BF16, normal, tells_only, twins
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 import parity
@@ -155,7 +156,7 @@ def test_nobody_writes_such_numbers(number):
     assert not is_written(number)
 
 
-def test_records_without_doubts_are_read(tmp_path):
-    finding = parity.Finding("PAR241", "bias-dropped", "add it")
+def test_a_finding_of_a_record_without_doubts_is_read_as_a_fact():
+    finding = TypeAdapter(parity.Finding).validate_python(dict(code="PAR241", title="bias-dropped", message="add it"))
     assert finding.sure
     assert replace(finding, sure=False).name == "PAR241 bias-dropped (perhaps)"
