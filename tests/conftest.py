@@ -20,6 +20,14 @@ settings.load_profile("parity")
 os.environ[VARIABLE] = "0"
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Give each test the same random numbers, whatever ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The plugin compares nothing, and what is declared meanwhile is forgotten."""

@@ -303,8 +303,11 @@ SUMS = {
 
 @pytest.mark.parametrize(("residual_sum", "names"), SUMS.values(), ids=SUMS)
 def test_the_model_rounds_where_the_port_adds_the_bias(residual_sum, names):
-    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, 16, WIDTH).bfloat16()
-    layer.bfloat16()
+    # Numbers whose products sum exactly in FP32, in whatever order a machine sums them.
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randint(-64, 65, (2, 16, WIDTH)).bfloat16() / 16
+    with torch.no_grad():
+        for parameter in layer.bfloat16().parameters():
+            parameter.copy_(torch.randint(-64, 65, parameter.shape) / 256)
     with plain_calls(torch.bfloat16) as seen:
         right = residual_sum(x.requires_grad_(), F.linear(x, layer.weight), layer.bias)
     assert names <= seen
