@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -51,7 +51,7 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, Determinism, Finding, Result, TensorResult
+from parity.result import PROBED, Determinism, Finding, Result, TensorResult, as_printable
 from parity.te import Backend, Kernels
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
 from parity.te.device_errors import classify
@@ -60,7 +60,7 @@ from parity.te.state import Recomputes, own_recipes
 from parity.trace import effects
 from parity.trace.effects import RandomState
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
-from parity.user_error import INTERRUPTS, UserError
+from parity.user_error import INTERRUPTS, UserError, raised, said
 
 NOT_SEARCHED = "the cause was not searched for, as diagnose=False or --parity-diagnosis=no asks"
 
@@ -158,10 +158,9 @@ def judge_at(
     began = time.perf_counter()
     asked = Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
     with usual_modes():
-        judged = _judged_in_parts(asked)
-        return dataclasses.replace(
-            judged, result=dataclasses.replace(judged.result, seconds=time.perf_counter() - began)
-        )
+        judged = _unless_raised(lambda: _judged_in_parts(asked), partial(_broken_off, asked))
+        result = dataclasses.replace(judged.result, seconds=time.perf_counter() - began)
+        return dataclasses.replace(judged, result=as_printable(result))
 
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
@@ -175,8 +174,45 @@ def explain_at(judged: Judged, diagnosis: float | None) -> Result:
         return dataclasses.replace(result, notes=(*result.notes, NOT_SEARCHED))
     began = time.perf_counter()
     with usual_modes():
-        explained = _explained_in_parts(judged, diagnosis)
-        return dataclasses.replace(explained, seconds=result.seconds + time.perf_counter() - began)
+        explained = _unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(_without_cause, result))
+        seconds = result.seconds + time.perf_counter() - began
+        return as_printable(dataclasses.replace(explained, seconds=seconds))
+
+
+_Told = TypeVar("_Told")
+
+
+def _unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException], _Told]) -> _Told:
+    """Return what this returns or, whatever it raises, what is known nevertheless; only Ctrl-C ends a comparison.
+
+    Each call of a pair's code may be the one that raises, and what it raises may be anything. So steps need not tell
+    what each of them may raise, and a comparison always has a result.
+    """
+    try:
+        return run()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        forget()  # a pass may have left the reference half changed
+        return otherwise(error)
+
+
+def _broken_off(asked: Asked, error: BaseException) -> Judged:
+    """Return the error of a comparison that raised where no step expects it, as in a later call of the candidate."""
+    whose = "the pair's code" if users_line(error) else "parity itself, by mistake or on an unusual tensor,"
+    reason = f"{whose} raised {_raised_at(error)}"
+    return Judged(asked.result("error", reason=reason, traceback=way_there(error), device_error=classify(error)))
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return what was raised, and the user's line that was running."""
+    return "; at ".join(filter(None, (raised(error), users_line(error))))
+
+
+def _without_cause(verdict: Result, error: BaseException) -> Result:
+    """Return the verdict, which stands whatever became of the search for its cause."""
+    note = f"the search for the cause raised {_raised_at(error)}"
+    return dataclasses.replace(verdict, notes=(*verdict.notes, note), device_error=classify(error))
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,18 +347,18 @@ def _compared(asked: Asked) -> Judged:
     try:
         ran = _run(asked)
     except NotOffered as error:
-        return Judged(asked.result("skipped", reason=str(error)))
+        return Judged(asked.result("skipped", reason=said(error)))
     except UserError as error:
-        return Judged(asked.result("error", reason=str(error)))
+        return Judged(asked.result("error", reason=said(error)))
     except _PassRaised as error:
         forget()  # the pass may have left the reference half changed
         cause = error.__cause__ or error
-        told = asked.result("error", reason=str(error), traceback=way_there(cause), device_error=classify(cause))
+        told = asked.result("error", reason=said(error), traceback=way_there(cause), device_error=classify(cause))
         return Judged(told)
     try:
         judged = _judged(asked, ran)
     except UserError as error:  # the table has no law for it
-        judged = Judged(asked.result("error", reason=str(error)))
+        judged = Judged(asked.result("error", reason=said(error)))
     result = dataclasses.replace(judged.result, attention=ran.attention, determinism=ran.determinism)
     return dataclasses.replace(judged, result=result)
 
@@ -396,11 +432,12 @@ def _advice(error: BaseException) -> str:
     that is not recomputed as it was computed, or about a graph that an earlier call has left; else return an empty
     text.
     """
-    if "backward through the graph a second time" in str(error):
+    text = said(error)
+    if "backward through the graph a second time" in text:
         return "the module keeps what it computed in an earlier call, with its graph: compute it anew in each call"
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
-    if "FP8 execution requires" not in str(error):
+    if "FP8 execution requires" not in text:
         return ""
     return "pad the tokens, give a size that fits, or leave FP8 out for this pair: precisions=[...] in @parity.pair"
 
@@ -445,13 +482,28 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
         judged = judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn, leaning)
         return gradients_of(asked.case, judged)
 
-    first_look, models, port = judge_by(ran.models), ran.models, Port()
-    passed = all(tensor.passed for tensor in first_look)
-    if not passed or rounding_chooses(prepared, precision.rounding):
-        port = _seen_of_port(asked, prepared)
-        if port.steps is not None and not passed:
-            models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
-            first_look = judge_by(models)
+    first_look = judge_by(ran.models)
+    if all(tensor.passed for tensor in first_look):
+        if not rounding_chooses(prepared, precision.rounding):
+            return _Verdicts(first_look, Port(), ())
+        return _looked_at_again(asked, ran, judge_by, first_look)
+
+    def first_look_alone(error: BaseException) -> _Verdicts:
+        told = f"a second look, which tells chance from a mistake, raised {_raised_at(error)}; the first one counts"
+        return _Verdicts(first_look, Port(), (told,))
+
+    return _unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
+
+
+def _looked_at_again(
+    asked: Asked, ran: _Ran, judge_by: Callable[..., tuple[TensorResult, ...]], first_look: tuple[TensorResult, ...]
+) -> _Verdicts:
+    """Return the verdicts by what this port was seen to do, and by what other kernels or other roundings may do."""
+    prepared, precision, models = ran.prepared, asked.precision, ran.models
+    port = _seen_of_port(asked, prepared)
+    if port.steps is not None and not all(tensor.passed for tensor in first_look):
+        models = [run_model(prepared, precision.rounding, one) for one in Port(steps=port.steps).freedoms]
+        first_look = judge_by(models)
     alike = first_look
     if port.choices.compared:
         models = choosing_alike(prepared, precision.rounding, port)
@@ -463,7 +515,7 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
     by_kernels = remark(on_plain_kernels, alike, as_kernels_lean(precision.rounding))
     noisy = noisy_sums(precision.rounding) if asked.other_kernels else ()
     tensors = second_look(alike, models, judge_again, prepared, precision.rounding, port, noisy)
-    if tensors is not alike and made_by_port_alone(alike, prepared, known, precision.dtype):
+    if tensors is not alike and made_by_port_alone(alike, prepared, ran.known, precision.dtype):
         tensors, port = alike, dataclasses.replace(port, plain=())
     by_chance = remark(alike if by_kernels else first_look, tensors, BY_CHANCE)
     owed = by_kernels, by_chance, port.steps.remark if port.steps else ""
@@ -535,7 +587,7 @@ def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> b
     return all(tensor.passed for tensor in judged)
 
 
-def _searched(tensors: Sequence[TensorResult], by_average: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
+def _to_explain(tensors: Sequence[TensorResult], by_average: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
     """Return the verdicts that a search is to explain.
 
     Where some tensor fails by more, one that fails in a small slice alone counts as passed: it is no better evidence
@@ -548,6 +600,11 @@ def _searched(tensors: Sequence[TensorResult], by_average: Sequence[TensorResult
 
 
 def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
+    """Return a failure with its findings and the search's notes, or with a note that says how the search broke off."""
+    return _unless_raised(lambda: _searched_for(result, unexplained, seconds), partial(_without_cause, result))
+
+
+def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
     """Return a failure with its findings, and the notes of the search for them, which may take so much real time."""
     from parity.search.explanation import explain  # imported at the first failure: most comparisons pass
     from parity.search.failure import Failure
@@ -558,7 +615,7 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
     truths = answerable(golden_truths(prepared), ran.models, ran.candidate)
     by_average = judge(*(truths, ran.models, ran.candidate, precision, asked.calibration, ran.known), by_average=True)
     failure = Failure(
-        _searched(tensors, gradients_of(asked.case, by_average)),
+        _to_explain(tensors, gradients_of(asked.case, by_average)),
         ran.candidate,
         prepared,
         unexplained.seconds,
@@ -572,14 +629,7 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
         remembered = told(ran.recalled, "it returns something else than a new one does")
         return dataclasses.replace(result, findings=(*ran.recomputed, remembered))
     missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of references that were made wrong on purpose
-            found, notes = explain(failure, missed, ran.known, seconds)
-    except INTERRUPTS:
-        raise
-    except BaseException as error:  # the verdict stands, whatever becomes of its explanation
-        forget()  # a pass may have left the reference half changed
-        raised = f"the search for the cause raised {type(error).__name__}: {error}"
-        return dataclasses.replace(result, notes=(*result.notes, raised), device_error=classify(error))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of references that were made wrong on purpose
+        found, notes = explain(failure, missed, ran.known, seconds)
     return dataclasses.replace(result, findings=ran.recomputed + found, notes=(*result.notes, *notes))

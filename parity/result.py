@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter
+
+from parity.user_error import printable
 
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
@@ -268,6 +270,27 @@ def item_name(case: str, precision: str, size_label: str, forced_attention: str 
     """Return ``attention_causal_mha[bf16-2x128x8x64-fused]``; without the last part if TE chooses its attention."""
     forced = f"-{forced_attention}" if forced_attention else ""
     return f"{case}[{precision}-{size_label}{forced}]"
+
+
+Part = TypeVar("Part")
+
+
+def as_printable(part: Part) -> Part:
+    """Return the same result, or part of one, with texts that a terminal can show and a file can hold.
+
+    Names of outputs, and what exceptions say, come from code that may put anything into them.
+    """
+    value: Any = part
+    if isinstance(value, str):
+        value = printable(value)
+    elif type(value) in (tuple, list):
+        value = type(value)(map(as_printable, value))
+    elif type(value) is dict:
+        value = {as_printable(key): as_printable(entry) for key, entry in value.items()}
+    elif type(value).__module__ == __name__:
+        fields = {name: as_printable(entry) for name, entry in vars(value).items()}
+        value = value if fields == vars(value) else dataclasses.replace(value, **fields)
+    return cast(Part, value)
 
 
 def to_json(result: Result) -> dict[str, Any]:

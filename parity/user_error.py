@@ -1,6 +1,8 @@
-"""Tell mistakes of the user from all other exceptions, and write an exception in one line."""
+"""Tell mistakes of the user from all other exceptions, and write what an exception says."""
 
 from __future__ import annotations
+
+import re
 
 from parity.cpu.user_error import UserError  # which imports nothing of parity, so the class lies there
 
@@ -16,9 +18,35 @@ INTERRUPTS = (KeyboardInterrupt, GeneratorExit)
 """These are not mistakes if a user's code raises them; ``sys.exit()`` and ``pytest.skip()`` are."""
 
 
-# An exception in one line, for a cell of a table.
+# What an exception says, as text that a terminal can show and a file can hold.
+
+
+# Control characters but line breaks and tabs, and halves of surrogate pairs, which UTF-8 has no bytes for.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return the text with Python's escapes in the place of what a terminal obeys or a file cannot hold."""
+    if text.isprintable():
+        return text
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def said(error: BaseException) -> str:
+    """Return what an exception says; the code that says it may be a user's, and raise as well."""
+    try:
+        return printable(str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as another:
+        return f"(its __str__ raises {type(another).__name__})"
+
+
+def raised(error: BaseException) -> str:
+    """Return the exception's type and what it says, if anything."""
+    return printable(f"{type(error).__name__}: {said(error)}").removesuffix(": ")
 
 
 def one_line(error: BaseException) -> str:
-    """Return its type and the first line of its message."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    """Return its type and the first line of its message, for a cell of a table."""
+    return f"{type(error).__name__}: {said(error).strip().partition(chr(10))[0]}"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_map_with_path
 
 from parity.te import state
+from parity.user_error import UserError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -267,7 +268,20 @@ def _named_outputs(returned: Any) -> dict[str, Tensor]:
 
 
 def _floating(returned: Any) -> list[Tensor]:
-    return [x for x in leaves_of(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+    """Return the floating-point tensors of what a module returned.
+
+    Raises:
+        UserError: for a tensor of a kind that PyTorch can neither subtract nor differentiate.
+    """
+    found = [x for x in leaves_of(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+    for x in found:
+        if x.is_nested or x.layout is not torch.strided or x.itemsize == 1:
+            kind = "nested" if x.is_nested else str(x.dtype if x.itemsize == 1 else x.layout).removeprefix("torch.")
+            raise UserError(
+                f"a module returns a tensor that is {kind}, which cannot be compared as it is: return a dense one "
+                "in a wider dtype from call_reference and call_candidate"
+            )
+    return found
 
 
 def _numbers(returned: Any, place: str = "") -> dict[str, float]:

@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ending.keep_stderr(config)
     if not hasattr(config, "workerinput") and has_cases(config):
         _check_surroundings(config.stash[_OPTIONS])
-        ending.heed_sigterm(config)
+        ending.heed_signals(config)
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
@@ -273,19 +273,20 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let the results travel with pytest's own report, from xdist's workers too."""
     report = yield
-    if isinstance(item, ParityItem) and call.when == "setup" and report.skipped:
+    if not isinstance(item, ParityItem) or (call.when == "setup" and report.passed) or call.when == "teardown":
+        return report
+    if report.skipped and not item.results:
         told = report.longrepr
         item.results.append(item.skipped(str(told[2] if isinstance(told, tuple) else told)))
-        report.parity_lines = ending.of_item(item)  # type: ignore[attr-defined]
-        item.results.clear()
-    if isinstance(item, ParityItem) and call.when == "call":
-        if report.skipped:
-            path, line, _ = item.reportinfo()
-            report.longrepr = (str(path), line + 1, f"Skipped: {item.results[-1].reason}")
-        report.parity_lines = ending.of_item(item)  # type: ignore[attr-defined]
-        item.results.clear()
-        if ending.BROKEN_BY in item.config.stash:
-            ending.announce(report)
+    elif report.skipped:
+        path, line, _ = item.reportinfo()
+        report.longrepr = (str(path), line + 1, f"Skipped: {item.results[-1].reason}")
+    elif report.failed and call.excinfo is not None:
+        item.note_failure(call.when, call.excinfo.value)
+    report.parity_lines = ending.of_item(item)  # type: ignore[attr-defined]
+    item.results.clear()
+    if ending.BROKEN_BY in item.config.stash:
+        ending.announce(report)
     return report
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -293,15 +294,35 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
 
 
 RECORDER = "parity-recorder"
+_ASKED_TO_END = pytest.StashKey[bool]()
 REASON = "interrupted before all of its seeds were compared"
 
 
-def heed_sigterm(config: pytest.Config) -> None:
-    """Have SIGTERM interrupt this process as SIGINT does, until pytest is done; another handler stays."""
-    here = threading.current_thread() is threading.main_thread()
-    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupt)
-        config.add_cleanup(_end_at_sigterm)
+def heed_signals(config: pytest.Config) -> None:
+    """Have SIGTERM interrupt this process as Ctrl-C does, until pytest is done, and know that it was one of them.
+
+    A handler that somebody else has set stays.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        config.stash[_ASKED_TO_END] = True
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    def give_back(number: signal.Signals, usual: Any) -> None:
+        signal.signal(number, usual)
+
+    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is usual:
+            signal.signal(number, interrupt)
+            config.stash[_ASKED_TO_END] = False
+            config.add_cleanup(partial(give_back, number, usual))
+
+
+def is_asked_to_end(config: pytest.Config) -> bool:
+    """Return whether a ``KeyboardInterrupt`` is a signal's and not a case's own; if this cannot be known, it is."""
+    return config.stash.get(_ASKED_TO_END, True)
 
 
 def keep_finished_seeds(item: ParityItem) -> None:
@@ -344,11 +365,3 @@ def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diar
         complete = [line for line in finished if line.endswith("\n")]  # the worker may be writing another line
         if complete or entry.has_verdict:
             recorder.record({"environment": entry.environment, "results": [*complete, entry.ended_by(REASON)]})
-
-
-def _end_at_sigterm() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)

@@ -16,6 +16,7 @@ from parity.plugin import ending
 from parity.plugin.attempt import attempt
 from parity.plugin.ending import Entry, time_limit
 from parity.plugin.options import Options, Workplace, of
+from parity.user_error import raised
 
 if TYPE_CHECKING:
     from parity.case.case import Case
@@ -121,12 +122,13 @@ class ParityItem(pytest.Item):
         return dataclasses.replace(result, path=self._path_to_show())
 
     def _compare(self, seed: int, calibration: Table) -> Result:
-        """Return the comparison's result; if the device fails outside of the modules' passes, that is the result.
+        """Return the comparison's result; whatever raises, there is one.
 
         A failure is noted before the search for its cause begins, whatever becomes of that.
         """
         from parity.comparison import explain_at, judge_at
         from parity.te.device_errors import classify
+        from parity.trace.whose import way_there
 
         self.verdict = None
         try:
@@ -148,15 +150,14 @@ class ParityItem(pytest.Item):
 
                 torch.cuda.synchronize()  # makes a kernel's error show here, in the item that it belongs to
             return result
-        except Exception as error:
-            device_error = classify(error)
-            raised = f"raised {type(error).__name__}: {error}"
-            if self.verdict is not None:
-                notes = (*self.verdict.notes, f"the search for the cause {raised}")
-                return dataclasses.replace(self.verdict, notes=notes, device_error=device_error)
-            if not device_error:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and ending.is_asked_to_end(self.config):
                 raise
-            return self.without_comparison(raised, device_error)
+            device_error, told = classify(error), f"raised {raised(error)}"
+            if self.verdict is not None:
+                notes = (*self.verdict.notes, f"the search for the cause {told}")
+                return dataclasses.replace(self.verdict, notes=notes, device_error=device_error)
+            return dataclasses.replace(self.without_comparison(told, device_error), traceback=way_there(error))
 
     def cut_short(self, cause: str) -> Result:
         """Return the result of the next seed if something ends its comparison now: the verdict, if there is one."""
@@ -175,7 +176,7 @@ class ParityItem(pytest.Item):
             precision=self.precision.name,
             size=dict(self.checked.size),
             size_label=self.checked.label,
-            seed=self.options.seeds[len(self.results)],
+            seed=self.options.seeds[min(len(self.results), len(self.options.seeds) - 1)],
             backend=self.kernels.backend,
             status="error",
             reason=reason,
@@ -183,6 +184,11 @@ class ParityItem(pytest.Item):
             forced_attention=self.attention or "",
             device_error=device_error,
         )
+
+    def note_failure(self, when: str, error: BaseException) -> None:
+        """Add a result for what failed around the comparisons, such as a fixture, unless one tells already."""
+        if not any(result.status in ("failed", "error") for result in self.results):
+            self.results.append(self.without_comparison(f"pytest's {when} of the item raised {raised(error)}"))
 
     def skipped(self, reason: str) -> Result:
         """Return the result of an item that pytest skips because of a mark or a conftest."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from parity.result import DeviceError
+from parity.user_error import said
 
 # PyTorch's CPU allocator, cuBLAS, and the texts of cudaErrorMemoryAllocation and CUDNN_STATUS_ALLOC_FAILED.
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|_ALLOC_FAILED", re.IGNORECASE)
@@ -37,9 +38,10 @@ def classify(error: BaseException, context_works: Callable[[], bool] | None = No
         return "out of memory"
     if not isinstance(error, RuntimeError):
         return ""
-    if _BROKEN.search(str(error)):
+    text = said(error)
+    if _BROKEN.search(text):
         return "broken"
-    if _OUT_OF_MEMORY.search(str(error)):
+    if _OUT_OF_MEMORY.search(text):
         return "out of memory"
     return "" if (context_works or cuda_works)() else "broken"
 
