@@ -15,7 +15,7 @@ from torch import nn
 
 from parity import te
 from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
-from parity.case.case import Case, Pair, as_case
+from parity.case.case import Case, Pair, as_case, mixed
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.judge.apart import gradients_of, is_explained, judged_numbers, merged, parts, parts_known
 from parity.judge.asked import Asked, run_again
@@ -59,6 +59,7 @@ from parity.te.precision import PRECISIONS, Precision, why_unavailable
 from parity.te.state import Recomputes, own_recipes
 from parity.trace import effects
 from parity.trace.effects import RandomState
+from parity.trace.surroundings import Disturbed, undisturbed
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
 from parity.user_error import INTERRUPTS, UserError, raised, said
 
@@ -157,10 +158,10 @@ def judge_at(
     """
     began = time.perf_counter()
     asked = Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
-    with usual_modes():
+    with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         judged = _unless_raised(lambda: _judged_in_parts(asked), partial(_broken_off, asked))
-        result = dataclasses.replace(judged.result, seconds=time.perf_counter() - began)
-        return dataclasses.replace(judged, result=as_printable(result))
+    result = dataclasses.replace(_noting(judged.result, disturbed), seconds=time.perf_counter() - began)
+    return dataclasses.replace(judged, result=as_printable(result))
 
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
@@ -173,10 +174,19 @@ def explain_at(judged: Judged, diagnosis: float | None) -> Result:
     if diagnosis is None:
         return dataclasses.replace(result, notes=(*result.notes, NOT_SEARCHED))
     began = time.perf_counter()
-    with usual_modes():
+    with usual_modes(), undisturbed(mixed(result.seed, "the search")) as disturbed:
         explained = _unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(_without_cause, result))
-        seconds = result.seconds + time.perf_counter() - began
-        return as_printable(dataclasses.replace(explained, seconds=seconds))
+    explained = as_printable(_noting(explained, disturbed))
+    notes = dict.fromkeys((*explained.notes, *result.notes))  # of parts, the search has only their own
+    return dataclasses.replace(explained, notes=tuple(notes), seconds=result.seconds + time.perf_counter() - began)
+
+
+def _noting(result: Result, disturbed: Disturbed) -> Result:
+    """Note what the pair's code changed in the process; what cannot be undone is an error, unless the pair failed."""
+    noted = dataclasses.replace(result, notes=(*result.notes, *filter(None, (disturbed.note, disturbed.problem))))
+    if disturbed.problem and result.passed:
+        return dataclasses.replace(noted, status="error", reason=disturbed.problem, tensors=())
+    return noted
 
 
 _Told = TypeVar("_Told")

@@ -22,6 +22,12 @@ from parity.user_error import UserError
 # Seeded random inputs, the same on every device and for every precision.
 
 
+def mixed(seed: int, purpose: str) -> int:
+    """Return a seed that depends on both, in 32 bits, since the CPU's generator takes no more."""
+    digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
 class Rng:
     """A stream of random tensors, drawn on the CPU in FP32.
 
@@ -31,9 +37,7 @@ class Rng:
     """
 
     def __init__(self, seed: int, purpose: str = "inputs") -> None:
-        # The CPU's generator takes only 32 bits of a seed: mix seed and purpose into these.
-        digest = hashlib.blake2b(f"{purpose} {seed}".encode(), digest_size=4).digest()
-        self._generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        self._generator = torch.Generator().manual_seed(mixed(seed, purpose))
 
     def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
         """Return Gaussian values of the given shape."""

@@ -25,6 +25,7 @@ from parity.case.map_check import check_map, other_names
 from parity.case.registry import are_same
 from parity.case.weight_map import WeightMapError, names
 from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
+from parity.trace.surroundings import undisturbed
 from parity.trace.whose import first_paragraph, is_of_te, users_frame, users_line
 from parity.user_error import INTERRUPTS, UserError
 
@@ -197,7 +198,8 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
         UserError: if the factory raises or does not return two modules, the weight map does not fit them, or ``inputs``
             raises or returns no tensor; names the case, its file and line, and the size.
     """
-    checked = [_check_size(case, te, size) for size in case.sizes]
+    with undisturbed():
+        checked = [_check_size(case, te, size) for size in case.sizes]
     labels = _labels([each.label for each in checked], case.sizes)
     return [dataclasses.replace(each, label=label) for each, label in zip(checked, labels, strict=True)]
 

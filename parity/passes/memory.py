@@ -20,6 +20,7 @@ from parity.numerics.errors import LARGE
 from parity.passes.build import cast
 from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import forget
+from parity.trace.surroundings import undisturbed
 from parity.user_error import INTERRUPTS
 
 # FP64 elements at the peak: for each weight (golden, its gradients, the models', the candidate's, the directions of
@@ -37,7 +38,7 @@ def estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int | None:
     The reference runs forward on the meta device, in FP64, which tells which tensors it saves without allocating any.
     """
     try:
-        with without_memory():
+        with undisturbed(), without_memory():
             return _estimate(case, checked, te)
     except INTERRUPTS:
         raise

@@ -13,19 +13,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-# Backend and operation of each ``fp32_precision`` of PyTorch 2.9 and later; "none" means that of the first one above it
-# that is set. Older versions have only the two older flags.
-_SETTINGS = (
-    ("generic", "all"),
-    ("cuda", "all"),
-    ("mkldnn", "all"),
-    ("cuda", "matmul"),
-    ("cuda", "conv"),
-    ("cuda", "rnn"),
-    ("mkldnn", "matmul"),
-    ("mkldnn", "conv"),
-    ("mkldnn", "rnn"),
-)
+from parity.trace.surroundings import FP32_SETTINGS, fp32_setting, has_fp32_settings, set_fp32
+
 _FP32 = "ieee"
 # How ``torch.set_float32_matmul_precision`` sets CUDA's and oneDNN's products.
 _PRODUCTS = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
@@ -47,33 +36,33 @@ def usual_modes() -> Iterator[None]:
 @contextmanager
 def _true_fp32() -> Iterator[None]:
     """Within the context, PyTorch computes products, convolutions and recurrent layers of FP32 tensors in FP32."""
-    settings = {place: _setting(place) for place in _SETTINGS} if _has_settings() else {}
+    settings = {place: fp32_setting(place) for place in FP32_SETTINGS} if has_fp32_settings() else {}
     matmul, cudnn = _matmul_precision(), _cudnn_allows_tf32()
     try:
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
         for place in settings:
-            _set(place, _FP32)
+            set_fp32(place, _FP32)
         yield
     finally:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
         for place, setting in settings.items():
             # A setting equal to those above it goes back to following them: PyTorch does not tell the two apart.
-            _set(place, "none")
-            if _setting(place) != setting:
-                _set(place, setting)
+            set_fp32(place, "none")
+            if fp32_setting(place) != setting:
+                set_fp32(place, setting)
 
 
 def _matmul_precision() -> str:
     """Return ``torch.get_float32_matmul_precision()``; it raises if the settings contradict it, so they
     are made to fit.
     """
-    if not _has_settings():
+    if not has_fp32_settings():
         return torch.get_float32_matmul_precision()
     for name, settings in _PRODUCTS.items():
         for backend, setting in zip(("cuda", "mkldnn"), settings, strict=True):
-            _set((backend, "matmul"), setting)
+            set_fp32((backend, "matmul"), setting)
         try:
             if torch.get_float32_matmul_precision() == name:
                 return name
@@ -84,24 +73,11 @@ def _matmul_precision() -> str:
 
 def _cudnn_allows_tf32() -> bool:
     """Return ``torch.backends.cudnn.allow_tf32``, which raises likewise."""
-    if not _has_settings():
+    if not has_fp32_settings():
         return bool(torch.backends.cudnn.allow_tf32)
     for operation in ("conv", "rnn"):
-        _set(("cuda", operation), "tf32")
+        set_fp32(("cuda", operation), "tf32")
     try:
         return bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError:
         return False
-
-
-def _has_settings() -> bool:
-    return hasattr(torch._C, "_set_fp32_precision_setter")
-
-
-def _setting(place: tuple[str, str]) -> str:
-    return torch._C._get_fp32_precision_getter(*place)
-
-
-def _set(place: tuple[str, str], setting: str) -> None:
-    """Set one setting; ``torch.backends.mkldnn.fp32_precision = ...`` would set the generic one."""
-    torch._C._set_fp32_precision_setter(*place, setting)

@@ -33,6 +33,7 @@ from parity.passes.one_pass import positional_names
 from parity.passes.one_pass import run as run_with_names
 from parity.passes.prepare import prepare
 from parity.te.precision import PRECISIONS
+from parity.trace.surroundings import FP32_SETTINGS
 
 # One forward and backward pass, as named tensors.
 
@@ -281,7 +282,7 @@ REDUCED: dict[str, Callable[[], None]] = {
 def products_as_before() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
-    for place in modes._SETTINGS:
+    for place in FP32_SETTINGS:
         torch._C._set_fp32_precision_setter(
             *place, "tf32" if place[1] in ("conv", "rnn") and place[0] == "cuda" else "none"
         )
@@ -301,7 +302,7 @@ def flags() -> list[str]:
         lambda: torch.backends.cuda.matmul.allow_tf32,
         lambda: torch.backends.cudnn.allow_tf32,
     )
-    return [read(flag) for flag in older] + [torch._C._get_fp32_precision_getter(*place) for place in modes._SETTINGS]
+    return [read(flag) for flag in older] + [torch._C._get_fp32_precision_getter(*place) for place in FP32_SETTINGS]
 
 
 @pytest.mark.usefixtures("products_as_before")
@@ -318,7 +319,7 @@ def test_fp32_is_fp32_within_a_comparison_and_afterwards_what_it_was(name: str):
     assert result_of(linear(call_reference=call)).passed
     assert flags() == before
     assert seen
-    assert all(one == ["highest", "False", "False"] + ["ieee"] * len(modes._SETTINGS) for one in seen)
+    assert all(one == ["highest", "False", "False"] + ["ieee"] * len(FP32_SETTINGS) for one in seen)
 
 
 @pytest.mark.usefixtures("products_as_before")

@@ -1,0 +1,169 @@
+"""A comparison always has a result, whatever the pair's code raises and whatever texts it makes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from bad_input import TOKENS, WIDTH, assert_says, linear, result_of
+from torch import Tensor, nn
+
+import parity
+from parity.report import record
+
+
+class Mute(Exception):
+    """Cannot say what it is, in any way."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("no pickle")
+
+
+class Foreign(BaseException):
+    """As libraries have for cancelled tasks: nobody who catches ``Exception`` catches it."""
+
+
+def recurse(depth: int = 0) -> int:
+    return recurse(depth + 1)
+
+
+def throw(error: BaseException) -> NoReturn:
+    raise error
+
+
+RAISING: dict[str, tuple[Callable[[], Any], str]] = {
+    "an exception": (lambda: throw(ValueError("no")), "raised ValueError: no; at "),
+    "one without a text": (lambda: throw(Mute()), "raised Mute: (its __str__ raises RuntimeError)"),
+    "one that no file can hold": (lambda: throw(ValueError("a \udcff")), "raised ValueError: a \\udcff"),
+    "one that a terminal obeys": (lambda: throw(ValueError("\x1b[2J")), "raised ValueError: \\x1b[2J"),
+    "an end": (lambda: throw(SystemExit(0)), "raised SystemExit: 0"),
+    "a generator's end": (lambda: throw(GeneratorExit()), "raised GeneratorExit"),
+    "a foreign one": (lambda: throw(Foreign("cancelled")), "raised Foreign: cancelled"),
+    "an endless recursion": (recurse, "raised RecursionError: maximum recursion depth exceeded"),
+    "no memory": (lambda: throw(MemoryError()), "raised MemoryError"),
+}
+
+
+def from_call(number: int, run: Callable[[], Any], factor: float = 1.0) -> Callable[..., Tensor]:
+    """A call whose numbers are ``factor`` times the right ones, until it raises from this call on."""
+    calls = itertools.count(1)
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        if next(calls) >= number:
+            run()
+        return factor * module(x)
+
+    return call
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_a_candidate_that_raises_is_an_error(name: str) -> None:
+    run, told = RAISING[name]
+    assert_says(result_of(linear(call_candidate=from_call(1, run))), "error", told)
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_the_verdict_stays_where_a_wrong_candidate_raises_in_a_later_call(name: str) -> None:
+    run, told = RAISING[name]
+    result = result_of(linear(call_candidate=from_call(3, run, factor=2.0)))
+    assert_says(
+        result, "failed", "a second look, which tells chance from a mistake, raised", told, "the first one counts"
+    )
+    assert_says(result, "failed", "the search for the cause raised", told)
+    assert result.margin > 100
+
+
+def test_a_search_that_raises_leaves_the_findings_out_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.search.explanation.explain", lambda *_: throw(Mute()))
+    result = result_of(linear(call_candidate=lambda module, x: 2 * module(x)))
+    assert_says(result, "failed", "the search for the cause raised Mute: (its __str__ raises RuntimeError)")
+    assert result.findings == ()
+
+
+def test_a_judge_that_raises_is_an_error_of_parity_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.comparison.judge", lambda *_, **__: throw(ZeroDivisionError("by chance")))
+    (result,) = parity.compare(linear(), ["fp32"])
+    assert (result.status, result.tensors) == ("error", ())
+    assert result.traceback.startswith("Traceback (most recent call last):")
+
+
+def test_ctrl_c_ends_a_comparison() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        parity.compare(linear(call_candidate=from_call(1, lambda: throw(KeyboardInterrupt()))), ["fp32"])
+
+
+# What modules return.
+
+
+class Evil:
+    """Has no attribute that can be read."""
+
+    def __getattribute__(self, name: str) -> NoReturn:
+        raise RuntimeError("hands off")
+
+
+class Strict(Tensor):
+    """A tensor that refuses to be measured."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "norm" in str(func):
+            raise ValueError("not measured")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def nested(y: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([y, y[:3]], layout=torch.jagged)
+
+
+def endless(y: Tensor) -> list[Any]:
+    within: list[Any] = [y]
+    within.append(within)
+    return within
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "float8": (
+        lambda y: y.to(torch.float8_e4m3fn),
+        "a tensor that is float8_e4m3fn, which cannot be compared as it is",
+    ),
+    "sparse": (lambda y: y.to_sparse(), "a tensor that is sparse_coo, which cannot be compared as it is"),
+    "nested": (nested, "a tensor that is nested, which cannot be compared as it is"),
+    "complex": (lambda y: y.to(torch.complex64), "the candidate returns {}"),
+    "integers": (lambda y: y.int(), "the candidate returns {}"),
+    "a generator": (lambda y: (x for x in [y]), "the candidate returns {}"),
+    "far more": (lambda y: y.expand(2**20, TOKENS, WIDTH), "(1048576, 16, 32)"),
+    "no values": (lambda y: y.to("meta"), "the candidate raised"),
+    "itself": (endless, "RecursionError"),
+    "nothing readable": (lambda y: Evil(), "hands off"),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_what_cannot_be_compared_is_an_error_that_says_what_it_is(name: str) -> None:
+    returned, told = RETURNED[name]
+    assert_says(result_of(linear(call_candidate=lambda module, x: returned(module(x)))), "error", told)
+
+
+def test_a_tensor_of_a_class_of_its_own_is_compared() -> None:
+    assert_says(result_of(linear(call_candidate=lambda module, x: module(x).as_subclass(Strict))), "passed")
+
+
+def test_names_of_outputs_are_shown_as_text_that_can_be_printed_and_written() -> None:
+    name = "a\udcff\x1b[31m"
+    pair = linear(
+        call_reference=lambda module, x: {name: module(x), "b": x},
+        call_candidate=lambda module, x: {name: 2 * module(x), "b": x},
+    )
+    result = result_of(pair, diagnose=False)
+    assert_says(result, "failed")
+    assert "output[a\\udcff\\x1b[31m]" in {tensor.label for tensor in result.tensors}
+    assert record.result_line(result).encode()

@@ -1,0 +1,194 @@
+"""What a pair's code changes in its process is put back and named, and no draw depends on what ran before."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from bad_input import assert_says, linear, result_of, te
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import parity
+from parity.result import to_json
+from parity.trace.surroundings import undisturbed
+
+
+def set_to(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, name, value)
+
+
+class Other(nn.Module): ...
+
+
+MISCHIEFS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "torch's default dtype (from torch.float32 to torch.float64)": (
+        lambda: torch.set_default_dtype(torch.float64),
+        torch.get_default_dtype,
+    ),
+    "torch's default device (from None to meta)": (
+        lambda: torch.set_default_device("meta"),
+        lambda: torch.zeros(1).device,
+    ),
+    "hooks of all modules (forward_hooks)": (
+        lambda: register_module_forward_hook(lambda module, given, y: 2 * y),
+        lambda: nn.Identity()(torch.ones(1)).item(),
+    ),
+    "torch.nn.functional.linear": (set_to(F, "linear", F.conv1d), lambda: F.linear),
+    "torch.nn.Linear": (set_to(nn, "Linear", Other), lambda: nn.Linear),
+    "torch.nn.Linear.forward": (set_to(nn.Linear, "forward", nn.Identity.forward), lambda: nn.Linear.forward),
+    "torch.Tensor.__matmul__": (set_to(Tensor, "__matmul__", Tensor.__mul__), lambda: Tensor.__matmul__),
+    "te.Linear": (set_to(te, "Linear", Other), lambda: te.Linear),
+    "deterministic algorithms": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "torch.backends.cudnn.benchmark": (
+        set_to(torch.backends.cudnn, "benchmark", True),
+        lambda: torch.backends.cudnn.benchmark,
+    ),
+    "fp32_precision of cuda matmul": (
+        lambda: torch.set_float32_matmul_precision("high"),
+        torch.get_float32_matmul_precision,
+    ),
+    "the number of threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), torch.get_num_threads),
+    "whether denormal numbers are flushed to 0": (
+        lambda: torch.set_flush_denormal(True),
+        lambda: (torch.tensor(1e-310, dtype=torch.float64) * 1).item() == 0.0,
+    ),
+    "the grad mode": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "autocast on cpu": (lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.is_autocast_enabled("cpu")),
+    "the environment variable NVTE_OF_A_PAIR": (
+        lambda: os.environ.update(NVTE_OF_A_PAIR="1"),
+        lambda: "NVTE_OF_A_PAIR" in os.environ,
+    ),
+    "the environment variable OMP_NUM_THREADS": (
+        lambda: os.environ.pop("OMP_NUM_THREADS"),
+        lambda: os.environ.get("OMP_NUM_THREADS"),
+    ),
+    "the filters of warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
+    "the current folder": (lambda: os.chdir("/"), os.getcwd),
+    "sys.path": (lambda: sys.path.append("/of/a/pair"), lambda: list(sys.path)),
+    "sys.stdout": (set_to(sys, "stdout", None), lambda: sys.stdout),
+    "the recursion limit": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
+}
+
+
+@pytest.mark.parametrize("name", MISCHIEFS)
+def test_it_is_put_back_and_named(name: str) -> None:
+    act, state = MISCHIEFS[name]
+    before = state()
+    with undisturbed() as disturbed:
+        act()
+        assert state() != before
+    assert state() == before
+    assert any(told.startswith(name) for told in disturbed.changed), disturbed
+    assert disturbed.kept == []
+
+
+def test_what_stays_as_it_is_is_not_told() -> None:
+    with undisturbed() as disturbed:
+        linear().candidate(torch.ones(16, 32))
+    assert (disturbed.note, disturbed.problem) == ("", "")
+
+
+def test_values_of_the_environment_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_A_USER", "secret")
+    with undisturbed() as disturbed:
+        os.environ["OF_A_USER"] = "very secret"
+    assert "OF_A_USER" in disturbed.note
+    assert "secret" not in disturbed.note
+
+
+def test_what_runs_in_it_draws_the_same_numbers_whatever_was_drawn_before() -> None:
+    def drawn(seed: int) -> list[float]:
+        with undisturbed(seed):
+            return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    first = drawn(1)
+    torch.manual_seed(1234)
+    np.random.seed(1234)
+    random.seed(1234)
+    assert drawn(1) == first != drawn(2)
+    assert drawn(1)[0] != drawn(2)[0]
+
+
+def test_what_it_draws_moves_no_generator_outside() -> None:
+    states = torch.get_rng_state(), random.getstate()
+    with undisturbed():
+        torch.manual_seed(5)
+        random.random()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+# In comparisons.
+
+
+def test_a_pair_that_changes_its_process_passes_with_a_note_and_the_next_pair_gets_the_same_result_as_before() -> None:
+    def disturb(module: nn.Module, x: Tensor) -> Tensor:
+        y = module(x)
+        torch.set_default_dtype(torch.float64)
+        os.environ["NVTE_OF_A_PAIR"] = "1"
+        torch.manual_seed(0)
+        return y
+
+    def noisy(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x) + 0.1 * torch.rand(1)
+
+    def of_the_next() -> dict[str, Any]:
+        torch.manual_seed(7)
+        return to_json(result_of(linear(call_candidate=noisy), diagnose=False)) | {"seconds": 0.0}
+
+    before = of_the_next()
+    result = result_of(linear(call_candidate=disturb))
+    told = "torch's default dtype (from torch.float32 to torch.float64), the environment variable NVTE_OF_A_PAIR"
+    assert_says(result, "passed", f"the pair's code changed {told} for the whole process, which parity undid")
+    assert of_the_next() == before
+
+
+def test_a_factory_that_changes_its_process_is_undone_when_pairs_are_checked_too() -> None:
+    @parity.pair("of_a_disturbing_factory")
+    def disturbing(te: Any) -> parity.Pair:
+        torch.set_default_dtype(torch.float64)
+        return linear(reference=nn.Linear(32, 32, dtype=torch.float32))
+
+    (result,) = parity.compare(disturbing, ["fp32"], diagnose=False)
+    assert_says(result, "passed", "the pair's code changed torch's default dtype")
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_the_note_stays_beside_the_findings_of_a_failure() -> None:
+    def wrong(module: nn.Module, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        return 2 * module(x)
+
+    assert_says(
+        result_of(linear(call_candidate=wrong)), "failed", "2 times", "the pair's code changed torch's default dtype"
+    )
+
+
+def test_a_pair_that_changes_what_cannot_be_put_back_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+
+    def leave(module: nn.Module, x: Tensor) -> Tensor:
+        os.chdir(tmp_path)
+        if gone.exists():
+            gone.rmdir()
+        return module(x)
+
+    told = "no pair after it can be trusted in this process: the current folder: FileNotFoundError"
+    assert_says(result_of(linear(call_candidate=leave)), "error", told)
