@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import platform
 import warnings
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +14,7 @@ from tabulate import tabulate
 from parity import te
 from parity.cli import suite
 from parity.lab.throughput import command, workload
+from parity.machine.process import spawned
 from parity.plugin.options import parse_backend, parse_precisions
 from parity.report import environment
 from parity.te.precision import PRECISIONS
@@ -73,7 +72,7 @@ def diagnose() -> Diagnosis:
 
     reason = te.why_no_gpu()
     # A process loads TE for one backend only.
-    with _process() as of_cpu, _process() as of_gpu:
+    with spawned(1) as of_cpu, spawned(1) as of_gpu:
         emulated = of_cpu.submit(emulated_availability)
         asked = of_gpu.submit(availability, "gpu") if reason is None else None
         real = asked.result() if asked else dict.fromkeys(PRECISIONS, f"no: {reason}")
@@ -138,10 +137,6 @@ def te_range(version: str | None) -> str:
     if Version(version).release[:2] > NEWEST.release:
         return f"{version}, newer than was tried: {served}"
     return f"{version} ({served})"
-
-
-def _process() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _versions() -> Iterator[tuple[str, str]]:

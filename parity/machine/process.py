@@ -8,10 +8,12 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from parity.machine import host
@@ -100,7 +102,8 @@ def _unfreeze_for_triton() -> None:
         gc.unfreeze()
 
 
-# Processes that share work. Each is started anew, computes in one thread, and ends with the process that started it.
+# Processes that share work. Each is started anew, computes in one thread, and ends with the process that started it,
+# also if that is killed: a process's end is noticed by the end of a pipe that it alone holds open, on every system.
 
 
 @contextmanager
@@ -111,7 +114,7 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
     They are started anew, since TE's modules hold locks and caches that a fork would copy half-used.
     """
     before = multiprocessing.active_children()
-    pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), initializer=_begin)
+    pool = spawned(count, _begin)
     try:
         yield pool
     except BaseException:
@@ -124,9 +127,53 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown()
 
 
+def spawned(count: int, begin: Callable[[], object] | None = None) -> ProcessPoolExecutor:
+    """Return a pool of so many processes, which end with this one; each calls ``begin`` first."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent, initargs=(begin,))
+
+
+def _end_with_parent(begin: Callable[[], object] | None) -> None:
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+    if begin is not None:
+        begin()
+
+
 def _begin() -> None:
     """Ignore Ctrl-C, which reaches every process of a terminal; the process that started these ends them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
+
+
+# Another program does not know that it has to end: a third process, which only waits for this one's end, kills it then.
+_GUARD = "import os, signal, sys; sys.stdin.read() or os.kill(int(sys.argv[1]), signal.SIGKILL)"
+
+
+@contextmanager
+def ended_with_this(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """Within the context, kill a process that this one has started if this one ends, however it ends.
+
+    If it leads a group of processes, as one that was started in a session of its own does, all of them are killed.
+    """
+    leads = os.getpgid(process.pid) == process.pid
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GUARD, str(-process.pid if leads else process.pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            guard.communicate(b"farewell")

@@ -8,6 +8,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -235,6 +236,54 @@ def test_an_interruption_ends_all_of_them_and_they_say_nothing(tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     output, errors = process.communicate(timeout=60)
     assert (output, errors) == ("interrupted\n", "")
+
+
+STARTED = """
+import os, signal, subprocess, sys, time
+from parity.machine.process import ended_with_this, processes, spawned
+
+if __name__ == "__main__":
+    code = "import os, time; print(os.getpid(), os.fork() or os.getpid(), flush=True); time.sleep(600)"
+    program = [sys.executable, "-c", code]
+    with (
+        processes(1) as pool,
+        spawned(1) as other,
+        subprocess.Popen(program, stdout=subprocess.PIPE, start_new_session=True, text=True) as leader,
+        ended_with_this(leader),
+    ):
+        those = {pool.submit(os.getpid).result(), other.submit(os.getpid).result()}
+        those |= {int(number) for _ in range(2) for number in leader.stdout.readline().split()}
+        pool.submit(time.sleep, 600)
+        other.submit(time.sleep, 600)
+        print(*those, flush=True)
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGKILL"])
+def test_what_a_process_has_started_ends_with_it_however_it_is_ended(tmp_path: Path, number: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(
+        [sys.executable, script, number], stdout=subprocess.PIPE, text=True, env=environment, timeout=60, check=False
+    )
+    assert ran.returncode == -getattr(signal, number)
+    started = list(map(int, ran.stdout.split()))
+    assert len(started) == 4
+    until = time.monotonic() + 30
+    while any(map(is_running, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(is_running, started))
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended and waits to be collected does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
 
 
 # Whether files can be written is known before anything is computed, and finding out leaves nothing behind.

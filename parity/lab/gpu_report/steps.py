@@ -21,6 +21,7 @@ from parity.lab.gpu_report import limits
 from parity.lab.kernel_table import table
 from parity.lab.throughput.record import read
 from parity.machine import host
+from parity.machine.process import ended_with_this
 from parity.report import markdown, record
 from parity.report.markdown import digest
 from parity.report.numbers import short
@@ -121,17 +122,18 @@ def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float 
             start_new_session=True,
             preexec_fn=_heed_interrupts,
         )
-        try:
-            code: int | None = process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            code = None
-            _signal(process, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=grace)
-        finally:
-            _signal(process, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may not let a process end at once
-                process.wait(timeout=grace)
+        with ended_with_this(process):
+            try:
+                code: int | None = process.wait(timeout=limit)
+            except subprocess.TimeoutExpired:
+                code = None
+                _signal(process, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=grace)
+            finally:
+                _signal(process, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may not let a process end at once
+                    process.wait(timeout=grace)
     return Ended(code, time.monotonic() - began)
 
 

@@ -26,6 +26,7 @@ from parity.lab.kernel_table import measure
 from parity.lab.kernel_table.bench import KernelCall
 from parity.lab.kernel_table.measure import NOT_CALLED, Outcome
 from parity.machine.devices import CUDA_VISIBLE_DEVICES
+from parity.machine.process import ended_with_this
 from parity.numerics.errors import relative_l2
 from parity.report import environment
 from parity.report.environment import Environment, to_json
@@ -83,7 +84,7 @@ def run(
         ends: ``time.monotonic()`` at which it is ended.
         longest: seconds without a new outcome after which it is ended.
     """
-    with subprocess.Popen(command, env=environment) as process:
+    with subprocess.Popen(command, env=environment) as process, ended_with_this(process):
         made, since = _made(folder), time.monotonic()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):

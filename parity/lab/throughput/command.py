@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +16,7 @@ from rich.console import Console
 from parity.lab.throughput import measure, record, report
 from parity.lab.throughput.measure import Plan, row_without
 from parity.lab.throughput.workload import COMPILED, Implementation, Workload, implementations
+from parity.machine.process import spawned
 from parity.user_error import UserError
 
 NAME = "throughput"
@@ -119,7 +119,7 @@ def _replaced_processes() -> Iterator[Callable[..., object]]:
 
     def call(function: Callable[..., object], *arguments: object) -> object:
         if not pools:
-            pools.append(ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")))
+            pools.append(spawned(1))
         try:
             answer = pools[0].submit(function, *arguments).result()
         except BrokenProcessPool:
