@@ -217,6 +217,8 @@ class Result:
         determinism: whether the candidate, built again, gives the same bytes; None where that was not asked for.
         device_error: what befell the device meanwhile, see ``parity.te.device_errors``; empty where nothing did.
         traceback: where a part of the pair raised, from the user's code on; empty where none did.
+        cut_short: whether the run's interruption or the end of a process ended the comparison, so that a resumed run
+            makes it again.
     """
 
     case: str
@@ -237,6 +239,7 @@ class Result:
     determinism: Determinism | None = None
     device_error: DeviceError = ""
     traceback: str = ""
+    cut_short: bool = False
 
     @property
     def passed(self) -> bool:

@@ -55,12 +55,13 @@ def run(
     name: Annotated[str | None, typer.Option(help="The report's name [parity].")] = None,
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
     last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
     from parity.cli import suite
 
     arguments = suite.as_plugins(
-        precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name
+        precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name, resume
     )
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     raise typer.Exit(suite.run(suite.files(paths), arguments))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from parity import reading, shown
 from parity.case import registry
 from parity.case.case import Case, Size
+from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
 from parity.report import changes, failure, markdown, record
 from parity.report.markdown import digest
@@ -28,15 +30,18 @@ def draw(file: Path, output: Path | None) -> bool:
         output: the report; None for one beside the record.
 
     Raises:
-        UserError: if the record cannot be read, or the report cannot be written.
+        UserError: if the record cannot be read, or the report cannot be written; after it was drawn, if lines of the
+            record were left out.
     """
-    run = digest(_read(file))
+    read = _read(file)
+    run = digest(read)
     target = output or file.with_suffix(".md")
     _write(target, markdown.draw(run, file.stem), [file])
     print(markdown.verdict(run))
     for line in failure.lines(run.notes):
         print(line)
     print(f"report: {target}")
+    _end_if_damaged({file: read})
     return run.complete and not run.failed
 
 
@@ -50,25 +55,39 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
         factor: a margin has to change by this factor to be reported.
 
     Raises:
-        UserError: if a record cannot be read, or the report cannot be written.
+        UserError: if a record cannot be read, or the report cannot be written; after it was drawn, if lines of a
+            record were left out.
     """
     runs = changes.Comparison(_read(older), _read(file), (str(older), str(file)), factor)
     target = output or file.with_name(f"{file.stem}_against_{older.stem}.md")
     _write(target, changes.draw(runs), [file, older])
     print(changes.verdict(runs))
     print(f"report: {target}")
+    _end_if_damaged({file: runs.after, older: runs.before})
     return "newly failing" not in runs.changes
 
 
 def _read(file: Path) -> Record:
-    """Return the record; say what in it is damaged, and what is left."""
+    """Return the record; say what in it is damaged."""
     run = record.read(file)
-    if run.damaged:
-        first, last = run.damaged[0], run.damaged[-1]
-        lines = f"line {first} is" if first == last else f"lines {first} to {last} are"
-        read = f"{plural(len(run.results), 'result')} {'was' if len(run.results) == 1 else 'were'} read"
-        print(f"parity: {file}: {lines} damaged or cut short, and left out; {read}", file=sys.stderr)
+    for sentence in reading.told(file, run.left_out):
+        print(f"parity: {shown.line(sentence)}", file=sys.stderr)
     return run
+
+
+def _end_if_damaged(records: Mapping[Path, Record]) -> None:
+    """Say how many lines of records were left out, since a report without them proves less.
+
+    Raises:
+        UserError: if there are some.
+    """
+    damaged = [
+        f"{file}: {plural(len(run.left_out), 'line')} left out, {plural(len(run.results), 'result')} read"
+        for file, run in records.items()
+        if run.left_out
+    ]
+    if damaged:
+        raise UserError("; ".join(damaged))
 
 
 def _write(target: Path, text: str, records: Sequence[Path]) -> None:
@@ -77,8 +96,7 @@ def _write(target: Path, text: str, records: Sequence[Path]) -> None:
             raise UserError(f"the report would replace its record {file}; name another file by -o")
     check_file(target, "-o")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        files.replace(target, text)
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from None
 

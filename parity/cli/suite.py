@@ -245,6 +245,7 @@ def as_plugins(
     calibration: Path | None,
     report: Path | None,
     name: str | None,
+    resume: bool = False,
 ) -> list[str]:
     """Return arguments for pytest, without what the user left out.
 
@@ -281,6 +282,7 @@ def as_plugins(
         "calibration": None if calibration is None else str(calibration),
         "report": None if report is None else str(report),
         "name": name,
+        "resume": "yes" if resume else None,
     }
     return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
 

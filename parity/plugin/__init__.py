@@ -16,11 +16,12 @@ import pytest
 from parity.case.files import imports_parity
 from parity.machine import host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
+from parity.machine.files import Claim
 from parity.machine.process import lasting
-from parity.plugin import ending, options, uncollected
+from parity.plugin import ending, options, resume, uncollected
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
-from parity.plugin.options import Options
+from parity.plugin.options import FINISHED, Options
 from parity.plugin.recorder import Recorder
 from parity.plugin.uncollected import unknown_pairs
 from parity.plugin.workers import Workers, files_of_cases, gpus_of, has_cases, how_many
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _OPTIONS = pytest.StashKey[Options]()
 _KERNELS = pytest.StashKey["Kernels"]()
 _GPUS = pytest.StashKey[list[Device]]()
+_RESUMED = pytest.StashKey["tuple[Claim, resume.Unfinished | None]"]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and has_cases(config):
         _check_surroundings(config.stash[_OPTIONS])
         ending.heed_signals(config)
+        _go_on(config)
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
@@ -57,6 +60,31 @@ def pytest_configure(config: pytest.Config) -> None:
         reason = te.why_no_gpu()
         if reason is not None:
             raise pytest.UsageError(f"the backend gpu was asked for: no real TransformerEngine kernels here: {reason}")
+
+
+def _go_on(config: pytest.Config) -> None:
+    """Claim the record of a run that is to be resumed, before any worker is told what is left of it."""
+    asked = config.stash[_OPTIONS]
+    if not asked.resume or config.option.collectonly:
+        return
+    try:
+        claim = Claim(asked.record)
+        try:
+            unfinished = resume.unfinished(claim, asked)
+        except UserError:
+            claim.close()
+            raise
+    except UserError as error:
+        raise pytest.UsageError(f"--parity-resume: {asked.record}: {error}") from None
+    config.stash[_RESUMED] = claim, unfinished
+
+
+def _finished(config: pytest.Config) -> frozenset[str]:
+    """Return ids of items that a run before this one finished."""
+    if FINISHED in (given := getattr(config, "workerinput", {})):
+        return frozenset(given[FINISHED])
+    _, unfinished = config.stash.get(_RESUMED, (None, None))
+    return unfinished.finished if unfinished else frozenset()
 
 
 def _check_surroundings(asked: Options) -> None:
@@ -83,7 +111,7 @@ def _place(config: pytest.Config) -> None:
     if not has_cases(config):
         return
     if config.getoption("dist", "no") != "no":
-        config.pluginmanager.register(Workers(config, _gpus(config)), "parity-workers")
+        config.pluginmanager.register(Workers(config, _gpus(config), _finished(config)), "parity-workers")
     elif os.environ.get(PARITY_DEVICES) and _gpus(config):
         os.environ[CUDA_VISIBLE_DEVICES] = _gpus(config)[0].identifier
 
@@ -290,10 +318,19 @@ def pytest_runtest_makereport(
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave out what a resumed run has, after all other plugins have chosen and ordered the items."""
+    items = [item for item in session.items if isinstance(item, ParityItem)]
+    resume.leave_out(session, items, _finished(session.config))
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Register the recorder, which writes results, in the one process that all workers send theirs to."""
     if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(Recorder(session.config.stash[_OPTIONS]), ending.RECORDER)
+        claim, unfinished = session.config.stash.get(_RESUMED, (None, None))
+        recorder = Recorder(session.config.stash[_OPTIONS], claim, unfinished)
+        session.config.pluginmanager.register(recorder, ending.RECORDER)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -50,10 +50,11 @@ class Entry:
         """Return whether only the search for the cause has not ended."""
         return bool(json.loads(self.running)["result"]["status"] != "error")
 
-    def ended_by(self, cause: str) -> str:
-        """Return the record's line for a comparison that ended because of this."""
+    def ended_by(self, cause: str, from_outside: bool = True) -> str:
+        """Return the record's line for a comparison that ended because of this, see ``ParityItem.cut_short``."""
         line = json.loads(self.running)
         result = line["result"]
+        result["cut_short"] = from_outside
         if self.has_verdict:
             result["notes"][-1] += f": {cause}"
         else:
@@ -179,6 +180,7 @@ def end_process(last: Callable[[], None] = lambda: None) -> NoReturn:
 
 _ENVIRONMENT = pytest.StashKey[str]()
 _SENT = pytest.StashKey[bool]()
+_PLANNED = pytest.StashKey[tuple[str, ...]]()
 
 
 def of_item(item: ParityItem) -> dict[str, Any]:
@@ -197,15 +199,30 @@ def of_results(results: Sequence[Result]) -> list[str]:
     return [record.result_line(result) for result in results]
 
 
+def note_planned(session: pytest.Session, items: Sequence[ParityItem]) -> None:
+    """Keep which items the run is to compare in all, before those are left out that a run before it finished."""
+    session.stash[_PLANNED] = tuple(item.key for item in items)
+
+
+def planned(session: pytest.Session) -> tuple[str, ...]:
+    """Return the ids of all items that the run is to compare, with those that a run before it finished."""
+    return session.stash.get(_PLANNED, ())
+
+
 def environment_line(item: ParityItem) -> str:
     """Return the record's first line, as this process would write it."""
-    from parity.report import environment, record
+    from parity.report import environment, identity, record
 
     stash = item.session.stash
     if _ENVIRONMENT not in stash:
-        planned = sum(isinstance(other, type(item)) for other in item.session.items)
-        compared = item.limits_compared()
-        measured = environment.measure(item.kernels.backend, item.options.seeds, planned, item.limits, compared)
+        ids = planned(item.session)
+        options = item.options
+        asked = identity.asked(
+            options.as_asked, ids, item.files_of_pairs(), item.config.invocation_params.dir, options.calibration
+        )
+        measured = environment.measure(
+            item.kernels.backend, options.seeds, len(ids), item.limits, item.limits_compared(), asked
+        )
         stash[_ENVIRONMENT] = record.environment_line(measured)
     return stash[_ENVIRONMENT]
 
@@ -266,7 +283,7 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
     workers = bool(item.workplace.worker)
     seconds = f"ran longer than {item.options.timeout:g} s (--parity-timeout, or --timeout of parity run); "
     ended = "its worker was ended and replaced" if workers else f"the run ends with it: {USE_WORKERS}"
-    item.results.append(item.cut_short(seconds + ended))
+    item.results.append(item.cut_short(seconds + ended, from_outside=False))
     stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
     report = pytest.TestReport(
         nodeid=item.nodeid,

@@ -72,9 +72,18 @@ class ParityItem(pytest.Item):
         return of(self.config)
 
     @property
+    def key(self) -> str:
+        """The id under which a record has the item's results."""
+        return f"{self._path_to_show()}::{self.name}"
+
+    @property
     def limits(self) -> str:
         """The file with the table of limits, relative to where pytest was started; empty for the packaged table."""
         return self._from_start(self.options.calibration) if self.options.calibration else ""
+
+    def files_of_pairs(self) -> set[Path]:
+        """Return the files that declare the run's pairs."""
+        return {other.case.path for other in self.session.items if isinstance(other, ParityItem)}
 
     def limits_compared(self) -> tuple[OfPrecision, ...]:
         """Return the limits compared with the packaged ones; nothing for the packaged ones."""
@@ -159,13 +168,19 @@ class ParityItem(pytest.Item):
                 return dataclasses.replace(self.verdict, notes=notes, device_error=device_error)
             return dataclasses.replace(self.without_comparison(told, device_error), traceback=way_there(error))
 
-    def cut_short(self, cause: str) -> Result:
-        """Return the result of the next seed if something ends its comparison now: the verdict, if there is one."""
+    def cut_short(self, cause: str, from_outside: bool = True) -> Result:
+        """Return the result of the next seed if something ends its comparison now: the verdict, if there is one.
+
+        Args:
+            cause: what ends it.
+            from_outside: whether the comparison itself has no part in that, so that a resumed run makes it again.
+        """
         if self.verdict is None:
-            return self.without_comparison(cause)
+            return dataclasses.replace(self.without_comparison(cause), cut_short=from_outside)
         later = ", and no later seed was compared" if len(self.results) + 1 < len(self.options.seeds) else ""
         note = f"the search for the cause was cut short{later}"
-        return dataclasses.replace(self.verdict, notes=(*self.verdict.notes, f"{note}: {cause}" if cause else note))
+        notes = (*self.verdict.notes, f"{note}: {cause}" if cause else note)
+        return dataclasses.replace(self.verdict, notes=notes, cut_short=from_outside)
 
     def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
         """Return the result, an error, for the next seed."""

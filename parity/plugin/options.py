@@ -20,6 +20,7 @@ from parity.user_error import UserError
 
 
 KEY = "parity"
+FINISHED = "parity-finished"  # ids of items that a run before this one finished
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class Options:
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
+        resume: whether the run goes on with the record that is there.
     """
 
     precisions: tuple[str, ...] | None
@@ -150,6 +152,7 @@ class Options:
     determinism: bool = False
     timeout: float = 600.0
     diagnosis: float | None = 30.0
+    resume: bool = False
 
     @property
     def record(self) -> Path:
@@ -158,6 +161,17 @@ class Options:
     @property
     def report(self) -> Path:
         return self.folder / f"{self.name}.md"
+
+    @property
+    def as_asked(self) -> dict[str, str]:
+        """What a result depends on, by option; seeds and the table of limits are in the record anyway."""
+        return {
+            "--parity-precisions": ",".join(self.precisions or ()) or "all",
+            "--parity-attention": self.attention,
+            "--parity-determinism": "yes" if self.determinism else "no",
+            "--parity-diagnosis": "no" if self.diagnosis is None else f"{self.diagnosis:g}",
+            "--parity-calibration": self.calibration.name if self.calibration else "",
+        }
 
 
 def declare(parser: pytest.Parser) -> None:
@@ -174,6 +188,7 @@ def declare(parser: pytest.Parser) -> None:
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
         ("timeout", "600", "SECONDS", "end an item that takes longer at one seed, 0 for no limit (default: 600)"),
         ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
+        ("resume", "no", "yes|no", "go on with the record of a run that did not end (default: no)"),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
@@ -206,6 +221,7 @@ def read(config: pytest.Config) -> Options:
         determinism=_parse_yes("determinism", value("determinism")),
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
         diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
+        resume=_parse_yes("resume", value("resume")),
     )
 
 

@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.plugin import uncollected
+from parity.machine import files
+from parity.machine.files import Claim
+from parity.plugin import ending, uncollected
 from parity.plugin.options import Options
+from parity.plugin.resume import Unfinished, is_worth_keeping, report_meanwhile
+from parity.plugin.workers import is_item
+from parity.user_error import UserError
 
 if TYPE_CHECKING:
+    from parity.report.environment import Environment
     from parity.report.markdown import Digest
     from parity.report.record import Uncollected
 
@@ -26,11 +32,16 @@ if TYPE_CHECKING:
 class Recorder:
     """A pytest plugin for the process that hears of every test: the only one, or xdist's controller.
 
-    It touches no file before the first result of a parity item. What cannot be written any more, for example to a full
+    It touches no file before items of parity are collected. What cannot be written any more, for example to a full
     disk, is kept, and goes into a folder for temporary files at the end.
+
+    Args:
+        options: the run's.
+        claim: the record, if the run has claimed it already.
+        unfinished: what a run before this one left, if this one goes on with it.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, claim: Claim | None = None, unfinished: Unfinished | None = None) -> None:
         self._record, self._report, self._name = options.record, options.report, options.name
         self._digest: Digest | None = None
         self._verdict = ""
@@ -39,6 +50,38 @@ class Recorder:
         self._uncollected: dict[str, Uncollected] = {}
         self._unwritten: list[str] = []
         self._troubles: list[str] = []
+        self._claim, self._unfinished, self._refused = claim, unfinished, False
+        if claim is not None:
+            claim.told = self._tell
+        if unfinished is not None:
+            from parity.report.markdown import digest
+
+            self._uncollected = {each.node_id: each for each in unfinished.record.uncollected}
+            self._digest = digest(unfinished.record)
+            self._digest.uncollected = self._uncollected
+            done, all_of_them = len(unfinished.finished), unfinished.record.environment.items
+            self._tell(f"went on with {self._record}, which had {done} of {all_of_them} items")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Claim the record if there is something to write."""
+        if ending.planned(session) and not session.config.option.collectonly:
+            self._claim_record()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        if any(map(is_item, ids)):
+            self._claim_record()
+
+    def _claim_record(self) -> None:
+        if self._claim is not None:
+            return
+        try:
+            self._claim = Claim(self._record, self._tell)
+        except UserError as error:
+            self._refused = True
+            raise pytest.UsageError(str(error)) from None
+        except OSError as error:
+            self._tell(f"could not write: {error}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines: dict[str, Any] = getattr(report, "parity_lines", {})
@@ -52,18 +95,19 @@ class Recorder:
             from parity.report.record import Uncollected, uncollected_line
 
             self._uncollected[report.nodeid] = Uncollected(report.nodeid, message)
-            if self._digest is not None:
+            if self._begun:
                 self._write(uncollected_line(self._uncollected[report.nodeid]))
 
     def record(self, lines: dict[str, Any]) -> None:
         """Write an item's lines, see ``ending.of_item``, in place of those that were written meanwhile."""
         from parity.report import record
 
+        if self._refused:
+            return
         self._withdraw()
-        digest = self._digest or self._begin(lines["environment"])
-        for line in lines["results"]:
-            self._write(line)
+        digest = self._begin(lines.get("environment", ""))
         if lines["results"]:  # an item in which parity itself failed has none
+            self._write("".join(lines["results"]))
             digest.add([record.result_of(line) for line in lines["results"]])
 
     def record_meanwhile(self, environment: str, results: Sequence[str]) -> None:
@@ -75,40 +119,99 @@ class Recorder:
         """
         from parity.report import record
 
+        if self._refused:
+            return
         self._withdraw()
-        if self._digest is None:
-            self._begin(environment)
-        if self._begun and not self._unwritten:
+        self._begin(environment)
+        if self._claim is not None and not self._unwritten:
             with suppress(OSError):  # the item's own lines will report it
-                self._meanwhile = self._record.stat().st_size
-                record.append(self._record, "".join(results))
+                self._claim.append(b"")
+                size = self._claim.size
+                self._claim.append(record.data("".join(results)))
+                self._meanwhile = size
 
     def _withdraw(self) -> None:
         """Take back what was written meanwhile."""
-        if self._meanwhile is not None:
+        if self._meanwhile is not None and self._claim is not None:
             with suppress(OSError):
-                if self._record.stat().st_size > self._meanwhile:
-                    os.truncate(self._record, self._meanwhile)
-            self._meanwhile = None
+                self._claim.cut(self._meanwhile)
+        self._meanwhile = None
 
     def _begin(self, environment: str) -> Digest:
+        """Write what comes before the first result, once."""
         from parity.report import record
         from parity.report.markdown import Digest
 
-        self._digest = Digest(record.environment_of(environment), uncollected=self._uncollected)
-        self._write(environment)
-        for each in self._uncollected.values():
-            self._write(record.uncollected_line(each))
-        return self._digest
+        if self._begun and self._digest is not None:
+            return self._digest
+        self._claim_record()
+        here = record.environment_of(environment)
+        if self._unfinished is not None and self._digest is not None:
+            self._check(here)
+            content, digest = record.data_as_text(self._unfinished.content), self._digest
+            known = {each.node_id for each in self._unfinished.record.uncollected}
+        else:
+            content, digest, known = environment, Digest(here, uncollected=self._uncollected), set()
+        content += "".join(record.uncollected_line(each) for key, each in self._uncollected.items() if key not in known)
+        self._digest, self._begun = digest, True
+        if not self._tried(lambda: self._start(record.data(content))):
+            self._unwritten.append(content)
+        return digest
 
-    def pytest_sessionfinish(self) -> None:
-        if self._digest is None:
+    def _check(self, environment: Environment) -> None:
+        """End the run if it is not the same as the one that it is to go on with."""
+        assert self._unfinished is not None
+        try:
+            self._unfinished.check(environment)
+        except UserError as error:
+            self._refused, self._digest = True, None
+            pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
+
+    def _start(self, content: bytes) -> None:
+        """Put the record's first lines in place of an older run's, which keeps another name if it did not end."""
+        if self._claim is None:
+            raise OSError(f"{self._record} could not be opened")
+        before = self._claim.content()
+        if self._unfinished is not None:
+            if before != content:
+                self._claim.replace(content)
+        else:
+            if is_worth_keeping(before):
+                aside = self._claim.set_aside("unfinished")
+                with suppress(OSError):
+                    if self._report.exists():
+                        os.replace(self._report, aside.with_suffix(".md"))
+                self._tell(f"{self._record} was of a run that did not end; it is kept as {aside}")
+            self._claim.begin(content)
+        with suppress(OSError):
+            files.replace(self._report, report_meanwhile(self._name, self._record))
+
+    def pytest_sessionfinish(self, session: pytest.Session | None = None) -> None:
+        if self._digest is None or self._refused:
             return
         from parity.report import markdown
 
         drawn, self._verdict = markdown.draw(self._digest, self._name), markdown.verdict(self._digest)
-        if self._unwritten or not self._tried(lambda: self._report.write_text(drawn, encoding="utf-8")):
+        if self._claim is not None:
+            with suppress(OSError):
+                self._claim.append(b"")  # sees what became of it since the last line
+            self._record = self._claim.path
+        if self._unwritten or not self._tried(lambda: files.replace(self._report, drawn)):
             self._tried(lambda: self._save_elsewhere(drawn))
+        if session is not None and self._unfinished is not None:
+            session.exitstatus = self._exit_code(session.exitstatus)
+
+    def _exit_code(self, code: int) -> int:
+        """Return what the run would have ended with if it had not been interrupted."""
+        assert self._digest is not None
+        if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return pytest.ExitCode.TESTS_FAILED if self._digest.failed else pytest.ExitCode.OK
+        return code
+
+    def pytest_unconfigure(self) -> None:
+        if self._claim is not None:
+            with suppress(OSError):
+                self._claim.close()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._digest is None:
@@ -124,38 +227,36 @@ class Recorder:
         terminalreporter.write_line(f"report: {self._report}")
         terminalreporter.write_line(f"record: {self._record}")
 
-    def _write(self, line: str) -> None:
-        """Add a line to the record; the first line begins it."""
+    def _write(self, lines: str) -> None:
+        """Add lines to the record; those after some that could not be written are kept, too."""
         from parity.report import record
 
-        write = record.append if self._begun else record.start
-        if self._unwritten or not self._tried(lambda: write(self._record, line)):
-            self._unwritten.append(line)  # lines after one that may be half written are kept, too
-        else:
-            self._begun = True
+        claim = self._claim
+        if claim is None or self._unwritten or not self._tried(lambda: claim.append(record.data(lines))):
+            self._unwritten.append(lines)
 
     def _tried(self, write: Callable[[], object]) -> bool:
         """Return whether a file could be written."""
         try:
             write()
         except OSError as error:
-            self._troubles.append(f"could not write: {error}")
+            self._tell(f"could not write: {error}")
             return False
         return True
 
+    def _tell(self, sentence: str) -> None:
+        """Keep a sentence for the summary, once."""
+        if sentence not in self._troubles:
+            self._troubles.append(sentence)
+
     def _save_elsewhere(self, drawn: str) -> None:
         """Put the report, and the record if it is not complete, into a folder of their own."""
-        folder = Path(tempfile.mkdtemp(prefix="parity-report-"))
-        report, record = folder / self._report.name, folder / self._record.name
-        report.write_text(drawn, encoding="utf-8")
-        self._report = report
-        if self._unwritten:
-            record.write_text("".join([*self._written(), *self._unwritten]), encoding="utf-8")
-            self._record = record
+        from parity.report import record
 
-    def _written(self) -> list[str]:
-        """Return the record's lines, without a last one that was cut short."""
-        if not self._begun or not self._record.is_file():
-            return []
-        lines = self._record.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [line for line in lines if line.endswith("\n")]
+        folder = Path(tempfile.mkdtemp(prefix="parity-report-"))
+        written = self._claim.content() if self._claim is not None and self._unwritten else b""
+        files.replace(folder / self._report.name, drawn)
+        self._report = folder / self._report.name
+        if self._unwritten:
+            files.replace(folder / self._record.name, written + record.data("".join(self._unwritten)))
+            self._record = folder / self._record.name

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from parity.machine import devices, host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, Device
 from parity.plugin import ending
 from parity.plugin.ending import Diary
-from parity.plugin.options import KEY, Options
+from parity.plugin.options import FINISHED, KEY, Options
 from parity.user_error import UserError
 
 # What xdist's controller does for parity: it gives each worker a device, and records what a dead worker leaves behind.
@@ -36,8 +36,8 @@ _CPU = "cpu"
 class Workers:
     """A pytest plugin for xdist's controller; it only knows what workers report and leave in their diaries."""
 
-    def __init__(self, config: pytest.Config, gpus: Sequence[Device]) -> None:
-        self._config, self._gpus = config, gpus
+    def __init__(self, config: pytest.Config, gpus: Sequence[Device], finished: Collection[str] = ()) -> None:
+        self._config, self._gpus, self._finished = config, gpus, sorted(finished)
         self._folder = Path(tempfile.mkdtemp(prefix="parity-"))
         self._shares: dict[str, int | None] = {}
         self._announced: set[str] = set()
@@ -64,6 +64,7 @@ class Workers:
     def pytest_configure_node(self, node: Any) -> None:
         device = node.gateway.spec.env[CUDA_VISIBLE_DEVICES] if self._gpus else _CPU
         node.workerinput[KEY] = {"folder": str(self._folder), "device": device, "share": self._shares[device]}
+        node.workerinput[FINISHED] = self._finished
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
@@ -114,7 +115,7 @@ def _record(node_id: str, diary: Diary, report: Any) -> None:
         limit = f"ran longer than {entry.limit:g} s (--parity-timeout, or --timeout of parity run)"
         cause = f"{limit}, and let no Python thread run; its worker was ended and replaced"
         report.sections.append(("where it was", stacks))
-    results = [*finished, entry.ended_by(cause)]
+    results = [*finished, entry.ended_by(cause, from_outside=not stacks)]
     report.parity_lines = {"environment": entry.environment, "results": results}
     report.when, report.longrepr = "call", f"{ending.told(list(map(record.result_of, results)))} ({report.longrepr})"
     path, name = node_id.split("::", 1)
@@ -209,6 +210,11 @@ _ITEM_ID = re.compile(
 )
 _GROUPS_AT_THE_END = 6  # for each worker: two sizes in three dtypes
 _WITH_A_DTYPE_OF_THEIR_OWN = ("fp32", "fp16")  # all other precisions compute in BF16
+
+
+def is_item(node_id: str) -> bool:
+    """Return whether an id is that of an item of parity."""
+    return _ITEM_ID.fullmatch(node_id) is not None
 
 
 def group_of(node_id: str) -> str:

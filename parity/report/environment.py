@@ -6,6 +6,7 @@ Nothing in it names a user or a folder, except for a table of limits from elsewh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter
 
 from parity.judge.differences import TIMES, Difference, OfPrecision, widest
 from parity.machine import devices
+from parity.report.identity import Asked
 from parity.report.numbers import markdown_table, short
 
 # What every report says about limits that are not the packaged ones: a pass by wider limits proves less.
@@ -112,6 +114,7 @@ class Environment:
         limits: the file with the table of limits; empty for the packaged one.
         limits_compared: its limits against the packaged ones, by precision, and nothing if they are the same; None
             where that is not known, as of older records.
+        asked: what else the run's results depend on; None where that is not known, as of older records.
     """
 
     date: str
@@ -132,6 +135,7 @@ class Environment:
     golden: str = ""
     limits: str = ""
     limits_compared: tuple[OfPrecision, ...] | None = None
+    asked: Asked | None = None
 
     @property
     def kernels(self) -> str:
@@ -166,6 +170,7 @@ def measure(
     items: int,
     limits: str = "",
     limits_compared: tuple[OfPrecision, ...] | None = None,
+    asked: Asked | None = None,
 ) -> Environment:
     """Return the environment of this process; the arguments are fields of it."""
     import torch
@@ -192,6 +197,7 @@ def measure(
         golden=golden_device(torch.device("cuda", torch.cuda.current_device())).reason if gpu else "",
         limits=limits,
         limits_compared=limits_compared,
+        asked=asked,
     )
 
 
@@ -206,7 +212,12 @@ def from_json(record: Mapping[str, Any]) -> Environment:
     Raises:
         pydantic.ValidationError: if a field is missing or of another type; it is a ``ValueError``.
     """
-    return TypeAdapter(Environment).validate_python(dict(record))
+    return _schema().validate_python(dict(record))
+
+
+@functools.cache
+def _schema() -> TypeAdapter[Environment]:
+    return TypeAdapter(Environment)
 
 
 def gpu_name() -> str:

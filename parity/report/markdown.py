@@ -52,12 +52,14 @@ class Digest:
         counts: how many items there are of each status, also of those that are not kept.
         notes: how many items have each note, also of those that are not kept.
         uncollected: pairs and files of which nothing was compared, by id.
+        left_out: how many lines of its record could not be read.
     """
 
     environment: Environment
     counts: Counter[Status] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
     uncollected: dict[str, Uncollected] = field(default_factory=dict)
+    left_out: int = 0
     _cells: dict[tuple[str, str, str], _Cell] = field(default_factory=dict)  # by file, case and precision
     _results: int = 0
     _most: int = MOST_RESULTS  # how many items of a cell are kept
@@ -85,7 +87,7 @@ class Digest:
     @property
     def complete(self) -> bool:
         """Whether everything that the run was to compare has a result."""
-        return not (self.missing or self.uncollected)
+        return not (self.missing or self.uncollected or self.left_out)
 
     @property
     def failed(self) -> int:
@@ -117,7 +119,8 @@ class Digest:
 
 def digest(record: Record) -> Digest:
     """Return the digest of a run that was read back."""
-    found = Digest(record.environment, uncollected={each.node_id: each for each in record.uncollected})
+    of_pairs = {each.node_id: each for each in record.uncollected}
+    found = Digest(record.environment, uncollected=of_pairs, left_out=len(record.left_out))
     by_item: dict[str, list[Result]] = {}
     for result in record.results:
         by_item.setdefault(f"{result.path}::{result.item}", []).append(result)
@@ -199,6 +202,8 @@ def _not_compared(run: Digest) -> Iterator[str]:
         yield f"{run.counts['skipped']} skipped"
     if run.missing:
         yield f"{plural(run.missing, 'item')} without a result: the run was cut short or a worker crashed"
+    if run.left_out:
+        yield f"{plural(run.left_out, 'line')} of the record left out"
     pairs = sum("::" in node_id for node_id in run.uncollected)
     counts = {"pair": pairs, "file": len(run.uncollected) - pairs}
     told = [plural(count, noun) for noun, count in counts.items() if count]

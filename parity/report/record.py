@@ -5,20 +5,22 @@ What could not be collected is noted between the results, so that a report on th
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
+from parity import reading
+from parity.machine import files
+from parity.reading import LeftOut, NotReadableError
 from parity.report import environment as environments
 from parity.report.environment import Environment
 from parity.result import Result, from_json, to_json
 from parity.user_error import UserError
-
-Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class Record:
         environment: where and with what it was made.
         results: in the order in which they arrived.
         uncollected: what could not be compared at all, in the order in which it arrived.
-        damaged: numbers of the last lines, if they could not be read because of a crash or a full disk.
+        left_out: lines that could not be read, for example the last one because of a crash or a full disk.
     """
 
     environment: Environment
     results: tuple[Result, ...]
     uncollected: tuple[Uncollected, ...] = ()
-    damaged: tuple[int, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def environment_line(environment: Environment) -> str:
@@ -78,75 +80,74 @@ def result_of(line: str) -> Result:
 
 def start(path: Path, line: str) -> None:
     """Begin a record with its first line, in place of one from an earlier run; make the folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(line, encoding="utf-8")
+    files.replace(path, line)
 
 
 def append(path: Path, line: str) -> None:
     """Add a line; it is in the file when this returns."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line)
+    with path.open("ab") as file:
+        file.write(data(line))
+
+
+def data(line: str) -> bytes:
+    """Return a line's bytes; half a surrogate pair, which UTF-8 has not, is written as JSON's escape for it."""
+    return line.encode("utf-8", "backslashreplace")
+
+
+def data_as_text(content: bytes) -> str:
+    """Return the inverse of ``data`` for lines of a record."""
+    return content.decode()
 
 
 def read(path: Path) -> Record:
-    """Read a record back; leave out last lines that a crash cut short, and report their numbers.
+    """Read a record back; leave out lines that are damaged, and report their numbers and why.
 
     Raises:
         UserError: if there is no such file, or it is not a record.
     """
-    try:
-        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if lines == [b""]:
-        raise UserError(f"{path} is not a record of parity: it is empty; a run writes one to reports/<name>.jsonl")
-    parsed = [(number, _parse(line)) for number, line in enumerate(lines, 1)]
-    whole = max((number for number, line in parsed if line is not None), default=0)
-    broken = next((number for number, line in parsed[:whole] if line is None), 0 if whole else 1)
-    if broken:
-        raise UserError(f"{path} is not a record of parity: line {broken} is not JSON")
-    environment = _content(path, parsed[0], "environment", environments.from_json)
-    of_pairs = [entry for entry in parsed[1:whole] if _is_uncollected(entry[1])]
-    of_results = [entry for entry in parsed[1:whole] if not _is_uncollected(entry[1])]
+    found = reading.lines(path, _line_of)
+    written = "a run writes one to reports/<name>.jsonl"
+    if not found.raw:
+        raise UserError(f"{path} is not a record of parity: it is empty; {written}")
+    contents = found.contents
+    environment = contents[0] if contents and found.good[0][0] == 1 else None
+    if not isinstance(environment, Environment):
+        reason = found.left_out[0].reason if found.left_out and found.left_out[0].number == 1 else "no environment"
+        raise UserError(f"{path} is not a record of this version of parity (line 1: {reason}); {written}")
     return Record(
         environment,
-        results=tuple(_content(path, entry, "result", from_json) for entry in of_results),
-        uncollected=tuple(_content(path, entry, "uncollected", _uncollected_from_json) for entry in of_pairs),
-        damaged=tuple(range(whole + 1, len(parsed) + 1)),
+        results=tuple(each for each in contents if isinstance(each, Result)),
+        uncollected=tuple(each for each in contents if isinstance(each, Uncollected)),
+        left_out=found.left_out,
     )
 
 
-def _is_uncollected(line: Any) -> bool:
-    return isinstance(line, dict) and "uncollected" in line
+def _line_of(content: Any) -> Environment | Result | Uncollected:
+    """Return what a line holds."""
+    for kind, read_back in _KINDS.items():
+        if isinstance(content, dict) and kind in content:
+            try:
+                return read_back(content[kind])
+            except Exception as error:
+                raise NotReadableError(f"{kind}.{reading.why(error)}") from None
+    raise NotReadableError(f"no {', '.join(_KINDS)} in it")
 
 
 def _uncollected_from_json(content: Any) -> Uncollected:
-    return TypeAdapter(Uncollected).validate_python(content)
+    return _uncollected_type().validate_python(content)
 
 
-def _content(path: Path, entry: tuple[int, Any], kind: str, read_back: Callable[[Any], Content]) -> Content:
-    """Return what a numbered line of this kind holds."""
-    number, line = entry
-    try:
-        return read_back(line[kind])
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        what = f"{'.'.join(map(str, (kind, *wrong['loc'])))}: {wrong['msg']}"
-    except (LookupError, TypeError, AttributeError):
-        what = f"no {kind} in it"
-    raise UserError(
-        f"{path} is not a record of this version of parity (line {number}, {what}); "
-        "a run writes one to reports/<name>.jsonl"
-    )
+@functools.cache
+def _uncollected_type() -> TypeAdapter[Uncollected]:
+    return TypeAdapter(Uncollected)
+
+
+_KINDS: Mapping[str, Callable[[Any], Environment | Result | Uncollected]] = {
+    "environment": environments.from_json,
+    "result": from_json,
+    "uncollected": _uncollected_from_json,
+}
 
 
 def _line(kind: str, content: Mapping[str, Any]) -> str:
     return json.dumps({kind: content}, allow_nan=False, ensure_ascii=False, default=str) + "\n"
-
-
-def _parse(line: bytes) -> Any:
-    """Return what the line holds; None if it is not JSON, or null, which no line of a record is."""
-    try:
-        return json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None

@@ -489,14 +489,17 @@ def test_a_record_of_a_run_that_could_not_collect_a_pair_ends_with_code_1(report
     assert "; 1 pair not collected; " in done.stdout
 
 
-def test_last_lines_that_are_damaged_are_told_with_the_number_of_results_that_were_read(report: Command) -> None:
+def test_lines_that_are_damaged_are_told_with_the_number_of_results_that_were_read_and_code_2(report: Command) -> None:
     path = write_record("night.jsonl", result(), result(seed=1))
     path.write_text(path.read_text()[:-40])
-    assert report("night.jsonl").stderr == (
-        "parity: night.jsonl: line 3 is damaged or cut short, and left out; 1 result was read\n"
-    )
+    done = report("night.jsonl")
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith("parity: night.jsonl:3: not JSON: column ")
+    assert second == "parity: night.jsonl: 1 line left out, 1 result read"
+    assert "; 1 line of the record left out; " in done.stdout
     path.write_text(path.read_text() + "\n\0")
-    assert "lines 3 to 4 are damaged" in report("night.jsonl").stderr
+    assert "night.jsonl: 2 lines left out, 1 result read" in report("night.jsonl").stderr
 
 
 def test_the_folder_of_the_report_is_made(report: Command) -> None:

@@ -136,11 +136,11 @@ def test_an_emulated_gpu_that_does_not_exist_is_refused_once(
 def test_a_report_whose_folder_is_lost_meanwhile_is_saved_elsewhere_with_the_whole_record(
     pytester: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_folder(path: Path, line: str) -> None:
-        raise OSError(28, "No space left on device", str(path))
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("parity.report.record.append", break_folder)
+    monkeypatch.setattr("parity.machine.files.os.write", full)
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py", "-k", "fails")
     result.assert_outcomes(failed=2)

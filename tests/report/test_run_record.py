@@ -24,6 +24,12 @@ def written(path: Path, *results: Result) -> Path:
     return path
 
 
+def kept_and_left_out(path: Path) -> tuple[tuple[Result, ...], list[int]]:
+    found = record.read(path)
+    assert found.environment == ENVIRONMENT
+    return found.results, [each.number for each in found.left_out]
+
+
 def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     results = (result(), result(margin=math.inf, seed=3), result(status="skipped", tensors=(), reason="no FP8"))
     assert record.read(written(tmp_path / "new" / "run.jsonl", *results)) == Record(ENVIRONMENT, results)
@@ -61,19 +67,19 @@ def test_a_last_line_that_was_cut_short_is_left_out_and_told(tmp_path: Path) -> 
     path.write_text(path.read_text()[:-40])
     found = record.read(path)
     assert [found.seed for found in found.results] == [0]
-    assert found.damaged == (3,)
+    assert [each.number for each in found.left_out] == [3]
 
 
 def test_last_lines_of_zeros_as_a_crashed_machine_leaves_them_are_left_out_and_told(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", result())
     path.write_bytes(path.read_bytes() + b"\0\0\n\0")
-    assert record.read(path) == Record(ENVIRONMENT, (result(),), damaged=(3, 4))
+    assert kept_and_left_out(path) == ((result(),), [3, 4])
 
 
 def test_a_last_line_that_ends_within_a_character_is_left_out_and_told(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", result(), result(reason="€"))
     path.write_bytes(path.read_bytes().partition("€".encode())[0] + "€".encode()[:1])
-    assert record.read(path) == Record(ENVIRONMENT, (result(),), damaged=(3,))
+    assert kept_and_left_out(path) == ((result(),), [3])
 
 
 def test_a_text_may_hold_what_unicode_calls_a_line_break(tmp_path: Path) -> None:
@@ -81,12 +87,12 @@ def test_a_text_may_hold_what_unicode_calls_a_line_break(tmp_path: Path) -> None
     assert record.read(written(tmp_path / "run.jsonl", *results)).results == results
 
 
-def test_a_broken_line_before_the_last_is_an_error(tmp_path: Path) -> None:
+def test_a_broken_line_before_the_last_costs_no_other_and_is_told_with_the_reason(tmp_path: Path) -> None:
     path = written(tmp_path / "run.jsonl", result(), result(seed=1))
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], lines[1][:-40], lines[2]]))
-    with pytest.raises(UserError, match="line 2 is not JSON"):
-        record.read(path)
+    assert kept_and_left_out(path) == ((result(seed=1),), [2])
+    assert record.read(path).left_out[0].reason.startswith("not JSON: column ")
 
 
 @pytest.mark.parametrize("text", ["", "hello\n", "[1]\n", "{}\n", '{"environment": {"date": ""}}\n', "\x00\n"])
@@ -103,8 +109,12 @@ def test_a_number_that_was_damaged_is_told_with_its_line_and_place(tmp_path: Pat
     entry = json.loads(third)
     entry["result"]["tensors"][0]["errors"]["max_abs"] = "0.2x"
     path.write_text("\n".join([first, second, json.dumps(entry)]))
-    with pytest.raises(UserError, match=r"line 3, result\.tensors\.0\.errors\.max_abs: Input should be a valid number"):
+    assert kept_and_left_out(path) == ((result(),), [3])
+    assert (
         record.read(path)
+        .left_out[0]
+        .reason.startswith("result.tensors.0.errors.max_abs: Input should be a valid number")
+    )
 
 
 def test_an_empty_record_is_called_empty(tmp_path: Path) -> None:

@@ -1,0 +1,232 @@
+"""Write files that other processes look at or write, too: whole or not at all, and a record by one run at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from parity.user_error import UserError
+
+# A file that is replaced holds what it held or what it is to hold, whenever the process is killed.
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    """Write a file in place of what is there; half a surrogate pair, which no UTF-8 has, is written as its escape."""
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))  # what a link leads to, and not the link
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(prefix=f".{target.name[:100]}-", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.chmod(draft, _mode_of(target))
+        os.replace(draft, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft)
+        raise
+
+
+def _mode_of(target: Path) -> int:
+    """Return the permissions that a file has, or that a new one gets."""
+    try:
+        return target.stat().st_mode & 0o777
+    except OSError:
+        mask = os.umask(0)
+        os.umask(mask)
+        return 0o666 & ~mask
+
+
+def free_name(path: Path, suffix: str) -> Path:
+    """Return a path beside this one that no file has: ``run-SUFFIX.jsonl``, or ``run-SUFFIX-2.jsonl`` and so on."""
+    names = (f"{path.stem}-{suffix}{'' if n == 1 else f'-{n}'}{path.suffix}" for n in range(1, 100_000))
+    return next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+
+
+# A file that one process writes.
+#
+# The lock is the kernel's (flock), so that it ends with the process, however that ends. It is on the record itself,
+# and leaves no other file behind.
+
+
+class Claim:
+    """A file of lines that this process alone writes until it is closed; it is made if need be.
+
+    It notices if others write to the file all the same, delete it, or cut it short.
+
+    Args:
+        path: the file's.
+
+    Attributes:
+        path: where the file is now.
+        told: called with a sentence about each thing that happened to the file meanwhile.
+
+    Raises:
+        UserError: if another process has claimed it.
+    """
+
+    def __init__(self, path: Path, told: Callable[[str], object] = lambda sentence: None) -> None:
+        self.path, self.told = path, told
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._made = not path.exists()
+        self._first = b""
+        self._descriptor, self._size = self._opened()
+        _claims.add(self)
+
+    def content(self) -> bytes:
+        """Return what the file holds."""
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+
+    def begin(self, content: bytes) -> None:
+        """Write a record's first lines in place of what the file holds."""
+        self._first = content[: content.find(b"\n") + 1]
+        os.ftruncate(self._descriptor, 0)
+        self._size = 0
+        self._write(content)
+
+    def replace(self, content: bytes) -> None:
+        """Write other lines in place of what the file holds, in one step: killed in between, it holds one or the other.
+
+        Who waits for the file meanwhile finds that it is claimed, or that it is not there any more.
+        """
+        self._first = content[: content.find(b"\n") + 1]
+        replace(self.path, content)
+        self._open_again()
+
+    def append(self, data: bytes) -> None:
+        """Add lines; they are in the file when this returns, or none of them is if it raises an ``OSError``."""
+        self._look()
+        self._write(data)
+
+    @property
+    def size(self) -> int:
+        """How many bytes were written."""
+        return self._size
+
+    def cut(self, size: int) -> None:
+        """Take back what was written after the file had this size."""
+        if os.fstat(self._descriptor).st_size == self._size > size:
+            os.ftruncate(self._descriptor, size)
+            self._size = size
+
+    def set_aside(self, suffix: str) -> Path:
+        """Give what is there another name, which is returned, and claim a new file."""
+        aside = free_name(self.path, suffix)
+        os.rename(self.path, aside)
+        self._open_again()
+        return aside
+
+    def close(self) -> None:
+        """Let others have the file, and remove it if it is new and nothing was written to it."""
+        if self._descriptor < 0:
+            return
+        if self._made and os.fstat(self._descriptor).st_size == 0 and _leads_to(self.path, self._descriptor):
+            self.path.unlink()
+            with suppress(OSError):
+                self.path.parent.rmdir()
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the file, and leave it as it is."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+        _claims.discard(self)
+
+    def _open_again(self) -> None:
+        before = self._descriptor
+        self._descriptor, self._size = self._opened()
+        os.close(before)
+
+    def _opened(self) -> tuple[int, int]:
+        """Return a descriptor of the file, which is claimed by it, and the file's size."""
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise UserError(
+                    f"another run writes to {self.path} at this moment; wait for its end, or give this one another name"
+                ) from None
+            except OSError:  # a file system without locks
+                pass
+            if _leads_to(self.path, descriptor):
+                return descriptor, os.fstat(descriptor).st_size
+            os.close(descriptor)  # somebody renamed the file in between
+
+    def _look(self) -> None:
+        """See what others did to the file since the last line, mend what can be mended, and tell it."""
+        if not _leads_to(self.path, self._descriptor):
+            lost, content, deleted = self.path, self.content(), not os.path.lexists(self.path)
+            self.path = self.path if deleted else free_name(self.path, "continued")
+            self._open_again()
+            self._write(content)
+            what = "deleted" if deleted else "replaced by another file"
+            self.told(f"{lost} was {what} during the run; {self.path} has all of its lines again")
+        size = os.fstat(self._descriptor).st_size
+        if size < self._size:
+            whole = self.content()
+            kept = whole[: whole.rfind(b"\n") + 1] if not whole.startswith(b"\0") else b""
+            os.ftruncate(self._descriptor, len(kept))
+            self.told(
+                f"{self.path} was cut short during the run, from {self._size:,} to {size:,} bytes: it lacks results "
+                "that the report has, and a resumed run compares these again"
+            )
+            self._size = len(kept)
+            if not kept:
+                self._write(self._first)
+        elif size > self._size:
+            self.told(f"another process wrote {size - self._size:,} bytes to {self.path} during the run")
+            self._size = size
+            if not self.content().endswith(b"\n"):
+                self._write(b"\n")
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size += len(data)
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    """Return whether the path is still that of the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+_claims: set[Claim] = set()
+
+
+def _forget() -> None:
+    """Close all files in a process that was forked: it has no part in them, and would keep the locks while it lives."""
+    for claim in list(_claims):
+        claim.forget()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Within the context, no other process that asks may write to this file.
+
+    Raises:
+        UserError: if another has it.
+    """
+    claim = Claim(path)
+    try:
+        yield
+    finally:
+        claim.close()

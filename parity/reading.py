@@ -1,0 +1,162 @@
+"""Read JSON that a file holds, whatever became of the file: what is wrong is said in a sentence with its line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from parity.user_error import UserError
+
+# One text of JSON, and what can be wrong with it.
+#
+# Python's own reader raises several kinds of exceptions, takes numbers of any size, and takes half a surrogate pair,
+# which cannot be written to a file again.
+
+
+Content = TypeVar("Content")
+
+_MOST_DIGITS = 400  # a float has 309 at most
+_LONGEST = 200
+
+
+class NotReadableError(ValueError):
+    """Raised for a text or a value that is not what it should be; its message says why, in one line."""
+
+
+def parsed(data: bytes, model: Callable[[Any], Content]) -> Content:
+    """Return what a text of JSON holds.
+
+    Args:
+        data: the text.
+        model: makes the content of JSON's plain values, for example a ``TypeAdapter``'s ``validate_python``; it may
+            raise what such code raises for values of another shape.
+
+    Raises:
+        NotReadableError: if it is not JSON, or the model takes it for something else.
+    """
+    try:
+        value = json.loads(data.decode(), parse_int=_integer)
+    except UnicodeDecodeError:
+        raise NotReadableError("not JSON: it is not text in UTF-8") from None
+    except RecursionError:
+        raise NotReadableError("not JSON: it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
+        raise NotReadableError(f"not JSON: {at}column {error.colno}: {error.msg}") from None
+    except ValueError as error:
+        raise NotReadableError(f"not JSON: {error}") from None
+    try:
+        return model(value)
+    except RecursionError:
+        raise NotReadableError("it is nested too deeply") from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise NotReadableError(why(error)) from None
+
+
+def why(error: Exception) -> str:
+    """Say in one line what is wrong with a value; of pydantic's errors the first, with its place."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        first = errors(include_url=False)[0]
+        text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+    elif isinstance(error, KeyError):
+        text = f"it lacks {error.args[0]!r}"
+    elif isinstance(error, NotReadableError):
+        text = str(error)
+    else:
+        text = f"its JSON has another layout ({error})"
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise NotReadableError(f"a number has {len(digits):,} digits")
+    return int(digits)
+
+
+def bytes_of(path: Path, what: str) -> bytes:
+    """Return what a file holds.
+
+    Args:
+        path: the file's.
+        what: what it should be, for the message, as "the calibration table"; may be empty.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {f'{what} ' if what else ''}{path}: {error.strerror}") from None
+
+
+# Lines of JSON, each by itself: a bad one costs no other.
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A line that could not be read.
+
+    Attributes:
+        number: the line's, from 1.
+        reason: why.
+    """
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Lines(Generic[Content]):
+    """What a file of JSON lines holds.
+
+    Attributes:
+        path: the file's.
+        good: each line that could be read, with its number.
+        left_out: the others.
+        raw: the file's bytes, by line, without their ends.
+    """
+
+    path: Path
+    good: tuple[tuple[int, Content], ...]
+    left_out: tuple[LeftOut, ...]
+    raw: tuple[bytes, ...] = ()
+
+    @property
+    def contents(self) -> tuple[Content, ...]:
+        return tuple(content for _, content in self.good)
+
+
+def lines(path: Path, model: Callable[[Any], Content], what: str = "") -> Lines[Content]:
+    """Return what the lines of a file hold; leave out those that are damaged, and say why.
+
+    Args:
+        path: the file's.
+        model: makes one line's content, see ``parsed``.
+        what: see ``bytes_of``.
+
+    Raises:
+        UserError: if the file cannot be read.
+    """
+    data = bytes_of(path, what)
+    raw = tuple(data.removesuffix(b"\n").split(b"\n")) if data else ()
+    good: list[tuple[int, Content]] = []
+    left_out: list[LeftOut] = []
+    for number, line in enumerate(raw, 1):
+        try:
+            good.append((number, parsed(line, model)))
+        except NotReadableError as error:
+            left_out.append(LeftOut(number, str(error)))
+    return Lines(path, tuple(good), tuple(left_out), raw)
+
+
+_SHOWN = 3
+
+
+def told(path: Path, left_out: tuple[LeftOut, ...]) -> list[str]:
+    """Return a sentence about each of the first lines that were left out."""
+    return [f"{path}:{each.number}: {each.reason}" for each in left_out[:_SHOWN]]

@@ -1,0 +1,135 @@
+"""Tell whether two runs ask for the same: the options, the items, the code, and where they run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parity.report.environment import Environment
+
+# What a run was asked for, as the first line of its record has it.
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the results of a run depend on, beside the machine and the versions.
+
+    Attributes:
+        options: the plugin's, by name, as the user would write them.
+        items: a checksum of the items' ids.
+        code: a checksum of each file of the user's that the run imported, by its path; one of all of parity; one of a
+            table of limits; one of the variables of the environment that TE and parity read.
+    """
+
+    options: Mapping[str, str]
+    items: str = ""
+    code: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+_PACKAGE = Path(__file__).parents[1]
+PARITY, LIMITS, VARIABLES = "parity's code", "the table of limits", "variables NVTE_* and PARITY_*"
+_MOST_FILES = 1_000
+# Variables that say where a run takes place, or that options say as well.
+_NO_MATTER = ("PARITY_DEVICES", "PARITY_BACKEND", "PARITY_TESTS")
+
+
+def asked(
+    options: Mapping[str, str], items: Iterable[str], files: Iterable[Path], start: Path, limits: Path | None
+) -> Asked:
+    """Return what this process's run is asked for.
+
+    Args:
+        options: as in ``Asked``.
+        items: ids of all that it is to compare.
+        files: those of the pairs.
+        start: the folder in which pytest was started; modules of files below it are the user's.
+        limits: the table; None for the packaged one.
+    """
+    code = {PARITY: code_of_parity(), VARIABLES: _variables()}
+    if limits is not None:
+        code[LIMITS] = _checksum([limits])
+    for file in sorted({*files, *_modules_below(start)})[:_MOST_FILES]:
+        name = file.relative_to(start) if file.is_relative_to(start) else Path(file.name)
+        code[name.as_posix()] = _checksum([file])
+    return Asked(options, f"{zlib.crc32(chr(10).join(sorted(items)).encode('utf-8', 'replace')):08x}", code)
+
+
+@functools.cache
+def code_of_parity() -> str:
+    """Return a checksum of all that can change what a comparison finds."""
+    files = [*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json")]
+    return _checksum(file for file in sorted(files) if file.relative_to(_PACKAGE).parts[0] not in ("lab", "cli"))
+
+
+def _modules_below(folder: Path) -> Iterator[Path]:
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if isinstance(name, str) and name.startswith(f"{folder}{os.sep}") and "site-packages" not in name:
+            file = Path(name)
+            if not file.is_relative_to(_PACKAGE):
+                yield file
+
+
+def _variables() -> str:
+    mine = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(("NVTE_", "PARITY_"))]
+    return f"{zlib.crc32(chr(0).join(sorted(each for each in mine if not each.startswith(_NO_MATTER))).encode()):08x}"
+
+
+def _checksum(files: Iterable[Path]) -> str:
+    checksum = 0
+    for file in files:
+        try:
+            checksum = zlib.crc32(file.read_bytes(), checksum)
+        except OSError:
+            continue
+    return f"{checksum:08x}"
+
+
+# What differs between two runs, in words.
+
+
+# What no two runs have in common, and what is measured of the machine.
+_ANY = ("date", "asked", "limits_compared", "golden", "limits")
+_LABELS = {"items": "the number of items", "cpu": "processor", "transformer_engine": "TransformerEngine"}
+
+
+def differences(before: Environment, now: Environment) -> list[str]:
+    """Return what makes a run another than one before it; nothing if the one may go on with the other."""
+    found = [
+        f"{_LABELS.get(field.name, field.name)} was {_told(old)}, now it is {_told(new)}"
+        for field in dataclasses.fields(before)
+        if field.name not in _ANY and (old := getattr(before, field.name)) != (new := getattr(now, field.name))
+    ]
+    if before.asked is None or now.asked is None:
+        return [*found, "it does not say what it was asked for, as records of older versions do not"]
+    found += differences_of_options(before.asked.options, now.asked.options)
+    found += [f"{name} changed" for name in changed_code(before.asked.code, now.asked.code)]
+    if not found and before.asked.items != now.asked.items:
+        found.append("it has other items")
+    return found
+
+
+def differences_of_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return which options were others."""
+    return [
+        f"{name} was {before.get(name, '')!r}, now it is {now.get(name, '')!r}"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name, "") != now.get(name, "")
+    ]
+
+
+def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the names of what both runs used and is not what it was; a module may be imported later, or not yet."""
+    return [name for name in before if name in now and before[name] != now[name]]
+
+
+def _told(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value) or "none"
