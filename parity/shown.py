@@ -16,6 +16,7 @@ _UNSEEN = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 _TICKS = re.compile("`+")
+_ENTITY = re.compile("&(?=#?[0-9A-Za-z]+;)")
 
 
 def text(value: str) -> str:
@@ -35,7 +36,7 @@ def _escape(found: re.Match[str]) -> str:
 
 def prose(value: str) -> str:
     """Return one line of markdown in which tags and entities are letters."""
-    return html.escape(line(value), quote=False)
+    return _ENTITY.sub("&amp;", line(value)).replace("<", "&lt;")
 
 
 def code(value: str) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from parity import shown
 from parity.machine import host
 from parity.user_error import UserError
 
@@ -337,7 +338,7 @@ def main() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except UserError as error:
-        print(f"parity: {error}", file=sys.stderr)
+        print(f"parity: {shown.text(str(error))}", file=sys.stderr)
         sys.exit(MISTAKE)
     except BrokenPipeError:  # the reader, such as head, has seen enough
         _print_no_more()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import track
 
+from parity import reading, shown
 from parity.lab import record
+from parity.machine import files
 from parity.machine.process import processes
 
 # A number that a record keeps with four digits, and as null where there is none.
@@ -48,10 +52,15 @@ class Campaign(Generic[Job, Result]):
         self._types: TypeAdapter[Result] = TypeAdapter(result)
 
     def finished(self, jobs: Iterable[Job]) -> dict[Job, Result]:
-        """Return the results of those jobs that the record has."""
+        """Return the results of those jobs that the record has, in a form that this version reads."""
         found = record.read(self._path)
         keys = {job: record.key_of(self._identity(job)) for job in jobs}
-        return {job: self._types.validate_python(found[key]) for job, key in keys.items() if key in found}
+        results: dict[Job, Result] = {}
+        for job, key in keys.items():
+            if key in found:
+                with suppress(ValidationError):  # it is made again
+                    results[job] = self._types.validate_python(found[key])
+        return results
 
     def keep(self, job: Job, result: Result) -> None:
         """Add a job's result; it is in the record when this returns."""
@@ -67,12 +76,18 @@ class Campaign(Generic[Job, Result]):
             make: a job's result; for processes a function of a module, or a partial of one.
             doing: what the progress bar says.
             workers: see ``made``.
+
+        Raises:
+            UserError: if another process makes jobs of this record.
         """
         every = list(dict.fromkeys(jobs))
-        finished = self.finished(every)
-        for job, result in made([job for job in every if job not in finished], make, doing, workers):
-            self.keep(job, result)
-        return self.finished(every)
+        for sentence in reading.told(self._path, record.damaged(self._path)):
+            print(f"{shown.line(sentence)}: this line is left out, and what it told is made again", file=sys.stderr)
+        with files.claimed(self._path):
+            finished = self.finished(every)
+            for job, result in made([job for job in every if job not in finished], make, doing, workers):
+                self.keep(job, result)
+            return self.finished(every)
 
 
 def made(

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity import reading
+from parity.machine import files
+from parity.reading import LeftOut, NotReadableError
 from parity.report.environment import cpu_model, gpu_name
 
 # Which code computes a study's results: a checksum of each module of parity that they depend on.
@@ -123,8 +126,13 @@ class Outdated:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what finished runs gave, by their key; a last line that an interruption cut short is left out."""
+    """Return what finished runs gave, by their key; lines that are damaged are left out."""
     return {entry.key: entry.result for entry in _entries(path)}
+
+
+def damaged(path: Path) -> tuple[LeftOut, ...]:
+    """Return which lines are left out, and why: an interruption may have cut the last one short."""
+    return _lines(path).left_out if path.exists() else ()
 
 
 def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = None) -> None:
@@ -137,7 +145,7 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
         code: that computed it, of ``code_of``; written where it is not that of the result before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = [json.dumps({"run": run, "result": result})]
     if code is not None and code != _last_code(text):
         lines.insert(0, json.dumps({"code": code}))
@@ -160,32 +168,41 @@ def forget_outdated(path: Path, code: Code) -> None:
     """Leave only the results that this code computed, so that a study computes the others again."""
     kept = [entry.line for entry in _entries(path) if entry.code == code]
     text = "".join(line + "\n" for line in [json.dumps({"code": code}), *kept])
-    beside = path.with_suffix(".tmp")
-    beside.write_text(text if kept else "", encoding="utf-8")
-    beside.replace(path)  # an interruption leaves the one or the other, and no half
+    files.replace(path, text if kept else "")
 
 
 def _entries(path: Path) -> Iterator[_Entry]:
+    if not path.exists():
+        return
     code = None
-    for line, content in _lines(path):
+    found = _lines(path)
+    for number, content in found.good:
         if "code" in content:
             code = content["code"]
         else:
-            yield _Entry(key_of(content["run"]), content["result"], code, line)
+            yield _Entry(key_of(content["run"]), content["result"], code, found.raw[number - 1].decode())
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            yield line, json.loads(line)
-        except ValueError:
-            continue
+def _lines(path: Path) -> reading.Lines[dict[str, Any]]:
+    return reading.lines(path, _line_of)
+
+
+def _line_of(content: Any) -> dict[str, Any]:
+    """Return a line that names code, or a run with its result."""
+    if not isinstance(content, dict):
+        raise NotReadableError("it is no object")
+    if "code" in content:
+        if not isinstance(content["code"], dict):
+            raise NotReadableError("code: it is no object")
+    elif not isinstance(content["run"], dict) or "result" not in content:
+        raise NotReadableError("no run with a result in it")
+    return content
 
 
 def _last_code(text: str) -> Code | None:
     for line in reversed(text.splitlines()):
         if line.startswith('{"code":'):
-            with suppress(ValueError):  # an interruption cut it short
+            with suppress(ValueError, RecursionError):  # an interruption cut it short
                 code: Code = json.loads(line)["code"]
                 return code
     return None

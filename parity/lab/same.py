@@ -17,6 +17,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from parity import reading
+from parity.reading import NotReadableError
 from parity.user_error import UserError
 
 # Fields that no two runs have in common: what was measured of the machine, and not computed.
@@ -139,22 +141,24 @@ def _pairs(old: Path, new: Path) -> Iterator[tuple[str, Path | None, Path | None
 
 
 def _read(file: Path) -> dict[str, Values]:
-    """Return the values of every run by its name; a later line of the same run replaces an earlier one."""
-    runs = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            content = json.loads(line)
-        except ValueError:
-            raise UserError(f"{file} is not a record: line {number} is not JSON") from None
-        if not isinstance(content, dict):
-            raise UserError(f"{file} is not a record: line {number} is no object")
-        if content.keys() & ABOUT_THE_RECORD:
-            continue
-        runs[_name(content)] = dict(_values(content, ""))
-    return runs
+    """Return the values of every run by its name; a later line of the same run replaces an earlier one.
+
+    Raises:
+        UserError: if a line is damaged: what is left of a record would only seem to be the same.
+    """
+    found = reading.lines(file, _run)
+    if found.left_out:
+        number, reason = found.left_out[0].number, found.left_out[0].reason
+        raise UserError(f"{file} is not a record: line {number}: {reason}")
+    return {name: values for name, values in found.contents if name}
 
 
-def _name(content: dict[str, Any]) -> str:
+def _run(content: Any) -> tuple[str, Values]:
+    """Return the name and the values of the run that a line tells of; both empty if it tells of none."""
+    if not isinstance(content, dict):
+        raise NotReadableError("it is no object")
+    if content.keys() & ABOUT_THE_RECORD:
+        return "", {}
     result = content.get("result", {})
     if "run" in content:
         named = content["run"]
@@ -162,7 +166,7 @@ def _name(content: dict[str, Any]) -> str:
         named = content["uncollected"].get("node_id")
     else:
         named = {field: result.get(field) for field in NAMES_A_RESULT}
-    return json.dumps(named, sort_keys=True)
+    return json.dumps(named, sort_keys=True), dict(_values(content, ""))
 
 
 def _told(run: str) -> str:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
+from parity import reading
+
 if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
     from parity.result import Result
@@ -110,12 +112,16 @@ class Diary:
         return left if left is not None and left[0].node_id == node_id else None
 
     def read_last(self) -> tuple[Entry, list[str]] | None:
-        """Return the last entry and its item's finished lines; None if the worker has begun no comparison."""
-        if not self._entry.exists():
+        """Return the last entry and its item's finished lines; None if the worker has begun no comparison.
+
+        A line that the worker was writing when it died is left out.
+        """
+        try:
+            entry = reading.parsed(self._entry.read_bytes(), _entry_of)
+            lines = self._finished.read_bytes().split(b"\n") if self._finished.exists() else []
+        except (OSError, reading.NotReadableError):  # as on a full disk
             return None
-        entry = Entry(**json.loads(self._entry.read_text(encoding="utf-8")))
-        lines = self._finished.read_text(encoding="utf-8").splitlines(keepends=True) if self._finished.exists() else []
-        return entry, lines
+        return entry, [f"{line.decode()}\n" for line in lines if _is_a_result(line)]
 
     @property
     def _entry(self) -> Path:
@@ -124,6 +130,21 @@ class Diary:
     @property
     def _finished(self) -> Path:
         return self.folder / f"{self.worker}.finished"
+
+
+def _entry_of(content: Any) -> Entry:
+    entry = Entry(**content)
+    if not isinstance(entry.limit, (int, float)) or not isinstance(entry.environment, str):
+        raise reading.NotReadableError("no entry of a diary")
+    entry.ended_by("")
+    return entry
+
+
+def _is_a_result(line: bytes) -> bool:
+    try:
+        return reading.parsed(line, lambda content: "result" in content)
+    except reading.NotReadableError:
+        return False
 
 
 # End what runs too long, even a hung CUDA kernel: while Python waits for one, no signal handler runs, but threads do.
@@ -379,6 +400,5 @@ def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diar
         if recorder is None or left is None or left[0].node_id in reported:
             continue
         entry, finished = left
-        complete = [line for line in finished if line.endswith("\n")]  # the worker may be writing another line
-        if complete or entry.has_verdict:
-            recorder.record({"environment": entry.environment, "results": [*complete, entry.ended_by(REASON)]})
+        if finished or entry.has_verdict:
+            recorder.record({"environment": entry.environment, "results": [*finished, entry.ended_by(REASON)]})

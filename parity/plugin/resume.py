@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from parity import reading
 from parity.machine.files import Claim
 from parity.plugin import ending
 from parity.plugin.options import Options
@@ -143,10 +143,9 @@ def is_worth_keeping(content: bytes) -> bool:
 
 def _parsed(line: bytes) -> Mapping[str, Any]:
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
+        return reading.parsed(line, lambda content: content if isinstance(content, Mapping) else {})
+    except reading.NotReadableError:
         return {}
-    return content if isinstance(content, Mapping) else {}
 
 
 def report_meanwhile(name: str, record: Path) -> str:

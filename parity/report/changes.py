@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from parity import shown
 from parity.report import failure
 from parity.report.items import FAILED, PASSED, Item, in_order, verdict_of
 from parity.report.numbers import markdown_table, plural, seeds, short
@@ -129,7 +130,7 @@ def draw(runs: Comparison) -> str:
     """Return the whole report as GitHub markdown."""
     changes = runs.changes
     sections = [
-        f"# Parity report: {runs.names[1]} against {runs.names[0]}",
+        f"# Parity report: {shown.prose(runs.names[1])} against {shown.prose(runs.names[0])}",
         f"**{verdict(runs)}**",
         _environments(runs),
         "A cell holds an item's worst **margin** over all seeds, as in the report of a run: up to 1 passes.",
@@ -164,9 +165,8 @@ def _environments(runs: Comparison) -> str:
     before, after = (_facts(run) for run in (runs.before, runs.after))
     names = [*before, *(name for name in after if name not in before)]
     rows = [(name, before.get(name, ""), after.get(name, "")) for name in names]
-    return markdown_table(
-        [(*row, "" if row[1] == row[2] else "≠") for row in rows], ["environment", "before", "now", ""]
-    )
+    cells = [(*map(shown.prose, row), "" if row[1] == row[2] else "≠") for row in rows]
+    return markdown_table(cells, ["environment", "before", "now", ""])
 
 
 def _facts(run: Record) -> dict[str, str]:
@@ -195,12 +195,12 @@ def _row(change: Change) -> list[str]:
     worst = after.worst.worst if after else None
     found = failure.findings(after) if after else []
     return [
-        f"`{change.item.name}`",
+        shown.code(change.item.name),
         _cell(change.before),
         _cell(after),
         "" if math.isnan(change.growth) else short(change.growth),
-        f"`{worst.label}`" if worst else "",
-        ", ".join(dict.fromkeys(finding.name for finding in found)),
+        shown.code(worst.label) if worst else "",
+        shown.prose(", ".join(dict.fromkeys(finding.name for finding in found))),
     ]
 
 
@@ -208,4 +208,4 @@ def _cell(item: Item | None) -> str:
     """Return the verdict, with the reason if nothing was compared."""
     if item is None:
         return ""
-    return f"{verdict_of(item)} {item.worst.reason}" if item.worst.reason else verdict_of(item)
+    return f"{verdict_of(item)} {shown.prose(item.worst.reason)}" if item.worst.reason else verdict_of(item)

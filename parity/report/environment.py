@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from parity import shown
 from parity.judge.differences import TIMES, Difference, OfPrecision, widest
 from parity.machine import devices
 from parity.report.identity import Asked
@@ -41,6 +42,7 @@ def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
     """
     if not file:
         return ""
+    file = shown.line(file)
     if compared is None:
         return f"{file} (this record does not say how they differ from the packaged ones)"
     if not compared:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from tabulate import tabulate
 
+from parity import shown
 from parity.report.items import Item
 from parity.report.numbers import cosine, plural, seeds, short
 from parity.result import Finding, Result, TensorResult
@@ -30,7 +31,7 @@ def message(item: Item, details: bool = False, limits: str = "") -> str:
     lines = [*_findings_first(item), *measures(item.worst)]
     if details and item.worst.traceback:
         lines.append(item.worst.traceback)
-    return "\n".join([*lines, f"reproduce: {reproduce(item.worst, limits)}"])
+    return shown.text("\n".join([*lines, f"reproduce: {reproduce(item.worst, limits)}"]))
 
 
 def _findings_first(item: Item) -> Iterator[str]:
@@ -150,7 +151,7 @@ def lines(notes: Counter[str]) -> Iterator[str]:
         notes: each with the number of items that have it.
     """
     for note, count in notes.most_common(MOST_LINES):
-        yield f"note of {plural(count, 'item')}: {textwrap.shorten(note, _LONGEST, placeholder=' ...')}"
+        yield f"note of {plural(count, 'item')}: {shown.line(textwrap.shorten(note, _LONGEST, placeholder=' ...'))}"
     others = len(notes) - MOST_LINES
     if others > 0:
         yield f"and {others} more in the report"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parity import shown
 from parity.report.numbers import markdown_table, short
 from parity.result import Result, Status
 from parity.settings import PRECISION_NAMES
@@ -100,7 +101,7 @@ def draw_matrix(items: Sequence[Item]) -> str:
             precision: [item for item in items if item.case == case and item.precision == precision]
             for precision in columns
         }
-        rows.append([f"`{case}`", *(_cell(by_precision[precision]) for precision in columns)])
+        rows.append([shown.code(case), *(_cell(by_precision[precision]) for precision in columns)])
     return markdown_table(rows, ["case", *columns])
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from parity import shown
 from parity.judge.limits import describe
 from parity.report import failure
 from parity.report.environment import Environment, limits_in_words, limits_section
@@ -160,7 +161,7 @@ def draw(run: Digest, name: str) -> str:
     failed = [item for item in items if item.status in ("failed", "error")]
     skipped = [item for item in items if item.status == "skipped"]
     sections = [
-        f"# Parity report: {name}",
+        f"# Parity report: {shown.prose(name)}",
         f"**{verdict(run)}**",
         _environment(run.environment),
         *limits_section(run.environment.limits_compared),
@@ -217,15 +218,15 @@ def _worst(items: Sequence[Item]) -> str:
     if not compared:
         return ""
     worst = max(compared, key=lambda item: item.worst.margin)
-    return f", worst margin {short(worst.worst.margin)} at `{worst.name}`"
+    return f", worst margin {short(worst.worst.margin)} at {shown.code(worst.name)}"
 
 
 def _environment(environment: Environment) -> str:
-    rows = environment.facts
-    rows["kernels"] = f"**{environment.kernels}**"
+    rows = {name: shown.prose(value) for name, value in environment.facts.items()}
+    rows["kernels"] = f"**{rows['kernels']}**"
     rows["seeds"] = seeds(environment.seeds)
     if environment.golden:
-        rows["golden in FP64"] = environment.golden
+        rows["golden in FP64"] = shown.prose(environment.golden)
     return markdown_table(rows.items(), ["environment", ""])
 
 
@@ -255,25 +256,27 @@ def _uncollected(run: Digest) -> Iterator[str]:
         yield "## Not collected"
         yield "None of these was compared; fix what is wrong with them first."
     for each in run.uncollected.values():
-        yield f"`{each.node_id}`:"
-        yield _fence(each.message.splitlines())
+        yield f"{shown.code(each.node_id)}:"
+        yield shown.fence(each.message.splitlines())
 
 
 def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
     if failed:
         yield "## Failed"
     for item in failed:
-        yield f"### {verdict_of(item)} `{item.name}`"
+        yield f"### {verdict_of(item)} {shown.code(item.name)}"
         findings = failure.findings(item)
         if findings:
-            yield "\n".join(f"- **{finding.name}**: {finding.message}" for finding in findings)
-        yield _fence([failure.headline(item), *failure.measures(item.worst)])
+            yield "\n".join(
+                f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}" for finding in findings
+            )
+        yield shown.fence([failure.headline(item), *failure.measures(item.worst)])
         if item.worst.traceback:
             yield "<details>\n<summary>Traceback</summary>"
-            yield _fence(item.worst.traceback.splitlines())
+            yield shown.fence(item.worst.traceback.splitlines())
             yield "</details>"
         yield "Run it alone:"
-        yield _fence([failure.reproduce(item.worst, table)])
+        yield shown.fence([failure.reproduce(item.worst, table)])
 
 
 def _skips(skipped: Sequence[Item]) -> Iterator[str]:
@@ -282,8 +285,8 @@ def _skips(skipped: Sequence[Item]) -> Iterator[str]:
     yield "## Skipped"
     by_reason: dict[str, list[str]] = {}
     for item in skipped:
-        by_reason.setdefault(item.results[0].reason, []).append(f"`{item.name}`")
-    yield "\n".join(f"- {reason}: {', '.join(names)}" for reason, names in by_reason.items())
+        by_reason.setdefault(item.results[0].reason, []).append(shown.code(item.name))
+    yield "\n".join(f"- {shown.prose(reason)}: {', '.join(names)}" for reason, names in by_reason.items())
 
 
 def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
@@ -291,12 +294,12 @@ def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
     by_note: dict[str, dict[str, None]] = {}
     for item in items:
         for note in (note for result in item.results for note in result.notes):
-            by_note.setdefault(note, {})[f"`{item.name}`"] = None
+            by_note.setdefault(note, {})[shown.code(item.name)] = None
     for note in run.notes:
         by_note.setdefault(note, {})
     if by_note:
         yield "## Notes"
-        yield "\n".join(f"- {note} ({_named(names, run.notes[note])})" for note, names in by_note.items())
+        yield "\n".join(f"- {shown.prose(note)} ({_named(names, run.notes[note])})" for note, names in by_note.items())
 
 
 def _named(names: Collection[str], count: int) -> str:
@@ -310,13 +313,13 @@ def _determinism(results: Sequence[Result]) -> Iterator[str]:
     by_summary: dict[str, dict[str, None]] = {}
     for result in results:
         if result.determinism is not None:
-            by_summary.setdefault(result.determinism.summary, {})[f"`{result.item}`"] = None
+            by_summary.setdefault(result.determinism.summary, {})[shown.code(result.item)] = None
     if by_summary:
         same = Determinism().summary
         yield "## Determinism"
         yield "Each candidate was built again, and ran on the same inputs and from the same random state."
         yield "\n".join(
-            f"- {summary}: {plural(len(names), 'item') if summary == same else ', '.join(names)}"
+            f"- {shown.prose(summary)}: {plural(len(names), 'item') if summary == same else ', '.join(names)}"
             for summary, names in by_summary.items()
         )
 
@@ -337,7 +340,8 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
             continue
         worst = max(of_case, key=lambda item: item.worst.margin)
         yield "<details>"
-        yield f"<summary><code>{case}</code>: worst {verdict_of(worst)} at {worst.precision}</summary>"
+        told = f"worst {verdict_of(worst)} at {shown.in_html(worst.precision)}"
+        yield f"<summary><code>{shown.in_html(case)}</code>: {told}</summary>"
         yield from _expected_fp32(of_case)
         yield from _attention(of_case)
         many_seeds = any(len(item.results) > 1 for item in of_case)
@@ -360,7 +364,7 @@ def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
     item, tensor = max(outputs, key=lambda pair: pair[1].expected.relative_l2)
     expected = tensor.expected
     yield (
-        f"Expected FP32 error (TF32 in GEMMs) of `{tensor.label}` at {item.size_label}: "
+        f"Expected FP32 error (TF32 in GEMMs) of {shown.code(tensor.label)} at {shown.prose(item.size_label)}: "
         f"relative L2 {short(expected.relative_l2)}, max abs {short(expected.max_abs)}."
     )
 
@@ -372,7 +376,11 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
         for backend in {result.attention: None for result in item.results if result.attention}:
             ran.setdefault(backend, {})[item.name.removeprefix(item.case).strip("[]")] = None
     if ran:
-        yield "Attention: " + "; ".join(f"{backend} in {', '.join(where)}" for backend, where in ran.items()) + "."
+        yield (
+            "Attention: "
+            + "; ".join(f"{shown.prose(backend)} in {shown.prose(', '.join(where))}" for backend, where in ran.items())
+            + "."
+        )
 
 
 def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
@@ -388,8 +396,8 @@ def _row(result: Result, tensor: TensorResult) -> list[str]:
     errors, expected = tensor.errors, tensor.expected
     return [
         result.precision,
-        "-".join(filter(None, (result.size_label, result.forced_attention))),
-        f"`{tensor.label}`",
+        shown.prose("-".join(filter(None, (result.size_label, result.forced_attention)))),
+        shown.code(tensor.label),
         short(errors.relative_l2),
         short(expected.relative_l2),
         short(tensor.tolerance_relative_l2),
@@ -402,7 +410,3 @@ def _row(result: Result, tensor: TensorResult) -> list[str]:
         failure.non_finite(tensor),
         f"{PASSED if tensor.passed else FAILED} {short(tensor.margin)}",
     ]
-
-
-def _fence(lines: Sequence[str]) -> str:
-    return "\n".join(["```text", *lines, "```"])

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from parity import shown
+
 # Numbers for people to read: two significant digits unless told otherwise, three from 100 on.
 
 
@@ -59,10 +61,10 @@ def markdown_table(rows: Iterable[Iterable[object]], headers: Sequence[str], lef
     """Return a table whose cells are shown as they are, numbers too.
 
     Args:
-        rows: cells, which become text; a ``|`` in one does not end it.
+        rows: cells, which become text; a ``|`` or the end of a line in one does not end it.
         headers: one for each column.
         left: how many columns, from the first, are aligned to the left; the others are to the right. None for neither.
     """
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    cells = [[shown.line(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
     alignment = None if left is None else ["left"] * left + ["right"] * (len(headers) - left)
     return tabulate(cells, headers, tablefmt="github", disable_numparse=True, colalign=alignment)

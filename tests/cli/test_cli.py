@@ -177,7 +177,7 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "--calibration", "no.json", "my_pairs.py"), ("--calibration: there is no calibration table no.json",)),
         (
             ("run", "--calibration", "notes.txt", "my_pairs.py"),
-            ("notes.txt is not a calibration table: line 1 is not",),
+            ("notes.txt is not a calibration table: not JSON: column 1",),
         ),
         (
             ("run", "--calibration", "nan.json", "my_pairs.py"),

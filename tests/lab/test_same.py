@@ -110,7 +110,7 @@ def test_records_of_parity_run_are_compared_item_by_item(tmp_path: Path) -> None
         pytest.param("full", "full/a.jsonl", "two records or two folders", id="a folder and a record"),
         pytest.param("empty", "empty", "no record of the same name", id="folders without records"),
         pytest.param("blank/a.jsonl", "blank/a.jsonl", "holds no result", id="a record without results"),
-        pytest.param("broken/a.jsonl", "full/a.jsonl", "line 1 is not JSON", id="a line that is not JSON"),
+        pytest.param("broken/a.jsonl", "full/a.jsonl", "line 1: not JSON", id="a line that is not JSON"),
     ],
 )
 def test_what_cannot_be_compared_is_an_error(tmp_path: Path, old: str, new: str, why: str) -> None:

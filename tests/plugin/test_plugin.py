@@ -101,7 +101,7 @@ def test_the_environment_may_choose_the_backend_which_is_checked_under_its_name(
         ("--parity-report=my_pairs.py", "*--parity-report is */my_pairs.py: that is a file, but should be a folder*"),
         ("--parity-report=my_pairs.py/deep", "*is below */my_pairs.py*"),
         ("--parity-calibration=nope.json", "*--parity-calibration: there is no calibration table */nope.json*"),
-        ("--parity-calibration=my_pairs.py", "*my_pairs.py is not a calibration table: line * is not JSON; make*"),
+        ("--parity-calibration=my_pairs.py", "*my_pairs.py is not a calibration table: not JSON: line *; make*"),
         ("--parity-calibration=.", "*cannot read the calibration table */*: Is a directory"),
     ],
 )

@@ -138,12 +138,12 @@ def cached(source: bytes, path: str, compile_source: Callable[[], CodeType]) -> 
     """
     key = hashlib.sha256(b"\0".join((_rewriting(), path.encode(), source))).digest()
     file = _folder() / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.{sys.implementation.cache_tag}.pyc"
-    code = _read(file, key)
+    code = read_cached(file, key)
     if code is None:
         code = compile_source()
         if not sys.dont_write_bytecode:
             with contextlib.suppress(OSError):
-                _write(file, key + marshal.dumps(code))
+                _write(file, entry_of(key, code))
     return code
 
 
@@ -160,21 +160,36 @@ def _rewriting() -> bytes:
     return b"\0".join((importlib.util.MAGIC_NUMBER, flags, *(module.read_bytes() for module in modules)))
 
 
-def _read(file: Path, key: bytes) -> CodeType | None:
+def entry_of(key: bytes, code: CodeType) -> bytes:
+    """Return what a file of the cache holds: its key, a checksum of the code, and the code."""
+    content = marshal.dumps(code)
+    return key + hashlib.sha256(content).digest() + content
+
+
+def read_cached(file: Path, key: bytes) -> CodeType | None:
+    """Return the code in a file of the cache; None if it is of another key, or is not what was written there."""
     try:
         content = file.read_bytes()
-        code = marshal.loads(content[_KEY_LENGTH:]) if content[:_KEY_LENGTH] == key else None
-    except (OSError, EOFError, ValueError, TypeError):
+    except OSError:
         return None
-    return code if isinstance(code, CodeType) else None
+    code = content[2 * _KEY_LENGTH :]
+    if content[: 2 * _KEY_LENGTH] != key + hashlib.sha256(code).digest():  # damaged code could end the process
+        return None
+    found = marshal.loads(code)
+    return found if isinstance(found, CodeType) else None
 
 
 def _write(file: Path, content: bytes) -> None:
     """Write all at once, since other processes may read the file or write it, too."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
-        written.write(content)
-    os.replace(written.name, file)
+    descriptor, draft = tempfile.mkstemp(dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as written:
+            written.write(content)
+        os.replace(draft, file)
+    except OSError:
+        os.unlink(draft)
+        raise
 
 
 # Load TransformerEngine's own Python so that it computes on the CPU.

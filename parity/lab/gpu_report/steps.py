@@ -153,7 +153,7 @@ def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 def doctor(folder: Path) -> str:
     """Return which precisions run on real kernels, from the table that ``parity doctor`` prints."""
-    lines = (folder / "logs" / "doctor.txt").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "logs" / "doctor.txt").read_text(encoding="utf-8", errors="replace").splitlines()
     answers = [words for words in map(str.split, lines) if len(words) > 1 and words[0] in PRECISIONS]
     if not answers:
         return "see its log"

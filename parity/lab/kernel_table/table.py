@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity import te
+from parity import reading, te
 from parity.cpu import cuda
 from parity.lab.kernel_table import measure
 from parity.lab.kernel_table.bench import KernelCall
@@ -28,6 +28,7 @@ from parity.lab.kernel_table.measure import NOT_CALLED, Outcome
 from parity.machine.devices import CUDA_VISIBLE_DEVICES
 from parity.machine.process import ended_with_this
 from parity.numerics.errors import relative_l2
+from parity.reading import NotReadableError
 from parity.report import environment
 from parity.report.environment import Environment, to_json
 from parity.report.numbers import markdown_table, short
@@ -193,8 +194,23 @@ def write_lines(comparisons: Iterable[Comparison], environment: Environment, emu
 
 
 def read_lines(file: Path) -> list[Entry]:
-    """Return the results' lines; a distance that is infinite or no number is None."""
-    return [line for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()) if "kernel" in line]
+    """Return the results' lines; a distance that is infinite or no number is None.
+
+    Raises:
+        UserError: if the file cannot be read, or one of its lines is not of such a table.
+    """
+    found = reading.lines(file, _entry)
+    if found.left_out:
+        raise UserError(reading.told(file, found.left_out)[0])
+    return [line for line in found.contents if "kernel" in line]
+
+
+def _entry(line: Any) -> Entry:
+    if not isinstance(line, dict):
+        raise NotReadableError("it is no object")
+    if "kernel" in line:
+        verdict([line])  # which looks at all that is read of it
+    return line
 
 
 def verdict(entries: Sequence[Entry]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from parity import reading
 from parity.machine import devices
 from parity.report.environment import Environment, from_json, to_json
 
@@ -252,22 +253,24 @@ def append(file: Path, content: Environment | Peak | Row) -> None:
 
 
 def read(file: Path) -> Record:
-    """Return what the lines say; one that was cut short is left out."""
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    entries = [entry for entry in map(_parsed, text.splitlines()) if entry]
-    found = [entry["environment"] for entry in entries if "environment" in entry]
+    """Return what the lines say; those that are damaged or cut short are left out."""
+    found = reading.lines(file, _content).contents if file.exists() else ()
+    environments = [each for each in found if isinstance(each, Environment)]
     return Record(
-        from_json(found[-1]) if found else None,
-        TypeAdapter(tuple[Peak, ...]).validate_python([entry["peak"] for entry in entries if "peak" in entry]),
-        TypeAdapter(tuple[Row, ...]).validate_python([entry["row"] for entry in entries if "row" in entry]),
+        environments[-1] if environments else None,
+        tuple(each for each in found if isinstance(each, Peak)),
+        tuple(each for each in found if isinstance(each, Row)),
     )
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(line))
-    except ValueError:
-        return {}
+def _content(line: Any) -> Environment | Peak | Row:
+    if "environment" in line:
+        return from_json(line["environment"])
+    content: Peak | Row = _PEAK.validate_python(line["peak"]) if "peak" in line else _ROW.validate_python(line["row"])
+    return content
+
+
+_PEAK, _ROW = TypeAdapter(Peak), TypeAdapter(Row)
 
 
 def _without_nan(entry: dict[str, Any]) -> dict[str, Any]:
