@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity test te-matrix mutants lint clean
+.PHONY: parity test te-matrix mutants torture lint clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
@@ -15,6 +15,9 @@ te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of Trans
 
 mutants: $(VENV)/ready  ## forgets each title of the findings in turn; fails if no test misses one
 	$(VENV)/bin/python scripts/mutants.py
+
+torture: $(VENV)/ready  ## kills runs, damages files, misbehaves; minutes, or hours with FULL=1; writes reports/torture.md
+	$(VENV)/bin/python scripts/torture.py $(if $(FULL),--kills 180 --real-kills 20 --inputs 100000 --results 10000)
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from parity.report.environment import Environment
     from parity.report.markdown import Digest
     from parity.report.record import Uncollected
+    from parity.result import Result
 
 
 class Recorder:
@@ -50,6 +51,7 @@ class Recorder:
         self._uncollected: dict[str, Uncollected] = {}
         self._unwritten: list[str] = []
         self._troubles: list[str] = []
+        self._known: set[tuple[str, int]] = set()
         self._claim, self._unfinished, self._refused = claim, unfinished, False
         if claim is not None:
             claim.told = self._tell
@@ -59,6 +61,7 @@ class Recorder:
             self._uncollected = {each.node_id: each for each in unfinished.record.uncollected}
             self._digest = digest(unfinished.record)
             self._digest.uncollected = self._uncollected
+            self._known = {(f"{each.path}::{each.item}", each.seed) for each in unfinished.record.results}
             done, all_of_them = len(unfinished.finished), unfinished.record.environment.items
             self._tell(f"went on with {self._record}, which had {done} of {all_of_them} items")
 
@@ -106,9 +109,19 @@ class Recorder:
             return
         self._withdraw()
         digest = self._begin(lines.get("environment", ""))
-        if lines["results"]:  # an item in which parity itself failed has none
-            self._write("".join(lines["results"]))
-            digest.add([record.result_of(line) for line in lines["results"]])
+        fresh = {line: result for line in lines["results"] if self._is_new(result := record.result_of(line))}
+        if fresh:  # an item in which parity itself failed has none
+            self._write("".join(fresh))
+            digest.add(list(fresh.values()))
+
+    def _is_new(self, result: Result) -> bool:
+        """Return whether there is no result of this comparison yet: a pair that forks may report itself twice."""
+        key = (f"{result.path}::{result.item}", result.seed)
+        if key in self._known:
+            self._tell(f"{key[0]} reported seed {result.seed} again, which was left out: it may have forked")
+            return False
+        self._known.add(key)
+        return True
 
     def record_meanwhile(self, environment: str, results: Sequence[str]) -> None:
         """Write what is known about an item before its comparison ends, which this process may not live to see.

@@ -138,7 +138,7 @@ def draw(runs: Comparison) -> str:
     for kind, title in _TITLES.items():
         if kind in changes:
             sections += [f"## {title}", *_told_of(kind, runs.factor), _table(changes[kind])]
-    return "\n\n".join(sections) + "\n"
+    return shown.text("\n\n".join(sections) + "\n")
 
 
 def verdict(runs: Comparison) -> str:

@@ -73,8 +73,8 @@ def limits_section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
 
 
 def _row(each: OfPrecision) -> tuple[object, ...]:
-    counts = each.precision, each.wider, each.tighter, each.shared
-    return *counts, *_cells(each.widest), *_cells(each.tightest), each.unknown, each.accepted
+    counts = shown.prose(each.precision), each.wider, each.tighter, each.shared
+    return *counts, *_cells(each.widest), *_cells(each.tightest), each.unknown, shown.prose(each.accepted)
 
 
 def _cells(difference: Difference | None) -> tuple[str, str]:
@@ -83,7 +83,7 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
 
 def _told(difference: Difference) -> str:
     """Return a difference as ``norm of outputs 351 instead of 1.7``."""
-    what = f"{difference.statistic} of {difference.kind}s"
+    what = shown.prose(f"{difference.statistic} of {difference.kind}s")
     return f"{what} {short(difference.limit)} instead of {short(difference.packaged)}"
 
 

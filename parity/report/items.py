@@ -102,7 +102,7 @@ def draw_matrix(items: Sequence[Item]) -> str:
             for precision in columns
         }
         rows.append([shown.code(case), *(_cell(by_precision[precision]) for precision in columns)])
-    return markdown_table(rows, ["case", *columns])
+    return markdown_table(rows, ["case", *map(shown.prose, columns)])
 
 
 def verdict_of(item: Item) -> str:

@@ -177,7 +177,7 @@ def draw(run: Digest, name: str) -> str:
         *_omitted(run),
         *_cases(items),
     ]
-    return "\n\n".join(sections) + "\n"
+    return shown.text("\n\n".join(sections) + "\n")
 
 
 def verdict(run: Digest) -> str:
@@ -223,7 +223,7 @@ def _worst(items: Sequence[Item]) -> str:
 
 def _environment(environment: Environment) -> str:
     rows = {name: shown.prose(value) for name, value in environment.facts.items()}
-    rows["kernels"] = f"**{rows['kernels']}**"
+    rows["kernels"] = f"**{shown.prose(environment.kernels)}**"
     rows["seeds"] = seeds(environment.seeds)
     if environment.golden:
         rows["golden in FP64"] = shown.prose(environment.golden)
@@ -395,7 +395,7 @@ def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
 def _row(result: Result, tensor: TensorResult) -> list[str]:
     errors, expected = tensor.errors, tensor.expected
     return [
-        result.precision,
+        shown.prose(result.precision),
         shown.prose("-".join(filter(None, (result.size_label, result.forced_attention)))),
         shown.code(tensor.label),
         short(errors.relative_l2),

@@ -67,4 +67,5 @@ def markdown_table(rows: Iterable[Iterable[object]], headers: Sequence[str], lef
     """
     cells = [[shown.line(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
     alignment = None if left is None else ["left"] * left + ["right"] * (len(headers) - left)
+    headers = [shown.line(header).replace("|", "\\|") for header in headers]
     return tabulate(cells, headers, tablefmt="github", disable_numparse=True, colalign=alignment)

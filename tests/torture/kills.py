@@ -1,0 +1,281 @@
+"""Kill small runs at random moments, go on with each, and compare what is left with a run that nobody killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fakes
+import forked
+
+from parity.report import record
+from parity.result import Result
+
+_CONFTEST = """
+import time
+import fakes, pytest
+from parity import comparison
+
+patch = pytest.MonkeyPatch()
+fakes.install(patch)
+judge_at = comparison.judge_at
+
+
+def judge_slowly(*arguments, **options):
+    time.sleep(0.004)
+    return judge_at(*arguments, **options)
+
+
+patch.setattr(comparison, "judge_at", judge_slowly)
+"""
+_STAND_INS = """
+import parity
+
+
+@parity.pair("sound", sizes=[dict(n=2), dict(n=4), dict(n=8)], precisions=["fp32", "bf16", "fp16", "fp8_current"])
+def sound(te, n): ...
+
+
+@parity.pair("fails", sizes=[dict(n=2), dict(n=4)], precisions=["fp32", "bf16"])
+def fails(te, n): ...
+
+
+@parity.pair("raises", sizes=[dict(n=2)], precisions=["fp32"])
+def raises(te, n): ...
+"""
+_REAL = """
+from torch import nn
+
+import parity
+
+
+@parity.pair("sound", precisions=["fp32", "bf16"])
+def sound(te):
+    weights = {"weight": "weight", "bias": "bias"}
+    return parity.Pair(nn.Linear(16, 16), te.Linear(16, 16), inputs=lambda rng: rng.normal(32, 16), weights=weights)
+
+
+@parity.pair("fails", precisions=["fp32", "bf16"])
+def fails(te):
+    return parity.Pair(
+        nn.Sequential(nn.RMSNorm(16, eps=1e-2), nn.Linear(16, 16, bias=False)),
+        te.LayerNormLinear(16, 16, normalization="RMSNorm", bias=False, eps=1e-6),
+        inputs=lambda rng: rng.normal(32, 16),
+        weights={"0.weight": "layer_norm_weight", "1.weight": "weight"},
+    )
+"""
+LONGEST = 240.0  # seconds for a run to end
+_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+_RESUME = "--parity-resume=yes"
+
+
+@dataclass
+class Tally:
+    """What came of the kills.
+
+    Attributes:
+        kills: how many, by signal, whom it met, and the number of workers.
+        results: how many results runs had written when they were killed.
+        kept: of these, how many the resumed run kept.
+        moments: how many kills came before the first result, between, and when all results were written.
+        wrong: what was not as it should be, each with its seed.
+    """
+
+    kills: Counter[str] = field(default_factory=Counter)
+    results: int = 0
+    kept: int = 0
+    moments: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Runs:
+    """Runs of one file of pairs in folders of their own, and what they give if nobody kills them."""
+
+    def __init__(self, folder: Path, real: bool = False) -> None:
+        self.folder, self._real = folder, real
+        self._whole: dict[int, tuple[int, set[str], str]] = {}
+
+    def whole(self, workers: int) -> tuple[int, set[str], str]:
+        """Return the exit code, the results and the report of a run that nobody kills."""
+        if workers not in self._whole:
+            place = self._place(f"whole{workers}")
+            code = self._begin(place, workers).wait(LONGEST)
+            self._whole[workers] = code, set(_lines(place)), _report(place)
+        return self._whole[workers]
+
+    def trial(self, seed: int, tally: Tally) -> None:
+        """Kill one run, in one of three cases also the run that goes on with it, and compare."""
+        draw = random.Random(seed)
+        workers = draw.choice((0, 0, 2))
+        code, results, report = self.whole(workers)
+        place = self._place(f"run{seed}")
+        for number in range(draw.choice((1, 1, 2))):
+            before = _finished(place)
+            process = self._begin(place, workers, *([_RESUME] if number else []))
+            self._kill(process, place, workers, draw, tally, seed)
+            if number and not before <= set(_lines(place)):
+                tally.wrong.append(f"{seed}: a result was lost when the resumed run was killed")
+        before = _finished(place)
+        written = _lines(place)
+        tally.results += len(written)
+        tally.kept += len(before)
+        ended = self._begin(place, workers, _RESUME)
+        try:
+            found = ended.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            tally.wrong.append(f"{seed}: the resumed run hangs")
+            return
+        after = _lines(place)
+        for what, is_wrong in {
+            f"exit code {found}, and not {code}": found != code,
+            "a result is there twice": len(after) != len(set(after)) or len(after) != len(results),
+            "a finished result was lost": not before <= set(after),
+            "other results": set(after) != results,
+            "another report": _report(place) != report,
+        }.items():
+            if is_wrong:
+                tally.wrong.append(f"{seed} (-n {workers}): {what}; see {place}")
+
+    def _kill(
+        self, process: forked.Process, place: Path, workers: int, draw: random.Random, tally: Tally, seed: int
+    ) -> None:
+        """Send a signal to the run or to one of its workers, when so many lines are written, and wait for its end."""
+        all_of_them = len(self.whole(workers)[1])
+        name = draw.choice(_SIGNALS)
+        at = draw.randrange(all_of_them + 2)  # lines; one more than all: while the report is drawn, or after
+        ends = time.monotonic() + LONGEST
+        file = place / "reports" / "parity.jsonl"
+        while process.returncode is None and _count(file) < min(at, all_of_them + 1) and time.monotonic() < ends:
+            time.sleep(0.001)
+            _poll(process)
+        time.sleep(draw.expovariate(100))
+        others = [pid for pid in _processes_in(place) if pid != process.pid]
+        of_workers = bool(others) and draw.random() < 0.5
+        target = draw.choice(others) if of_workers else process.pid
+        lines = _count(file)
+        if _is_alive(target):
+            os.kill(target, name)
+            tally.kills[f"{name.name} of {'a worker' if of_workers else 'the run'}, -n {workers}"] += 1
+            tally.moments["before" if lines <= 1 else "between" if lines <= all_of_them else "at the end"] += 1
+        else:
+            tally.kills["came too late: the run had ended"] += 1
+        try:
+            process.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            tally.wrong.append(f"{seed}: hangs after {name.name} of {target}; see {place}")
+            process.kill()
+            process.wait(60)
+        ends = time.monotonic() + 60
+        while left := [pid for pid in _processes_in(place) if _is_alive(pid)]:
+            if time.monotonic() > ends:
+                tally.wrong.append(f"{seed}: processes outlive the run: {left}")
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+                break
+            time.sleep(0.01)
+        text = place.joinpath("reports", "parity.md")
+        if file.exists() and _count(file) and not text.exists():
+            tally.wrong.append(f"{seed}: a record without any report")
+
+    def _place(self, name: str) -> Path:
+        place = self.folder / name
+        place.mkdir(parents=True)
+        (place / "pairs.py").write_text(_REAL if self._real else _STAND_INS)
+        if not self._real:
+            (place / "conftest.py").write_text(_CONFTEST)
+        return place
+
+    def _begin(self, place: Path, workers: int, *options: str) -> forked.Process:
+        path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
+        outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        environment = outside | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
+        command = [
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "parity.plugin",
+            "-p",
+            "no:cacheprovider",
+            "pairs.py",
+            "-n",
+            str(workers),
+        ]
+        number = len(list(place.glob("*.out")))
+        with (place / f"{number}.out").open("wb") as output, open(os.devnull, "rb") as nothing:
+            streams = [nothing.fileno(), output.fileno(), output.fileno()]
+            return forked.Process([*command, "--parity-seeds=2", *options], streams, place, environment)
+
+
+def _lines(place: Path) -> list[str]:
+    """Return the results of a record, without the time that each took."""
+    file = place / "reports" / "parity.jsonl"
+    if not file.exists() or not file.read_bytes():
+        return []
+    return [_timeless(each) for each in record.read(file).results]
+
+
+def _timeless(each: Result) -> str:
+    return re.sub(r'"seconds": [^,]*', "", record.result_line(each))
+
+
+def _finished(place: Path) -> set[str]:
+    """Return the results of items that have one for each seed, none of them cut short."""
+    file = place / "reports" / "parity.jsonl"
+    if not file.exists() or not file.read_bytes():
+        return set()
+    by_item: dict[str, list[Result]] = {}
+    for each in record.read(file).results:
+        by_item.setdefault(each.item, []).append(each)
+    return {
+        _timeless(each)
+        for results in by_item.values()
+        if not any(each.cut_short for each in results) and (len(results) == 2 or results[0].status == "skipped")
+        for each in results
+    }
+
+
+def _report(place: Path) -> str:
+    return re.sub(r"\| date +\| [^|]*\|", "", (place / "reports" / "parity.md").read_text())
+
+
+def _count(file: Path) -> int:
+    try:
+        return file.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def _processes_in(folder: Path) -> list[int]:
+    """Return the processes that work in a folder: a run and its workers."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if os.readlink(entry / "cwd") == str(folder):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return sorted(found)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _poll(process: forked.Process) -> None:
+    try:
+        process.wait(0)
+    except subprocess.TimeoutExpired:
+        return

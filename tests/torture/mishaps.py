@@ -1,0 +1,212 @@
+"""Cases that misbehave, disks that are full and folders that are read-only: what a run makes of each, and says."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import fakes
+import forked
+
+from parity.report import record
+from parity.report.items import WORST_FIRST
+
+LONGEST = 240.0
+_SOUND = """
+@parity.pair("sound{n}", sizes=[dict(rows=8)], precisions=["fp32"])
+def sound{n}(te, rows):
+    weights = {{"weight": "weight", "bias": "bias"}}
+    return parity.Pair(nn.Linear(16, 16), te.Linear(16, 16), inputs=lambda rng: rng.normal(rows, 16), weights=weights)
+"""
+_CASE = """
+import os, sys, time
+from torch import nn
+import torch
+import parity
+{sound1}
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        {body}
+        return self.inner(x)
+
+
+@parity.pair("odd", sizes=[dict(rows=8)], precisions=["fp32"])
+def odd(te, rows):
+    {factory}
+    weights = {{"inner.weight": "weight", "inner.bias": "bias"}}
+    return parity.Pair(Odd(), te.Linear(16, 16), inputs=lambda rng: rng.normal(rows, 16), weights=weights)
+{sound2}
+"""
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """Something that goes wrong.
+
+    Attributes:
+        what: in words.
+        body: a statement in the reference's forward pass.
+        factory: a statement in the function that makes the pair.
+        limit: called in the run's process before it begins.
+        options: further options of the run.
+        odd: the statuses that the odd pair's result may have; empty if it may have none.
+        others: whether the other pairs are to have passed.
+    """
+
+    what: str
+    body: str = "pass"
+    factory: str = "pass"
+    limit: str = ""
+    options: tuple[str, ...] = ()
+    odd: tuple[str, ...] = ("error", "failed")
+    others: bool = True
+
+
+_MEMORY = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))"
+_SMALL_FILES = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+"""
+_DELETE = "os.path.exists('reports/parity.jsonl') and os.unlink('reports/parity.jsonl')"
+_ENDLESS = "while True: os.write(2, b'x' * 4096); time.sleep(1e-3)"
+_FAST = "--parity-timeout=10"
+MISHAPS = (
+    Mishap("forks, and the child goes on", body="os.fork()", odd=("passed", "error", "failed")),
+    Mishap("forks, and the child raises", body="os.fork() or 1 / 0", odd=("passed", "error", "failed")),
+    Mishap("prints 100 MB", body="sys.stdout.write('x' * 10**8)", odd=("passed", "error")),
+    Mishap(
+        "writes to standard error for ever",
+        body="while True: os.write(2, b'x' * 4096); time.sleep(1e-3)",
+        options=(_FAST,),
+    ),
+    Mishap("overflows Python's stack", body="f = lambda n: f(n + 1); f(0)"),
+    Mishap("overflows C's stack", body="sys.setrecursionlimit(10**9); f = lambda n: [n].sort(key=f) or f(n); f(0)"),
+    Mishap("fills memory up to a limit", body="x = [bytearray(1 << 28) for _ in range(100)]", limit=_MEMORY),
+    Mishap("has a factory that exits", factory="sys.exit(3)", odd=()),
+    Mishap("has a factory that ends the process", factory="os._exit(3)", odd=(), others=False),
+    Mishap("exits in its pass", body="sys.exit(3)"),
+    Mishap("ends the process in its pass", body="os._exit(0)"),
+    Mishap("kills its process", body="os.kill(os.getpid(), 9)"),
+    Mishap("hangs in its pass", body="time.sleep(1000)", options=(_FAST,)),
+    Mishap("closes every file", body="os.closerange(3, 4096)", others=False, odd=("error", "failed", "passed")),
+    Mishap("changes the folder", body="os.chdir('/')", odd=("passed", "error")),
+    Mishap("deletes the record", body=_DELETE, odd=("passed", "error")),
+    Mishap("raises KeyboardInterrupt", body="raise KeyboardInterrupt", others=False, odd=("error", "failed", "passed")),
+    Mishap("no file can grow above 4 KiB, as on a full disk", limit=_SMALL_FILES, others=False),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run made of a mishap.
+
+    Attributes:
+        mishap: which.
+        workers: how many; 0 for none.
+        code: the exit code; None if the run hung.
+        results: status and reason of each result, by pair.
+        last: the last line that it printed.
+        wrong: what was not as it should be.
+    """
+
+    mishap: Mishap
+    workers: int
+    code: int | None
+    results: dict[str, tuple[str, str]]
+    last: str
+    wrong: tuple[str, ...]
+
+
+def run(mishap: Mishap, workers: int, folder: Path) -> Outcome:
+    """Run the odd pair between two sound ones, and say what became of them."""
+    folder.mkdir(parents=True)
+    sound = [_SOUND.format(n=n) for n in (1, 2)]
+    text = _CASE.format(sound1=sound[0], sound2=sound[1], body=mishap.body, factory=mishap.factory)
+    (folder / "pairs.py").write_text(text)
+    if mishap.limit:
+        (folder / "conftest.py").write_text(textwrap.dedent(mishap.limit) + "\n")
+    path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = outside | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
+    command = ["-m", "pytest", "-q", "-p", "parity.plugin", "-p", "no:cacheprovider", "pairs.py", f"-n{workers}"]
+    with (folder / "out").open("wb") as output, open(os.devnull, "rb") as nothing:
+        streams = [nothing.fileno(), output.fileno(), output.fileno()]
+        process = forked.Process([*command, *mishap.options], streams, folder, environment)
+        try:
+            code: int | None = process.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = None
+    return _outcome(mishap, workers, code, folder)
+
+
+def _outcome(mishap: Mishap, workers: int, code: int | None, folder: Path) -> Outcome:
+    size = (folder / "out").stat().st_size
+    with (folder / "out").open("rb") as output:
+        output.seek(max(0, size - 4000))
+        printed = output.read().decode(errors="replace")
+    places = re.findall(r"^record: (.*)$", printed, re.MULTILINE)
+    file = Path(places[-1].strip()) if places else folder / "reports" / "parity.jsonl"
+    found = record.read(file).results if file.exists() and file.stat().st_size else ()
+    results: dict[str, tuple[str, str]] = {}
+    for each in sorted(found, key=lambda each: -WORST_FIRST.index(each.status)):
+        results[each.case] = (each.status, each.reason)
+    wrong = ["the run hangs"] if code is None else []
+    wrong += ["an internal error of pytest"] if "INTERNALERROR" in printed else []
+    wrong += ["a pair has two results"] if len(found) != len(results) else []
+    odd = results.get("odd", ("", ""))[0]
+    if mishap.others and workers:  # without workers the run may end with the odd pair
+        wrong += [f"{name} has no verdict" for name in ("sound1", "sound2") if results.get(name, ("",))[0] != "passed"]
+        wrong += [f"the odd pair is {odd or 'without a result'}"] if odd not in (mishap.odd or ("",)) else []
+    bad = {status for status, _ in results.values()} & {"failed", "error"}
+    wrong += [f"exit code 0 though a pair {' and '.join(bad)}"] if code == 0 and bad else []
+    wrong += ["exit code 0 though a pair has no result"] if code == 0 and len(results) < 3 else []
+    wrong += ["a traceback of parity's own"] if "parity/plugin/" in printed and "Traceback" in printed else []
+    last = next((line for line in reversed(printed.splitlines()) if line.strip()), "")
+    return Outcome(mishap, workers, code, results, last, tuple(wrong))
+
+
+def soak(results: int, folder: Path) -> tuple[float, float]:
+    """Send so many results through a recorder, and read them back.
+
+    Returns:
+        The record's MiB, and by how many MiB memory grew meanwhile.
+    """
+    from types import SimpleNamespace
+
+    from parity.plugin.options import Options
+    from parity.plugin.recorder import Recorder
+
+    recorder = Recorder(Options(None, "cpu", (0,), folder, "soak"))
+    environment = record.environment_line(fakes.ENVIRONMENT)
+    before = _memory()
+    for number in range(results):
+        line = record.result_line(fakes.result(size_label=str(number), margin=0.9 if number % 100 else 2.0))
+        sent = {"environment": environment, "results": [line]}
+        recorder.pytest_runtest_logreport(SimpleNamespace(parity_lines=sent))  # type: ignore[arg-type]
+    recorder.pytest_sessionfinish()
+    recorder.pytest_unconfigure()
+    grown = _memory() - before
+    file = folder / "soak.jsonl"
+    found = record.read(file)
+    assert len({each.item for each in found.results}) == len(found.results) == results
+    assert not found.left_out
+    assert f"{-(-results // 100)} of {results} items failed" in (folder / "soak.md").read_text()
+    return file.stat().st_size / 2**20, grown
+
+
+def _memory() -> float:
+    """Return the most memory that this process has had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
