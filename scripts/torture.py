@@ -1,7 +1,7 @@
 """Torture runs, records and readers, and write the figures to reports/torture.md (``make torture``).
 
-The sizes are options; ``make torture FULL=1`` takes 200 kills, 100,000 damaged files and 10,000 results, which needs hours
-on two cores. Everything is drawn from seeds, so that what went wrong can be looked at again.
+The sizes are options; ``make torture FULL=1`` takes 200 kills, 100,000 damaged files and 10,000 results, an hour or
+more on two cores. Everything is drawn from seeds, so that what went wrong can be looked at again.
 """
 
 # ruff: noqa: E402 - the tests' helpers are found once their folders are known
@@ -52,8 +52,8 @@ def _of_kills(count: int, real: int, seed: int, folder: Path) -> Iterator[str]:
             print(f"killed run {each} ({name}): {len(tally.wrong)} wrong so far", file=sys.stderr, flush=True)
     yield (
         f"{count} runs on stand-ins for the comparison and {real} that compare with TE were sent a signal, one in "
-        "three twice, then gone on with, and held against a run that nobody killed: its results but for their times, its "
-        "report but for its date, its exit code."
+        "three twice, then gone on with, and held against a run that nobody killed: its results but for their times, "
+        "its report but for its date, its exit code."
     )
     yield markdown_table(sorted(tally.kills.items()), ["signal", "times"])
     yield markdown_table(sorted(tally.moments.items()), ["when: results were written", "times"])

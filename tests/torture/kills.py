@@ -85,7 +85,7 @@ class Tally:
         kills: how many, by signal, whom it met, and the number of workers.
         results: how many results runs had written when they were killed.
         kept: of these, how many the resumed run kept.
-        moments: how many kills came before the first result, between, and when all results were written.
+        moments: how many kills came before the first result was written, between, and when all were.
         wrong: what was not as it should be, each with its seed.
     """
 
@@ -150,13 +150,14 @@ class Runs:
         """Send a signal to the run or to one of its workers, when so many lines are written, and wait for its end."""
         all_of_them = len(self.whole(workers)[1])
         name = draw.choice(_SIGNALS)
-        at = draw.randrange(all_of_them + 2)  # lines; one more than all: while the report is drawn, or after
+        # Lines that are written: none yet, some, or all, while the report is drawn.
+        at = draw.choice((0, all_of_them + 1, *3 * (draw.randrange(1, all_of_them + 1),)))
         ends = time.monotonic() + LONGEST
         file = place / "reports" / "parity.jsonl"
-        while process.returncode is None and _count(file) < min(at, all_of_them + 1) and time.monotonic() < ends:
+        while process.returncode is None and _count(file) < at and time.monotonic() < ends:
             time.sleep(0.001)
             _poll(process)
-        time.sleep(draw.expovariate(100))
+        time.sleep(draw.expovariate(5 if at == 0 else 100))
         others = [pid for pid in _processes_in(place) if pid != process.pid]
         of_workers = bool(others) and draw.random() < 0.5
         target = draw.choice(others) if of_workers else process.pid
@@ -164,7 +165,7 @@ class Runs:
         if _is_alive(target):
             os.kill(target, name)
             tally.kills[f"{name.name} of {'a worker' if of_workers else 'the run'}, -n {workers}"] += 1
-            tally.moments["before" if lines <= 1 else "between" if lines <= all_of_them else "at the end"] += 1
+            tally.moments["none yet" if lines <= 1 else "some" if lines <= all_of_them else "all"] += 1
         else:
             tally.kills["came too late: the run had ended"] += 1
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +71,8 @@ def test_code_holds_backticks() -> None:
     assert shown.code("a") == "`a`"
     assert shown.code("`a` ``b``") == "``` `a` ``b`` ```"
     assert shown.fence(["```", "a"]) == "````text\n```\na\n````"
+
+
+def test_the_page_on_reliability_lists_every_reader() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
+    assert [reader.where for reader in readers.READERS if f"| {reader.where} | {reader.what} |" not in page] == []
