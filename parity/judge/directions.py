@@ -6,10 +6,12 @@ that direction averages out the noise of all elements, so it shows mistakes far 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy import special
 from torch import Tensor
 
 from parity.judge.statistics import Component, Statistic, has_component
@@ -98,7 +100,21 @@ def resemblance(
     close = [entry for entry in judged if abs(entry[0]) >= _SAME * largest]
     value, likeliest = min(close, key=lambda entry: abs(coefficient(error, entry[1].changes[output]) - 1.0))
     share = coefficient(error, likeliest.changes[output])
-    return Statistic("mistake", value, likeliest.mistake.name, share)
+    return Statistic("mistake", largest_of(len(along), value), likeliest.mistake.name, share)
+
+
+def largest_of(count: int, value: float) -> float:
+    """Return the deviation that a single direction exceeds as rarely as the largest of so many exceeds this one.
+
+    The probability that one of them exceeds it is at most the sum of theirs, however they are related. So each further
+    mistake that is asked for makes all others a little harder to find, and a false alarm no likelier.
+
+    Args:
+        count: how many directions an error was compared with, at least 1.
+        value: the largest component, signed, in standard deviations.
+    """
+    likely = special.log_ndtr(-abs(value)) + math.log(count)
+    return math.copysign(-float(special.ndtri_exp(likely)) if likely < math.log(0.5) else 0.0, value)
 
 
 def coefficient(error: Summed, change: Summed) -> float:

@@ -70,6 +70,14 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module)
 
 
+def softmax_scale_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
+    """Yield the mistakes in the scale of the reference's scores, which a matched filter looks for."""
+    found = attentions(trace)
+    if found:
+        query, _, value = heads_of(trace, found[0])
+        yield from everywhere_and_somewhere(_scales(found[0], query, value), found, lambda one: one.call.module)
+
+
 def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
     """Group attentions whose masks leave the same band visible, such as those with a window, or those to an encoder."""
 
@@ -147,7 +155,7 @@ def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mist
     another = partial(_scale, right)
     for described, scale in named.items():
         yield replace(_scale(right, scale, described), value=scale, tuned=tunable(another))
-    yield from numbers(another, [right])
+    yield from numbers(another, [right], subtle=True)
 
 
 def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention]:

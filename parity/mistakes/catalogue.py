@@ -17,6 +17,7 @@ from parity.mistakes.attention_mistakes import (
     joined_stream_hypotheses,
     sequence_first_hypotheses,
     softcap_hypotheses,
+    softmax_scale_hypotheses,
 )
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import (
@@ -153,6 +154,8 @@ def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypoth
         *activation_hypotheses(trace),
         *rope_hypotheses(trace, stored_dtype(prepared)),
         *optimizer_step_hypotheses(trace),
+        *softmax_scale_hypotheses(trace),
+        *routing_hypotheses(trace),
     )
     constants = {one.title for one in candidates if one.subtle and one.tuned is not None}
     return tuple(one for one in candidates if one.subtle or (one.tuned is not None and one.title in constants))

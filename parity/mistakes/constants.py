@@ -68,7 +68,7 @@ Numbered = TypeVar("Numbered")
 
 
 def numbers(
-    made: Callable[[float], Numbered], own: Iterable[float] = (), usual: Iterable[float] = ()
+    made: Callable[[float], Numbered], own: Iterable[float] = (), usual: Iterable[float] = (), subtle: bool = False
 ) -> Iterator[Numbered]:
     """Yield a mistake with each number at which the search for a port's number begins.
 
@@ -77,10 +77,14 @@ def numbers(
         own: the reference's own number, or numbers where its places differ; those that are not positive and finite
             are passed over.
         usual: numbers that people use, the likeliest first.
+        subtle: whether a matched filter looks for the mistake. It gets one direction, that of a number next to the
+            reference's own: what any other number near it changes points along the same line.
     """
-    near = (factor * number for number in own for factor in _NEAR)
+    near = [factor * number for number in own for factor in _NEAR]
     known = dict.fromkeys((*usual, *near))
-    yield from map(tunable(made), (number for number in known if 0.0 < number < math.inf))
+    for mistake in map(tunable(made), (number for number in known if 0.0 < number < math.inf)):
+        is_nearest = subtle and mistake.value == near[-1]  # type: ignore[attr-defined]
+        yield replace(mistake, subtle=True) if is_nearest else mistake  # type: ignore[type-var]
 
 
 def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:

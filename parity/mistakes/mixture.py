@@ -167,6 +167,7 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
         "routing weights not normalised",
         "divide the chosen experts' weights by their sum, as the reference does; they are not",
         lambda one: (edit(one.weighting, (one.total,), lambda was, total: was * total),) if one.total else (),
+        subtle=True,
     )
     yield Mistake(
         "routing-weights",
@@ -175,12 +176,14 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
         lambda one: (
             () if one.total or one.is_softmax_of_chosen else _weighted(one, lambda x: x / x.sum(-1, keepdim=True))
         ),
+        subtle=True,
     )
     yield Mistake(
         "routing-weights",
         "routing weights from a softmax of all experts",
         "take the softmax of the chosen experts' scores alone, as the reference does; it is of all experts",
         _softmax_of_all,
+        subtle=True,
     )
     yield Mistake(
         "routing-weights",

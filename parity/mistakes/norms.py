@@ -154,8 +154,9 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
 
     def with_eps(eps: float) -> Mistake[Norm]:
         repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
-        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, having(eps=eps), subtle=eps in NORM_EPS)
+        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, having(eps=eps), subtle=eps in told_apart)
 
+    told_apart = _told_apart(named)
     yield from numbers(with_eps, named, (*NORM_EPS, *LARGE_NORM_EPS))
     # BF16 in an FP16 port is not a subtle mistake.
     for low in low_dtypes(dtype):
@@ -202,6 +203,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         f"divide the sum of squares by n - 1, one less than there are channels, as the reference's std or var does, "
         f"{scaled} by sqrt((n - 1) / n): TE divides by n",
         having(lambda norm: norm.unbiased, unbiased=False),
+        subtle=True,
     )
     yield Mistake(
         "norm-statistics",
@@ -209,6 +211,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         f"divide the sum of squares by the number of channels (unbiased=False), as the reference does, {scaled} by "
         "sqrt(n / (n - 1)) where that cannot be; it is divided by n - 1",
         having(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
+        subtle=True,
     )
     yield Mistake(
         "norm-eps",
@@ -241,6 +244,21 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "apply the norm once, as the reference does; its result is normalised and scaled again",
         having(lambda norm: norm.gain is not None, times=2),
     )
+
+
+def _told_apart(right: Sequence[float]) -> list[float]:
+    """Return usual eps of which none changes norms by half to one and a half times what another does.
+
+    A matched filter takes such changes for one another, since all point along one line.
+
+    Args:
+        right: the reference's own.
+    """
+    kept: list[float] = []
+    for eps in NORM_EPS:
+        if not right or not any(all(abs(eps - one) <= 0.5 * abs(one - own) for own in right) for one in kept):
+            kept.append(eps)
+    return kept
 
 
 def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm]]:

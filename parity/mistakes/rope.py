@@ -357,7 +357,7 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
 def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     if like.base is None:
         return
-    yield from numbers(partial(_base_instead, like.base), [like.base], ROPE_BASES)
+    yield from numbers(partial(_base_instead, like.base), [like.base], ROPE_BASES, subtle=True)
     for share in ROPE_SHARES:
         if like.start == 0 and int(like.head_dim * share) != like.rotary:
             yield Mistake(

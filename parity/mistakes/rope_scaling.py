@@ -119,9 +119,9 @@ def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
         yield _mistake("rope mscale missing", f"{lacking}; it is missing", lambda right: right.frequencies, 1.0)
     factors = like.factor / 2, like.factor * 2
     yield tunable(partial(_divided_by, repair))(like.factor)
-    yield from numbers(partial(_divided_by, repair), [like.factor], factors)
+    yield from numbers(partial(_divided_by, repair), [like.factor], factors, subtle=like.is_linear)
     if not like.is_linear:
-        yield from numbers(partial(_of_factor, repair), [like.factor], factors)
+        yield from numbers(partial(_of_factor, repair), [like.factor], factors, subtle=True)
         between = f"{repair}; frequencies between the lowest and the highest are"
         none: Change = lambda one: replace(one, kept=(one.kept >= 1.0).double()).frequencies  # noqa: E731
         yield _mistake("rope scaling, no ramp kept", f"{between} divided like the lowest", none)

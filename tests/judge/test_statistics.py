@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity.judge import statistics
-from parity.judge.directions import Direction, coefficient, found_by_filter, resemblance
+from parity.judge.directions import Direction, coefficient, found_by_filter, largest_of, resemblance
 from parity.judge.judge import grant
 from parity.judge.second_look import DRAWS
 from parity.judge.statistics import Component, least_error, scatters
@@ -353,7 +353,22 @@ def test_the_likeliest_mistake_is_the_one_that_judging_every_mistake_finds(seed,
     values = [Component(error, models, change, golden, models[0].norm).value for change in changes]
     close = [i for i, value in enumerate(values) if abs(value) >= 0.9 * max(map(abs, values))]
     likeliest = min(close, key=lambda i: abs(coefficient(error, changes[i]) - 1.0))
-    assert (found.value, found.where) == (values[likeliest], str(likeliest))
+    assert (found.value, found.where) == (largest_of(len(changes), values[likeliest]), str(likeliest))
+
+
+def test_the_largest_of_many_directions_exceeds_a_limit_no_oftener_than_one_direction_does():
+    """Components along directions of which nothing is known are as likely beyond a limit of a single one as it says."""
+    components = torch.randn(200_000, 12, generator=torch.Generator().manual_seed(0)).abs().amax(1)
+
+    for limit, exceeded in ((2.0, 0.0455), (3.0, 0.0027)):
+        judged = [abs(largest_of(12, value)) > limit for value in components[components > limit].tolist()]
+        assert 0.8 * exceeded < sum(judged) / len(components) < 1.1 * exceeded
+
+
+def test_one_direction_is_judged_by_its_own_deviations_and_an_infinite_one_stays_infinite():
+    assert largest_of(1, -3.0) == pytest.approx(-3.0)
+    assert largest_of(9, math.inf) == math.inf
+    assert largest_of(9, 0.0) == 0.0
 
 
 def test_an_output_that_no_mistake_changes_resembles_none():
