@@ -50,8 +50,8 @@ class Attention:
         hidden_score: what the scores of hidden keys are, and not much less than any other's; None for that.
         arrange: what is done to query, key, value and context, in the layout of ``to_heads``; None for nothing.
         sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None where there is none.
-        sink: whether this term is the reference's ``own``, that of the heads in ``reversed`` order, has score ``zero``,
-            or is left out (``none``).
+        sink: whether this term is the reference's ``own``, that of the heads in ``reversed`` order, ``negated``, has
+            score ``zero``, or is left out (``none``).
     """
 
     call: Call
@@ -71,7 +71,7 @@ class Attention:
     added: tuple[Value, ...] = ()
     mask_scales: tuple[float, ...] = ()
     sinks: Value | None = None
-    sink: Literal["own", "reversed", "zero", "none"] = "own"
+    sink: Literal["own", "reversed", "negated", "zero", "none"] = "own"
 
     @property
     def needs(self) -> tuple[Value, ...]:
@@ -97,7 +97,8 @@ class Attention:
         if self.sink == "zero":
             scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
         elif self.sink != "none" and self.sinks is not None:
-            scores = torch.cat((scores, others[-1] if self.sink == "own" else others[-1].flip(-3)), -1)
+            own = others[-1]
+            scores = torch.cat((scores, {"own": own, "reversed": own.flip(-3), "negated": -own}[self.sink]), -1)
         probabilities = scores.softmax(-1)[..., : key.shape[-2]]
         if self.mask is not None:  # TE's softmax is zero where nothing is seen
             probabilities = probabilities.masked_fill(hidden_keys(bias).all(-1, keepdim=True), 0.0)

@@ -199,6 +199,7 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     other_heads = "give each head its own sink; they are in the reverse order of heads"
     yield Mistake("softmax-sink", "sinks in reverse", other_heads, having(sink="reversed"))
     yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", having(sink="zero"))
+    yield Mistake("softmax-sink", "sinks negated", f"{repair} as they are; they are negated", having(sink="negated"))
 
 
 def _to_be_capped(right: float) -> str:

@@ -7,10 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, ordinal
@@ -103,15 +105,37 @@ def in_part(one: Edit, dim: int, indices: Collection[int], count: int | None = N
         count: None for as many as the call returns.
     """
 
-    def compute(was: Tensor, *values: Tensor) -> Tensor:
-        size = was.shape[dim]
-        each, rest = divmod(size, count or size)
-        if rest or not each:
-            raise Misfit(f"{size} indices in the place of {count}")
-        inside = torch.tensor([index // each in indices for index in range(size)], device=was.device)
-        return torch.where(inside.view(-1, *[1] * (was.dim() - dim - 1)), one.compute(was, *values), was)
+    def compute(was: Any, *values: Tensor) -> Any:
+        return tree_map(partial(_replaced, dim, indices, count), was, one.compute(was, *values))
 
     return replace(one, compute=compute, of=None)
+
+
+def read_in_part(read: ReadWeights, parts: Mapping[str, tuple[int | None, Collection[int], int | None]]) -> ReadWeights:
+    """Return how to read weights if some are others in a part alone, and all but these are as they should be.
+
+    Args:
+        read: how they are read by a mistake that is made everywhere.
+        parts: by a parameter's name, the arguments of ``in_part`` after the first; no dimension for all of it.
+    """
+
+    def in_parts(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        others = ((name, other) for name, other in read(parameters).items() if name in parts)
+        return {name: _replaced(*parts[name], parameters[name], other) for name, other in others}
+
+    return in_parts
+
+
+def _replaced(dim: int | None, indices: Collection[int], count: int | None, was: Any, other: Any) -> Any:
+    """Return a tensor in which another one replaces these indices of a dimension."""
+    if dim is None or not isinstance(was, Tensor):
+        return other
+    size = was.shape[dim]
+    each, rest = divmod(size, count or size)
+    if rest or not each:
+        raise Misfit(f"{size} indices in the place of {count}")
+    inside = torch.tensor([index // each in indices for index in range(size)], device=was.device)
+    return torch.where(inside.view(-1, *[1] * (was.dim() - dim - 1)), other, was)
 
 
 def _by_numbers(place: str) -> list[tuple[str, int]]:

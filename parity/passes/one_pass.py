@@ -197,7 +197,8 @@ def _restored_buffers(module: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in before:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # written to, it could not be differentiated through any more
+                    buffer.copy_(value)
 
 
 def _or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:

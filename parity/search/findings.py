@@ -54,7 +54,6 @@ _HARDLY = 0.9
 """An error that is still above this share of what it was has hardly become smaller."""
 
 _CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, out of the search's budget
-_FEW_CALLS = 200  # so few calls are tried as they come: to find the likelier ones would take as long
 
 _CLOSE = 1.5
 """An explanation that fits up to this many times worse than the best is reported, too: they cannot be told apart."""
@@ -126,9 +125,6 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     first_order = cache(lambda: FirstOrder(failure, trace, failure.budget(_CHECKS_FOR_DIRECTIONS)))
     tells = not outputs_tell_little(failure)
 
-    def ordered(calls: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
-        return first_order().promising_first(calls) if tells and len(calls) > _FEW_CALLS else calls
-
     def known() -> Iterator[Hypothesis]:
         for one in hypotheses(failure.prepared, trace, frozenset(unreached)):
             failure.prepared.clock.check()
@@ -153,7 +149,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
-        lambda: _told(explanations(failure, known(), search, screened, ordered), failure),
+        lambda: _told(explanations(failure, known(), search, screened, first_order if tells else None), failure),
         lambda: _of_other_operands(failure, trace, first_order) if tells else (),
         lambda: _told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
         lambda: _told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),

@@ -1,323 +1,550 @@
 """Find the part of a place in which a mistake is made: some heads, some sequences, some positions, some layers.
 
-A mistake says what certain calls of the reference return instead. Where a port makes it in some heads only, making it
-everywhere explains nothing, and there are too many parts to try each. But the effects of different parts hardly
-overlap: so the derivatives of the squared error, at the reference and at the mistake made everywhere, by how far each
-element is replaced, tell which parts the error holds. If ``e_i`` is the effect of part ``i``, and the error is their
-sum over a set S, the two are ``-<e_i, sum of e_j over S>`` and ``<e_i, sum of e_j outside of S>``. The first, with its
-sign turned, over the difference of the two is the part's share: 1 in S, and 0 outside. Two passes give the shares along
-every dimension of every call.
+A mistake says what certain calls of the reference return instead, or with which parameters it computes. Where a port
+makes it in some heads only, making it everywhere explains nothing, and there are too many parts to try each. So the
+mistake is made to a share in each element, from 0 to 1, and the squared error is differentiated by these shares.
+
+Where the effects of different parts do not overlap, two passes tell all. If ``e_i`` is the effect of part ``i``, and
+the error is their sum over a set S, the derivatives where no element is replaced, and where all are, are
+``-<e_i, sum of e_j over S>`` and ``<e_i, sum of e_j outside of S>``. The first, with its sign turned, over the
+difference of the two is the part's share: 1 in S, and 0 outside, along every dimension of every call.
+
+Where effects overlap, as those of channels do, the shares along a dimension are fitted: by least squares, each step of
+which is one more pass, with the shares as they are by then.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 
-from parity.mistakes.attention import Attention
-from parity.mistakes.hypothesis import Hypothesis, in_part, ordinal
+from parity.mistakes.hypothesis import Hypothesis, ReadWeights, in_part, read_in_part
 from parity.mistakes.rotation import Rotation
-from parity.mistakes.trial import differentiable_outputs
+from parity.mistakes.trial import BACKWARD, differentiable_outputs
 from parity.numerics.errors import norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
-from parity.search.screen import TINY, Screen
+from parity.search.named_parts import axis_of, axis_of_parameter, nameable, told
+from parity.search.screen import TINY, FirstOrder, Screen
+from parity.trace.calls import Misfit
 from parity.trace.trace import Edit
 from parity.trace.walk import grouped
 
-_MOST, _MOST_TUNED = 8, 8  # mistakes of which a part is looked for: with their constants, and with any
-_MOST_OF_A_TITLE = 2  # of these may have one title
-_LARGEST_FACTOR = 2.0  # the effect of all parts, along the error, over the error itself: 1 if effects do not overlap
-_LEAST_COSINE = 0.1  # between the effect of all parts and the error, where the constant may be another
+_MOST = 32  # mistakes of which a part is looked for, by each of two criteria
+_MOST_ALIKE = 4  # of these may have one title and place
+_MOST_OF_A_ROLE = 24  # mistakes in queries and keys that are tried in one of the two
+_LARGEST_FACTOR = 4.0  # the effect of all parts, along the error, over the error itself: 1 if effects do not overlap
+_SMALLEST = 0.3  # the least effect of all parts, over the error; with any constant it may be less
+_AN_EDIT = 0.1  # forward passes that it takes to compute what an edit returns
+_LARGEST_SHARE = 2.0  # of a mistake with its own constant, in the part where it is made: 1 if it is linear
 _UNCLEAR = 0.3  # what a part leaves of the error's square to first order, over what it explains
 _WAYS = 2  # dimensions of a mistake whose parts are tried, the clearest first
-_LISTED = 3  # more indices than these are told only if they form a pattern
+_FITTED = 8  # mistakes along one dimension whose shares are fitted, the clearest first
+_STEPS = (3, 9)  # of these fits: of all, and of the best
+_BEST = 3  # how many that are
+_LEFT = (
+    0.5  # a fit must leave less than this share of the squared error; with any constant, it must leave less than all
+)
+
+_LEAST_EFFECT = 0.1  # of the mean: what first order says of a single index's effect is not exact
+
+_Slot = Edit | str  # what is replaced to a share: what an edit's call returns, or the parameter of this name
 
 
-def in_parts(failure: Failure, screen: Screen, known: Sequence[Hypothesis], budget: Budget) -> Iterator[Hypothesis]:
+def in_parts(
+    failure: Failure, screen: Screen, first_order: FirstOrder, known: Sequence[Hypothesis], budget: Budget
+) -> Iterator[Hypothesis]:
     """Yield mistakes made in the part of their place in which the error tells that they are made, the likeliest first.
 
     Args:
         failure: its outputs are finite.
-        screen: has noted what each mistake does.
+        screen: notes what each mistake does, those that are yielded among them.
+        first_order: of the failure.
         known: mistakes that have been screened.
         budget: of this part of the search.
     """
-    for one in while_it_lasts(_likely(screen, known), budget):
+    roles = list(_in_one_role(screen, known))
+    yield from roles
+    unclear: list[_Division] = []
+    tried: list[_Division] = []
+    for one in while_it_lasts(_likely(failure, screen, first_order, [*known, *roles]), budget):
         derivatives = _derivatives(failure, one)
         if derivatives is not None:
-            yield from _parts(failure, one, derivatives)[:_WAYS]
+            ways = sorted(_divisions(one, derivatives), key=lambda way: way.part.unclear)
+            clear = [way for way in ways if way.part.unclear < _UNCLEAR and way.part.indices]
+            for way in clear[:_WAYS]:
+                yield from way.made(failure)
+            tried += clear[:_WAYS]
+            unclear += ways if not clear else []
+    fitted = [_Fit(failure, way) for way in sorted(unclear, key=lambda way: way.part.unclear)[:_FITTED]]
+    for steps, most in zip(_STEPS, (_FITTED, _BEST), strict=True):
+        fitted = sorted(fitted, key=lambda fit: fit.left)[:most]
+        for fit in while_it_lasts(fitted, budget):
+            fit.go(steps, budget)
+    for fit in sorted(fitted, key=lambda fit: fit.left):
+        if fit.is_good:
+            yield from fit.division.made(failure)
+            tried.append(fit.division)
+    for division in tried:
+        if division.one.read is not None:
+            yield from _unread(division).made(failure)
 
 
-def _likely(screen: Screen, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the mistakes whose effect contains the error, as far as first order tells: the nearest first.
+def _in_one_role(screen: Screen, known: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
+    """Yield mistakes in the rotation of queries and keys, made in that of one of the two alone."""
+    error = screen.effects.error
+    some = [
+        one for one in known if one in screen.effects.known and one.scope in ("all", "kind") and _can_be_divided(one)
+    ]
+    nearest = sorted(some, key=lambda one: -(screen.effects.known[one] @ error).item())
+    both = [one for one in nearest if len({_role_of(edit) for edit in one.edits}) > 1]
+    for one in both[:_MOST_OF_A_ROLE]:
+        for role in dict.fromkeys(map(_role_of, one.edits)):
+            part = _Part({slot: () for slot in map(_role_of, one.edits) if slot == role}, 0, 0.0)
+            yield _made_in(one, role, _role_of, None, part)
 
-    With another constant, an effect has about the same direction, and another size.
+
+def _likely(failure: Failure, screen: Screen, first_order: FirstOrder, known: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the mistakes that may explain the error in a part of their place, to first order, the likeliest first."""
+    error = screen.effects.error
+    scores: dict[Hypothesis, float] = {}
+    factors: dict[Hypothesis, float] = {}
+    seen: set[tuple[object, ...]] = set()
+    for one in known:
+        effect = screen.effects.known.get(one)
+        if effect is None or not _can_be_divided(one):
+            continue
+        factor = (effect @ error).item() / max(norm_of(error), TINY) ** 2
+        what = one.title, one.read is None, f"{norm_of(effect):.4g}", f"{factor:.4g}"
+        if what in seen or (one.tuned is None and norm_of(effect) < _SMALLEST * norm_of(error)):
+            continue
+        seen.add(what)
+        failure.prepared.clock.advance(_AN_EDIT * len(one.edits))
+        scores[one] = _score(first_order, one)
+        if 1.0 / _LARGEST_FACTOR < factor < _LARGEST_FACTOR:
+            factors[one] = abs(math.log(factor))
+    by_score = sorted((one for one in scores if scores[one] > 0.0), key=lambda one: -scores[one])
+    by_factor = sorted(factors, key=lambda one: factors[one])
+    return list(dict.fromkeys((*_few_of_a_kind(by_score), *_few_of_a_kind(by_factor))))
+
+
+def _few_of_a_kind(some: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the first of each title and place in their order, then the second of each, and so on."""
+    alike = grouped(some, lambda one: (one.title, one.place)).values()
+    return [ones[rank] for rank in range(_MOST_ALIKE) for ones in alike if rank < len(ones)][:_MOST]
+
+
+def _score(first_order: FirstOrder, one: Hypothesis) -> float:
+    """Return the share of the error's square that the mistake explains in the best of some parts, to first order.
+
+    Of so many parts some explain a share by chance, which is taken off.
     """
-    error, effects = screen.effects.error, screen.effects.known
-    size = torch.linalg.vector_norm(error).clamp(min=TINY)
-    factors, cosines = {}, {}
-    for one in (one for one in known if one in effects and _can_be_divided(one)):
-        along = (effects[one] @ error / size).item()
-        factors[one] = along / size.item()
-        cosines[one] = along / max(torch.linalg.vector_norm(effects[one]).item(), TINY)
-    exact = [one for one, factor in factors.items() if 1.0 / _LARGEST_FACTOR < factor < _LARGEST_FACTOR]
-    exact.sort(key=lambda one: abs(factors[one] - 1.0))
-    others = [one for one, cosine in cosines.items() if one.tuned is not None and cosine > _LEAST_COSINE]
-    others.sort(key=lambda one: -cosines[one])
-    return list(dict.fromkeys((*_few_of_a_title(exact)[:_MOST], *_few_of_a_title(others)[:_MOST_TUNED])))
+    elements = first_order.elements(one) if len(first_order.error) else None
+    if not elements:
+        return 0.0
+    error, best, tried = first_order.error, 0.0, 0
+    for where in _groupings(list(elements)):
+        for dim in (None, *range(max(x.dim() - 1 for x in elements.values()))):
+            cells = _cells(elements, where, dim)
+            if cells is None:
+                continue
+            of_module = list(cells.values())
+            sums = [torch.stack([x.sum(1) for x in of_module], 1)] if len(of_module) > 1 else []
+            together = torch.stack(of_module).sum(0)
+            for x in [*of_module, together] if len(of_module) > 1 else of_module:
+                whole, ranges = x.sum(1, keepdim=True), x.cumsum(1)
+                halves = [x[:, first::2].sum(1, keepdim=True) for first in (0, 1) if x.shape[1] > 2]
+                sums += [x, whole - x, ranges, whole - ranges, *halves]
+            parts = torch.cat(sums, 1)
+            along, squares = error @ parts, parts.square().sum(0).clamp(min=1e-30)
+            explained = along.clamp(min=0.0) ** 2 / squares
+            best = max(best, explained.max().item() / error.square().sum().item())
+            tried += parts.shape[1]
+    return best - 2.0 * math.log(max(tried, 1)) / len(error)
 
 
-def _few_of_a_title(some: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the first few of each title, in their order."""
-    by_title = grouped(some, lambda one: one.title)
-    few = {one for alike in by_title.values() for one in alike[:_MOST_OF_A_TITLE]}
-    return [one for one in some if one in few]
+def _cells(elements: Mapping[_Slot, Tensor], where: _Where, dim: int | None) -> dict[str, Tensor] | None:
+    """Return what each index of a dimension does along each direction, ``[directions, indices]``, of calls of one
+    module together; None if not every slot has the dimension.
+    """
+    if dim is not None and any(dim >= x.dim() - 1 for x in elements.values()):
+        return None
+    of_module: dict[str, list[Tensor]] = defaultdict(list)
+    for slot, x in elements.items():
+        by_index = x.unsqueeze(1) if dim is None else x.movedim(dim + 1, 1)
+        of_module[where(slot)].append(by_index.reshape(*by_index.shape[:2], -1).sum(2))
+    fewest = min(x.shape[1] for some in of_module.values() for x in some)
+    if any(x.shape[1] % fewest for some in of_module.values() for x in some):
+        return None
+    return {
+        module: torch.stack([x.unflatten(1, (fewest, -1)).sum(2) for x in some]).sum(0)
+        for module, some in of_module.items()
+    }
 
 
 def _can_be_divided(one: Hypothesis) -> bool:
-    """Return whether the mistake has a meaning, and is all in what calls return."""
-    only_calls = one.read is None and one.around is None and all(edit.detached is None for edit in one.edits)
-    return one.scope != "call" and bool(one.edits) and only_calls
+    """Return whether the mistake has a meaning, and is all in what calls return, or in what is read of parameters."""
+    is_divisible = one.around is None and all(edit.detached is None for edit in one.edits)
+    return one.title != "operation" and bool(one.edits) != (one.read is not None) and is_divisible
 
 
-@dataclass(frozen=True)
-class _Derivatives:
-    """The derivatives of the squared error by the share in which each element of an edit's call is replaced.
+# A mistake that is made to a share.
 
-    Attributes:
-        at_none, at_all: where no element is replaced, and where all are; of the shape that the call returns.
+
+_Share = Callable[[_Slot, Tensor], Tensor]  # of each element of what was there before
+
+
+def _squared_error(failure: Failure, one: Hypothesis, share: _Share) -> Tensor | None:
+    """Return half the sum of squared errors if the mistake is made to a share, each output in units of its tolerance.
+
+    None if it cannot be computed, or is not differentiable.
     """
-
-    at_none: Tensor
-    at_all: Tensor
-
-
-def _derivatives(failure: Failure, one: Hypothesis) -> list[_Derivatives] | None:
-    """Return the derivatives for each edit; None if they cannot be computed."""
-    found: list[list[Tensor]] = []
-    for share in (0.0, 1.0):
-        leaves: dict[Edit, Tensor] = {}
-        edits = tuple(_mixed(edit, share, leaves) for edit in one.edits)
-        outputs = differentiable_outputs(failure.prepared, (replace(one, edits=edits),))
-        loss = None if outputs is None or len(leaves) < len(edits) else _squared_error(failure, outputs)
-        if loss is None or not loss.requires_grad:
-            return None
-        found.append(list(torch.autograd.grad(loss, [leaves[edit] for edit in one.edits], materialize_grads=True)))
-    if not all(bool(x.isfinite().all()) for some in found for x in some):
-        return None
-    return [_Derivatives(at_none, at_all) for at_none, at_all in zip(*found, strict=True)]
-
-
-def _mixed(edit: Edit, share: float, leaves: dict[Edit, Tensor]) -> Edit:
-    """Return an edit that replaces each element of a call's result in this share, by which it can be derived."""
-
-    def compute(was: Tensor, *values: Tensor) -> Tensor:
-        leaf = torch.full(was.shape, share, dtype=was.dtype, device=was.device, requires_grad=True)
-        leaves[edit] = leaf
-        return torch.lerp(was, edit.compute(was, *values), leaf)  # raises if shapes or dtypes differ, as for a mask
-
-    return replace(edit, compute=compute, of=None)
-
-
-def _squared_error(failure: Failure, outputs: dict[str, Tensor]) -> Tensor | None:
-    """Return half the sum of squared errors, each output in units of its tolerance; None if a shape differs."""
+    edits = tuple(_mixed(edit, share) for edit in one.edits)
+    read = None if one.read is None else partial(_read_mixed, one.read, share)
+    outputs = differentiable_outputs(failure.prepared, (replace(one, edits=edits, read=read),))
     loss = None
     for result in failure.outputs:
         candidate = failure.candidate[result.kind, result.name].double()
-        output = outputs.get(result.name)
+        output = None if outputs is None else outputs.get(result.name)
         if output is None or output.shape != candidate.shape:
             return None
         size = max(result.tolerance_relative_l2, TINY) * max(norm_of(candidate), TINY)
         term = 0.5 * ((output - candidate) / size).square().sum()
         loss = term if loss is None else loss + term
-    return loss
+    failure.prepared.clock.advance(BACKWARD)
+    return loss if loss is not None and loss.requires_grad else None
 
 
-# The parts of a mistake's place, as a reader would name them.
-#
-# A place is divided by the modules that make the calls, along a dimension of what these return, or both ways. What the
-# calls of one module do goes together: where queries and keys are rotated by another base, both of them are. If that
-# tells no part, queries and keys are divided apart.
+def _mixed(edit: Edit, share: _Share) -> Edit:
+    """Return an edit that replaces each element of a call's result in its share."""
+
+    def compute(was: Any, *values: Tensor) -> Any:
+        mixed = partial(_lerp, lambda x: share(edit, x))
+        return tree_map(mixed, was, edit.compute(was, *values))  # raises if shapes or dtypes differ, as for a mask
+
+    return replace(edit, compute=compute, of=None)
 
 
-_Where = Callable[[Edit], str]
-_Chosen = Mapping[str, tuple[int, ...]]  # by what ``_Where`` returns, the indices that are in the part
+def _read_mixed(read: ReadWeights, share: _Share, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    others = read(parameters)
+    return {name: _lerp(partial(share, name), parameters[name], other) for name, other in others.items()}
 
 
-def _module_of(edit: Edit) -> str:
-    return edit.site[0] or "the module"
+def _lerp(share: Callable[[Tensor], Tensor], was: Any, other: Any) -> Any:
+    if isinstance(was, Tensor) and not was.is_floating_point():
+        if not torch.equal(was, other):
+            raise Misfit("there is nothing between two integers")
+        return was
+    return torch.lerp(was, other, share(was)) if isinstance(was, Tensor) else other
 
 
-def _role_of(edit: Edit) -> str:
-    """Return which operand of attention a rotation turns, and in which module."""
-    operation = edit.of.operation if edit.of is not None else None
-    role = f"the {operation.role}" if isinstance(operation, Rotation) else ""
-    return " of ".join(filter(None, (role, edit.site[0]))) or "the module"
+_Derivatives = Mapping[_Slot, tuple[Tensor, Tensor]]
+"""Those of the squared error by the share of each element of a slot: where none is replaced, and where all are."""
 
 
-def _parts(failure: Failure, one: Hypothesis, derivatives: Sequence[_Derivatives]) -> list[Hypothesis]:
-    """Return the mistake in the part that the derivatives tell, for each way to divide that tells one clearly."""
-    return _parts_by(_module_of, failure, one, derivatives) or _parts_by(_role_of, failure, one, derivatives)
+def _derivatives(failure: Failure, one: Hypothesis) -> _Derivatives | None:
+    """Return the derivatives by the shares of each element; None if they cannot be computed."""
+    found: list[dict[_Slot, Tensor]] = []
+    for size in (0.0, 1.0):
+        leaves: dict[_Slot, Tensor] = {}
 
+        def share(slot: _Slot, was: Tensor, size: float = size, leaves: dict[_Slot, Tensor] = leaves) -> Tensor:
+            return leaves.setdefault(slot, torch.full_like(was, size).requires_grad_())
 
-def _parts_by(
-    where: _Where, failure: Failure, one: Hypothesis, derivatives: Sequence[_Derivatives]
-) -> list[Hypothesis]:
-    """Return the same if calls for which ``where`` returns the same go together."""
-    found: list[tuple[float, Hypothesis]] = []
-    for dim in (None, *range(max(each.at_none.dim() for each in derivatives))):
-        cells = _cells(one, derivatives, where, dim)
-        chosen = None if cells is None else _chosen(cells, one.tuned is not None)
-        if cells is None or chosen is None:
-            continue
-        unclear, indices = chosen
-        counts = {module: none.numel() for module, (none, _) in cells.items()}
-        axis = "" if dim is None else _axis(failure, one.edits[0], derivatives[0].at_none.shape, dim)
-        most = 1 if dim is None else max(each.at_none.shape[dim] for each in derivatives)
-        place = _place(indices, counts, axis, most)
-        if unclear < _UNCLEAR and place:
-            found.append((unclear, _made_in(one, place, where, dim, indices, counts)))
-    return [part for _, part in sorted(found, key=lambda entry: entry[0])]
-
-
-def _cells(
-    one: Hypothesis, derivatives: Sequence[_Derivatives], where: _Where, dim: int | None
-) -> dict[str, tuple[Tensor, Tensor]] | None:
-    """Return the derivatives of each module at each index of a dimension; None if its calls have no such dimension.
-
-    Calls of one module are added; of fewer indices, as of grouped keys beside queries, each stands for as many others.
-    """
-    of_module: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-    for edit, each in zip(one.edits, derivatives, strict=True):
-        if dim is not None and dim >= each.at_none.dim():
+        loss = _squared_error(failure, one, share)
+        if loss is None or not set(one.edits) <= set(leaves):
             return None
-        of_module[where(edit)].append((_along(each.at_none, dim), _along(each.at_all, dim)))
-    cells = {}
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        found.append(dict(zip(leaves, gradients, strict=True)))
+    if not all(bool(x.isfinite().all()) for some in found for x in some.values()):
+        return None
+    return {slot: (found[0][slot], found[1][slot]) for slot in found[0]}
+
+
+# Ways to divide a mistake's place: by the modules that make the calls, along a dimension of what these return, or both.
+#
+# What the calls of one module do goes together: where queries and keys are rotated by another base, both of them are.
+# If that tells no part, queries and keys are divided apart.
+
+
+_Where = Callable[[_Slot], str]
+
+
+def _module_of(slot: _Slot) -> str:
+    return slot if isinstance(slot, str) else slot.site[0] or "the module"
+
+
+def _role_of(slot: _Slot) -> str:
+    """Return which operand of attention a rotation turns, and in which module."""
+    operation = slot.of.operation if not isinstance(slot, str) and slot.of is not None else None
+    role = f"the {operation.role}" if isinstance(operation, Rotation) else ""
+    return " of ".join(filter(None, (role, slot if isinstance(slot, str) else slot.site[0]))) or "the module"
+
+
+def _groupings(slots: Sequence[_Slot]) -> list[_Where]:
+    """Return the functions that group these slots differently."""
+    found: dict[tuple[int, ...], _Where] = {}
+    for where in (_module_of, _role_of):
+        names = list(map(where, slots))
+        found.setdefault(tuple(map(names.index, names)), where)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of a place in which a mistake is made.
+
+    Attributes:
+        indices: by what ``_Where`` returns, which are in the part; of so many as the division has there.
+        count: how many the division has.
+        unclear: what making the mistake there leaves of the error's square to first order, over what it explains.
+    """
+
+    indices: Mapping[str, Sequence[int]]
+    count: int
+    unclear: float
+
+
+@dataclass
+class _Division:
+    """A mistake divided by modules and along a dimension, and by how much it is made at each index.
+
+    Attributes:
+        one: the mistake.
+        where: tells which slots go together.
+        dim: the dimension of each slot; None for modules alone.
+        shapes: of what is replaced in each slot.
+        shares: by what ``where`` returns, to how much the mistake is made at each index of the dimension. A slot of
+            more indices, as of queries beside grouped keys, has several for each.
+        effects: the squares of what each index does, as weights of the shares.
+        part: what the shares tell.
+    """
+
+    one: Hypothesis
+    where: _Where
+    dim: int | None
+    shapes: Mapping[_Slot, torch.Size]
+    shares: dict[str, Tensor]
+    effects: dict[str, Tensor]
+    part: _Part = _Part({}, 0, math.inf)
+
+    def look(self) -> None:
+        """Find the part from the shares."""
+        self.part = _part(self.shares, self.effects, self.one.tuned is not None, self.dim is None)
+
+    def made(self, failure: Failure) -> Iterator[Hypothesis]:
+        """Yield the mistake made in the part; nothing if that has no name."""
+        place = self._place(failure) if self.part.indices else ""
+        if place:
+            yield _made_in(self.one, place, self.where, self.dim, self.part)
+
+    def _place(self, failure: Failure) -> str:
+        inside, part = self.part.indices, ""
+        if self.dim is not None:
+            slot, shape = next(iter(self.shapes.items()))
+            each = max(shape[self.dim] for shape in self.shapes.values()) // self.part.count
+            indices = [index * each + one for index in next(iter(inside.values())) for one in range(each)]
+            if isinstance(slot, str):
+                axis = axis_of_parameter(shape, self.dim)
+            else:
+                axis = axis_of(failure, slot, shape, self.dim)
+            is_part = len(indices) < each * self.part.count
+            part = told(indices, each * self.part.count, axis) if is_part else ""
+        modules = ", ".join(inside) if len(inside) < len(self.shares) else ""
+        return " of ".join(filter(None, (part, modules)))
+
+
+def _divisions(one: Hypothesis, derivatives: _Derivatives) -> list[_Division]:
+    """Return every way to divide a mistake, with the shares that its derivatives tell."""
+    found = []
+    for where in _groupings(list(derivatives)):
+        for dim in (None, *range(max(none.dim() for none, _ in derivatives.values()))):
+            division = _division(one, derivatives, where, dim)
+            if division is not None:
+                division.look()
+                found.append(division)
+    return found
+
+
+def _division(one: Hypothesis, derivatives: _Derivatives, where: _Where, dim: int | None) -> _Division | None:
+    """Return the shares along a dimension, of calls of one module together; None if not every slot has the dimension,
+    or if it has but one index.
+    """
+    if dim is not None and any(dim >= none.dim() for none, _ in derivatives.values()):
+        return None
+    of_module: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for slot, both in derivatives.items():
+        of_module[where(slot)].append((_summed(both[0], dim), _summed(both[1], dim)))
+    shares, effects = {}, {}
     for module, some in of_module.items():
         fewest = min(len(none) for none, _ in some)
         if any(len(none) % fewest for none, _ in some):
             return None
-        summed = [torch.stack([each[at].view(fewest, -1).sum(1) for each in some]).sum(0) for at in (0, 1)]
-        cells[module] = summed[0], summed[1]
-    return cells
+        none, every = (torch.stack([both[at].view(fewest, -1).sum(1) for both in some]).sum(0).cpu() for at in (0, 1))
+        effects[module] = (every - none).clamp(min=0.0)
+        shares[module] = torch.where(effects[module] > 0, -none / effects[module].clamp(min=TINY), 0.0)
+    if sum(map(len, shares.values())) < 2 or (dim is not None and len({*map(len, shares.values())}) > 1):
+        return None
+    return _Division(one, where, dim, {slot: none.shape for slot, (none, _) in derivatives.items()}, shares, effects)
 
 
-def _along(x: Tensor, dim: int | None) -> Tensor:
+def _summed(x: Tensor, dim: int | None) -> Tensor:
     """Return the sums over all dimensions but one; None sums over all."""
-    if dim is None:
-        return x.sum().view(1)
-    return x.movedim(dim, 0).flatten(1).sum(1)
+    return x.sum().view(1) if dim is None else x.movedim(dim, 0).reshape(x.shape[dim], -1).sum(1)
 
 
-def _chosen(cells: Mapping[str, tuple[Tensor, Tensor]], any_size: bool) -> tuple[float, _Chosen] | None:
-    """Return how unclear it is which cells are in the part, and those that are; None if all are, or none.
+def _part(shares: Mapping[str, Tensor], effects: Mapping[str, Tensor], any_size: bool, by_module: bool) -> _Part:
+    """Return the part that shares tell; none if all is in it, or nothing, or if it has no short name.
 
-    With the mistake's own constant, the share of a cell in the part is 1; with another, that of all cells is the same.
+    With the mistake's own constant, the share of what is in the part is 1; with another, that of all of it is the same.
     """
-    none, every = (torch.cat([each[at].cpu() for each in cells.values()]) for at in (0, 1))
-    effects = (every - none).clamp(min=0.0)
-    shares = torch.where(effects > 0, -none / effects.clamp(min=TINY), 0.0)
-    telling = effects > effects.mean() / len(effects)
-    largest = shares[telling].max().item() if telling.any() else 0.0
-    inside = telling & (shares > largest / 2.0)
-    if largest <= 0.0 or bool(inside.all()):
-        return None
-    size = ((shares * effects)[inside].sum() / effects[inside].sum()).item()
-    if not any_size and not 1.0 / _LARGEST_FACTOR < size < _LARGEST_FACTOR:
-        return None
-    residual = (shares - size * inside).square() * effects
-    unclear = (residual.sum() / (size**2 * effects[inside].sum()).clamp(min=TINY)).item()
-    of_module = inside.split([len(none) for none, _ in cells.values()])
-    indices = (tuple(some.nonzero().flatten().tolist()) for some in of_module)
-    return unclear, {module: some for module, some in zip(cells, indices, strict=True) if some}
+    nothing = _Part({}, 0, math.inf)
+    share, effect = torch.cat([*shares.values()]), torch.cat([*effects.values()])
+    telling = effect > min(1.0 / len(effect), _LEAST_EFFECT / 2.0) * effect.mean()
+    largest = share[telling].max().item() if telling.any() else 0.0
+    large = telling & (share > largest / 2.0)
+    if largest <= 0.0:
+        return nothing
+    size = ((share * effect)[large].sum() / effect[large].sum()).item()
+    if not any_size and not 1.0 / _LARGEST_SHARE < size < _LARGEST_SHARE:
+        return nothing
+    gains = {module: size * (2.0 * shares[module] - size) * effects[module] for module in shares}
+    best = {module: gain.clamp(min=0.0).sum().item() for module, gain in gains.items()}
+    modules = [module for module in gains if best[module] > _A_MODULE * max(best.values())]
+    summed = torch.stack([gains[module] for module in modules]).sum(0)
+    indices = nameable(summed) if not by_module else []
+    if not indices and len(modules) < len(gains) and summed.sum() > _ALL_OF_IT * summed.clamp(min=0.0).sum():
+        indices = list(range(len(summed)))
+    chosen = {module: torch.zeros(len(some), dtype=some.dtype) for module, some in shares.items()}
+    for module in modules:
+        chosen[module][indices or summed > 0.0] = size
+    residual = sum(((shares[module] - chosen[module]).square() * effects[module]).sum().item() for module in shares)
+    explained = sum((chosen[module].square() * effects[module]).sum().item() for module in shares)
+    count = len(next(iter(shares.values())))
+    inside = dict.fromkeys(modules, indices) if indices else {}
+    return _Part(inside, count, residual / max(explained, TINY))
 
 
-def _place(chosen: _Chosen, counts: Mapping[str, int], axis: str, most: int) -> str:
-    """Name the part, of which a call returns ``most`` indices; return an empty text if it has no short name."""
-    (some, count), *others = {(some, counts[module]) for module, some in chosen.items()}
-    if others:
-        return ""
-    each = most // count
-    indices = [index * each + one for index in some for one in range(each)]
-    part = _told(indices, count * each, axis) if len(some) < count else ""
-    modules = ", ".join(chosen) if len(chosen) < len(counts) else ""
-    return " of ".join(filter(None, (part, modules))) if part is not None else ""
+_A_MODULE = 0.05  # a module is in the part if it explains more than this share of what the one that explains most does
+_ALL_OF_IT = 0.9  # all indices are in the part if that fits by this share as well as the best choice
 
 
-def _made_in(
-    one: Hypothesis, place: str, where: _Where, dim: int | None, chosen: _Chosen, counts: Mapping[str, int]
-) -> Hypothesis:
+def _made_in(one: Hypothesis, place: str, where: _Where, dim: int | None, part: _Part) -> Hypothesis:
     """Return a mistake made in a part of its place, whichever constant it has."""
-    tuned = one.tuned
+    tuned, read, inside = one.tuned, one.read, part.indices
 
     def divided(edit: Edit) -> Edit:
-        key = where(edit)
-        return edit if dim is None else in_part(edit, dim, chosen[key], counts[key])
+        return edit if dim is None else in_part(edit, dim, inside[where(edit)], part.count)
 
     return replace(
         one,
         name=f"{one.name} in {place}",
         repair=f"{one.repair}, in {place}",
-        edits=tuple(divided(edit) for edit in one.edits if where(edit) in chosen),
-        tuned=None if tuned is None else lambda value: _made_in(tuned(value), place, where, dim, chosen, counts),
+        edits=tuple(divided(edit) for edit in one.edits if where(edit) in inside),
+        read=None
+        if read is None
+        else read_in_part(read, {name: (dim, some, part.count) for name, some in inside.items()}),
+        tuned=None if tuned is None else lambda value: _made_in(tuned(value), place, where, dim, part),
         scope="one",
         place=place,
         family=(one.name, one.repair),
     )
 
 
-def _axis(failure: Failure, edit: Edit, shape: torch.Size, dim: int) -> str:
-    """Return what a dimension counts, in the singular."""
-    sizes = [x.shape for x in tree_leaves(failure.prepared.inputs) if isinstance(x, Tensor) and x.dim()]
-    batch = sizes[0][0] if sizes else 0
-    if dim == len(shape) - 1:
-        return "channel"
-    operation = edit.of.operation if edit.of is not None else None
-    if isinstance(operation, Rotation) and dim == len(shape) + operation.axis:
-        return "position"
-    if isinstance(operation, Attention):
-        return _axis_of_context(operation, shape, dim)
-    if dim == 0 and shape[0] == batch:
-        return "sequence"
-    if len(shape) == 4 and isinstance(operation, Rotation):
-        return "head"
-    return "position" if len(shape) == 3 and dim == 1 else f"index of dimension {dim}"
+def _unread(division: _Division) -> _Division:
+    """Return the same of parameters that are not read at all in the part, where they get no gradient."""
+    one, is_bias = division.one, all(str(name).endswith("bias") for name in division.shapes)
+
+    def read(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: x.detach() for name, x in (one.read(parameters) if one.read else {}).items()}
+
+    title = "bias-dropped" if is_bias and one.title == "weight-not-copied" else one.title
+    name, repair = f"{one.name}, unread", f"{one.repair}, and it gets no gradient"
+    return replace(division, one=replace(one, title=title, name=name, repair=repair, read=read, tuned=None))
 
 
-def _axis_of_context(attention: Attention, shape: torch.Size, dim: int) -> str:
-    """Return what a dimension of an attention's result counts: see where its layout by heads puts each of its own."""
-    names = ("sequence", "head", "position", "channel")
-    for permutation in ((0, 1, 2, 3), (0, 2, 1, 3)):
-        by_heads = tuple(shape[axis] for axis in permutation) if len(shape) == 4 else ()
-        if by_heads and attention.from_heads(torch.empty(by_heads, device="meta")).shape == shape:
-            marked = torch.zeros(by_heads)
-            marked.narrow(permutation.index(dim), 0, 1).fill_(1.0)
-            back = attention.from_heads(marked)
-            if bool((back.select(dim, 0) == 1.0).all()):
-                return names[permutation.index(dim)]
-    return f"index of dimension {dim}"
+# Shares that are fitted by least squares, where the effects of indices overlap.
+#
+# A projected gradient with Barzilai and Borwein's steps (IMA J. Numer. Anal. 8, 1988): shares stay between 0 and 1, or
+# above 0 where the constant is another.
 
 
-def _told(indices: Sequence[int], count: int, axis: str) -> str | None:
-    """Name indices of so many as people would; None if they are several and form no pattern."""
-    inside, first = set(indices), indices[0]
-    missing = [index for index in range(count) if index not in inside]
-    if len(indices) == 1:
-        return f"{axis} {first}"
-    if len(missing) == 1:
-        return f"all {axis}s but {missing[0]}"
-    if list(indices) == list(range(first, indices[-1] + 1)):
-        return f"{axis}s {first} to {indices[-1]} of {count}"
-    step = indices[1] - first
-    if list(indices) == list(range(first, count, step)):
-        return f"every {'second' if step == 2 else ordinal(step)} {axis} from {first} on"
-    if missing == list(range(missing[0], missing[-1] + 1)):
-        return f"all {axis}s but {missing[0]} to {missing[-1]}"
-    if len(indices) <= _LISTED:
-        return f"{axis}s {', '.join(map(str, indices))}"
-    return None
+class _Fit:
+    """The shares of a division, step by step nearer to what leaves least of the squared error.
+
+    Attributes:
+        division: whose shares they are.
+        left: the share of the squared error that the best of them leave.
+    """
+
+    def __init__(self, failure: Failure, division: _Division) -> None:
+        self.division = division
+        self.left = 1.0
+        self._failure = failure
+        self._most = math.inf if division.one.tuned is not None else 1.0
+        effect = torch.cat([*division.effects.values()])
+        self._root = effect.clamp(
+            min=1e-2 * effect.mean().item()
+        ).sqrt()  # scales shares, so that steps go as far in each
+        self._at = torch.cat([*division.shares.values()]).clamp(0.0, self._most)
+        self._before: tuple[Tensor, Tensor] | None = None
+        self._whole = math.nan
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether the fit explains enough of the error."""
+        return self.left < (1.0 if self._most > 1.0 else _LEFT)
+
+    def go(self, steps: int, budget: Budget) -> None:
+        """Make some steps, and find the part anew."""
+        if math.isnan(self._whole):
+            self._whole = self._evaluated(torch.zeros_like(self._at))[0]
+        for _ in range(steps):
+            if budget.spent():
+                break
+            loss, gradient = self._evaluated(self._at)
+            if not math.isfinite(loss):
+                break
+            if loss < self.left * self._whole:
+                self.left = loss / max(self._whole, TINY)
+                self.division.shares = self._like(self._at, self.division.shares)
+            step = self._step(gradient)
+            self._before = self._at, gradient
+            self._at = (self._at - step * gradient / self._root.square()).clamp(0.0, self._most)
+        self.division.look()
+
+    @staticmethod
+    def _like(all_in_one: Tensor, some: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(zip(some, all_in_one.split([*map(len, some.values())]), strict=True))
+
+    def _step(self, gradient: Tensor) -> float:
+        if self._before is None:
+            return 1.0
+        moved, turned = self._at - self._before[0], gradient - self._before[1]
+        along = (moved * turned).sum().item()
+        return (self._root * moved).square().sum().item() / along if along > 0.0 else 1.0
+
+    def _evaluated(self, at: Tensor) -> tuple[float, Tensor]:
+        """Return the squared error and its derivatives by the shares; infinite if it cannot be computed."""
+        division, leaf = self.division, at.clone().requires_grad_()
+        parts = self._like(leaf, division.shares)
+
+        def share(slot: _Slot, was: Tensor) -> Tensor:
+            some = parts[division.where(slot)].to(was)
+            if division.dim is None:
+                return some.expand_as(was)
+            each = some.repeat_interleave(was.shape[division.dim] // len(some))
+            return each.view(-1, *[1] * (was.dim() - division.dim - 1)).expand_as(was)
+
+        loss = _squared_error(self._failure, division.one, share)
+        if loss is None or not bool(loss.isfinite()):
+            return math.inf, torch.zeros_like(at)
+        (gradient,) = torch.autograd.grad(loss, [leaf])
+        return loss.item(), gradient

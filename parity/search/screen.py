@@ -307,7 +307,8 @@ class FirstOrder:
         """
         self._trace = trace
         self._calls = {call.site: call for call in trace.calls}
-        self._gradients: dict[int, Tensor] = {}
+        self._gradients: dict[int | str, Tensor] = {}  # by a value's number, or by a parameter's name
+        self._parameters = dict(failure.prepared.reference.named_parameters())
         self.error = torch.zeros(0)
         values = [x for call in trace.calls for x in call.outputs if trace.tensor(x).is_floating_point()]
         count = min(_DIRECTIONS, _MOST_BYTES // max(_BYTES * sum(trace.tensor(x).numel() for x in values), 1))
@@ -328,6 +329,7 @@ class FirstOrder:
         reached = [name for name in weights if name in outputs and outputs[name].requires_grad]
         off = {name: failure.candidate["output", name].double() - golden[name] for name in weights}
         rng = torch.Generator().manual_seed(0)
+        parameters = {name: x for name, x in self._parameters.items() if x.requires_grad}
         error: list[float] = []
         found: list[list[Tensor | None]] = []
         for number in range(count if reached else 0):
@@ -339,17 +341,19 @@ class FirstOrder:
                 for name, weight in weights.items()
             }
             error.append(sum((drawn[name] * off[name]).sum().item() for name in weights))
-            given = [outputs[name] for name in reached], list(kept.values()), [drawn[name] for name in reached]
+            derived = [*kept.values(), *parameters.values()]
+            given = [outputs[name] for name in reached], derived, [drawn[name] for name in reached]
             try:
                 gradients = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
             except RuntimeError:  # it writes to what a gradient needs
                 return
             found.append([None if x is None else x.float() for x in gradients])
         self.error = torch.tensor(error)
-        for number, of_value in zip(kept, zip(*found, strict=True), strict=False):
-            known = [x for x in of_value if x is not None]
+        keys: tuple[int | str, ...] = (*kept, *parameters)
+        for key, of_key in zip(keys, zip(*found, strict=True), strict=False):
+            known = [x for x in of_key if x is not None]
             if len(known) == len(error):
-                self._gradients[number] = torch.stack(known)
+                self._gradients[key] = torch.stack(known)
 
     def gradient(self, value: Value) -> Tensor | None:
         """Return the gradient of each direction with respect to what a call returned, ``[directions,
@@ -368,6 +372,27 @@ class FirstOrder:
                 return None
             total = total + effect
         return total
+
+    def elements(self, hypothesis: Hypothesis) -> dict[Edit | str, Tensor] | None:
+        """Return what a mistake does along each direction by each element of what its edits return, or of the
+        parameters that it reads otherwise, ``[directions, *shape]``; None if that is not known.
+        """
+        found: dict[Edit | str, Tensor] = {}
+        try:
+            with torch.no_grad():
+                if hypothesis.read is not None:
+                    for name, other in hypothesis.read(self._parameters).items():
+                        found[name] = self._gradients[name] * (other - self._parameters[name]).float()
+                for one in hypothesis.edits:
+                    call = self._calls[one.site]
+                    value = call.outputs[0]
+                    was = tree_map_only(Value, self._trace.tensor, call.result)
+                    result = one.compute(was, *map(self._trace.tensor, one.needs))
+                    before, after = tree_leaves(was)[0], tree_leaves(result)[0]
+                    found[one] = self._gradients[value.number] * (after - before).float()
+        except Exception:  # as anybody's code, given what it does not take
+            return None
+        return found
 
     def alignment(self, effects: Tensor) -> Tensor:
         """Return the cosines of effects ``[..., directions]`` with the error."""

@@ -37,7 +37,7 @@ from parity.search.gradient_screen import (
 )
 from parity.search.localise import scaled_outputs
 from parity.search.parts import in_parts
-from parity.search.screen import TINY, Ranked, Screen
+from parity.search.screen import TINY, FirstOrder, Ranked, Screen
 from parity.search.verify import Explanation, is_loud, row_by_row, verified
 from parity.trace.walk import grouped
 
@@ -63,6 +63,7 @@ _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",)) 
 # The share of the budget that is spent at the end of each stage; what a stage leaves out comes after all of them.
 _SPENT_BY_STAGES = (0.5, 0.7, 0.85)
 _SPENT_BY_ONE = 0.92  # the share of the budget after which two mistakes at once are tried
+_FEW_CALLS = 200  # so few single calls are tried as they come: to find the likelier ones would take as long
 _AT_ONE_PLACE = 0.6  # the share of a stage's budget for mistakes at single places
 _FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are tried at several, where one helps
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
@@ -114,7 +115,7 @@ def explanations(
     hypotheses: Iterable[Hypothesis],
     budget: Budget,
     screened: Screened | None = None,
-    ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]] = lambda calls: calls,
+    first_order: Callable[[], FirstOrder] | None = None,
 ) -> list[Explanation]:
     """Return what explains the candidate's outputs, the best first; empty if nothing does.
 
@@ -126,17 +127,18 @@ def explanations(
         hypotheses: to try, the likeliest first.
         budget: of the search.
         screened: gets what is left where none explains the error.
-        ordered: from single calls that are computed otherwise to them in the order in which to try them.
+        first_order: what mistakes do to first order, by which many single calls are ordered, and parts of a place
+            are found; None if neither is to be tried.
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     search = _Search(failure, screen, cache(partial(verified, failure)))
     ranked: list[Ranked] = []
     with_constants: list[Ranked] = []
-    found = _by_stages(search, known, budget, ordered, ranked, with_constants)
-    if not found:
+    found = _by_stages(search, known, budget, partial(_promising_first, first_order), ranked, with_constants)
+    if not found and first_order is not None:
         of_parts = failure.budget(CHECKS_FOR_PARTS)
-        found = _in_parts(search, [one for _, (one,) in ranked], of_parts)
+        found = _in_parts(search, first_order, [one for _, (one,) in ranked], of_parts)
         budget = budget.longer_by(of_parts.passed)
     found = found or _in_pairs(search, known, budget, ranked)
     if screened is not None and not found:
@@ -147,6 +149,10 @@ def explanations(
         in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= HELPS_LITTLE}
         screened.helping = {(one.title, one.name) for one in known} - (set() if budget.spent() else in_vain)
     return found
+
+
+def _promising_first(first_order: Callable[[], FirstOrder] | None, calls: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
+    return calls if first_order is None or len(calls) <= _FEW_CALLS else first_order().promising_first(calls)
 
 
 def _by_stages(
@@ -192,11 +198,13 @@ def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
     return budget.share(begin + _AT_ONE_PLACE * (end - begin)), budget.share(end)
 
 
-def _in_parts(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
+def _in_parts(
+    search: _Search, first_order: Callable[[], FirstOrder], known: Sequence[Hypothesis], budget: Budget
+) -> list[Explanation]:
     """Try mistakes in a part of their place, with their known constants or others."""
     if isinstance(search.screen, GradientScreen):  # outputs, which the parts are found by, tell little
         return []
-    parts = in_parts(search.failure, search.screen, known, budget)
+    parts = in_parts(search.failure, search.screen, first_order(), known, budget)
     ranked: list[Ranked] = []
     found = _screened(search, ((part,) for part in parts), ranked, budget)
     return found or _verified(search, tuned(search.screen, ranked, budget), budget)
