@@ -38,6 +38,7 @@ from parity.mistakes.operations import (
     joined_token_hypotheses,
     loop_operation_hypotheses,
     operation_hypotheses,
+    scaled_linear_hypotheses,
 )
 from parity.mistakes.optimizers import (
     clipping_hypotheses,
@@ -80,6 +81,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from repeated_weight_hypotheses(mapped)
     yield from branch_factor_hypotheses(trace)
     yield from operation_hypotheses(trace)
+    yield from scaled_linear_hypotheses(trace)
     yield from step_order_hypotheses(trace)
     yield from joined_token_hypotheses(trace)
     yield from exchanged_factor_hypotheses(trace)

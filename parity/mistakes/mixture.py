@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.trace.calls import Misfit
 from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
 from parity.trace.walk import CASTS, RESHAPES, back, binary, users, with_number
 
@@ -145,6 +146,7 @@ def _is_sum(trace: Trace, value: Value, of: Value) -> bool:
 
 
 _Edits = tuple[Edit, ...]
+_NO_SCORE = -1e4  # of which a softmax makes 0
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softmax": lambda logits: logits.softmax(-1),
@@ -249,12 +251,12 @@ def _bias_mistakes() -> Iterator[Mistake[Router]]:
 
 
 def _choice_mistakes() -> Iterator[Mistake[Router]]:
-    for more, described in ((1, "one more"), (-1, "one fewer")):
+    for edits, described in ((_with_one_more, "one more"), (_with_one_fewer, "one fewer")):
         yield Mistake(
             "top-k",
             f"{described} expert a token",
             f"send a token to as many experts as the reference does; it goes to {described}",
-            _with_more(more),
+            edits,
         )
     yield Mistake(
         "routing-weights",
@@ -376,14 +378,30 @@ def _biased_logits(router: Router) -> _Edits:
     return (edit(router.biasing, needs, lambda was, logits, bias: activation(logits + bias).to(was.dtype)),)
 
 
-def _with_more(more: int) -> Callable[[Router], _Edits]:
-    def edits(router: Router) -> _Edits:
-        def chosen(was: Any, scores: Tensor) -> Any:
-            return torch.topk(scores, was[0].shape[-1] + more, -1)
+def _with_one_more(router: Router) -> _Edits:
+    def chosen(was: Any, scores: Tensor) -> Any:
+        return torch.topk(scores, was[0].shape[-1] + 1, -1)
 
-        return (edit(router.choice, (router.scores,), chosen),) if router.choice.name == "topk" else ()
+    return (edit(router.choice, (router.scores,), chosen),) if router.choice.name == "topk" else ()
 
-    return edits
+
+def _with_one_fewer(router: Router) -> _Edits:
+    """Return the edits under which the last chosen expert has no weight: shapes stay as they are, so some tokens may
+    have all their experts.
+    """
+    values = router.choice.outputs[0]
+    nothing = _NO_SCORE if router.is_softmax_of_chosen else 0.0
+
+    def without_last(was: Tensor, chosen: Tensor) -> Tensor:
+        if chosen.shape[-1] < 2:
+            raise Misfit("it is the only one")
+        return was.masked_fill(chosen == chosen.amin(-1, keepdim=True), nothing)
+
+    if router.choice.name != "topk":
+        return ()
+    if router.taken is not None:
+        return (edit(router.taken, (values,), without_last),)
+    return (edit(router.choice, (), lambda was: type(was)((without_last(was[0], was[0]), was[1]))),)
 
 
 def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:

@@ -128,6 +128,34 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Mistake[Call]]) -> Hypot
     )
 
 
+# Results of linear layers that a port multiplies by a number, where the reference has none.
+
+
+def scaled_linear_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
+    """Yield what linear layers return times a number, those that differ in their layer's or expert's number together.
+
+    The last come first: a factor of what they read often does the same.
+    """
+    for calls in reversed(alike(trace)):
+        has_weight = any(trace.parameter(value) is not None for value in calls[0].inputs)
+        if calls[0].name in LINEAR and has_weight:
+            yield from (_times(calls, value) for value in (2.0, 0.5))
+
+
+def _times(calls: Sequence[Call], value: float) -> Hypothesis:
+    others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
+    which = f"the {calls[0].described}{others}"
+    return Hypothesis(
+        "factor",
+        f"{which} times {value:.4g}",
+        f"leave what {which} returns as it is, as the reference does; it is multiplied by {value:.4g}",
+        tuple(edit(call, (), lambda was: was * value) for call in calls),
+        value=value,
+        tuned=lambda other: _times(calls, other),
+        scope="call",
+    )
+
+
 # Special tokens that a port puts, and reads, at the other end: a class token last, registers first.
 #
 # Tables and rotations by position stay as they are, and so meet other tokens.

@@ -78,13 +78,16 @@ def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
 
 
 def late_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
-    """Yield keys that are counted from some positions earlier or later than queries, up to ``_LATEST``."""
+    """Yield keys that are counted from some positions earlier or later than queries, up to ``_LATEST``.
+
+    It is queries that are turned, the other way: all of them do the same, and one alone may be wrong, as in decoding.
+    """
     for by in (sign * count for count in range(2, min(seq, _LATEST + 1)) for sign in (1, -1)):
         yield Mistake(
             "rope-position",
             f"rope positions of the key off by {by:+d}",
             f"count positions of query and key alike; the key's are off by {by:+d}, or the query's by {-by:+d}",
-            _turned_more("key", by),
+            _turned_more("query", -by),
         )
 
 

@@ -203,6 +203,9 @@ def _perturbed(inputs: Any) -> Any:
 # Why a comparison failed: the findings on its inputs, on the probing inputs, or of the matched filters.
 
 
+_AGAIN = 0.3  # of a search's budget, for another that is told what the first has tried
+
+
 def explain(
     failure: Failure, unreached: Sequence[str], known: Sequence[Direction], seconds: float
 ) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
@@ -248,13 +251,16 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
         # Among causes that fit equally well, the one that a filter has found is the likeliest.
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
-    known_by_filter = by_filter or tuple(in_time(lambda: local_filter_findings(of_drawn)))
+    # What a filter finds is subtle, where the search on outputs that are far off has tried it.
+    local = () if is_loud(of_drawn) else tuple(in_time(lambda: local_filter_findings(of_drawn)))
+    known_by_filter = by_filter or local
     if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
         return known_by_filter or found
-    # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there.
-    among = screened.helping if is_loud(of_drawn) else None
+    # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most
+    # causes have been tried.
+    among, effort = (screened.helping, _AGAIN) if is_loud(of_drawn) else (None, 1.0)
     also = dataclasses.replace(of_drawn, on_probe=None)
-    probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among))
+    probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among, effort=effort))
     return probing if _is_known(probing) else found
 
 

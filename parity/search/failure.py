@@ -127,6 +127,7 @@ class Failure:
         among: titles and names of the mistakes that may be its cause; None for every known one.
         freedoms: the kernels that the candidate is judged by.
         own_recipes: the recipes that the candidate turns on by itself, with the lines where it does.
+        effort: the share of a budget that a search may spend.
     """
 
     results: Sequence[TensorResult]
@@ -141,10 +142,11 @@ class Failure:
     among: Container[tuple[str, str]] | None = None
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
     own_recipes: Sequence[str] = ()
+    effort: float = 1.0
 
     def budget(self, checks: float) -> Budget:
         """Return a budget, from now on, of what so many comparisons like this one take."""
-        return Budget.of(self.prepared.clock, checks * max(self.seconds, _SHORTEST_CHECK))
+        return Budget.of(self.prepared.clock, self.effort * checks * max(self.seconds, _SHORTEST_CHECK))
 
     @property
     def precision(self) -> Precision:

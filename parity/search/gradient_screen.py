@@ -131,8 +131,13 @@ _PROMISING_STEPS = 10  # after so many steps a constant that explains has brough
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
-def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget) -> list[Ranked]:
-    """Return the mistakes that are about a constant and help most, with the constant that leaves the smallest error."""
+def tuned(
+    screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget, most_alike: int = _MOST_ALIKE
+) -> list[Ranked]:
+    """Return the mistakes that are about a constant and help most, with the constant that leaves the smallest error.
+
+    No more than ``most_alike`` are of one kind.
+    """
     found: list[tuple[Hypothesis, float]] = []
     alike: Counter[tuple[str, Scope, str]] = Counter()
     for share, (one,) in ranked:
@@ -140,7 +145,7 @@ def tuned(screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Bud
             setting, is_one, _ = one.name.partition("=")  # an optimizer has several
             kind = one.title, one.scope, setting if is_one else ""
             alike[kind] += 1
-            if alike[kind] <= _MOST_ALIKE:
+            if alike[kind] <= most_alike:
                 found.append((one, _RANGE if share < HELPS else _FAR))
     best = [_line_search(screen, *one, budget) for one in found[:_MOST]]
     # Few are computed in full: one constant of each mistake comes first.

@@ -55,6 +55,8 @@ _LEFT = (
 
 _LEAST_EFFECT = 0.1  # of the mean: what first order says of a single index's effect is not exact
 
+_Where = Callable[["_Slot"], str]
+_Way = tuple[_Where, int | None]  # by what a mistake is divided: what goes together, and along which dimension
 _Slot = Edit | str  # what is replaced to a share: what an edit's call returns, or the parameter of this name
 
 
@@ -74,7 +76,8 @@ def in_parts(
     yield from roles
     unclear: list[_Division] = []
     tried: list[_Division] = []
-    for one in while_it_lasts(_likely(failure, screen, first_order, [*known, *roles]), budget):
+    likely = _likely(failure, screen, first_order, [*known, *roles])
+    for one in while_it_lasts(likely, budget):
         derivatives = _derivatives(failure, one)
         if derivatives is not None:
             ways = sorted(_divisions(one, derivatives), key=lambda way: way.part.unclear)
@@ -82,8 +85,9 @@ def in_parts(
             for way in clear[:_WAYS]:
                 yield from way.made(failure)
             tried += clear[:_WAYS]
-            unclear += ways if not clear else []
-    fitted = [_Fit(failure, way) for way in sorted(unclear, key=lambda way: way.part.unclear)[:_FITTED]]
+            if not clear:
+                unclear += sorted(ways, key=lambda way: (way.where, way.dim) != likely[one])[:1]
+    fitted = [_Fit(failure, way) for way in unclear[:_FITTED]]
     for steps, most in zip(_STEPS, (_FITTED, _BEST), strict=True):
         fitted = sorted(fitted, key=lambda fit: fit.left)[:most]
         for fit in while_it_lasts(fitted, budget):
@@ -100,21 +104,24 @@ def in_parts(
 def _in_one_role(screen: Screen, known: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
     """Yield mistakes in the rotation of queries and keys, made in that of one of the two alone."""
     error = screen.effects.error
-    some = [
-        one for one in known if one in screen.effects.known and one.scope in ("all", "kind") and _can_be_divided(one)
-    ]
+    known = [one for one in known if one in screen.effects.known and one.scope in ("all", "kind")]
+    some = [one for one in known if _can_be_divided(one)]
     nearest = sorted(some, key=lambda one: -(screen.effects.known[one] @ error).item())
-    both = [one for one in nearest if len({_role_of(edit) for edit in one.edits}) > 1]
+    both = [one for one in nearest if len({_operand(edit) for edit in one.edits}) > 1]
     for one in both[:_MOST_OF_A_ROLE]:
-        for role in dict.fromkeys(map(_role_of, one.edits)):
-            part = _Part({slot: () for slot in map(_role_of, one.edits) if slot == role}, 0, 0.0)
-            yield _made_in(one, role, _role_of, None, part)
+        for role in dict.fromkeys(map(_operand, one.edits)):
+            yield _made_in(one, role or "the rest", _operand, None, _Part({role: ()}, 0, 0.0))
 
 
-def _likely(failure: Failure, screen: Screen, first_order: FirstOrder, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the mistakes that may explain the error in a part of their place, to first order, the likeliest first."""
+def _likely(
+    failure: Failure, screen: Screen, first_order: FirstOrder, known: Sequence[Hypothesis]
+) -> dict[Hypothesis, _Way | None]:
+    """Return the mistakes that may explain the error in a part of their place, to first order, the likeliest first,
+    with the best way to divide each.
+    """
     error = screen.effects.error
     scores: dict[Hypothesis, float] = {}
+    ways: dict[Hypothesis, _Way | None] = {}
     factors: dict[Hypothesis, float] = {}
     seen: set[tuple[object, ...]] = set()
     for one in known:
@@ -127,12 +134,12 @@ def _likely(failure: Failure, screen: Screen, first_order: FirstOrder, known: Se
             continue
         seen.add(what)
         failure.prepared.clock.advance(_AN_EDIT * len(one.edits))
-        scores[one] = _score(first_order, one)
+        scores[one], ways[one] = _score(first_order, one)
         if 1.0 / _LARGEST_FACTOR < factor < _LARGEST_FACTOR:
             factors[one] = abs(math.log(factor))
     by_score = sorted((one for one in scores if scores[one] > 0.0), key=lambda one: -scores[one])
     by_factor = sorted(factors, key=lambda one: factors[one])
-    return list(dict.fromkeys((*_few_of_a_kind(by_score), *_few_of_a_kind(by_factor))))
+    return {one: ways[one] for one in (*_few_of_a_kind(by_score), *_few_of_a_kind(by_factor))}
 
 
 def _few_of_a_kind(some: Sequence[Hypothesis]) -> list[Hypothesis]:
@@ -141,15 +148,17 @@ def _few_of_a_kind(some: Sequence[Hypothesis]) -> list[Hypothesis]:
     return [ones[rank] for rank in range(_MOST_ALIKE) for ones in alike if rank < len(ones)][:_MOST]
 
 
-def _score(first_order: FirstOrder, one: Hypothesis) -> float:
-    """Return the share of the error's square that the mistake explains in the best of some parts, to first order.
+def _score(first_order: FirstOrder, one: Hypothesis) -> tuple[float, _Way | None]:
+    """Return the share of the error's square that the mistake explains in the best of some parts, to first order, and
+    the way to divide it in which that part lies.
 
     Of so many parts some explain a share by chance, which is taken off.
     """
     elements = first_order.elements(one) if len(first_order.error) else None
     if not elements:
-        return 0.0
-    error, best, tried = first_order.error, 0.0, 0
+        return 0.0, None
+    error, tried = first_order.error, 0
+    best: tuple[float, _Way | None] = 0.0, None
     for where in _groupings(list(elements)):
         for dim in (None, *range(max(x.dim() - 1 for x in elements.values()))):
             cells = _cells(elements, where, dim)
@@ -165,9 +174,10 @@ def _score(first_order: FirstOrder, one: Hypothesis) -> float:
             parts = torch.cat(sums, 1)
             along, squares = error @ parts, parts.square().sum(0).clamp(min=1e-30)
             explained = along.clamp(min=0.0) ** 2 / squares
-            best = max(best, explained.max().item() / error.square().sum().item())
+            share = explained.max().item() / error.square().sum().item()
+            best = (share, (where, dim)) if share > best[0] else best
             tried += parts.shape[1]
-    return best - 2.0 * math.log(max(tried, 1)) / len(error)
+    return best[0] - 2.0 * math.log(max(tried, 1)) / len(error), best[1]
 
 
 def _cells(elements: Mapping[_Slot, Tensor], where: _Where, dim: int | None) -> dict[str, Tensor] | None:
@@ -274,18 +284,19 @@ def _derivatives(failure: Failure, one: Hypothesis) -> _Derivatives | None:
 # If that tells no part, queries and keys are divided apart.
 
 
-_Where = Callable[[_Slot], str]
-
-
 def _module_of(slot: _Slot) -> str:
     return slot if isinstance(slot, str) else slot.site[0] or "the module"
 
 
-def _role_of(slot: _Slot) -> str:
-    """Return which operand of attention a rotation turns, and in which module."""
+def _operand(slot: _Slot) -> str:
+    """Return which operand of attention a rotation turns; an empty text for anything else."""
     operation = slot.of.operation if not isinstance(slot, str) and slot.of is not None else None
-    role = f"the {operation.role}" if isinstance(operation, Rotation) else ""
-    return " of ".join(filter(None, (role, slot if isinstance(slot, str) else slot.site[0]))) or "the module"
+    return f"the {operation.role}" if isinstance(operation, Rotation) else ""
+
+
+def _role_of(slot: _Slot) -> str:
+    """Return the same, and in which module."""
+    return " of ".join(filter(None, (_operand(slot), slot if isinstance(slot, str) else slot.site[0]))) or "the module"
 
 
 def _groupings(slots: Sequence[_Slot]) -> list[_Where]:
@@ -340,23 +351,33 @@ class _Division:
         self.part = _part(self.shares, self.effects, self.one.tuned is not None, self.dim is None)
 
     def made(self, failure: Failure) -> Iterator[Hypothesis]:
-        """Yield the mistake made in the part; nothing if that has no name."""
-        place = self._place(failure) if self.part.indices else ""
-        if place:
-            yield _made_in(self.one, place, self.where, self.dim, self.part)
+        """Yield the mistake made in the part, then in those nearby; nothing if the part has no name."""
+        for part in [self.part, *self._nearby()] if self.part.indices else []:
+            place = self._place(failure, part)
+            if place:
+                yield _made_in(self.one, place, self.where, self.dim, part)
 
-    def _place(self, failure: Failure) -> str:
-        inside, part = self.part.indices, ""
+    def _nearby(self) -> Iterator[_Part]:
+        """Yield the part with an end moved by one, if it is a range: the index at its end may do little."""
+        some, last = next(iter(self.part.indices.values())), self.part.count - 1
+        if self.dim is not None and len(some) > 2 and list(some) == list(range(some[0], some[-1] + 1)):
+            for before, after in ((0, 1), (0, -1), (-1, 0), (1, 0)):
+                first, end = some[0] + before, some[-1] + after
+                if first >= 0 and end <= last and end - first < last:
+                    yield replace(self.part, indices=dict.fromkeys(self.part.indices, range(first, end + 1)))
+
+    def _place(self, failure: Failure, part_of_it: _Part) -> str:
+        inside, part = part_of_it.indices, ""
         if self.dim is not None:
             slot, shape = next(iter(self.shapes.items()))
-            each = max(shape[self.dim] for shape in self.shapes.values()) // self.part.count
+            each = max(shape[self.dim] for shape in self.shapes.values()) // part_of_it.count
             indices = [index * each + one for index in next(iter(inside.values())) for one in range(each)]
             if isinstance(slot, str):
                 axis = axis_of_parameter(shape, self.dim)
             else:
                 axis = axis_of(failure, slot, shape, self.dim)
-            is_part = len(indices) < each * self.part.count
-            part = told(indices, each * self.part.count, axis) if is_part else ""
+            is_part = len(indices) < each * part_of_it.count
+            part = told(indices, each * part_of_it.count, axis) if is_part else ""
         modules = ", ".join(inside) if len(inside) < len(self.shares) else ""
         return " of ".join(filter(None, (part, modules)))
 

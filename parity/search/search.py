@@ -41,13 +41,13 @@ from parity.search.screen import TINY, FirstOrder, Ranked, Screen
 from parity.search.verify import Explanation, is_loud, row_by_row, verified
 from parity.trace.walk import grouped
 
-CHECKS_FOR_SEARCH = 10.0
+CHECKS_FOR_SEARCH = 6.0
 """The search for hypotheses may take so many times the failed check's cost, of the 20 that a diagnosis may take."""
 
 CHECKS_FOR_THE_REST = 4.0
 """A search for wrong gradients, or for roundings, may compute so many checks."""
 
-CHECKS_FOR_PARTS = 2.0
+CHECKS_FOR_PARTS = 3.0
 """The same for mistakes in a part of their place, tried before two mistakes at once."""
 
 CHECKS_FOR_BORDERS = 1.0
@@ -63,10 +63,11 @@ _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",)) 
 # The share of the budget that is spent at the end of each stage; what a stage leaves out comes after all of them.
 _SPENT_BY_STAGES = (0.5, 0.7, 0.85)
 _SPENT_BY_ONE = 0.92  # the share of the budget after which two mistakes at once are tried
-_FEW_CALLS = 200  # so few single calls are tried as they come: to find the likelier ones would take as long
+_FEW_SINGLE = 200  # so few mistakes at single places are tried as they come: to find likelier ones takes as long
 _AT_ONE_PLACE = 0.6  # the share of a stage's budget for mistakes at single places
 _FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are tried at several, where one helps
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
+_PARTS_THEMSELVES = 0.7  # of the budget for parts: the rest is for their constants
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
 _VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell the right one from others
 _LIKELY_PAIRS = 16  # pairs of mistakes, by what each does alone
@@ -103,7 +104,7 @@ class Screened:
 
     Attributes:
         best: the mistake that leaves least of the error, if that is little.
-        helping: titles and names of the mistakes that explained any part of it, or that no budget was left for.
+        helping: titles and names of the mistakes that explained a part of it, or that no budget was left for.
     """
 
     best: Ranked | None = None
@@ -127,7 +128,7 @@ def explanations(
         hypotheses: to try, the likeliest first.
         budget: of the search.
         screened: gets what is left where none explains the error.
-        first_order: what mistakes do to first order, by which many single calls are ordered, and parts of a place
+        first_order: what mistakes do to first order, by which those at single places are ordered, and parts of a place
             are found; None if neither is to be tried.
     """
     known = list(hypotheses)
@@ -135,7 +136,9 @@ def explanations(
     search = _Search(failure, screen, cache(partial(verified, failure)))
     ranked: list[Ranked] = []
     with_constants: list[Ranked] = []
-    found = _by_stages(search, known, budget, partial(_promising_first, first_order), ranked, with_constants)
+    tried: set[Hypothesis] = set()
+    ordered = partial(_promising_first, first_order)
+    found = _by_stages(search, known, budget, ordered, tried, ranked, with_constants)
     if not found and first_order is not None:
         of_parts = failure.budget(CHECKS_FOR_PARTS)
         found = _in_parts(search, first_order, [one for _, (one,) in ranked], of_parts)
@@ -146,13 +149,13 @@ def explanations(
         helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
         best = min(helping, key=lambda entry: entry[0], default=None)
         screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
-        in_vain = {(one.title, one.name) for share, (one,) in ranked if share >= HELPS_LITTLE}
-        screened.helping = {(one.title, one.name) for one in known} - (set() if budget.spent() else in_vain)
+        help_a_bit = {one for share, (one,) in ranked if share < (HELPS_LITTLE if one.tuned else HELPS)}
+        screened.helping = {(one.title, one.name) for one in known if one in help_a_bit or one not in tried}
     return found
 
 
-def _promising_first(first_order: Callable[[], FirstOrder] | None, calls: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
-    return calls if first_order is None or len(calls) <= _FEW_CALLS else first_order().promising_first(calls)
+def _promising_first(first_order: Callable[[], FirstOrder] | None, some: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
+    return some if first_order is None or len(some) <= _FEW_SINGLE else first_order().promising_first(some)
 
 
 def _by_stages(
@@ -160,10 +163,11 @@ def _by_stages(
     known: Sequence[Hypothesis],
     budget: Budget,
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
+    tried: set[Hypothesis],
     ranked: list[Ranked],
     with_constants: list[Ranked],
 ) -> list[Explanation]:
-    """Try one mistake, of each scope in turn; ``ranked`` gets all that change anything,
+    """Try one mistake, of each scope in turn; ``tried`` gets all that are, ``ranked`` those that change anything,
     ``with_constants`` the tuned ones.
     """
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
@@ -171,7 +175,6 @@ def _by_stages(
         _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), of_stages[0], ordered)
         for scopes in _STAGES
     ]
-    tried: set[Hypothesis] = set()
     # A model of many layers has so many weights to get wrong that a budget may not last for more.
     for last in (False, True):
         for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
@@ -204,10 +207,10 @@ def _in_parts(
     """Try mistakes in a part of their place, with their known constants or others."""
     if isinstance(search.screen, GradientScreen):  # outputs, which the parts are found by, tell little
         return []
-    parts = in_parts(search.failure, search.screen, first_order(), known, budget)
+    parts = in_parts(search.failure, search.screen, first_order(), known, budget.share(_PARTS_THEMSELVES))
     ranked: list[Ranked] = []
-    found = _screened(search, ((part,) for part in parts), ranked, budget)
-    return found or _verified(search, tuned(search.screen, ranked, budget), budget)
+    found = _screened(search, ((part,) for part in parts), ranked, budget.share(_PARTS_THEMSELVES))
+    return found or _verified(search, tuned(search.screen, ranked, budget, most_alike=len(ranked)), budget)
 
 
 def _in_pairs(
@@ -287,15 +290,16 @@ def _in_order(
 ) -> Iterator[Hypothesis]:
     """Yield first the mistakes that help if they are made everywhere, as ``everywhere`` shows when one is to be tried.
 
-    The others follow as they are, except single calls, whose order is asked for.
+    The others follow as they are, except those at single places and in single calls, whose order is asked for.
     """
     shares = {(one.title, one.name): share for share, (one, *_) in everywhere if share < HELPS}
     helping = [one for one in some if (one.title, one.family[0]) in shares]
     yield from sorted(helping, key=lambda one: shares[one.title, one.family[0]])
     others = [one for one in some if (one.title, one.family[0]) not in shares]
-    calls = [one for one in others if one.scope == "call"]
-    yield from (one for one in others if one.scope != "call")
-    yield from ordered(calls) if calls else ()
+    unordered = [one for one in others if one.scope in ("all", "kind")]
+    yield from unordered
+    single = [one for one in others if one.scope not in ("all", "kind")]
+    yield from ordered(single) if single else ()
 
 
 def _shared(path: str, name: str) -> int:

@@ -21,6 +21,7 @@ from parity.search.screen import FAITHFUL, TINY
 # A gradient, which may be wrong in a way of its own, or probing inputs must be left with no more than
 # this share of error.
 _HELPS_MUCH = 0.5
+_HOPELESS = 0.9  # no kernel's choices make up for it if an output that is far off is left with more than this share
 _EVIDENT = 0.3  # if outputs are left with less than this share, that is enough whatever gradients do
 _NEARLY_NOTHING = 0.1  # if less than this share of a tensor's error is left, that is not what failed
 _MOST = 0.5  # the share of the square of an output's error, beyond what the precision costs, that must be explained
@@ -66,15 +67,19 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     Returns:
         None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
     """
-    golden, computed = tensors_under(failure.prepared, combination), _models(failure, combination)
+    golden = tensors_under(failure.prepared, combination)
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
     if not all(bool(x.isfinite().all()) for x in golden.values()):  # a port that is judged computes finite values
         return None
+    before = {(result.kind, result.name): result for result in failure.results}
+    outputs = [result for result in failure.outputs if _is_far_off(result)]
+    if any(_share_left(failure, result.key, golden[result.key]) > _HOPELESS for result in outputs):
+        return None  # without the models of rounding, which take most of the time
+    computed = _models(failure, combination)
     if not computed:  # it cannot be computed in FP32
         return None
     judged = _judged(failure, combination, golden, computed)
-    before = {(result.kind, result.name): result for result in failure.results}
     if not _is_explained(failure, before, judged, golden):
         return None
     if not _helps_on_probe(failure.on_probe, combination):

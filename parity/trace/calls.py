@@ -8,6 +8,7 @@ Autograd differentiates what was edited like anything else.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -178,19 +179,25 @@ class _Editor(TorchFunctionMode):
             self._edits.setdefault(one.site, []).append(one)
             for value in one.needs:
                 self._needed.setdefault(value.site, []).append(value)
+        self._names = {site[2] for site in (*self._edits, *self._needed)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _OPENED:
             with self:
                 return _OPENED[func](*args, **kwargs)
+        name = canonical_name(func)
+        # Most calls are of functions that no edit is about. Calls are counted by name, so these need not be.
+        is_edited = name in self._names
+        if not is_edited and not (self._found and _may_change(func, kwargs)):
+            return func(*args, **kwargs)
         changed = _changed_in_place(func, args, kwargs)
         if changed is not None:
             self._keep_what_was(changed)
         result = func(*args, **kwargs)
-        if not _is_recorded(result, changed):
+        if not is_edited or not _is_recorded(result, changed):
             return result
-        site = self.frames.site(canonical_name(func))
+        site = self.frames.site(name)
         needed = self._needed.get(site, ())
         self._find(needed, False, (args, kwargs))
         edits = self._edits.get(site, ())
@@ -251,6 +258,7 @@ def _glu(input: Tensor, dim: int = -1) -> Tensor:
 _OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward), F.glu: _glu}
 
 
+@functools.lru_cache(4096)
 def canonical_name(function: Any) -> str:
     """Return ``mul`` for ``Tensor.mul``, ``torch.mul`` and ``Tensor.mul_``, and ``T`` for the attribute."""
     name = getattr(function, "__name__", str(function))
@@ -288,9 +296,18 @@ def _mapped(tree: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     return tree_map_only(Tensor, of_tensor, tree)
 
 
-def _changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+@functools.lru_cache(4096)
+def _writes(function: Any) -> bool:
+    """Return whether a function writes to its first argument."""
     name = getattr(function, "__name__", "")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return bool(name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
+
+
+def _may_change(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    return _writes(function) or "out" in kwargs
+
+
+def _changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
-    return args[0] if in_place and args and isinstance(args[0], Tensor) else None
+    return args[0] if _writes(function) and args and isinstance(args[0], Tensor) else None
