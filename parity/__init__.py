@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parity import reference, te
-    from parity.case.case import Case, Pair
+    from parity.api import compare
+    from parity.case.case import Case, Pair, Training
     from parity.case.registry import pair
     from parity.case.weight_map import (
         constant,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
         transpose,
         under,
     )
-    from parity.comparison import compare
     from parity.result import Finding, Result, TensorResult
     from parity.suggest import Suggestion, suggest_map
     from parity.user_error import UserError
@@ -38,6 +38,7 @@ __all__ = [
     "Result",
     "Suggestion",
     "TensorResult",
+    "Training",
     "UserError",
     "compare",
     "constant",
@@ -65,8 +66,9 @@ _HOME = {
     "Result": "result",
     "Suggestion": "suggest",
     "TensorResult": "result",
+    "Training": "case.case",
     "UserError": "user_error",
-    "compare": "comparison",
+    "compare": "api",
     "constant": "case.weight_map",
     "copies": "case.weight_map",
     "experts": "case.weight_map",

@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
-from parity import te
-from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
-from parity.case.case import Case, Pair, as_case, mixed
-from parity.case.validate import CheckedSize, attention_of, check_case
+from parity.case.case import Case, mixed
+from parity.case.validate import CheckedSize
 from parity.judge.apart import gradients_of, is_explained, judged_numbers, merged, parts, parts_known
-from parity.judge.asked import Asked, run_again
+from parity.judge.asked import Asked, CandidateRun, run_again
 from parity.judge.candidate import TeModules, by_recalling, repeat, told
 from parity.judge.directions import Direction, directions
 from parity.judge.judge import NONE_DRAWN, Drawn, judge
-from parity.judge.limits import Table, packaged
+from parity.judge.limits import Table
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
@@ -51,11 +49,11 @@ from parity.passes.refusals import (
     proves_nothing,
     remarks,
 )
-from parity.result import PROBED, Determinism, Finding, Result, TensorResult, as_printable
-from parity.te import Backend, Kernels
-from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends, checked_choice
+from parity.result import PROBED, Result, TensorResult, as_printable
+from parity.te import Kernels
+from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.device_errors import classify
-from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.te.precision import Precision, why_unavailable
 from parity.te.state import Recomputes, own_recipes
 from parity.trace import effects
 from parity.trace.effects import RandomState
@@ -64,56 +62,6 @@ from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls,
 from parity.user_error import INTERRUPTS, UserError, raised, said
 
 NOT_SEARCHED = "the cause was not searched for, as diagnose=False or --parity-diagnosis=no asks"
-
-
-def compare(
-    pair: Case | Pair,
-    precisions: Sequence[str] = tuple(PRECISIONS),
-    seeds: Iterable[int] = (0,),
-    backend: Backend | Literal["auto"] = "auto",
-    calibration: Table | None = None,
-    attention: str = "auto",
-    determinism: bool = False,
-    diagnose: bool = True,
-    diagnosis_seconds: float | None = None,
-) -> list[Result]:
-    """Compare a pair at each of its sizes, precisions and seeds, without pytest.
-
-    Args:
-        pair: a function decorated with ``@parity.pair``, or a ``parity.Pair`` of modules, which are judged by the
-            weights that they hold unless it says ``fill=True``.
-        precisions: names from ``parity.te.precision.PRECISIONS``.
-        seeds: seeds of weights, inputs and output gradients.
-        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
-        calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
-        attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
-            turn, or ``auto`` for what the pair demands, else TE's own choice.
-        determinism: whether the candidate is built and run again, to see whether it gives the same bytes.
-        diagnose: whether to search for the cause of a failure; if not, a result has only the verdict, without findings.
-        diagnosis_seconds: real time after which a search ends with what it has found, and a note says so; 0 for no
-            limit. By default what the environment's ``PARITY_DIAGNOSIS_SECONDS`` says, else 30.
-
-    Returns:
-        One result for each size, precision, attention backend and seed, in this order.
-
-    Raises:
-        UserError: if an argument is not as above, or the pair's weight map or inputs do not fit.
-        parity.te.BackendUnavailable: if the backend cannot be had on this machine.
-    """
-    case = as_case(pair)
-    chosen = [PRECISIONS[name] for name in checked_precisions(precisions) if case.runs_at(name)]
-    seeds = checked_seeds(seeds)
-    checked_choice(attention)
-    check_kinds(backend, calibration, determinism)
-    diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
-    kernels = te.kernels(backend)
-    return [
-        compare_at(case, checked, precision, seed, kernels, calibration or packaged(), forced, determinism, diagnosis)
-        for checked in check_case(case, kernels.te)
-        for precision in chosen
-        for forced in attention_of(case, checked, attention)
-        for seed in seeds
-    ]
 
 
 def compare_at(
@@ -149,18 +97,20 @@ def judge_at(
     attention: AttentionBackend | None = None,
     determinism: bool = False,
     other_kernels: bool = True,
+    made: CandidateRun | None = None,
 ) -> Judged:
     """Take the first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause.
 
     Args:
         other_kernels: whether what other faithful kernels may do is granted (``parity.numerics.kernel_choices``); a
             verdict without it shows what that costs.
+        made: the candidate's pass, if it has been made already.
     """
     began = time.perf_counter()
-    asked = Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels)
+    asked = Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels, made)
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
-        judged = _unless_raised(lambda: _judged_in_parts(asked), partial(_broken_off, asked))
-    result = dataclasses.replace(_noting(judged.result, disturbed), seconds=time.perf_counter() - began)
+        judged = unless_raised(lambda: _judged_in_parts(asked), partial(broken_off, asked))
+    result = dataclasses.replace(noting(judged.result, disturbed), seconds=time.perf_counter() - began)
     return dataclasses.replace(judged, result=as_printable(result))
 
 
@@ -175,13 +125,13 @@ def explain_at(judged: Judged, diagnosis: float | None) -> Result:
         return dataclasses.replace(result, notes=(*result.notes, NOT_SEARCHED))
     began = time.perf_counter()
     with usual_modes(), undisturbed(mixed(result.seed, "the search")) as disturbed:
-        explained = _unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(_without_cause, result))
-    explained = as_printable(_noting(explained, disturbed))
+        explained = unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(_without_cause, result))
+    explained = as_printable(noting(explained, disturbed))
     notes = dict.fromkeys((*explained.notes, *result.notes))  # of parts, the search has only their own
     return dataclasses.replace(explained, notes=tuple(notes), seconds=result.seconds + time.perf_counter() - began)
 
 
-def _noting(result: Result, disturbed: Disturbed) -> Result:
+def noting(result: Result, disturbed: Disturbed) -> Result:
     """Note what the pair's code changed in the process; what cannot be undone is an error, unless the pair failed."""
     noted = dataclasses.replace(result, notes=(*result.notes, *filter(None, (disturbed.note, disturbed.problem))))
     if disturbed.problem and result.passed:
@@ -192,7 +142,7 @@ def _noting(result: Result, disturbed: Disturbed) -> Result:
 _Told = TypeVar("_Told")
 
 
-def _unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException], _Told]) -> _Told:
+def unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException], _Told]) -> _Told:
     """Return what this returns or, whatever it raises, what is known nevertheless; only Ctrl-C ends a comparison.
 
     Each call of a pair's code may be the one that raises, and what it raises may be anything. So steps need not tell
@@ -207,7 +157,7 @@ def _unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException]
         return otherwise(error)
 
 
-def _broken_off(asked: Asked, error: BaseException) -> Judged:
+def broken_off(asked: Asked, error: BaseException) -> Judged:
     """Return the error of a comparison that raised where no step expects it, as in a later call of the candidate."""
     whose = "the pair's code" if users_line(error) else "parity itself, by mistake or on an unusual tensor,"
     reason = f"{whose} raised {_raised_at(error)}"
@@ -233,46 +183,24 @@ class _Ran:
         prepared: golden and what all passes share.
         known: directions of the mistakes that could be made.
         models: the rounding model's tensors, for each way in which faithful kernels compute.
-        candidate: the candidate's tensors, in the reference's layout.
-        unreached: TE's parameters that no gradient reached.
-        draws: whether the candidate drew random numbers.
-        attention: the attention backends that TE ran.
-        determinism: whether the candidate, built again, gives the same bytes; None if it was not asked for.
+        made: the candidate's pass.
         seconds: processor time of a comparison that finds nothing cached.
-        changed_inputs: names of the inputs that the candidate changes in place.
-        detached_outputs: names of its outputs that require no gradient.
-        numbers: the Python numbers that it returned.
-        recalled: what its successive calls show.
-        recomputed: a finding if the backward pass computes a layer again under another recipe.
-        calls_te: whether the candidate uses TE at all.
-        left_out: what to say about TE modules that hold weights and did not run; empty if all did.
     """
 
     prepared: Prepared
     known: tuple[Direction, ...]
     models: list[Tensors]
-    candidate: Tensors
-    unreached: tuple[str, ...]
-    draws: bool
-    attention: str
-    determinism: Determinism | None
+    made: CandidateRun
     seconds: float
-    changed_inputs: tuple[str, ...]
-    detached_outputs: tuple[str, ...]
-    numbers: dict[str, float]
-    recalled: Recalled
-    recomputed: tuple[Finding, ...]
-    calls_te: bool
-    left_out: str
 
     @property
     def unlike(self) -> str:
         """Why a candidate whose numbers are right is not a drop-in replacement; empty if it is."""
         golden = self.prepared.golden
         return (
-            effects.written_by_candidate_alone(golden.changed_inputs, self.changed_inputs)
-            or effects.detached_by_candidate_alone(golden.detached_outputs, self.detached_outputs)
-            or self.left_out
+            effects.written_by_candidate_alone(golden.changed_inputs, self.made.changed_inputs)
+            or effects.detached_by_candidate_alone(golden.detached_outputs, self.made.detached_outputs)
+            or self.made.left_out
         )
 
 
@@ -369,7 +297,7 @@ def _compared(asked: Asked) -> Judged:
         judged = _judged(asked, ran)
     except UserError as error:  # the table has no law for it
         judged = Judged(asked.result("error", reason=said(error)))
-    result = dataclasses.replace(judged.result, attention=ran.attention, determinism=ran.determinism)
+    result = dataclasses.replace(judged.result, attention=ran.made.attention, determinism=ran.made.determinism)
     return dataclasses.replace(judged, result=result)
 
 
@@ -389,31 +317,41 @@ def _run(asked: Asked) -> _Ran:
     began = time.process_time() - prepared.seconds - prepared.cache.seconds
 
     with _step("the candidate"):
-        before = RandomState.now(kernels.device)
-        ran: list[Pass] = []
-        recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules(CALL)
-        watched = te_modules.watched() if checked.has_te else te_calls(CALL)
-
-        def watch(module: nn.Module) -> None:
-            recomputes.watch(module)
-            te_modules.of(module)
-
-        with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded():
-            candidate, unreached = run_candidate(
-                *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
-            )
-        draws = not RandomState.now(kernels.device).is_as(before)
-        again = partial(run_again, asked, prepared)
-        left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, again)
-        repeated = None
-        if asked.determinism:
-            repeated = repeat(partial(again, recalled=Recalled()), candidate, before, kernels.device)
-    prepared = as_returned(prepared, candidate)
+        made = asked.made or _candidate_run(asked, prepared)
+    prepared = as_returned(prepared, made.tensors)
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
-    seconds = time.process_time() - began
-    return _Ran(
-        *(prepared, known, models, candidate, unreached, draws, ", ".join(seen), repeated, seconds),
+    return _Ran(prepared, known, models, made, time.process_time() - began)
+
+
+def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
+    """Build and run the candidate, and watch what it does besides returning numbers."""
+    case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
+    before = RandomState.now(kernels.device)
+    ran: list[Pass] = []
+    recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules(CALL)
+    watched = te_modules.watched() if checked.has_te else te_calls(CALL)
+
+    def watch(module: nn.Module) -> None:
+        recomputes.watch(module)
+        te_modules.of(module)
+
+    with attention_backends(asked.attention) as seen, watched as te_called, recomputes.recorded():
+        candidate, unreached = run_candidate(
+            *(case, checked, prepared, precision, seed, kernels, watch, ran.append, recalled)
+        )
+    draws = not RandomState.now(kernels.device).is_as(before)
+    again = partial(run_again, asked, prepared)
+    left_out = te_modules.left_out(prepared.weights, prepared.golden.weight_gradients, again)
+    repeated = None
+    if asked.determinism:
+        repeated = repeat(partial(again, recalled=Recalled()), candidate, before, kernels.device)
+    return CandidateRun(
+        tensors=candidate,
+        unreached=unreached,
+        draws=draws,
+        attention=", ".join(seen),
+        determinism=repeated,
         changed_inputs=ran[0].changed_inputs,
         detached_outputs=ran[0].detached_outputs,
         numbers=ran[0].numbers,
@@ -488,8 +426,8 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
     def judge_by(
         modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN, leaning: Sequence[Tensors] = ()
     ) -> tuple[TensorResult, ...]:
-        golden = answerable(truths, modelled, ran.candidate)
-        judged = judge(golden, modelled, ran.candidate, precision, asked.calibration, known, drawn, leaning)
+        golden = answerable(truths, modelled, ran.made.tensors)
+        judged = judge(golden, modelled, ran.made.tensors, precision, asked.calibration, known, drawn, leaning)
         return gradients_of(asked.case, judged)
 
     first_look = judge_by(ran.models)
@@ -502,7 +440,7 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
         told = f"a second look, which tells chance from a mistake, raised {_raised_at(error)}; the first one counts"
         return _Verdicts(first_look, Port(), (told,))
 
-    return _unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
+    return unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
 
 
 def _looked_at_again(
@@ -551,34 +489,36 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
     began, prepared, precision = time.process_time(), ran.prepared, asked.precision
     verdicts = _verdicts(asked, ran)
     tensors = verdicts.tensors
-    changed = prepared.golden.changed_inputs, ran.changed_inputs
+    changed = prepared.golden.changed_inputs, ran.made.changed_inputs
     not_compared = prepared.golden.not_compared
     notes = verdicts.remarks + prepared.apart
-    notes += tuple(remarks(tensors, ran.candidate, prepared.reference, not_compared, precision.dtype, precision.recipe))
-    if prepared.probed and not any(kind == PROBED for kind, _ in ran.candidate):
+    notes += tuple(
+        remarks(tensors, ran.made.tensors, prepared.reference, not_compared, precision.dtype, precision.recipe)
+    )
+    if prepared.probed and not any(kind == PROBED for kind, _ in ran.made.tensors):
         notes += (LOOKS_UP_ELSE,)
-    notes += tuple(filter(None, [effects.by_reference_alone(*changed), "" if ran.calls_te else WITHOUT_TE]))
-    noted, numbers = judged_numbers(prepared, ran.numbers, precision, asked.calibration)
+    notes += tuple(filter(None, [effects.by_reference_alone(*changed), "" if ran.made.calls_te else WITHOUT_TE]))
+    noted, numbers = judged_numbers(prepared, ran.made.numbers, precision, asked.calibration)
     notes += noted
     if prepared.unlike:  # whatever else is wrong, or happens to agree
         from parity.search.held_weights import held_findings
 
         return Judged(asked.result("failed", tensors=tensors, findings=held_findings(prepared), notes=notes))
     # A part that is detached has no gradients at all, which is reported for the whole.
-    detached = asked.case.part_of is not None and ran.detached_outputs == asked.case.outputs
+    detached = asked.case.part_of is not None and ran.made.detached_outputs == asked.case.outputs
     if all(tensor.passed or (detached and tensor.of) for tensor in tensors):
         if proves_nothing(tensors):
             reason = f"a faithful {precision.name} computation {LOSES_ALL}"
             return Judged(asked.result("error", reason=reason, notes=notes))
         if ran.unlike:
             return Judged(asked.result("error", reason=ran.unlike, notes=notes))
-        unseen = ran.recomputed + numbers + by_recalling(ran.recalled, tensors)
+        unseen = ran.made.recomputed + numbers + by_recalling(ran.made.recalled, tensors)
         if unseen:
             return Judged(asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes))
         return Judged(asked.result("passed", tensors=tensors, notes=notes))
     notes += tuple(filter(None, [ran.unlike, *(number.message for number in numbers)]))
     unexplained = _Unexplained(asked, ran, verdicts, ran.seconds + time.process_time() - began)
-    return Judged(asked.result("failed", tensors=tensors, findings=ran.recomputed, notes=notes), unexplained)
+    return Judged(asked.result("failed", tensors=tensors, findings=ran.made.recomputed, notes=notes), unexplained)
 
 
 def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
@@ -611,7 +551,7 @@ def _to_explain(tensors: Sequence[TensorResult], by_average: Sequence[TensorResu
 
 def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
     """Return a failure with its findings and the search's notes, or with a note that says how the search broke off."""
-    return _unless_raised(lambda: _searched_for(result, unexplained, seconds), partial(_without_cause, result))
+    return unless_raised(lambda: _searched_for(result, unexplained, seconds), partial(_without_cause, result))
 
 
 def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
@@ -622,24 +562,26 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
     asked, ran, verdicts = unexplained.asked, unexplained.ran, unexplained.verdicts
     prepared, precision, tensors = ran.prepared, asked.precision, verdicts.tensors
 
-    truths = answerable(golden_truths(prepared), ran.models, ran.candidate)
-    by_average = judge(*(truths, ran.models, ran.candidate, precision, asked.calibration, ran.known), by_average=True)
+    truths = answerable(golden_truths(prepared), ran.models, ran.made.tensors)
+    by_average = judge(
+        *(truths, ran.models, ran.made.tensors, precision, asked.calibration, ran.known), by_average=True
+    )
     failure = Failure(
         _to_explain(tensors, gradients_of(asked.case, by_average)),
-        ran.candidate,
+        ran.made.tensors,
         prepared,
         unexplained.seconds,
         asked,
         run_on=prepared,
-        draws=ran.draws,
+        draws=ran.made.draws,
         freedoms=verdicts.port.freedoms,
         own_recipes=verdicts.port.recipes,
     )
     if _passes_alone(asked, ran, tensors):
-        remembered = told(ran.recalled, "it returns something else than a new one does")
-        return dataclasses.replace(result, findings=(*ran.recomputed, remembered))
-    missed = gradients_missed(ran.unreached, prepared.weights, prepared.golden.weight_gradients)
+        remembered = told(ran.made.recalled, "it returns something else than a new one does")
+        return dataclasses.replace(result, findings=(*ran.made.recomputed, remembered))
+    missed = gradients_missed(ran.made.unreached, prepared.weights, prepared.golden.weight_gradients)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of references that were made wrong on purpose
         found, notes = explain(failure, missed, ran.known, seconds)
-    return dataclasses.replace(result, findings=ran.recomputed + found, notes=(*result.notes, *notes))
+    return dataclasses.replace(result, findings=ran.made.recomputed + found, notes=(*result.notes, *notes))

@@ -15,6 +15,7 @@ from parity.user_error import printable
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
 Status = Literal["passed", "failed", "skipped", "error"]
+Switch = Literal["", "resume", "recompute"]
 DeviceError = Literal["", "out of memory", "broken"]
 
 
@@ -113,6 +114,7 @@ class TensorResult:
         margin: the largest of the checks' margins; up to 1 passes; infinite where a NaN or Inf is, or is expected.
         checks: every statistic that was judged.
         of: the outputs whose gradient it is, where not all are differentiated in one pass; else empty.
+        step: of a training, from 1; 0 for a single pass.
     """
 
     name: str
@@ -125,12 +127,14 @@ class TensorResult:
     margin: float
     checks: tuple[Check, ...] = ()
     of: str = ""
+    step: int = 0
 
     @property
     def label(self) -> str:
         """``output``, ``probed output``, ``d input``, ``d up_proj.weight`` or ``d up_proj.weight of output[loss]``."""
         label = label_of(self.kind, self.name)
-        return f"{label} of {self.of}" if self.of else label
+        label = f"{label} of {self.of}" if self.of else label
+        return f"{label} at step {self.step}" if self.step else label
 
     @property
     def key(self) -> tuple[Kind, str]:
@@ -195,6 +199,23 @@ _KNOWN = "; TransformerEngine allows attention such kernels unless NVTE_ALLOW_NO
 
 
 @dataclass(frozen=True)
+class Step:
+    """One step of a training.
+
+    Attributes:
+        number: from 1.
+        loss: the candidate's, before the step.
+        golden: the reference's in FP64, with the candidate's weights and batch.
+        margin: the largest of the loss's and the gradients' margins.
+    """
+
+    number: int
+    loss: float
+    golden: float
+    margin: float
+
+
+@dataclass(frozen=True)
 class Result:
     """One case at one size, precision and seed.
 
@@ -219,6 +240,7 @@ class Result:
         traceback: where a part of the pair raised, from the user's code on; empty where none did.
         cut_short: whether the run's interruption or the end of a process ended the comparison, so that a resumed run
             makes it again.
+        steps: of a training, as far as it went; empty for a single pass.
     """
 
     case: str
@@ -240,6 +262,7 @@ class Result:
     device_error: DeviceError = ""
     traceback: str = ""
     cut_short: bool = False
+    steps: tuple[Step, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -294,6 +317,11 @@ def as_printable(part: Part) -> Part:
         fields = {name: as_printable(entry) for name, entry in vars(value).items()}
         value = value if fields == vars(value) else dataclasses.replace(value, **fields)
     return cast(Part, value)
+
+
+def label_of_steps(size_label: str, steps: int, switch: Switch = "") -> str:
+    """Return the label of a size at which a pair is trained for some steps; of a single pass, the size's own."""
+    return f"{size_label}-steps{steps}{f'-{switch}' if switch else ''}" if steps else size_label
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -9,13 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from parity.case.map_check import share_memory_alike
 from parity.case.weight_map import WeightMap
+from parity.result import Switch
 from parity.te.attention_backend import AttentionBackend
 from parity.user_error import UserError
 
@@ -63,6 +66,41 @@ class Rng:
 Size = Mapping[str, Any]
 
 
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a pair is trained, if a comparison is asked for steps.
+
+    Attributes:
+        optimizer: makes the reference's optimizer: ``lambda model: torch.optim.SGD(model.parameters(), lr=0.1)``.
+            AdamW by default, see ``parity.case.training``.
+        candidate_optimizer: makes the candidate's. By default TE's FusedAdam, with FP32 master weights of weights in 16
+            bits, if ``optimizer`` is left out as well; else what ``optimizer`` makes.
+        loss: called as ``loss(returned, *inputs)`` with what a module returned and the inputs; returns one number. By
+            default a single number that is returned is the loss; of anything else, half the squared distance to fixed
+            targets.
+        clip: the largest norm of all gradients together, to which both are clipped; None for no clipping.
+        scheduler: makes the learning rate's schedule of an optimizer, which takes a step after each of the optimizer's.
+        candidate_step: the port's own training step, ``step(model, optimizer, *inputs)``, which makes one step of the
+            optimizer, and returns the loss. ``model(*inputs)`` calls the candidate as the pair says, under the
+            precision's recipe, and ``model.loss(*inputs)`` returns its loss. By default a step without any trick.
+        save: called as ``save(module, optimizer, file)`` with a binary file, where a training is interrupted to be
+            resumed. By default ``torch.save`` of both states.
+        load: called as ``load(module, optimizer, file)`` with a newly built candidate, its optimizer, and that file.
+    """
+
+    optimizer: MakeOptimizer | None = None
+    candidate_optimizer: MakeOptimizer | None = None
+    loss: Callable[..., Tensor] | None = None
+    clip: float | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    candidate_step: Callable[..., Tensor] | None = None
+    save: Callable[[nn.Module, Optimizer, BinaryIO], None] | None = None
+    load: Callable[[nn.Module, Optimizer, BinaryIO], None] | None = None
+
+
 @dataclass(frozen=True)
 class Pair:
     """A plain PyTorch module and the TE module that is to replace it.
@@ -80,6 +118,7 @@ class Pair:
             runs with the weights that it holds, and the comparison fails if these are not what the map says. None means
             False for a pair that is passed to ``parity.compare``, and True for one that ``@parity.pair``'s function
             returns.
+        training: how both are trained, for a comparison of steps.
     """
 
     reference: nn.Module
@@ -89,6 +128,7 @@ class Pair:
     call_reference: Callable[..., Any] | None = None
     call_candidate: Callable[..., Any] | None = None
     fill: bool | None = None
+    training: Training = Training()
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +148,9 @@ class Case:
         attention: the attention backends that TE is to take, each in an item of its own; empty lets TE choose.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
+        steps: how many steps the pair is trained for, beside the single pass; 0 for none.
+        switches: further ways in which it is trained, each in an item of its own, see ``parity.training.train_at``.
+        is_step: whether what both return is the loss of a training step, so that gradients begin with 1.
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
     """
@@ -122,6 +165,9 @@ class Case:
     attention: tuple[AttentionBackend, ...] = ()
     path: Path = Path()
     line: int = 0
+    steps: int = 0
+    switches: tuple[Switch, ...] = ()
+    is_step: bool = False
     part_of: Case | None = None
     outputs: tuple[str, ...] = ()
 

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 from parity import te
 from parity.case.case import Case, Pair, Size
 from parity.case.files import Place, place_of
+from parity.result import Switch
 from parity.te.attention_backend import BACKENDS, AttentionBackend
 from parity.user_error import INTERRUPTS, UserError
 
@@ -27,6 +28,7 @@ from parity.user_error import INTERRUPTS, UserError
 
 
 MARKS_BELONG = 'marks of pytest have no effect around a pair; name them in its declaration: marks=["slow"]'
+MOST_STEPS = 100_000
 _VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -91,6 +93,25 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
             advice = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"there is no precision {name!r}, only {', '.join(PRECISIONS)}{advice}")
     return chosen
+
+
+def checked_steps(steps: object) -> int:
+    """Return a number of training steps, 0 for none."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
+        raise UserError(f"steps is a whole number from 0 to {MOST_STEPS}, not {steps!r}")
+    return steps
+
+
+def checked_switches(switches: object, steps: int) -> tuple[Switch, ...]:
+    """Return names of ways of training; a training that is resumed has two steps at least."""
+    chosen = _strings("switches", switches)
+    known = [switch for switch in get_args(Switch) if switch]
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise UserError(f"there is no way of training {unknown[0]!r}, only {', '.join(known)}")
+    if chosen and steps < 2:
+        raise UserError(f"switches={list(chosen)} are ways of training for two steps or more; steps is {steps}")
+    return tuple(switch for switch in known if switch in chosen)
 
 
 def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
@@ -179,6 +200,8 @@ def pair(
     vary_constants: bool = True,
     probe: bool = True,
     attention: Iterable[str] = (),
+    steps: int = 0,
+    switches: Iterable[Switch] = (),
 ) -> Callable[[Callable[..., Pair]], Case]:
     """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
 
@@ -189,6 +212,8 @@ def pair(
         marks: names of pytest marks.
         vary_constants, probe: see ``Case``.
         attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
+        steps: how many steps the pair is trained for, in an item of its own beside the one of a single pass.
+        switches: ``resume``, ``recompute``: further ways of these steps, each in an item of its own.
 
     Returns:
         A decorator that replaces the factory by its ``Case``.
@@ -215,6 +240,8 @@ def pair(
                 vary_constants=checked_switch("vary_constants", vary_constants),
                 probe=checked_switch("probe", probe),
                 attention=checked_attention(attention),
+                steps=checked_steps(steps),
+                switches=checked_switches(switches, steps),
                 path=place.path,
                 line=place.line,
             )

@@ -57,12 +57,13 @@ def run(
     keyword: Annotated[str | None, typer.Option("-k", help="Only items that match, as pytest's -k.")] = None,
     last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
+    steps: Annotated[str | None, typer.Option(help="Train every pair for so many steps, 0 for none.")] = None,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
     from parity.cli import suite
 
     arguments = suite.as_plugins(
-        precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name, resume
+        precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name, resume, steps
     )
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     raise typer.Exit(suite.run(suite.files(paths), arguments))
@@ -111,6 +112,25 @@ def doctor() -> None:
     from parity.cli import machine
 
     print(machine.diagnose())
+
+
+@app.command()
+def train(
+    paths: Annotated[list[str], typer.Argument(help="Files of pairs, or pytest ids: my_pairs.py::mlp.")],
+    steps: Annotated[int, typer.Option(help="How many steps.")] = 20,
+    precision: Precisions = None,
+    backend: BackendName = "auto",
+    seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "1",
+    out: ReportFile = Path("reports/training.md"),
+) -> None:
+    """Train pairs step by step and draw their losses; exit code 1 if a step is not right."""
+    from parity.cli import training
+    from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
+
+    check_file(out, "--out")
+    chosen = parse_precisions(",".join(precision or ()))
+    passed = training.train(paths, steps, chosen, parse_seeds(seeds), parse_backend(backend), out)
+    raise typer.Exit(0 if passed else 1)
 
 
 @app.command(name="exec", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

@@ -246,6 +246,7 @@ def as_plugins(
     report: Path | None,
     name: str | None,
     resume: bool = False,
+    steps: str | None = None,
 ) -> list[str]:
     """Return arguments for pytest, without what the user left out.
 
@@ -264,6 +265,8 @@ def as_plugins(
         options.parse_timeout(timeout)
     if diagnosis is not None:
         options.parse_diagnosis(diagnosis)
+    if steps is not None:
+        options.parse_steps(steps, "--steps")
     if name is not None:
         options.parse_name(name, "--name")
     if calibration is not None:
@@ -283,6 +286,7 @@ def as_plugins(
         "report": None if report is None else str(report),
         "name": name,
         "resume": "yes" if resume else None,
+        "steps": steps,
     }
     return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +13,43 @@ from parity.case.validate import CheckedSize
 from parity.judge.limits import Table
 from parity.passes.all_passes import Recalled, Tensors, run_candidate
 from parity.passes.prepare import Prepared
-from parity.result import Result, Status
+from parity.result import Determinism, Finding, Result, Status
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import Precision
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateRun:
+    """A candidate's pass, and what was seen of it.
+
+    Attributes:
+        tensors: the candidate's tensors, in the reference's layout.
+        unreached: TE's parameters that no gradient reached.
+        draws: whether the candidate draws random numbers.
+        attention: the attention backends that TE ran.
+        determinism: whether the candidate, built again, gives the same bytes; None if it was not asked for.
+        changed_inputs: names of the inputs that the candidate changes in place.
+        detached_outputs: names of its outputs that require no gradient.
+        numbers: the Python numbers that it returned.
+        recalled: what its successive calls show.
+        recomputed: a finding if the backward pass computes a layer again under another recipe.
+        calls_te: whether the candidate uses TE at all.
+        left_out: what to say about TE modules that hold weights and did not run; empty if all did.
+    """
+
+    tensors: Tensors
+    unreached: tuple[str, ...] = ()
+    draws: bool = False
+    attention: str = ""
+    determinism: Determinism | None = None
+    changed_inputs: tuple[str, ...] = ()
+    detached_outputs: tuple[str, ...] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    recalled: Recalled = field(default_factory=Recalled)
+    recomputed: tuple[Finding, ...] = ()
+    calls_te: bool = True
+    left_out: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +62,7 @@ class Asked:
         attention: the attention backend that TE is to run; None for its own choice.
         determinism: whether the candidate is built and run a second time.
         other_kernels: whether what other faithful kernels may do is granted.
+        made: the candidate's pass, if it has been made already, as a step of a training has.
     """
 
     case: Case
@@ -40,6 +74,7 @@ class Asked:
     attention: AttentionBackend | None = None
     determinism: bool = False
     other_kernels: bool = True
+    made: CandidateRun | None = None
 
     def result(self, status: Status, **fields: Any) -> Result:
         """Return a result of this comparison with a status and further fields."""

@@ -1,7 +1,8 @@
 """Name the code of every finding, by its title; ``docs/findings.md`` has a section for each.
 
 ``PAR0xx`` are about values that cannot be judged, ``PAR1xx`` about weights, ``PAR2xx`` about the computed function,
-``PAR3xx`` about precision, ``PAR4xx`` about gradients, ``PAR5xx`` say where an error is that nothing explains.
+``PAR3xx`` about precision, ``PAR4xx`` about gradients, ``PAR5xx`` say where an error is that nothing explains, and
+``PAR6xx`` are about what goes from one training step to the next.
 """
 
 from __future__ import annotations
@@ -109,6 +110,13 @@ CODES = {
     "padding-row": "PAR403",
     "unexplained": "PAR501",
     "first-divergence": "PAR502",
+    "gradient-not-zeroed": "PAR601",
+    "stale-batch": "PAR602",
+    "stale-gradient": "PAR602",
+    "stale-weights": "PAR603",
+    "gradient-clipping": "PAR604",
+    "state-between-steps": "PAR605",
+    "state-not-saved": "PAR606",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

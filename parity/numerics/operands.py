@@ -112,6 +112,29 @@ class NormsSeen:
         return bool(addresses(args) & self._roots.keys())
 
 
+# What delayed scaling knows when a training step begins.
+
+
+class PastAmaxes:
+    """The largest magnitudes that delayed scaling has seen of each operand, by the operand's place in a pass.
+
+    Attributes:
+        is_followed: whether scales come from the past at all.
+        before: those of the steps before, from which this step's scales come; what exceeds one saturates. An operand
+            without one is scaled by its own, as in a step that settled its scales.
+        seen: this step's.
+    """
+
+    def __init__(self) -> None:
+        self.is_followed = False
+        self.before: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}
+
+    def after_step(self) -> dict[int, Tensor]:
+        """Return what the next step finds: TE takes the largest of a history that is longer than any training here."""
+        return {place: torch.maximum(amax, self.before.get(place, amax)) for place, amax in self.seen.items()}
+
+
 # What the GEMMs of linear layers read: weights, inputs and gradients in the precision's formats.
 
 
@@ -123,7 +146,7 @@ class LinearOperands:
         phase: the pass's phase.
         norms: the norms that the pass has seen.
         weights: the model's parameters.
-        scaled_together, plain, weights_read: as for ``rounded``.
+        scaled_together, plain, weights_read, past: as for ``rounded``.
     """
 
     def __init__(
@@ -135,7 +158,9 @@ class LinearOperands:
         scaled_together: Iterable[Sequence[Tensor]],
         plain: Iterable[Tensor],
         weights_read: OperandsRead,
+        past: PastAmaxes | None = None,
     ) -> None:
+        self._past, self._place = past, 0
         self._storing, self._phase, self._norms = storing, phase, norms
         self._weights = {address(weight) for weight in weights}
         self._stacks = {address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
@@ -192,6 +217,8 @@ class LinearOperands:
         """
         part = self._part(whole)
         to_format = self._storing.rounding.operand_format(part)
+        self._place += 1
+        place = self._place
 
         def read(matrix: Tensor, dim: int) -> Tensor:
             stored = matrix if self._storing.is_stored(whole) else self._storing.store(matrix, part)
@@ -200,6 +227,8 @@ class LinearOperands:
             if to_format is None:
                 return stored
             amax = None if is_rotated else self._amax(matrix)
+            if self._past is not None and self._past.is_followed and not is_rotated:
+                stored, amax = self._scaled_by_past(self._past, place, stored, amax)
             if self._storing.freedom.dithers and part != "weights":
                 return self._storing.dithered_operand(stored, to_format, dim, amax)
             return to_format(stored, dim, amax)
@@ -209,6 +238,15 @@ class LinearOperands:
         is_along_dim = not is_alike_both_ways(to_format)
         operands = self._weights_read if part == "weights" else self._read
         return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
+
+    def _scaled_by_past(
+        self, past: PastAmaxes, place: int, stored: Tensor, amax: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a matrix as far as its scale reaches, and the magnitude that the scale comes from."""
+        own = largest(stored) if amax is None else amax
+        past.seen.setdefault(place, own)
+        scaled_by = past.before.get(place, own)
+        return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
 
     def _amax(self, x: Tensor) -> Tensor | None:
         """Return the magnitude that a tensor's scale comes from; None for the largest that is stored."""

@@ -46,7 +46,7 @@ from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks
 from parity.numerics.golden import attention_in_blocks, experts_one_by_one
 from parity.numerics.kernel_choices import as_read, in_stored_parts, lost_in_sums
-from parity.numerics.operands import Lineage, LinearOperands, NormsSeen, OperandsRead, is_matrix
+from parity.numerics.operands import Lineage, LinearOperands, NormsSeen, OperandsRead, PastAmaxes, is_matrix
 from parity.numerics.plain import (
     CAST,
     PLAIN_KERNELS,
@@ -233,6 +233,7 @@ def rounded(
     weights_read: OperandsRead | None = None,
     choices: Choices | None = None,
     stored: Stored | None = None,
+    past: PastAmaxes | None = None,
 ) -> Iterator[Phase]:
     """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
 
@@ -247,12 +248,13 @@ def rounded(
         weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
         choices: takes note of the largest of many numbers, and chooses as a port did; None for neither.
         stored: what need not be rounded when it is stored; what this pass rounds is added.
+        past: what delayed scaling has seen in the steps of a training before; None for scales of each tensor's own.
 
     Yields:
         The phase, which must be told when the backward pass begins.
     """
     storing = Storing(as_read(rounding, freedom.kernels), freedom, stored or Stored())
-    mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices)
+    mode = _RoundingMode(storing, weights, scaled_together, plain, kinks, weights_read or OperandsRead(), choices, past)
     with (
         sdpa_kernel(SDPBackend.MATH),
         mode.steps.watched(),
@@ -275,6 +277,7 @@ class _RoundingMode(TorchDispatchMode):
         kinks: Kinks | None,
         weights_read: OperandsRead,
         choices: Choices | None,
+        past: PastAmaxes | None,
     ) -> None:
         super().__init__()
         held = list(weights or ())
@@ -285,7 +288,9 @@ class _RoundingMode(TorchDispatchMode):
         self._norms = NormsSeen()
         self._attention = Attention(storing, self.phase)
         outside_te = list(plain)
-        self._linear = LinearOperands(storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read)
+        self._linear = LinearOperands(
+            storing, self.phase, self._norms, held, scaled_together, outside_te, weights_read, past
+        )
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
@@ -365,7 +370,7 @@ class _RoundingMode(TorchDispatchMode):
                 return self._stored_in_place(func, args, kwargs)
             in_fp32 = self._is_step_in_fp32(args)
             result = as_in(torch.float32 if in_fp32 else self._storing.rounding.storage, func, args, kwargs)
-            if in_fp32 and self.phase.differentiates:  # the cube of a root may be out of FP16's range
+            if in_fp32 and self.phase.backward:  # the cube of a root may be out of FP16's range
                 self._norms.see_gradient(args, result)
                 return result
             self._norms.see(func, args, result)
@@ -389,7 +394,7 @@ class _RoundingMode(TorchDispatchMode):
         """Return the result of a call between two GEMMs."""
         result = func(*args, **kwargs)
         if self._freedom.stores_pointwise and func in NORMS:
-            result = self._storing.store(result[0]), *result[1:]
+            result = tree_map_only(Tensor, self._storing.store, result[0]), *result[1:]  # no gradient is None
         elif self._freedom.stores_pointwise and self._is_step_stored(func, args):
             result = self._storing.store(result)
         elif func in COPIES:
@@ -441,7 +446,7 @@ class _RoundingMode(TorchDispatchMode):
         if not self._freedom.plain or func in SOFTMAX:
             return False
         name = func.overloadpacket.__name__
-        if self.phase.differentiates and name in ARITHMETIC:
+        if self.phase.backward and name in ARITHMETIC:
             return True
         return name != CAST and name.removesuffix("_backward") in self._freedom.plain
 
@@ -459,7 +464,7 @@ class _RoundingMode(TorchDispatchMode):
             return False
         if func in REDUCTIONS and not _keeps_channels(*args[:2]):
             return False  # nor the statistics of a norm
-        return self.phase.differentiates or any(_requires_grad(x) for x in args)
+        return self.phase.backward or any(_requires_grad(x) for x in args)
 
     def _product(
         self,

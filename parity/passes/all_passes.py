@@ -231,7 +231,7 @@ def under_model(
     plain = [parameters[name] for name in prepared.outside_te]
     together = _scaled_together(prepared.weights, parameters)
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
-    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored)
+    return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored, prepared.past)
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
@@ -275,7 +275,7 @@ def run_candidate(
     so that a module that keeps what it computed of these shows it. ``alone``, probing inputs get a new module.
     """
     built = prepared.cache.take("pair", lambda: build(case, checked, seed, kernels))
-    pair = _with_weights(built, prepared, precision)
+    pair = with_weights(built, prepared, precision)
     candidate = pair.candidate
     change(candidate)
     parameters = dict(candidate.named_parameters())
@@ -326,7 +326,7 @@ def run_candidate(
     tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
     if prepared.probed:
         if alone or precision.warmup_passes:  # scales that come from other inputs would not fit these
-            pair = _with_weights(build(case, checked, seed, kernels), prepared, precision)
+            pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
             change(pair.candidate)
         tensors |= _probed(_shaped(_probe_candidate(pair, prepared, precision, kernels), prepared.probed))
     return tensors, ran.unreached + frozen
@@ -349,7 +349,7 @@ def _not_of_te(attributes: list[str], module: nn.Module) -> list[str]:
     return [attribute for attribute in attributes if attribute.rpartition(".")[0] not in of_te]
 
 
-def _with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
+def with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
     """Return the pair with its candidate in the precision's dtype, holding the prepared weights or its own."""
     check(moved(pair.candidate, dtype=precision.dtype), precision)
     if pair.fill is not False:

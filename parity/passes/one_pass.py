@@ -125,8 +125,8 @@ def run(
     gradients = {name: state.gradient(parameter) for name, parameter in trained.items()}
     return Pass(
         outputs={name: output.detach() for name, output in outputs.items()},
-        input_gradients={name: _or_zero(leaf.grad, leaf) for name, leaf in given.leaves.items()},
-        weight_gradients={name: _or_zero(gradients[name], parameter) for name, parameter in trained.items()},
+        input_gradients={name: or_zero(leaf.grad, leaf) for name, leaf in given.leaves.items()},
+        weight_gradients={name: or_zero(gradients[name], parameter) for name, parameter in trained.items()},
         unreached=tuple(name for name, gradient in gradients.items() if gradient is None),
         not_compared=sum(isinstance(leaf, Tensor) for leaf in leaves_of(returned)) - len(outputs),
         changed_inputs=changed,
@@ -201,7 +201,7 @@ def _restored_buffers(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:
+def or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if gradient is None else gradient.detach()
 
 

@@ -24,6 +24,7 @@ from parity.case.validate import CheckedSize, parameters_outside_te
 from parity.case.weight_map import WeightMap
 from parity.machine import devices, host
 from parity.numerics.golden import golden_device, in_fp64
+from parity.numerics.operands import PastAmaxes
 from parity.passes.build import (
     Held,
     build,
@@ -103,6 +104,7 @@ class Prepared:
             are used: ``calls`` of golden's pass, if it ran on the kernels' device, which hold everything that the pass
             computed; and the ``pair``, whose candidate has not run.
         clock: of what a search for a cause computes.
+        past: what delayed scaling has seen in the steps before, if this is a step of a training under it.
         wide: kinds and names of the outputs that the candidate returns in a wider dtype, as a loss in FP32.
     """
 
@@ -125,6 +127,7 @@ class Prepared:
     cache: Cache = field(default_factory=Cache)
     clock: Clock = field(default_factory=Clock)
     wide: frozenset[tuple[Kind, str]] = frozenset()
+    past: PastAmaxes = field(default_factory=PastAmaxes)
 
     @property
     def bytes(self) -> int:
@@ -214,7 +217,8 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         rng = Rng(seed, "cotangents")
         with drawn.repeated(), torch._C.DisableTorchFunction():  # golden's pass in FP64 does not draw like this
             for name, output in outputs.items():
-                cotangents[name] = rng.normal(*output.shape).to(output.device, dtype).double()
+                drawn_like = torch.ones(output.shape) if case.is_step else rng.normal(*output.shape)
+                cotangents[name] = drawn_like.to(output.device, dtype).double()
         return cotangents
 
     calls: list[Calls] = []

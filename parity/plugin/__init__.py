@@ -5,6 +5,7 @@ Every pytest run of an environment loads this, so it imports neither torch nor T
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -29,6 +30,7 @@ from parity.user_error import UserError
 
 if TYPE_CHECKING:
     from parity.case.case import Case
+    from parity.result import Switch
     from parity.te import Kernels
 
 _OPTIONS = pytest.StashKey[Options]()
@@ -248,17 +250,21 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
         UserError: if the case does not fit together at one of its sizes.
     """
     from parity.case.validate import attention_of, check_case
-    from parity.result import item_name
+    from parity.result import item_name, label_of_steps
     from parity.te.precision import PRECISIONS
 
     options = module.config.stash[_OPTIONS]
     chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]
     kernels = _kernels(module.config)
+    trained = case.steps if options.steps is None else options.steps
+    ways: list[tuple[int, Switch]] = [(0, "")]
+    ways += [(trained, switch) for switch in ("", *case.switches)] if trained else []
     for checked in check_case(case, kernels.te) if chosen else ():
         forced = attention_of(case, checked, options.attention)
         for precision in chosen:
-            for attention in forced:
-                name = item_name(case.name, precision.name, checked.label, attention or "")
+            for attention, (steps, switch) in itertools.product(forced, ways):
+                label = label_of_steps(checked.label, steps, switch)
+                name = item_name(case.name, precision.name, label, attention or "")
                 yield ParityItem.from_parent(
                     module,
                     name=name,
@@ -267,6 +273,8 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
                     checked=checked,
                     precision=precision,
                     attention=attention,
+                    steps=steps,
+                    switch=switch,
                     kernels=kernels,
                     options=options,
                 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from parity.case.validate import CheckedSize
     from parity.judge.differences import OfPrecision
     from parity.judge.limits import Table
-    from parity.result import DeviceError, Result
+    from parity.result import DeviceError, Result, Switch
     from parity.te import Kernels
     from parity.te.attention_backend import AttentionBackend
     from parity.te.precision import Precision
@@ -42,6 +42,8 @@ class ParityItem(pytest.Item):
 
     Attributes:
         results: one for each seed that was compared so far; only one if the precision is not available.
+        steps: for how many steps the pair is trained; 0 for a single pass.
+        switch: how it is trained.
         verdict: the verdict on the seed that is being compared, while the search for the cause of its failure goes on;
             else None.
         workplace: where this process runs it.
@@ -54,13 +56,15 @@ class ParityItem(pytest.Item):
         checked: CheckedSize,
         precision: Precision,
         attention: AttentionBackend | None,
+        steps: int = 0,
+        switch: Switch = "",
         kernels: Kernels,
         options: Options,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.case, self.checked, self.precision, self.attention = case, checked, precision, attention
-        self.kernels, self.options = kernels, options
+        self.kernels, self.options, self.steps, self.switch = kernels, options, steps, switch
         self.results: list[Result] = []
         self.verdict: Result | None = None
         for mark in ("parity", precision.name, *case.marks):
@@ -141,6 +145,8 @@ class ParityItem(pytest.Item):
 
         self.verdict = None
         try:
+            if self.steps:
+                return self._train(seed, calibration)
             judged = judge_at(
                 self.case,
                 self.checked,
@@ -168,6 +174,12 @@ class ParityItem(pytest.Item):
                 return dataclasses.replace(self.verdict, notes=notes, device_error=device_error)
             return dataclasses.replace(self.without_comparison(told, device_error), traceback=way_there(error))
 
+    def _train(self, seed: int, calibration: Table) -> Result:
+        from parity.training import train_at
+
+        at = self.case, self.checked, self.precision, seed, self.kernels, calibration
+        return train_at(*at, self.steps, self.switch, self.attention, self.options.diagnosis)
+
     def cut_short(self, cause: str, from_outside: bool = True) -> Result:
         """Return the result of the next seed if something ends its comparison now: the verdict, if there is one.
 
@@ -184,13 +196,13 @@ class ParityItem(pytest.Item):
 
     def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
         """Return the result, an error, for the next seed."""
-        from parity.result import Result
+        from parity.result import Result, label_of_steps
 
         return Result(
             case=self.case.name,
             precision=self.precision.name,
             size=dict(self.checked.size),
-            size_label=self.checked.label,
+            size_label=label_of_steps(self.checked.label, self.steps, self.switch),
             seed=self.options.seeds[min(len(self.results), len(self.options.seeds) - 1)],
             backend=self.kernels.backend,
             status="error",

@@ -119,6 +119,7 @@ def _why(error: OSError) -> str:
 BACKENDS = ("auto", "gpu", "cpu")
 PARITY_BACKEND = "PARITY_BACKEND"
 _LONGEST_NAME = 100
+MOST_STEPS = 100_000
 _MOST_SEEDS = 1_000_000
 _LAST_SEED = 2**63 - 1  # the largest seed that PyTorch's generators take
 
@@ -140,6 +141,7 @@ class Options:
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
         resume: whether the run goes on with the record that is there.
+        steps: for how many steps every pair is trained, 0 for none; None for what each declares.
     """
 
     precisions: tuple[str, ...] | None
@@ -153,6 +155,7 @@ class Options:
     timeout: float = 600.0
     diagnosis: float | None = 30.0
     resume: bool = False
+    steps: int | None = None
 
     @property
     def record(self) -> Path:
@@ -185,6 +188,7 @@ def declare(parser: pytest.Parser) -> None:
         ("name", "parity", "NAME", "the report's name (default: parity)"),
         ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
         ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
+        ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
         ("timeout", "600", "SECONDS", "end an item that takes longer at one seed, 0 for no limit (default: 600)"),
         ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
@@ -222,7 +226,17 @@ def read(config: pytest.Config) -> Options:
         timeout=parse_timeout(value("timeout"), "--parity-timeout"),
         diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
         resume=_parse_yes("resume", value("resume")),
+        steps=parse_steps(value("steps"), "--parity-steps"),
     )
+
+
+def parse_steps(text: str, option: str) -> int | None:
+    """Return a number of training steps; None for an empty text."""
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) <= MOST_STEPS):
+        raise UserError(f"{option} is {text!r}, but must be a whole number from 0 to {MOST_STEPS}")
+    return int(text)
 
 
 def _backend(config: pytest.Config, text: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from parity import shown
 from parity.judge.limits import describe
-from parity.report import failure
+from parity.report import failure, trainings
 from parity.report.environment import Environment, limits_in_words, limits_section
 from parity.report.items import ERROR, FAILED, PASSED, SKIPPED, WORST_FIRST, Item, draw_matrix, in_order, verdict_of
 from parity.report.numbers import cosine, markdown_table, plural, ratio, seeds, short
@@ -345,6 +345,9 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
         yield from _expected_fp32(of_case)
         yield from _attention(of_case)
         many_seeds = any(len(item.results) > 1 for item in of_case)
+        trained = [result for item in of_case for result in item.results if result.steps]
+        if trained:
+            yield trainings.summary(trained)
         rows = [row for item in of_case for row in _rows(item, many_seeds)]
         headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
         yield markdown_table(rows, headers, left=_TEXT_COLUMNS)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from parity import comparison, reference, te
+from parity import api, comparison, reference, te
 from parity.case import registry, weight_map
 from parity.case.case import Case, Pair
 from parity.case.files import folder
@@ -88,7 +88,7 @@ def main() -> None:
     for blocks in (False, True):
         blocked_attention.WRITTEN_OUT = 2**10 if blocks else 2**25
         for case in cases if not blocks else cases[:1]:
-            for result in comparison.compare(case, PRECISIONS, determinism=True):
+            for result in api.compare(case, PRECISIONS, determinism=True):
                 codes = [finding.code for finding in result.findings]
                 line = dict(case=case.name, precision=result.precision, blocks=blocks, status=result.status)
                 print(json.dumps({**line, "reason": result.reason, "findings": codes, "notes": result.notes}))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import parity
 from parity import te
+from parity.api import compare
 from parity.case.case import Case, Rng
-from parity.comparison import compare
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
 from parity.judge.candidate import TeModules

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import parity
 from parity import te
+from parity.api import compare
 from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize, attention_of, check_case
-from parity.comparison import compare, compare_at
+from parity.comparison import compare_at
 from parity.judge.limits import packaged
 from parity.reference import CoreAttention
 from parity.result import Result

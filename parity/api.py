@@ -1,0 +1,83 @@
+"""Compare from Python, without pytest: ``parity.compare``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from parity import te
+from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
+from parity.case.case import Case, Pair, as_case
+from parity.case.registry import checked_steps, checked_switches
+from parity.case.validate import CheckedSize, attention_of, check_case
+from parity.comparison import compare_at
+from parity.judge.limits import Table, packaged
+from parity.result import Result, Switch
+from parity.te import Backend
+from parity.te.attention_backend import AttentionBackend, checked_choice
+from parity.te.precision import PRECISIONS, Precision
+from parity.training import train_at
+
+
+def compare(
+    pair: Case | Pair,
+    precisions: Sequence[str] = tuple(PRECISIONS),
+    seeds: Iterable[int] = (0,),
+    backend: Backend | Literal["auto"] = "auto",
+    calibration: Table | None = None,
+    attention: str = "auto",
+    determinism: bool = False,
+    diagnose: bool = True,
+    diagnosis_seconds: float | None = None,
+    steps: int = 0,
+    switch: Switch = "",
+) -> list[Result]:
+    """Compare a pair at each of its sizes, precisions and seeds, without pytest.
+
+    Args:
+        pair: a function decorated with ``@parity.pair``, or a ``parity.Pair`` of modules, which are judged by the
+            weights that they hold unless it says ``fill=True``.
+        precisions: names from ``parity.te.precision.PRECISIONS``.
+        seeds: seeds of weights, inputs and output gradients.
+        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
+        calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
+        attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
+            turn, or ``auto`` for what the pair demands, else TE's own choice.
+        determinism: whether the candidate is built and run again, to see whether it gives the same bytes.
+        diagnose: whether to search for the cause of a failure; if not, a result has only the verdict, without findings.
+        diagnosis_seconds: real time after which a search ends with what it has found, and a note says so; 0 for no
+            limit. By default what the environment's ``PARITY_DIAGNOSIS_SECONDS`` says, else 30.
+        steps: for how many steps both are trained; each is judged. 0 compares a single pass.
+        switch: how the candidate is trained: ``resume`` saves it in the middle and goes on with a new one,
+            ``recompute`` makes each call by ``te.checkpoint``.
+
+    Returns:
+        One result for each size, precision, attention backend and seed, in this order.
+
+    Raises:
+        UserError: if an argument is not as above, or the pair's weight map or inputs do not fit.
+        parity.te.BackendUnavailable: if the backend cannot be had on this machine.
+    """
+    case = as_case(pair)
+    chosen = [PRECISIONS[name] for name in checked_precisions(precisions) if case.runs_at(name)]
+    seeds = checked_seeds(seeds)
+    checked_choice(attention)
+    check_kinds(backend, calibration, determinism)
+    diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
+    checked_steps(steps)
+    checked_switches([switch] if switch else [], steps)
+    kernels, table = te.kernels(backend), calibration or packaged()
+
+    def judged(checked: CheckedSize, precision: Precision, forced: AttentionBackend | None, seed: int) -> Result:
+        at = case, checked, precision, seed, kernels, table
+        if steps:
+            return train_at(*at, steps, switch, forced, diagnosis)
+        return compare_at(*at, forced, determinism, diagnosis)
+
+    return [
+        judged(checked, precision, forced, seed)
+        for checked in check_case(case, kernels.te)
+        for precision in chosen
+        for forced in attention_of(case, checked, attention)
+        for seed in seeds
+    ]

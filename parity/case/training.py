@@ -1,0 +1,143 @@
+"""Train a module as its pair says: its loss, its optimizer, and what one step is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
+
+from parity.case.case import MakeOptimizer, Pair, Rng, Training
+from parity.te import state
+from parity.user_error import UserError
+
+# The optimizer that both have if the pair names none. Its eps is too small for any gradient to feel.
+ADAM: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def reference_optimizer(training: Training) -> MakeOptimizer:
+    """Return what makes the reference's optimizer."""
+    return training.optimizer or (lambda model: AdamW(model.parameters(), **ADAM))
+
+
+def candidate_optimizer(training: Training, te: ModuleType) -> MakeOptimizer:
+    """Return what makes the candidate's optimizer."""
+
+    def fused_adam(model: nn.Module) -> Optimizer:
+        narrow = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
+        made: Optimizer = te.optimizers.FusedAdam(model.parameters(), **ADAM, master_weights=narrow)
+        return made
+
+    return training.candidate_optimizer or training.optimizer or fused_adam
+
+
+class Model:
+    """A pair's module as a training step calls it.
+
+    Attributes:
+        module: the reference or the candidate.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any] | None,
+        loss: Callable[..., Tensor] | None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Call ``module`` by ``call``, each time in a new context that ``around`` makes, such as TE's autocast."""
+        self.module = module
+        self._call, self._loss, self._around = call or nn.Module.__call__, loss or distance_to_targets, around
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        with self._around():
+            return self._call(self.module, *args, **kwargs)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the module's parameters."""
+        return list(self.module.parameters())
+
+    def loss(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of a call with these inputs, one number."""
+        loss = self._loss(self(*args, **kwargs), *args, **kwargs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(f"the loss of a training is a tensor that holds one number, not {shape}")
+        return loss.reshape(())
+
+
+def distance_to_targets(returned: Any, *_: Any, **__: Any) -> Tensor:
+    """Return a single number as it is; else half the squared distance of the outputs to targets, averaged over tokens.
+
+    All tokens have one target, so that micro-batches have the loss of their tokens. It holds multiples of 1/8 up to 2,
+    which every precision has. A mean over tokens alone keeps gradients in FP16's range.
+    """
+    outputs = [x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()]
+    if len(outputs) == 1 and outputs[0].numel() == 1:
+        return outputs[0]
+    if not outputs:
+        raise UserError(
+            "a training needs a loss, and its module returns nothing in floating point; give one as "
+            "training=parity.Training(loss=...)"
+        )
+    losses = []
+    for i, output in enumerate(outputs):
+        target = Rng(i, "targets").integers(*output.shape[-1:], low=-16, high=17) / 8
+        wide = output if output.dtype is torch.float64 else output.float()
+        tokens = output.numel() // output.shape[-1] if output.dim() else 1
+        losses.append((wide - target.to(wide.device, wide.dtype)).square().sum() / (2 * max(tokens, 1)))
+    return torch.stack(losses).sum()
+
+
+def plain_step(clip: float | None) -> Callable[..., Tensor]:
+    """Return a training step without any trick: gradients of one batch, clipped if they are to be, and an update."""
+
+    def step(model: Model, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        state.clear(model.module)
+        loss = model.loss(*args, **kwargs)
+        loss.backward()
+        for parameter in model.parameters():
+            gradient = state.gradient(parameter)
+            if gradient is not None and gradient is not parameter.grad:  # TE added it to main_grad
+                parameter.grad = gradient.to(parameter.dtype)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def save(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Write the states of both, as most training loops do."""
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+
+
+def load(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Read what ``save`` has written."""
+    states = torch.load(file, weights_only=False, map_location="cpu")
+    module.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+
+
+def losses(pair: Pair) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return how to call the reference and the candidate so that each returns its loss."""
+
+    def calling(module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Tensor]:
+        def loss(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            return Model(module, call, pair.training.loss).loss(*args, **kwargs)
+
+        itself = [] if call else [inspect.Parameter("_module", inspect.Parameter.POSITIONAL_ONLY)]
+        called = inspect.signature(call or module.forward).parameters.values()
+        loss.__signature__ = inspect.Signature([*itself, *called])  # type: ignore[attr-defined]
+        return loss
+
+    return calling(pair.reference, pair.call_reference), calling(pair.candidate, pair.call_candidate)

@@ -1,0 +1,55 @@
+"""Train pairs from the command line, and draw their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from parity import te
+from parity.case.registry import checked_steps
+from parity.case.validate import check_case
+from parity.cli import suite
+from parity.judge.limits import packaged
+from parity.passes.steps import reference_losses
+from parity.report import trainings
+from parity.report.trainings import Curve
+from parity.te.precision import PRECISIONS, why_unavailable
+from parity.training import train_at
+from parity.user_error import UserError
+
+
+def train(
+    paths: Sequence[str],
+    steps: int,
+    precisions: Sequence[str] | None,
+    seeds: Sequence[int],
+    backend: Literal["auto", "gpu", "cpu"],
+    out: Path,
+) -> bool:
+    """Train each pair, print a table, and write the report; return whether all of them passed.
+
+    Raises:
+        UserError: if a path holds no pair, or no precision of these runs on this machine.
+    """
+    if not checked_steps(steps):
+        raise UserError("--steps is a whole number from 1")
+    kernels, curves = te.kernels(backend), []
+    for case in suite.cases(paths):
+        for checked in check_case(case, kernels.te):
+            chosen = [PRECISIONS[name] for name in precisions or tuple(PRECISIONS) if case.runs_at(name)]
+            for precision in chosen:
+                if why_unavailable(precision, kernels) is not None:
+                    continue
+                for seed in seeds:
+                    result = train_at(case, checked, precision, seed, kernels, packaged(), steps)
+                    free = reference_losses(case, checked, precision, seed, kernels, steps) if result.steps else []
+                    curves.append(Curve(result, tuple(free)))
+    if not curves:
+        raise UserError("nothing was trained: no precision of these pairs runs on this machine")
+    print(trainings.summary([curve.result for curve in curves]))
+    for result in (curve.result for curve in curves if not curve.result.passed):
+        print(f"{result.item}: {result.reason}", *(f"{one.name}: {one.message}" for one in result.findings), sep="\n  ")
+    trainings.write(curves, out)
+    print(f"report: {out}")
+    return all(curve.result.passed for curve in curves)

@@ -1,0 +1,113 @@
+"""Judge an optimizer's steps by themselves: the reference's optimizer, in FP64, is given the candidate's gradients.
+
+What is compared so does not depend on how the gradients came about, nor does an error of one step go on into the next.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from parity.case.case import MakeOptimizer
+from parity.passes.steps import Named, Update
+from parity.user_error import UserError
+
+# An optimizer that computes in FP32 rounds each of about ten operations to 6e-8, and TE's FusedAdam holds betas in
+# FP32, which moves 1 - 0.999 by 5e-5 of itself. A share of 1e-3 is beyond all that, and below any setting that is
+# changed.
+ARITHMETIC = 1e-3
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far the optimizer's step of one parameter is from the reference's.
+
+    Attributes:
+        name: of the reference's parameter.
+        share: the norm of the difference over the norm of the reference's step.
+        rounding: the same for weights that the reference's optimizer steps and the candidate's dtype rounds.
+        along: how much of the reference's step the candidate's holds; 1 if it is right.
+    """
+
+    name: str
+    share: float
+    rounding: float
+    along: float
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether arithmetic and the dtype of the weights explain it."""
+        return self.share <= ARITHMETIC + self.rounding
+
+
+class Replay:
+    """The reference's optimizer over a few elements of each parameter, step after step, in FP64."""
+
+    def __init__(
+        self,
+        reference: nn.Module,
+        make: MakeOptimizer,
+        scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        edit: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+    ) -> None:
+        """Make the optimizer of a copy of the reference; ``edit`` may change its settings.
+
+        Raises:
+            UserError: if ``make`` returns no optimizer.
+        """
+        self._module = copy.deepcopy(reference).double()
+        self._parameters = dict(self._module.named_parameters())
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        made = make(self._module)
+        if not isinstance(made, Optimizer):
+            raise UserError(f"a training's optimizer is a torch.optim.Optimizer, not {type(made).__name__}")
+        self.optimizer = edit(made)
+        self._scheduler = scheduler(self.optimizer) if scheduler else None
+
+    def step(self, update: Update) -> Named:
+        """Return the weights that this optimizer makes of the weights and gradients of a step."""
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                gradient = update.gradients[name].to(parameter.device)
+                parameter.grad = None  # of the shape that the parameter had
+                parameter.data = update.before[name].to(parameter.device).clone()
+                parameter.grad = gradient.clone()
+        self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return {name: one.detach().clone() for name, one in self._parameters.items() if one.requires_grad}
+
+
+def deviations(update: Update, expected: Named, dtype: torch.dtype) -> list[Deviation]:
+    """Compare the weights after a step with those that the reference's optimizer makes.
+
+    Args:
+        update: what the candidate's optimizer did.
+        expected: the reference's weights after the same step.
+        dtype: in which the candidate's optimizer holds its weights.
+    """
+    return [_deviation(name, update, right, dtype) for name, right in expected.items()]
+
+
+def _deviation(name: str, update: Update, right: Tensor, dtype: torch.dtype) -> Deviation:
+    step, made = right - update.before[name], update.after[name] - update.before[name]
+    size = float(step.norm())
+    if not size:
+        off = float(made.norm())
+        return Deviation(name, float("inf") if off else 0.0, 0.0, 1.0)
+    rounding = float((right.to(dtype).double() - right).norm()) / size
+    along = float((made * step).sum()) / size**2
+    return Deviation(name, float((made - step).norm()) / size, 1.01 * rounding, along)
+
+
+def held_in(updates: Iterable[Update], narrow: torch.dtype) -> torch.dtype:
+    """Return the narrower dtype if it holds every weight that the optimizer made, else FP32."""
+    tensors = [x for update in updates for x in update.after.values()]
+    fits = all(torch.equal(x.to(narrow).double(), x) for x in tensors)
+    return narrow if fits and narrow is not torch.float64 else torch.float32

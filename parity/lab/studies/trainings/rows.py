@@ -1,0 +1,486 @@
+"""Trainings that are wrong on purpose, each with the finding that it should get, and trainings that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from parity.case.case import Case, Pair, Training
+from parity.case.training import ADAM, Model
+from parity.case.weight_map import stack
+from parity.reference import LlamaLayer
+from parity.result import Switch
+
+Declared = Callable[[ModuleType], Training]
+
+# What is trained: an MLP, and a Llama layer with grouped keys.
+
+
+BATCH, SEQ, WIDTH, FFN, HEADS, GROUPS = 4, 32, 64, 128, 4, 2
+
+
+def plain(te: ModuleType) -> Training:
+    """Return what a pair has that says nothing of its training."""
+    return Training()
+
+
+def mlp(te: ModuleType, training: Declared = plain) -> Pair:
+    """Return a norm and a two-layer MLP, and TE's module for them."""
+    return Pair(
+        reference=nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, FFN), nn.GELU(approximate="tanh"), nn.Linear(FFN, WIDTH)
+        ),
+        candidate=te.LayerNormMLP(WIDTH, FFN),
+        inputs=lambda rng: rng.normal(BATCH, SEQ, WIDTH),
+        weights={
+            "0.weight": "layer_norm_weight",
+            "0.bias": "layer_norm_bias",
+            "1.weight": "fc1_weight",
+            "1.bias": "fc1_bias",
+            "3.weight": "fc2_weight",
+            "3.bias": "fc2_bias",
+        },
+        training=training(te),
+    )
+
+
+def llama(te: ModuleType, training: Declared = plain) -> Pair:
+    """Return a Llama layer and TE's."""
+    rope = te.RotaryPositionEmbedding(WIDTH // HEADS)
+    candidate = te.TransformerLayer(
+        WIDTH,
+        FFN,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attn_input_format="bshd",
+        self_attn_mask_type="causal",
+    )
+    return Pair(
+        reference=LlamaLayer(WIDTH, FFN, HEADS, GROUPS),
+        candidate=candidate,
+        inputs=lambda rng: rng.normal(BATCH, SEQ, WIDTH),
+        weights={
+            "attention_norm.weight": "self_attention.layernorm_qkv.layer_norm_weight",
+            "attention.q_proj.weight": "self_attention.layernorm_qkv.query_weight",
+            "attention.k_proj.weight": "self_attention.layernorm_qkv.key_weight",
+            "attention.v_proj.weight": "self_attention.layernorm_qkv.value_weight",
+            "attention.o_proj.weight": "self_attention.proj.weight",
+            "mlp.norm.weight": "layernorm_mlp.layer_norm_weight",
+            stack("mlp.gate_proj.weight", "mlp.up_proj.weight"): "layernorm_mlp.fc1_weight",
+            "mlp.down_proj.weight": "layernorm_mlp.fc2_weight",
+        },
+        call_candidate=lambda module, x: module(x, rotary_pos_emb=rope(x.shape[1])),
+        training=training(te),
+    )
+
+
+HOSTS: dict[str, Callable[..., Pair]] = {"mlp": mlp, "llama": llama}
+
+
+def case_of(host: str, training: Declared = plain) -> Case:
+    """Return the case of a host that is trained like this."""
+    return Case(f"trained_{host}", lambda te: HOSTS[host](te, training), sizes=({},))
+
+
+# Training steps.
+
+
+def step(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Make a right step."""
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def in_micro_batches(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Add the gradients of four micro-batches."""
+    return _over(model, optimizer, x.chunk(4), 0.25)
+
+
+def _over(model: Model, optimizer: Optimizer, parts: Any, factor: float) -> Tensor:
+    optimizer.zero_grad()
+    losses = [factor * model.loss(part) for part in parts]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def summed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Add up the losses of four micro-batches where a mean is meant."""
+    return _over(model, optimizer, x.chunk(4), 1.0) / 4
+
+
+def divided_twice(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Divide the losses of micro-batches by their number twice."""
+    return _over(model, optimizer, x.chunk(4), 1 / 16) * 4
+
+
+def mean_of_means(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Average micro-batches of 1 and of 3 sequences alike."""
+    return _over(model, optimizer, x.split([1, BATCH - 1]), 0.5)
+
+
+def last_part_lost(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Leave out the last of four micro-batches."""
+    return _over(model, optimizer, x.chunk(4)[:3], 0.25) / 0.75
+
+
+def not_zeroed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Add to the gradients of the steps before."""
+    loss = model.loss(x)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def scaled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Scale the loss, and forget to undo it."""
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    (128.0 * loss).backward()
+    optimizer.step()
+    return loss
+
+
+def clipped_while_scaled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Clip gradients of a scaled loss, and undo the scale afterwards."""
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    loss.backward()
+    for one in model.parameters():
+        one.grad = None if one.grad is None else one.grad * 128.0
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    for one in model.parameters():
+        one.grad = None if one.grad is None else one.grad / 128.0
+    optimizer.step()
+    return loss
+
+
+def clipped_apart(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Clip the gradient of each parameter by itself."""
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    loss.backward()
+    for one in model.parameters():
+        nn.utils.clip_grad_norm_([one], CLIP)
+    optimizer.step()
+    return loss
+
+
+CLIP = 0.1
+
+
+def other_first(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Let the optimizer step before the backward pass."""
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    loss.backward()
+    return loss
+
+
+def frozen(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Detach one parameter's gradient."""
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    loss.backward()
+    first = max(model.parameters(), key=lambda one: one.numel())
+    first.grad = None
+    optimizer.step()
+    return loss
+
+
+class OneBatchBehind:
+    """Reads each batch one step late, as a graph does whose buffers are filled after its replay."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Make a step with the batch before."""
+        read = x if self.buffer is None else self.buffer
+        self.buffer = x.detach().clone()
+        return step(model, optimizer, read)
+
+
+class OldCopy:
+    """Computes with copies of the weights that get new values one step late.
+
+    Attributes:
+        is_kept: which parameters have such copies.
+    """
+
+    def __init__(self, is_kept: Callable[[Tensor], bool] = lambda weight: True) -> None:
+        self.is_kept = is_kept
+        self.old: dict[str, Tensor] = {}
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Compute with the old values, and step the new ones."""
+        now = {name: one.detach().clone() for name, one in model.module.named_parameters() if self.is_kept(one)}
+        self._fill(model.module, self.old or now)
+        self.old = now
+        optimizer.zero_grad()
+        loss = model.loss(x)
+        loss.backward()
+        self._fill(model.module, now)
+        optimizer.step()
+        return loss
+
+    def _fill(self, module: nn.Module, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, one in module.named_parameters():
+                if name in weights:
+                    one.copy_(weights[name])
+
+
+class Cached:
+    """Lets TE keep its FP8 weights after the first step, as if all later steps were micro-batches of one."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Make a step that claims to be a later micro-batch."""
+        self.steps += 1
+        forward = type(model.module).forward
+        model.module.forward = lambda *args, **kwargs: forward(
+            model.module, *args, is_first_microbatch=self.steps == 1, **kwargs
+        )
+        return step(model, optimizer, x)
+
+
+# Optimizers and schedules.
+
+
+def adam(**settings: Any) -> Declared:
+    """Return a training whose candidate's optimizer has other settings than the reference's."""
+
+    def training(te: ModuleType) -> Training:
+        def make(model: nn.Module) -> Optimizer:
+            narrow = next(model.parameters()).dtype is not torch.float32
+            fused: Optimizer = te.optimizers.FusedAdam(
+                model.parameters(), **{**ADAM, "master_weights": narrow, **settings}
+            )
+            return fused
+
+        return Training(candidate_optimizer=make)
+
+    return training
+
+
+def sgd(**settings: Any) -> Declared:
+    """Return a training by SGD whose candidate has other settings, and FP32 master weights."""
+    own: dict[str, Any] = dict(lr=0.5, momentum=0.9, weight_decay=0.01)
+
+    def training(te: ModuleType) -> Training:
+        return Training(
+            optimizer=lambda model: SGD(model.parameters(), **own),
+            candidate_optimizer=lambda model: te.optimizers.FusedSGD(model.parameters(), **{**own, **settings}),
+        )
+
+    return training
+
+
+def only_matrices_decay(model: nn.Module) -> Optimizer:
+    """Make an AdamW that decays no norms and biases."""
+    matrices = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() < 2]
+    groups: list[dict[str, Any]] = [dict(params=matrices), dict(params=others, weight_decay=0.0)]
+    return AdamW(groups, **ADAM)
+
+
+def no_vectors(te: ModuleType) -> Training:
+    """Give the optimizer matrices alone."""
+
+    def make(model: nn.Module) -> Optimizer:
+        some = [one for one in model.parameters() if one.dim() > 1]
+        narrow = some[0].dtype is not torch.float32
+        fused: Optimizer = te.optimizers.FusedAdam(some, **ADAM, master_weights=narrow)
+        return fused
+
+    return Training(candidate_optimizer=make)
+
+
+def warmed_up(optimizer: Optimizer) -> LambdaLR:
+    """Make a schedule that warms up over four steps."""
+    return LambdaLR(optimizer, lambda number: min(number + 1, 4) / 4)
+
+
+def one_ahead(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Make a step with the learning rate of the next one."""
+    for group in optimizer.param_groups:
+        group["lr"] = min(group["lr"] + ADAM["lr"] / 4, ADAM["lr"])
+    return step(model, optimizer, x)
+
+
+def stepping(own: Callable[..., Tensor] | type, **options: Any) -> Declared:
+    """Return a training with the port's own step; of a class, with a new object each time."""
+    return lambda te: Training(candidate_step=own() if isinstance(own, type) else own, **options)
+
+
+def all_decay(te: ModuleType) -> Training:
+    """Decay norms and biases, which the reference does not."""
+    return Training(only_matrices_decay, adam()(te).candidate_optimizer)
+
+
+def adam_for_adamw(te: ModuleType) -> Training:
+    """Take ``torch.optim.Adam`` for ``AdamW``."""
+    return Training(lambda model: AdamW(model.parameters(), **ADAM), lambda model: Adam(model.parameters(), **ADAM))
+
+
+def old_matrices(te: ModuleType) -> Training:
+    """Keep copies of weight matrices alone."""
+    return Training(candidate_step=OldCopy(lambda weight: weight.dim() > 1))
+
+
+def cached(te: ModuleType) -> Training:
+    """Let TE keep its FP8 weights, and the weights move fast."""
+    return Training(optimizer=lambda model: SGD(model.parameters(), lr=0.5), candidate_step=Cached())
+
+
+def loading(load: Callable[[nn.Module, Optimizer, BinaryIO], None]) -> Declared:
+    """Return a training that loads its checkpoints like this."""
+    return lambda te: Training(load=load)
+
+
+# Checkpoints that lose something.
+
+
+def without_fp8_scales(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Load the module's weights alone."""
+    states = torch.load(file, weights_only=False)
+    weights = {name: x for name, x in states["model"].items() if "_extra_state" not in name}
+    module.load_state_dict(weights, strict=False)
+    optimizer.load_state_dict(states["optimizer"])
+
+
+def without_moments(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Load the module, and begin with a new optimizer."""
+    module.load_state_dict(torch.load(file, weights_only=False)["model"])
+
+
+def without_weights(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Load the optimizer alone."""
+    optimizer.load_state_dict(torch.load(file, weights_only=False)["optimizer"])
+
+
+def without_master_weights(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Make the FP32 master weights of the 16-bit weights again."""
+    states = torch.load(file, weights_only=False)
+    module.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+    for parameter in module.parameters():
+        optimizer.set_scaled_state(parameter, "master_param", parameter.detach().float())  # type: ignore[attr-defined]
+
+
+def without_count(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Let the optimizer count its steps from the beginning."""
+    states = torch.load(file, weights_only=False)
+    module.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+    for group in optimizer.param_groups:
+        group["step"] = torch.zeros_like(group["step"]) if isinstance(group["step"], Tensor) else 0
+
+
+# The tables.
+
+
+@dataclass(frozen=True)
+class Row:
+    """A wrong training.
+
+    Attributes:
+        name: of the row.
+        training: makes it.
+        titles: of the findings that name it.
+        told: a text that the message has to have; empty for none.
+        switch: how the candidate is trained.
+        precisions: at which the mistake exists; empty for all.
+        host: of ``HOSTS``.
+    """
+
+    name: str
+    training: Declared
+    titles: tuple[str, ...]
+    told: str = ""
+    switch: Switch = ""
+    precisions: tuple[str, ...] = ()
+    host: str = "mlp"
+
+
+NARROW = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+FP8 = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
+BF16 = torch.bfloat16
+_OPTIMIZER, _LOST = ("optimizer",), ("state-not-saved",)
+_ITS_STATE = "the optimizer's state"
+
+WRONG = (
+    Row("gradients not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), "step 2"),
+    Row("a sum over micro-batches", stepping(summed), ("loss-scale",), "4 times"),
+    Row("micro-batches divided twice", stepping(divided_twice), ("loss-scale",), "1/4 times"),
+    Row("a mean of unequal means", stepping(mean_of_means), ("state-between-steps",)),
+    Row("the last micro-batch lost", stepping(last_part_lost), ("state-between-steps",)),
+    Row("a loss scale that stays", stepping(scaled), ("loss-scale",), "128 times"),
+    Row("no clipping", stepping(step, clip=CLIP), ("gradient-clipping",), "by 1 before"),
+    Row("clipping while scaled", stepping(clipped_while_scaled, clip=CLIP), ("gradient-clipping", "loss-scale")),
+    Row("clipping each by itself", stepping(clipped_apart, clip=CLIP), ("gradient-clipping",)),
+    Row("a step before backward", stepping(other_first), ("stale-gradient", "no-gradient")),
+    Row("a parameter without gradient", stepping(frozen), ("state-between-steps", "no-gradient")),
+    Row("the batch before", stepping(OneBatchBehind), ("stale-batch",), "step 2"),
+    Row("the weights before", stepping(OldCopy), ("stale-weights",), "step 2"),
+    Row("the weight matrices before", old_matrices, ("weight-cache-stale", "stale-weights")),
+    Row("cached FP8 weights", cached, ("weight-cache-stale",), precisions=FP8),
+    Row("a learning rate of 2e-3", adam(lr=2e-3), _OPTIMIZER, "2 times"),
+    Row("a learning rate 2 % off", adam(lr=1.02e-3), _OPTIMIZER, "1.02 times"),
+    Row("a schedule a step ahead", stepping(one_ahead, scheduler=warmed_up), _OPTIMIZER, "2 times"),
+    Row("beta1 of 0.8", adam(betas=(0.8, 0.95)), _OPTIMIZER, "beta1=0.8"),
+    Row("beta2 of 0.999", adam(betas=(0.9, 0.999)), _OPTIMIZER, "beta2=0.999"),
+    Row("betas of 0.85 and 0.97", adam(betas=(0.85, 0.97)), _OPTIMIZER),
+    Row("eps of 1e-4", adam(eps=1e-4), _OPTIMIZER, "eps=0.0001"),
+    Row("no decay", adam(weight_decay=0.0), _OPTIMIZER, "weight_decay=0"),
+    Row("a decay of 0.01", adam(weight_decay=0.01), _OPTIMIZER, "weight_decay=0.01"),
+    Row("decay of the gradient", adam(adam_w_mode=False), _OPTIMIZER, "as Adam does"),
+    Row("no correction of the bias", adam(bias_correction=False), _OPTIMIZER, "correction"),
+    Row("decay of norms and biases", all_decay, _OPTIMIZER, "norms' weights and biases as well"),
+    Row("vectors left out", no_vectors, _OPTIMIZER, "does not step"),
+    Row("Adam for AdamW", adam_for_adamw, _OPTIMIZER, "as Adam does", precisions=("fp32",)),
+    Row("moments in BF16", adam(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16), _OPTIMIZER, "bfloat16"),
+    Row("no master weights", adam(master_weights=False), ("master-weights", "optimizer"), precisions=NARROW),
+    Row("SGD without momentum", sgd(momentum=0.0), _OPTIMIZER, "momentum=0", precisions=("fp32",)),
+    Row("SGD with Nesterov's momentum", sgd(nesterov=True), _OPTIMIZER, "Nesterov", precisions=("fp32",)),
+    Row("SGD without decay", sgd(weight_decay=0.0), _OPTIMIZER, "weight_decay=0", precisions=("fp32",)),
+    Row("FP8 scales not loaded", loading(without_fp8_scales), _LOST, "FP8 scales", "resume", ("fp8_delayed",)),
+    Row("moments not loaded", loading(without_moments), _LOST, _ITS_STATE, "resume"),
+    Row("weights not loaded", loading(without_weights), _LOST, switch="resume"),
+    Row("master weights made again", loading(without_master_weights), _LOST, _ITS_STATE, "resume", NARROW),
+    Row("steps counted from the beginning", loading(without_count), _LOST, _ITS_STATE, "resume"),
+    Row("gradients of a layer not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), host="llama"),
+    Row("a layer's batch before", stepping(OneBatchBehind), ("stale-batch",), host="llama"),
+    Row("a layer's weights before", stepping(OldCopy), ("stale-weights",), host="llama"),
+    Row("a layer's sum over micro-batches", stepping(summed), ("loss-scale",), "4 times", host="llama"),
+    Row("a layer's eps of 1e-4", adam(eps=1e-4), _OPTIMIZER, "eps=0.0001", host="llama"),
+)
+
+RIGHT: dict[str, Declared] = {
+    "plain": plain,
+    "micro-batches": stepping(in_micro_batches),
+    "clipping": lambda te: Training(clip=CLIP),
+    "a schedule": lambda te: Training(scheduler=warmed_up),
+    "SGD": sgd(),
+    "no decay of norms": lambda te: Training(optimizer=only_matrices_decay),
+}

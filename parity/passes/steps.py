@@ -1,0 +1,367 @@
+"""Train a candidate step by step, and hand out what each step computed, in the reference's layout."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from parity.case import transfer
+from parity.case.case import Case, Pair, Rng, draw_inputs
+from parity.case.training import Model, candidate_optimizer, load, losses, plain_step, reference_optimizer, save
+from parity.case.validate import CheckedSize
+from parity.passes.all_passes import Tensors, with_weights
+from parity.passes.build import build
+from parity.passes.one_pass import as_arguments, named_inputs, or_zero
+from parity.passes.prepare import Prepared, prepare
+from parity.te import Kernels, state
+from parity.te.attention_backend import te_variables
+from parity.te.precision import Precision
+from parity.trace.private_functions import CLIP, exchanged
+from parity.user_error import UserError
+
+Named = dict[str, Tensor]
+
+# The comparison of one step: the pair with the weights that the candidate has before it, and the loss as its output.
+
+
+def step_case(case: Case, number: int, weights: Named | None, seed: int) -> Case:
+    """Return the case of one training step, which is compared like any other: its output is the loss.
+
+    Args:
+        case: the pair that is trained.
+        number: of the step, from 1; each has a batch of its own.
+        weights: the reference's parameters before the step, as the candidate has them; None for those of its build.
+        seed: the run's seed.
+    """
+
+    def factory(te: ModuleType, **size: Any) -> Pair:
+        pair = case.factory(te, **size)
+        if weights is not None:
+            transfer.fill(pair.reference, weights)
+        call_reference, call_candidate = losses(pair)
+
+        def inputs(rng: Rng) -> Any:
+            return draw_inputs(pair, size, rng if number == 1 else Rng(seed, f"inputs of step {number}"))
+
+        return dataclasses.replace(pair, call_reference=call_reference, call_candidate=call_candidate, inputs=inputs)
+
+    varied = case.vary_constants and weights is None
+    return dataclasses.replace(case, factory=factory, vary_constants=varied, probe=False, is_step=True)
+
+
+# The reference, trained by itself in FP64: where a training without any rounding goes.
+
+
+def reference_losses(
+    case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels, steps: int
+) -> list[float]:
+    """Return the losses of the reference's own training in FP64, from the weights with which the candidate begins."""
+    first = prepare(step_case(case, 1, None, seed), checked, precision.dtype, seed, kernels)
+    module, training = copy.deepcopy(first.reference).double(), case.build(kernels.te, checked.size).training
+    optimizer = reference_optimizer(training)(module)
+    schedule = training.scheduler(optimizer) if training.scheduler else None
+    losses = []
+    for number in range(1, steps + 1):
+        weights = {name: one.detach().clone() for name, one in module.named_parameters()}
+        step = step_case(case, number, None if number == 1 else weights, seed)
+        golden = prepare(step, checked, precision.dtype, seed, kernels).golden
+        losses.append(float(golden.outputs["output"]))
+        for name, one in module.named_parameters():
+            one.grad = golden.weight_gradients[name].to(one) if name in golden.weight_gradients else None
+        if training.clip is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), training.clip)
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return losses
+
+
+# The candidate, which keeps its weights, its optimizer and TE's state from one step to the next.
+
+
+# Of so many elements of each parameter the optimizer's steps are followed.
+FOLLOWED = 1024
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an optimizer did in one step to some elements of each parameter, by its name in the reference, in FP64.
+
+    Attributes:
+        before: the weights, in FP32 where the optimizer holds them so.
+        gradients: as the optimizer was given them.
+        after: the weights after the step.
+        stored: the weights after the step, as the module holds them.
+        moments: what the optimizer keeps for each element, by its name there.
+        kept_in: the dtypes in which it keeps them.
+    """
+
+    before: Named
+    gradients: Named
+    after: Named
+    stored: Named
+    moments: dict[str, Named]
+    kept_in: dict[str, torch.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Stepped:
+    """One training step of the candidate.
+
+    Attributes:
+        tensors: the loss and all gradients, before they are clipped, in the reference's layout.
+        unreached: TE's parameters that got no gradient.
+        clipped: by what all gradients were multiplied before the optimizer saw them.
+        update: what the optimizer did.
+    """
+
+    tensors: Tensors
+    unreached: tuple[str, ...]
+    clipped: float
+    update: Update
+
+
+class Trainee:
+    """A candidate in training.
+
+    Attributes:
+        optimizer: its optimizer.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        checked: CheckedSize,
+        prepared: Prepared,
+        precision: Precision,
+        seed: int,
+        kernels: Kernels,
+        recomputes: bool = False,
+    ) -> None:
+        """Build the candidate, with the weights of the prepared step, and its optimizer.
+
+        With ``recomputes``, each call is made by ``te.checkpoint``, which computes it again in the backward pass.
+        """
+        pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
+        self._prepared = prepared
+        self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
+        training, self._module = pair.training, pair.candidate
+        around = partial(precision.autocast, kernels)
+        call = _recomputed(kernels.te, pair.call_candidate) if recomputes else pair.call_candidate
+        self._model = Model(pair.candidate, call, training.loss, around)
+        self._step = training.candidate_step or plain_step(training.clip)
+        self.optimizer = candidate_optimizer(training, kernels.te)(pair.candidate)
+        if not isinstance(self.optimizer, Optimizer):
+            raise UserError(
+                f"candidate_optimizer must return a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
+            )
+        self._scheduler = training.scheduler(self.optimizer) if training.scheduler else None
+        self._places = {name: _places(name, shape) for name, shape in self._shapes.items()}
+        self._warmup_passes = precision.warmup_passes
+
+    def settle(self) -> None:
+        """Let delayed scaling find its scales, as a training that goes on has them.
+
+        The first step is made again and again, but for the optimizer.
+        """
+
+        def once() -> None:
+            args, kwargs = as_arguments(_leaves(self._prepared.inputs))
+            self._step(self._model, self.optimizer, *args, **kwargs)
+            self._module.zero_grad(set_to_none=True)
+            state.clear(self._module)
+
+        if self._warmup_passes:
+            with _standing_still(self.optimizer):
+                state.settled(once, self._warmup_passes)
+
+    def saved(self) -> tuple[BytesIO, Any]:
+        """Return what the training writes where it is interrupted, and the state of its schedule."""
+        file = BytesIO()
+        (self._pair.training.save or save)(self._module, self.optimizer, file)
+        return file, copy.deepcopy(self._scheduler.state_dict()) if self._scheduler else None
+
+    def load(self, file: BytesIO, schedule: Any) -> None:
+        """Read that into weights that are wrong before, so that none can be left out."""
+        with torch.no_grad():
+            for one in self._module.parameters():
+                if one.is_floating_point() and not state.is_quantized(one):
+                    one.mul_(2.0)
+        file.seek(0)
+        # TE pickles the scales of delayed scaling, and reads them if it is told to trust the file, as this one, which
+        # this process wrote (``pytorch/_extra_state.py`` of TE 2.20.2).
+        with te_variables({"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}):
+            (self._pair.training.load or load)(self._module, self.optimizer, file)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(schedule)
+
+    @property
+    def weights(self) -> Named:
+        """The weights as the module holds them, in the reference's layout, in FP64."""
+        return {name: x.clone() for name, x in self._to_reference(_held(self._module)).items()}
+
+    def step(self, prepared: Prepared) -> Stepped:
+        """Make one step with a prepared batch.
+
+        Raises:
+            UserError: if the step does not step its optimizer once.
+        """
+        args, kwargs = as_arguments(_leaves(prepared.inputs))
+        before = self._followed_weights()
+        with self._watched() as seen:
+            loss = self._step(self._model, self.optimizer, *args, **kwargs)
+        if len(seen.used) != 1:
+            raise UserError(
+                f"a training step must call optimizer.step() once, and this one called it {len(seen.used)} times; "
+                "compare as many steps with a batch each"
+            )
+        if self._scheduler is not None:
+            self._scheduler.step()
+        used = seen.used[0]
+        raw = seen.raw or used
+        inputs = named_inputs(kwargs or args, prepared.input_names)
+        tensors: Tensors = {("output", "output"): loss.detach().reshape(())}
+        leaves = {name: x for name, x in inputs.items() if x.is_floating_point()}
+        tensors |= {("input gradient", name): x.grad for name, x in leaves.items() if x.grad is not None}
+        gradients = {name: or_zero(raw.get(name), one) for name, one in self._module.named_parameters()}
+        tensors |= {("weight gradient", name): x for name, x in self._gradients(gradients).items()}
+        given = {name: or_zero(used.get(name), one) for name, one in self._module.named_parameters()}
+        update = Update(
+            before,
+            self._sampled(self._gradients(given)),
+            self._followed_weights(),
+            self._sampled(self._to_reference(_held(self._module))),
+            self._moments(),
+            {
+                key: value.dtype
+                for some in self.optimizer.state.values()
+                for key, value in some.items()
+                if isinstance(value, Tensor) and value.dim()
+            },
+        )
+        frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
+        return Stepped(tensors, tuple(frozen), _factor(used, raw), update)
+
+    @contextmanager
+    def _watched(self) -> Iterator[_Seen]:
+        """Within the context, keep the gradients that the optimizer sees, and what they were before clipping."""
+        seen = _Seen([], {})
+
+        def keep(*_: Any) -> None:
+            seen.used.append(_copied(self._module))
+
+        def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            seen.raw = seen.raw or _copied(self._module)
+            return original(*args, **kwargs)
+
+        hook = self.optimizer.register_step_pre_hook(keep)
+        with ExitStack() as stack:
+            stack.callback(hook.remove)
+            stack.enter_context(exchanged(CLIP, clip))
+            yield seen
+
+    def _followed_weights(self) -> Named:
+        """Return the weights that the optimizer steps, which may be FP32 copies of the module's."""
+        held = _held(self._module)
+        for name, parameter in self._module.named_parameters():
+            own = self.optimizer.state.get(parameter, {}).get("master_param")
+            if isinstance(own, Tensor):
+                held[name] = own.detach().reshape(parameter.shape).double()
+        return self._sampled(self._to_reference(held))
+
+    def _moments(self) -> dict[str, Named]:
+        """Return what the optimizer keeps of each element's gradients."""
+        found: dict[str, Named] = {}
+        for name, parameter in self._module.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.numel() == parameter.numel() and key != "master_param":
+                    found.setdefault(key, {})[name] = self._unscaled(parameter, key, value)
+        parameters = dict(self._module.named_parameters())
+        return {
+            key: self._sampled(self._gradients({**{n: torch.zeros_like(x) for n, x in parameters.items()}, **some}))
+            for key, some in found.items()
+        }
+
+    def _unscaled(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
+        read = getattr(self.optimizer, "get_unscaled_state", None)  # TE's FusedAdam may hold it in FP8
+        return (read(parameter, key) if read else value).detach().reshape(parameter.shape).double()
+
+    def _sampled(self, tensors: Mapping[str, Tensor]) -> Named:
+        return {name: x.detach().reshape(-1)[self._places[name]].double() for name, x in tensors.items()}
+
+    def _to_reference(self, tensors: Mapping[str, Tensor]) -> Named:
+        return transfer.to_reference(self._pair.weights, tensors, self._shapes)
+
+    def _gradients(self, tensors: Mapping[str, Tensor]) -> Named:
+        return transfer.gradients_to_reference(self._pair.weights, tensors, self._shapes)
+
+
+@dataclass
+class _Seen:
+    used: list[Named]
+    raw: Named
+
+
+@contextmanager
+def _standing_still(optimizer: Optimizer) -> Iterator[None]:
+    """Within the context, the optimizer makes no steps; afterwards it has the settings that it had."""
+    own, attributes = [dict(group) for group in optimizer.param_groups], vars(optimizer)
+    step = attributes.get("step")  # a schedule replaces the class's own
+    attributes["step"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del attributes["step"]
+        if step is not None:
+            attributes["step"] = step
+        for group, before in zip(optimizer.param_groups, own, strict=True):
+            group.update(before)
+
+
+def _copied(module: nn.Module) -> Named:
+    """Return copies of the gradients that there are."""
+    found = {name: state.gradient(parameter) for name, parameter in module.named_parameters()}
+    return {name: x.detach().clone() for name, x in found.items() if x is not None}
+
+
+def _held(module: nn.Module) -> Named:
+    return {name: state.dequantized_tensor(one.detach()).double() for name, one in module.named_parameters()}
+
+
+def _leaves(inputs: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), inputs)
+
+
+def _places(name: str, shape: tuple[int, ...]) -> Tensor:
+    count = torch.Size(shape).numel()
+    if count <= FOLLOWED:
+        return torch.arange(count)
+    return Rng(0, f"elements of {name}").integers(FOLLOWED, high=count)
+
+
+def _factor(used: Named, raw: Named) -> float:
+    """Return by what gradients were multiplied."""
+    along = sum(float((x.double() * raw[name].double()).sum()) for name, x in used.items() if name in raw)
+    own = sum(float(x.double().square().sum()) for x in raw.values())
+    return along / own if own else 1.0
+
+
+def _recomputed(te: ModuleType, call: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return the same call, made by ``te.checkpoint``."""
+
+    def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return te.checkpoint(call or nn.Module.__call__, module, *args, use_reentrant=False, **kwargs)
+
+    return recomputed

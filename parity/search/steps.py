@@ -1,0 +1,271 @@
+"""Name what goes wrong in a training step whose single pass is right: in the optimizer, or between steps."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from parity.judge.updates import Deviation, Replay, deviations
+from parity.mistakes.codes import finding
+from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
+from parity.passes.steps import Named, Update
+from parity.result import Finding
+
+# Gradients that are not those of this step: what else they could be, tried in this order.
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Gradients that a mistake between steps would give.
+
+    Attributes:
+        title: of the finding, a key of ``CODES``; empty for the right gradients.
+        told: what is wrong and what to do about it.
+        gradients: computes them, by the reference's names.
+    """
+
+    title: str
+    told: str
+    gradients: Callable[[], Mapping[str, Tensor]]
+
+
+# In limits of the right gradients: a guess has roundings of its own, such as those of all steps that it adds up.
+_NEAR_ENOUGH = 2.0
+
+
+def gradients_explained(
+    limits: Mapping[str, float], candidate: Mapping[str, Tensor], guesses: Sequence[Guess]
+) -> Finding | None:
+    """Return the guess that is nearest to the weight gradients, if each is near enough; None if none is.
+
+    Args:
+        limits: bounds on the relative errors of the weight gradients, by name.
+        candidate: the candidate's weight gradients.
+        guesses: what they could be.
+    """
+
+    def margin(guess: Guess) -> float:
+        right = guess.gradients()
+        return max((_off(candidate[name], right[name]) / limit for name, limit in limits.items()), default=math.inf)
+
+    margins = [margin(guess) for guess in guesses]
+    best = min(range(len(guesses)), key=margins.__getitem__)
+    is_near = margins[best] <= _NEAR_ENOUGH and guesses[best].title
+    return finding(guesses[best].title, guesses[best].told) if is_near else None
+
+
+def factor_in_words(factor: float) -> str:
+    """Return a factor as people write it: ``4``, ``1/16`` or ``1.03``."""
+    for plain, text in ((factor, "{:.0f}"), (1.0 / factor if factor else math.inf, "1/{:.0f}")):
+        if 1.5 <= plain < 1e6 and abs(plain - round(plain)) <= 0.01 * plain:
+            nearest = 2.0 ** round(math.log2(plain))  # a loss scale is a power of two
+            return text.format(nearest if abs(plain - nearest) <= 0.01 * plain else plain)
+    return f"{factor:.3g}"
+
+
+def scale_of(candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> float:
+    """Return the factor by which all gradients together are too large, by least squares."""
+    along = sum(float((candidate[name].double() * x.double()).sum()) for name, x in golden.items())
+    size = sum(float(x.double().square().sum()) for x in golden.values())
+    return along / size if size else 1.0
+
+
+def _off(x: Tensor, golden: Tensor) -> float:
+    size, off = float(golden.double().norm()), float((x.double() - golden.double()).norm())
+    return off / size if size else math.inf if off else 0.0
+
+
+# Steps of the optimizer that the reference's does not make: settings with which it does.
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Another setting of the reference's optimizer.
+
+    Attributes:
+        told: what the port's optimizer does.
+        edit: gives the reference's optimizer that setting.
+    """
+
+    told: str
+    edit: Callable[[Optimizer], Optimizer]
+
+
+def optimizer_explained(
+    history: Sequence[Update],
+    wrong: Sequence[Deviation],
+    replayed: Callable[[Setting | None], Replay],
+    dtype: torch.dtype,
+) -> Finding:
+    """Return what is wrong with an optimizer's last step.
+
+    Args:
+        history: what the candidate's optimizer did in each step so far.
+        wrong: the parameters whose last step is not the reference's.
+        replayed: makes the reference's optimizer anew, with another setting if one is given.
+        dtype: in which the candidate's optimizer holds its weights.
+    """
+    own = replayed(None)
+    for setting in _settings(own):
+        replay = replayed(setting)
+        made = [replay.step(update) for update in history]
+        if all(_fits(update, after, dtype) for update, after in zip(history, made, strict=True)):
+            return finding(
+                "optimizer", f"{setting.told}, and then every step is the reference's; give both optimizers the same"
+            )
+    left_out = [one.name for one in wrong if math.isclose(one.share, 1.0, rel_tol=1e-6) and abs(one.along) < 1e-6]
+    if len(left_out) == len(wrong):
+        return finding(
+            "optimizer",
+            f"the candidate's optimizer does not step {_listed(left_out)}: give it all parameters, also those that are "
+            "made after it",
+        )
+    narrow = [
+        f"{key} in {str(kept).removeprefix('torch.')}" for key, kept in history[-1].kept_in.items() if kept.itemsize < 4
+    ]
+    if narrow:
+        return finding(
+            "optimizer",
+            f"the candidate's optimizer keeps {' and '.join(narrow)}, and its steps differ from the reference's by up "
+            f"to {max(one.share for one in wrong):.2g}; keep both in FP32, unless you want to save their memory",
+        )
+    factors = [one.along for one in wrong]
+    alike = max(factors) - min(factors) <= 1e-3 * abs(factors[0]) and all(
+        abs(one.share - abs(one.along - 1.0)) <= 1e-3 for one in wrong
+    )
+    number, worst = len(history), max(wrong, key=lambda one: one.share)
+    if alike:
+        return finding(
+            "optimizer",
+            f"step {number} is {factor_in_words(factors[0])} times the step that the reference's optimizer makes of "
+            "the same gradients: compare the learning rates, and when their schedules take a step",
+        )
+    return finding(
+        "optimizer",
+        f"in step {number} the candidate's optimizer makes another step of the same gradients than the reference's: "
+        f"{len(wrong)} parameters differ, {worst.name} by {worst.share:.2g} of its step",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _fits(update: Update, after: Named, dtype: torch.dtype) -> bool:
+    return all(one.is_right for one in deviations(update, after, dtype))
+
+
+def _settings(own: Replay) -> Iterator[Setting]:
+    """Yield settings that ports have in the place of the reference's, the likeliest first."""
+    first = own.optimizer.param_groups[0]
+    decays = [value for value in (0.0, *WEIGHT_DECAYS) if value != first.get("weight_decay")]
+    if "weight_decay" in first:
+        if first["weight_decay"]:
+            yield Setting("its optimizer decays no norms' weights and biases", _decaying(_is_matrix))
+        yield Setting("its optimizer decays norms' weights and biases as well", _decaying(lambda one: True))
+        for value in decays:
+            yield Setting(f"its optimizer has weight_decay={value:g}", _with(weight_decay=value))
+        if isinstance(own.optimizer, AdamW):
+            yield Setting(
+                "its optimizer adds the decay to the gradient, as Adam does, not to the weights, as AdamW does",
+                _as(Adam),
+            )
+        elif isinstance(own.optimizer, Adam):
+            yield Setting("its optimizer decays the weights, as AdamW does, not the gradient, as Adam does", _as(AdamW))
+    if "betas" in first:
+        for i, name in enumerate(("beta1", "beta2")):
+            for value in (*MOMENTA, 0.98, 0.8, 0.0):
+                if value != first["betas"][i]:
+                    betas = (value, first["betas"][1]) if i == 0 else (first["betas"][0], value)
+                    yield Setting(
+                        f"its optimizer has {name}={value:g}, the reference's {first['betas'][i]:g}", _with(betas=betas)
+                    )
+        for one, other in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
+            if (one, other) != tuple(first["betas"]):
+                yield Setting(f"its optimizer has betas=({one:g}, {other:g})", _with(betas=(one, other)))
+        yield Setting("its optimizer leaves out the correction of the moments' bias", _uncorrected)
+    if "eps" in first:
+        for value in (*OPTIMIZER_EPS, 1e-7, 1e-4, 1e-3):
+            if value != first["eps"]:
+                yield Setting(f"its optimizer has eps={value:g}, the reference's {first['eps']:g}", _with(eps=value))
+    for amsgrad in [True] if first.get("amsgrad") is False else []:
+        yield Setting("its optimizer takes the largest second moment so far (amsgrad)", _with(amsgrad=amsgrad))
+    if "momentum" in first:
+        for value in (0.0, *MOMENTA):
+            if value != first["momentum"]:
+                yield Setting(f"its optimizer has momentum={value:g}", _with(momentum=value))
+        yield Setting("its optimizer uses Nesterov's momentum", _with(nesterov=not first["nesterov"]))
+
+
+def _with(**settings: Any) -> Callable[[Optimizer], Optimizer]:
+    def edit(optimizer: Optimizer) -> Optimizer:
+        for group in optimizer.param_groups:
+            group.update(settings)
+        return optimizer
+
+    return edit
+
+
+def _as(kind: type[Optimizer]) -> Callable[[Optimizer], Optimizer]:
+    """Return an edit that makes another kind of optimizer with the same groups and settings."""
+
+    def edit(optimizer: Optimizer) -> Optimizer:
+        known = inspect.signature(kind.__init__).parameters
+        groups = [
+            {key: value for key, value in group.items() if key == "params" or key in known}
+            for group in optimizer.param_groups
+        ]
+        for group in groups:
+            group.pop("decoupled_weight_decay", None)
+        made: Any = kind
+        other: Optimizer = made(groups)
+        return other
+
+    return edit
+
+
+def _decaying(decays: Callable[[Tensor], bool]) -> Callable[[Optimizer], Optimizer]:
+    """Return an edit by which these parameters alone are decayed, by the largest decay of any group."""
+
+    def edit(optimizer: Optimizer) -> Optimizer:
+        decay = max(group["weight_decay"] for group in optimizer.param_groups)
+        groups = [
+            {**group, "params": some, "weight_decay": value}
+            for group in optimizer.param_groups
+            for value, some in (
+                (decay, [one for one in group["params"] if decays(one)]),
+                (0.0, [one for one in group["params"] if not decays(one)]),
+            )
+            if some
+        ]
+        optimizer.param_groups[:] = groups
+        return optimizer
+
+    return edit
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.dim() > 1
+
+
+def _uncorrected(optimizer: Optimizer) -> Optimizer:
+    """Let Adam count so many steps that its corrections are 1."""
+
+    def count(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                state = optimizer.state[one]
+                state.setdefault("exp_avg", torch.zeros_like(one))
+                state.setdefault("exp_avg_sq", torch.zeros_like(one))
+                state["step"] = torch.tensor(1e6)
+
+    optimizer.register_step_pre_hook(count)
+    return optimizer

@@ -1,0 +1,364 @@
+"""Compare a training: each step of the candidate's by itself, and what it leaves to the next.
+
+A training is chaotic: two right ones drift apart, since Adam moves a weight whose gradient is nearly 0 up or down by
+chance. So no step is compared with a step of another training. The candidate trains as it does. At each step the
+reference gets the weights that the candidate has, and loss and gradients are judged like those of any pass; the
+reference's optimizer gets the candidate's gradients, and must make the same step. A training is right if each of its
+steps is, and where one is not, that step is where to look.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case.case import Case, Training, mixed
+from parity.case.training import reference_optimizer
+from parity.case.validate import CheckedSize
+from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised
+from parity.judge.asked import Asked, CandidateRun
+from parity.judge.limits import Table
+from parity.judge.updates import Replay, deviations, held_in
+from parity.mistakes.codes import finding
+from parity.passes.modes import usual_modes
+from parity.passes.prepare import Prepared, prepare
+from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
+from parity.result import Finding, Result, Step, Switch, as_printable, label_of, label_of_steps
+from parity.search.steps import Guess, Setting, factor_in_words, gradients_explained, optimizer_explained, scale_of
+from parity.te import Kernels
+from parity.te.attention_backend import AttentionBackend, attention_backends
+from parity.te.precision import Precision, why_unavailable
+from parity.te.state import fresh_caches, fresh_quantization
+from parity.trace.surroundings import undisturbed
+from parity.user_error import UserError, said
+
+# By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
+_CLIPPING = 1e-2
+
+
+@dataclass
+class _Run:
+    """What is known of a training so far.
+
+    Attributes:
+        history: what the optimizer did in each step.
+        steps: each step as a result tells it.
+        gradients: the sum of the candidate's weight gradients over all earlier steps, for one that is not zeroed.
+        limits: of each weight gradient the largest bound on its relative error, over all steps.
+        amaxes: of each operand the largest magnitude that delayed scaling has seen.
+        weights: the weights before the previous step; None at the first.
+        worst: of each tensor the verdict with the largest margin.
+    """
+
+    history: list[Update] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    gradients: Named = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
+    amaxes: dict[int, Tensor] = field(default_factory=dict)
+    weights: Named | None = None
+    worst: dict[str, Any] = field(default_factory=dict)
+
+
+@fresh_caches()
+@fresh_quantization()
+def train_at(
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    calibration: Table,
+    steps: int,
+    switch: Switch = "",
+    attention: AttentionBackend | None = None,
+    diagnosis: float | None = 0.0,
+) -> Result:
+    """Train the candidate for some steps, judge each, and say what is wrong with the first that is.
+
+    Never raises because of a module that fails: the result's status and reason tell.
+
+    Args:
+        steps: how many, from 1.
+        switch: ``resume`` to save the training in the middle, and to go on with a new module that loads it, which must
+            compute the same to the bit; ``recompute`` to make each call by ``te.checkpoint``.
+        diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
+
+    Returns:
+        One result, whose tensors are those with the largest margins of all steps.
+    """
+    began = time.perf_counter()
+    labelled = dataclasses.replace(checked, label=label_of_steps(checked.label, steps, switch))
+    asked = Asked(case, labelled, precision, seed, kernels, calibration, attention)
+    unavailable = why_unavailable(precision, kernels)
+    if unavailable is not None:
+        return asked.result("skipped", reason=unavailable)
+    with (
+        usual_modes(),
+        undisturbed(mixed(seed, "everything else")) as disturbed,
+        attention_backends(attention),
+        ExitStack() as resuming,
+    ):
+        result = unless_raised(
+            lambda: _trained(asked, checked, steps, switch, diagnosis, resuming), partial(_broken_off, asked)
+        )
+    result = as_printable(noting(result, disturbed))
+    return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+
+def _broken_off(asked: Asked, error: BaseException) -> Result:
+    """Return the error of a training in which something raised, such as the port's own step."""
+    if isinstance(error, UserError):
+        return asked.result("error", reason=said(error))
+    return broken_off(asked, error).result
+
+
+def _trained(
+    asked: Asked, checked: CheckedSize, steps: int, switch: Switch, diagnosis: float | None, resuming: ExitStack
+) -> Result:
+    case, precision, seed, kernels = asked.case, asked.precision, asked.seed, asked.kernels
+    run, at = _Run(), (checked, precision, seed, kernels, asked.calibration, asked.attention)
+    first = step_case(case, 1, None, seed)
+    prepared = prepare(first, checked, precision.dtype, seed, kernels)
+    trainee = Trainee(case, checked, prepared, precision, seed, kernels, switch == "recompute")
+    trainee.settle()
+    training = case.build(kernels.te, checked.size).training
+    replay = _replay(prepared, training)
+    for number in range(1, steps + 1):
+        weights = trainee.weights
+        step = first if number == 1 else step_case(case, number, weights, seed)
+        prepared = prepare(step, checked, precision.dtype, seed, kernels)
+        if precision.warmup_passes:
+            prepared.past.is_followed, prepared.past.before = True, run.amaxes
+        lost = None
+        if switch == "resume" and number == steps // 2 + 1:
+            saved, uninterrupted = trainee.saved(), trainee.step(prepared)
+            resuming.enter_context(fresh_quantization())
+            trainee = Trainee(case, checked, prepared, precision, seed, kernels)
+            trainee.load(*saved)
+            stepped = trainee.step(prepared)
+            lost = _lost(number, uninterrupted, stepped)
+        else:
+            stepped = trainee.step(prepared)
+        judged = judge_at(step, *at, made=CandidateRun(stepped.tensors, stepped.unreached)).result
+        run.history.append(stepped.update)
+        _note(run, number, judged, prepared, stepped)
+        findings: tuple[Finding, ...] = ()
+        if lost is not None:
+            findings = (lost,)
+        elif judged.status != "passed":
+            findings = _of_gradients(run, number, judged, stepped, prepared, asked, checked, diagnosis)
+        elif wrong := _of_optimizer(run, replay, stepped, training, prepared, precision):
+            findings = (wrong,)
+        if judged.status != "passed" or findings:
+            return _result(asked, run, "failed" if judged.status == "passed" else judged.status, judged, findings)
+        run.weights, run.amaxes = weights, prepared.past.after_step()
+        _add(run.gradients, stepped)
+    return _result(asked, run, "passed", judged, ())
+
+
+def _replay(prepared: Prepared, training: Training, setting: Setting | None = None) -> Replay:
+    edit = setting.edit if setting else (lambda optimizer: optimizer)
+    return Replay(prepared.reference, reference_optimizer(training), training.scheduler, edit)
+
+
+def _note(run: _Run, number: int, judged: Result, prepared: Prepared, stepped: Stepped) -> None:
+    for tensor in judged.tensors:
+        if tensor.kind == "weight gradient" and tensor.numel:
+            run.limits[tensor.name] = max(run.limits.get(tensor.name, 0.0), tensor.tolerance_relative_l2)
+        name = "loss" if tensor.kind == "output" else tensor.name
+        told = dataclasses.replace(tensor, name=name, step=number)
+        known = run.worst.get(told.kind + name)
+        if known is None or not known.margin > told.margin:
+            run.worst[told.kind + name] = told
+    loss = float(stepped.tensors["output", "output"])
+    golden = float(prepared.golden.outputs["output"])
+    run.steps.append(Step(number, loss, golden, judged.margin))
+
+
+def _add(total: Named, stepped: Stepped) -> None:
+    for (kind, name), x in stepped.tensors.items():
+        if kind == "weight gradient":
+            total[name] = total[name] + x if name in total else x.float()
+
+
+def _of_gradients(
+    run: _Run,
+    number: int,
+    judged: Result,
+    stepped: Stepped,
+    prepared: Prepared,
+    asked: Asked,
+    checked: CheckedSize,
+    diagnosis: float | None,
+) -> tuple[Finding, ...]:
+    """Return why a step's loss or gradients are wrong: as a single pass of a new module is, or between steps."""
+    if judged.status != "failed" or diagnosis is None:
+        return judged.findings
+    candidate = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
+    golden = prepared.golden.weight_gradients
+    precision, seed, kernels = asked.precision, asked.seed, asked.kernels
+
+    def golden_of(number: int, weights: Named | None) -> Mapping[str, Tensor]:
+        other = step_case(asked.case, number, weights, seed)
+        return prepare(other, checked, precision.dtype, seed, kernels).golden.weight_gradients
+
+    factor = scale_of(candidate, golden)
+    guesses = [
+        Guess("", "", lambda: golden),  # the loss alone is wrong
+        Guess(
+            "stale-gradient",
+            f"in step {number} the optimizer is given no gradients: let backward come before its step",
+            lambda: {name: torch.zeros_like(x) for name, x in golden.items()},
+        ),
+        Guess(
+            "loss-scale",
+            f"the loss that step {number} differentiates is {factor_in_words(factor)} times the reference's: divide a "
+            "loss by what it is averaged over, once, however many micro-batches there are; undo a loss scale before "
+            "the gradients are used",
+            lambda: {name: factor * x for name, x in golden.items()},
+        ),
+    ]
+    if number > 1:
+        sums = run.gradients
+        guesses += [
+            Guess(
+                "gradient-not-zeroed",
+                f"the gradients of step {number} are its own and those of the steps before: set them to zero in each "
+                "step, also main_grad where TE adds to it",
+                lambda: {name: x + sums[name].to(x) for name, x in golden.items()},
+            ),
+            Guess(
+                "stale-weights",
+                f"the gradients of step {number} are those of the weights before the last update: a copy of these is "
+                "kept, such as FP8 weights with is_first_microbatch=False, an FP32 master that is not copied back, "
+                "or a graph's",
+                lambda: golden_of(number, run.weights),
+            ),
+            Guess(
+                "weight-cache-stale",
+                f"the gradients of step {number} are those of the weight matrices before the last update: FP8 copies "
+                "of these are kept; call the module with is_first_microbatch=True, or None, once after each update",
+                lambda: golden_of(number, {**prepared_weights(prepared), **_matrices(run.weights or {})}),
+            ),
+            Guess(
+                "stale-gradient",
+                f"the gradients of step {number} are those of the step before: let backward come before the "
+                "optimizer's step, and make a step of each batch",
+                lambda: golden_of(number - 1, run.weights),
+            ),
+            Guess(
+                "stale-batch",
+                f"the gradients of step {number} are those of the batch before: copy each batch into the buffers that "
+                "a graph or a loader reads",
+                lambda: golden_of(number - 1, prepared_weights(prepared)),
+            ),
+        ]
+    at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
+    alone = judge_at(step_case(asked.case, number, None if number == 1 else prepared_weights(prepared), seed), *at)
+    if alone.result.status != "passed":
+        return explain_at(alone, diagnosis).findings
+    found = gradients_explained(run.limits, candidate, guesses)
+    if found is not None:
+        return (found,)
+    worst = judged.worst
+    where = f", first {worst.label}" if worst else ""
+    return (
+        finding(
+            "state-between-steps",
+            f"a new module with the same weights computes step {number} right, and the one that was trained does "
+            f"not{where}: look at what the steps before have left, such as FP8 scales, cached weights and buffers, and "
+            "at what your training step does besides one pass",
+        ),
+    )
+
+
+def prepared_weights(prepared: Prepared) -> Named:
+    """Return the reference's weights of a prepared step."""
+    return {name: parameter.detach().clone() for name, parameter in prepared.reference.named_parameters()}
+
+
+def _matrices(weights: Named) -> Named:
+    return {name: x for name, x in weights.items() if x.dim() > 1}
+
+
+def _lost(number: int, uninterrupted: Stepped, resumed: Stepped) -> Finding | None:
+    """Return what a resumed training has lost; None if its first step is the uninterrupted one's to the bit."""
+    differing = [
+        label_of(kind, "loss" if kind == "output" else name)
+        for (kind, name), x in uninterrupted.tensors.items()
+        if not torch.equal(x, resumed.tensors[kind, name])
+    ]
+    one, other = uninterrupted.update, resumed.update
+    moments = [key for key, some in one.moments.items() if not _are_same(some, other.moments.get(key, {}))]
+    if not differing and not moments and _are_same(one.after, other.after):
+        return None
+    what = (
+        f"{', '.join(differing[:3])}{' and more' if len(differing) > 3 else ''} are others"
+        if differing
+        else (f"its optimizer's {', '.join(moments) or 'weights'} are others after it")
+    )
+    where = (
+        "FP8 scales, which TE keeps in _extra_state of each module's state_dict, and buffers"
+        if differing
+        else "the optimizer's state, with its moments, its count of steps and its FP32 master weights"
+    )
+    return finding(
+        "state-not-saved",
+        f"step {number}, the first of a training that was saved and loaded, is not that of the same training without "
+        f"interruption: {what}; save and load {where}",
+    )
+
+
+def _are_same(some: Named, others: Named) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in some.items())
+
+
+def _of_optimizer(
+    run: _Run, replay: Replay, stepped: Stepped, training: Training, prepared: Prepared, precision: Precision
+) -> Finding | None:
+    """Return why the optimizer's step is not the reference's; None if it is."""
+    expected = 1.0 if training.clip is None else _clipping(training.clip, stepped)
+    if abs(stepped.clipped - expected) > _CLIPPING * expected:
+        return finding(
+            "gradient-clipping",
+            f"gradients are multiplied by {stepped.clipped:.4g} before the optimizer sees them, and the reference "
+            f"multiplies them by {expected:.4g}: compare the largest norm, and of which gradients it is taken",
+        )
+    dtype = held_in(run.history, precision.dtype)
+    right = replay.step(stepped.update)
+    wrong = [one for one in deviations(stepped.update, right, dtype) if not one.is_right]
+    if wrong:
+        return optimizer_explained(run.history, wrong, lambda setting: _replay(prepared, training, setting), dtype)
+    if dtype is not torch.float32 and any(one.rounding > 0.5 for one in deviations(stepped.update, right, dtype)):
+        return finding(
+            "master-weights",
+            f"weights are held in {str(dtype).removeprefix('torch.')} alone, which loses most of a step that is "
+            "smaller than half the distance between two of its numbers; keep FP32 master weights: "
+            "te.optimizers.FusedAdam(..., master_weights=True)",
+        )
+    return None
+
+
+def _clipping(largest: float, stepped: Stepped) -> float:
+    """Return by what clipping to the largest norm multiplies the candidate's gradients."""
+    gradients = (x.double() for (kind, _), x in stepped.tensors.items() if kind == "weight gradient")
+    norm = sum(float(x.square().sum()) for x in gradients) ** 0.5
+    return min(1.0, largest / (norm + 1e-6))
+
+
+def _result(asked: Asked, run: _Run, status: Any, judged: Result, findings: tuple[Finding, ...]) -> Result:
+    tensors = tuple(run.worst.values())
+    reason = judged.reason
+    if status == "failed":
+        reason = f"step {len(run.steps)} is the first that is not right"
+    return asked.result(
+        status, reason=reason, tensors=tensors, findings=findings, notes=judged.notes, steps=tuple(run.steps)
+    )

@@ -1,0 +1,148 @@
+"""Trainings: right ones pass at each step, and what goes wrong between steps is told at the step where it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.optim import Optimizer
+
+import parity
+from parity import Training
+from parity.case import registry
+from parity.case.training import Model
+from parity.lab.studies.trainings.rows import (
+    RIGHT,
+    WRONG,
+    Declared,
+    case_of,
+    plain,
+    step,
+    stepping,
+)
+from parity.result import Result, from_json, to_json
+
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
+
+
+def trained(training: Declared, precision: str = "fp32", steps: int = 3, host: str = "mlp", **options: Any) -> Result:
+    (result,) = parity.compare(case_of(host, training), [precision], steps=steps, **options)
+    return result
+
+
+# Right trainings.
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_right_training_passes_at_every_step(precision):
+    results = parity.compare(case_of("mlp"), [precision], seeds=range(3), steps=5)
+    assert [(one.status, one.reason, len(one.steps)) for one in results] == [("passed", "", 5)] * 3
+    assert results[0].item.endswith("-steps5]")
+    assert from_json(to_json(results[0])) == results[0]
+
+
+@pytest.mark.parametrize("training", RIGHT.values(), ids=RIGHT)
+def test_a_training_in_another_way_is_right_as_well(training):
+    result = trained(training)
+    assert (result.status, result.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize("switch", ["resume", "recompute"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_training_that_is_resumed_or_recomputed_is_right(precision, switch):
+    result = trained(RIGHT["a schedule"], precision, steps=4, switch=switch)
+    assert (result.status, result.findings, len(result.steps)) == ("passed", (), 4)
+    assert result.item.endswith(f"-steps4-{switch}]")
+
+
+def test_the_tensors_of_a_result_are_the_worst_of_all_steps():
+    result = trained(plain, steps=3)
+    assert result.margin == max(one.margin for one in result.steps)
+    assert {tensor.step for tensor in result.tensors} <= {1, 2, 3}
+    assert "at step" in result.tensors[0].label
+
+
+# What goes wrong, and what is said of it.
+
+
+TOLD = [(row, "fp32" if not row.precisions or "fp32" in row.precisions else row.precisions[0]) for row in WRONG]
+TOLD += [(row, "fp8_delayed") for row in WRONG[:15] if not row.precisions or "fp8_delayed" in row.precisions]
+
+
+@pytest.mark.parametrize(("row", "precision"), TOLD, ids=[f"{row.name}, {precision}" for row, precision in TOLD])
+def test_what_goes_wrong_in_a_training_is_told(row, precision):
+    result = trained(row.training, precision, steps=4, host=row.host, switch=row.switch)
+    assert result.status == "failed"
+    assert result.reason.startswith("step ")
+    assert result.findings[0].title in row.titles
+    assert row.told in result.findings[0].message
+
+
+def test_a_mistake_of_a_single_pass_is_told_as_such():
+    def other_norm(te):
+        pair = case_of("mlp").factory(te)
+        pair.candidate.eps = 0.1
+        return pair
+
+    (result,) = parity.compare(parity.Case("norm", other_norm, sizes=({},)), ["fp32"], steps=2)
+    assert result.reason.startswith("step 1 ")
+    assert [one.title for one in result.findings] == ["norm-eps"]
+
+
+def test_the_page_s_example_runs(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+    file = tmp_path / "example_of_training.py"
+    file.write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    (case,) = registry.load_file(file)
+    assert (case.steps, case.switches) == (3, ("resume",))
+    (result,) = parity.compare(case, ["bf16"], steps=case.steps, switch="resume")
+    assert result.passed
+
+
+# What a training cannot be compared with.
+
+
+def test_a_step_that_steps_its_optimizer_twice_is_an_error():
+    def twice(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.step()
+        return step(model, optimizer, x)
+
+    result = trained(stepping(twice))
+    assert result.status == "error"
+    assert "called it 2 times" in result.reason
+
+
+def test_a_step_that_raises_is_an_error_with_its_line():
+    def raising(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        raise ValueError("no such batch")
+
+    result = trained(stepping(raising))
+    assert result.status == "error"
+    assert "ValueError: no such batch; at " in result.reason
+
+
+def test_a_loss_of_many_numbers_is_an_error():
+    result = trained(lambda te: Training(loss=lambda output, x: output))
+    assert result.status == "error"
+    assert "holds one number" in result.reason
+
+
+@pytest.mark.parametrize("make", ["optimizer", "candidate_optimizer"])
+def test_an_optimizer_is_one_of_torch(make):
+    result = trained(lambda te: Training(**{make: lambda model: "Adam"}))
+    assert result.status == "error"
+    assert "torch.optim.Optimizer, not str" in result.reason
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, True, "3"])
+def test_steps_are_a_whole_number(steps):
+    with pytest.raises(parity.UserError, match="steps is a whole number"):
+        parity.compare(case_of("mlp"), ["fp32"], steps=steps)
+
+
+@pytest.mark.parametrize(("switch", "steps", "told"), [("resume", 1, "two steps or more"), ("graph", 3, "no way")])
+def test_a_switch_is_a_known_one_of_two_steps(switch, steps, told):
+    with pytest.raises(parity.UserError, match=told):
+        parity.compare(case_of("mlp"), ["fp32"], steps=steps, switch=switch)
