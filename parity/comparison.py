@@ -125,7 +125,7 @@ def explain_at(judged: Judged, diagnosis: float | None) -> Result:
         return dataclasses.replace(result, notes=(*result.notes, NOT_SEARCHED))
     began = time.perf_counter()
     with usual_modes(), undisturbed(mixed(result.seed, "the search")) as disturbed:
-        explained = unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(_without_cause, result))
+        explained = unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(without_cause, result))
     explained = as_printable(noting(explained, disturbed))
     notes = dict.fromkeys((*explained.notes, *result.notes))  # of parts, the search has only their own
     return dataclasses.replace(explained, notes=tuple(notes), seconds=result.seconds + time.perf_counter() - began)
@@ -169,7 +169,7 @@ def _raised_at(error: BaseException) -> str:
     return "; at ".join(filter(None, (raised(error), users_line(error))))
 
 
-def _without_cause(verdict: Result, error: BaseException) -> Result:
+def without_cause(verdict: Result, error: BaseException) -> Result:
     """Return the verdict, which stands whatever became of the search for its cause."""
     note = f"the search for the cause raised {_raised_at(error)}"
     return dataclasses.replace(verdict, notes=(*verdict.notes, note), device_error=classify(error))
@@ -551,7 +551,7 @@ def _to_explain(tensors: Sequence[TensorResult], by_average: Sequence[TensorResu
 
 def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
     """Return a failure with its findings and the search's notes, or with a note that says how the search broke off."""
-    return unless_raised(lambda: _searched_for(result, unexplained, seconds), partial(_without_cause, result))
+    return unless_raised(lambda: _searched_for(result, unexplained, seconds), partial(without_cause, result))
 
 
 def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> Result:

@@ -23,7 +23,7 @@ from torch import Tensor
 from parity.case.case import Case, Training, mixed
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
-from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised
+from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
 from parity.judge.updates import Replay, deviations, held_in
@@ -42,6 +42,10 @@ from parity.user_error import UserError, said
 
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
+
+
+# The loss of a training is in FP32 whatever its precision; a note on that tells nothing.
+_LOSS_IN = "the candidate returns output in "
 
 
 @dataclass
@@ -154,7 +158,11 @@ def _trained(
         if lost is not None:
             findings = (lost,)
         elif judged.status != "passed":
-            findings = _of_gradients(run, number, judged, stepped, prepared, asked, checked, diagnosis)
+            judged = unless_raised(
+                partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis),
+                partial(without_cause, judged),
+            )
+            findings = judged.findings
         elif wrong := _of_optimizer(run, replay, stepped, training, prepared, precision):
             findings = (wrong,)
         if judged.status != "passed" or findings:
@@ -189,7 +197,7 @@ def _add(total: Named, stepped: Stepped) -> None:
             total[name] = total[name] + x if name in total else x.float()
 
 
-def _of_gradients(
+def _explained(
     run: _Run,
     number: int,
     judged: Result,
@@ -198,10 +206,10 @@ def _of_gradients(
     asked: Asked,
     checked: CheckedSize,
     diagnosis: float | None,
-) -> tuple[Finding, ...]:
-    """Return why a step's loss or gradients are wrong: as a single pass of a new module is, or between steps."""
+) -> Result:
+    """Return the verdict on a step whose loss or gradients are wrong, with what makes them so."""
     if judged.status != "failed" or diagnosis is None:
-        return judged.findings
+        return judged
     candidate = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
     golden = prepared.golden.weight_gradients
     precision, seed, kernels = asked.precision, asked.seed, asked.kernels
@@ -264,20 +272,16 @@ def _of_gradients(
     at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
     alone = judge_at(step_case(asked.case, number, None if number == 1 else prepared_weights(prepared), seed), *at)
     if alone.result.status != "passed":
-        return explain_at(alone, diagnosis).findings
-    found = gradients_explained(run.limits, candidate, guesses)
-    if found is not None:
-        return (found,)
-    worst = judged.worst
-    where = f", first {worst.label}" if worst else ""
-    return (
-        finding(
-            "state-between-steps",
-            f"a new module with the same weights computes step {number} right, and the one that was trained does "
-            f"not{where}: look at what the steps before have left, such as FP8 scales, cached weights and buffers, and "
-            "at what your training step does besides one pass",
-        ),
+        told = explain_at(alone, diagnosis)
+        return dataclasses.replace(judged, findings=told.findings, notes=(*judged.notes, *told.notes))
+    worst = f", first {judged.worst.label}" if judged.worst else ""
+    found = gradients_explained(run.limits, candidate, guesses) or finding(
+        "state-between-steps",
+        f"a new module with the same weights computes step {number} right, and the one that was trained does "
+        f"not{worst}: look at what the steps before have left, such as FP8 scales, cached weights and buffers, and "
+        "at what your training step does besides one pass",
     )
+    return dataclasses.replace(judged, findings=(found,))
 
 
 def prepared_weights(prepared: Prepared) -> Named:
@@ -359,6 +363,5 @@ def _result(asked: Asked, run: _Run, status: Any, judged: Result, findings: tupl
     reason = judged.reason
     if status == "failed":
         reason = f"step {len(run.steps)} is the first that is not right"
-    return asked.result(
-        status, reason=reason, tensors=tensors, findings=findings, notes=judged.notes, steps=tuple(run.steps)
-    )
+    notes = tuple(dict.fromkeys(note for note in judged.notes if not note.startswith(_LOSS_IN)))
+    return asked.result(status, reason=reason, tensors=tensors, findings=findings, notes=notes, steps=tuple(run.steps))

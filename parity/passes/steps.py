@@ -167,6 +167,7 @@ class Trainee:
             raise UserError(
                 f"candidate_optimizer must return a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
             )
+        self._stepped = _stepped(pair.candidate, self.optimizer)
         self._scheduler = training.scheduler(self.optimizer) if training.scheduler else None
         self._places = {name: _places(name, shape) for name, shape in self._shapes.items()}
         self._warmup_passes = precision.warmup_passes
@@ -234,7 +235,8 @@ class Trainee:
         inputs = named_inputs(kwargs or args, prepared.input_names)
         tensors: Tensors = {("output", "output"): loss.detach().reshape(())}
         leaves = {name: x for name, x in inputs.items() if x.is_floating_point()}
-        tensors |= {("input gradient", name): x.grad for name, x in leaves.items() if x.grad is not None}
+        if self._pair.training.candidate_step is None:  # which may scale the loss, and undo that where it is used
+            tensors |= {("input gradient", name): x.grad for name, x in leaves.items() if x.grad is not None}
         gradients = {name: or_zero(raw.get(name), one) for name, one in self._module.named_parameters()}
         tensors |= {("weight gradient", name): x for name, x in self._gradients(gradients).items()}
         given = {name: or_zero(used.get(name), one) for name, one in self._module.named_parameters()}
@@ -260,10 +262,10 @@ class Trainee:
         seen = _Seen([], {})
 
         def keep(*_: Any) -> None:
-            seen.used.append(_copied(self._module))
+            seen.used.append(_copied(self._stepped))
 
         def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            seen.raw = seen.raw or _copied(self._module)
+            seen.raw = seen.raw or _copied(self._stepped)
             return original(*args, **kwargs)
 
         hook = self.optimizer.register_step_pre_hook(keep)
@@ -275,16 +277,18 @@ class Trainee:
     def _followed_weights(self) -> Named:
         """Return the weights that the optimizer steps, which may be FP32 copies of the module's."""
         held = _held(self._module)
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._stepped.items():
             own = self.optimizer.state.get(parameter, {}).get("master_param")
             if isinstance(own, Tensor):
                 held[name] = own.detach().reshape(parameter.shape).double()
+            elif not state.is_quantized(parameter):
+                held[name] = parameter.detach().double()
         return self._sampled(self._to_reference(held))
 
     def _moments(self) -> dict[str, Named]:
         """Return what the optimizer keeps of each element's gradients."""
         found: dict[str, Named] = {}
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._stepped.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.numel() == parameter.numel() and key != "master_param":
                     found.setdefault(key, {})[name] = self._unscaled(parameter, key, value)
@@ -330,14 +334,34 @@ def _standing_still(optimizer: Optimizer) -> Iterator[None]:
             group.update(before)
 
 
-def _copied(module: nn.Module) -> Named:
+def _stepped(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Return what the optimizer steps for each of the module's parameters: itself, or a copy in FP32 of a port's own.
+
+    A copy is told by its shape and values. A parameter that the optimizer does not step stands for itself.
+    """
+    parameters = dict(module.named_parameters())
+    own = {id(one) for one in parameters.values()}
+    copies = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in own]
+    found = {}
+    for name, one in parameters.items():
+        alike = (x for x in copies if x.shape == one.shape and torch.equal(x.detach().to(one.dtype), one.detach()))
+        found[name] = next(alike, one) if copies else one
+        copies = [x for x in copies if x is not found[name]]
+    return found
+
+
+def _copied(parameters: Mapping[str, nn.Parameter]) -> Named:
     """Return copies of the gradients that there are."""
-    found = {name: state.gradient(parameter) for name, parameter in module.named_parameters()}
+    found = {name: state.gradient(parameter) for name, parameter in parameters.items()}
     return {name: x.detach().clone() for name, x in found.items() if x is not None}
 
 
 def _held(module: nn.Module) -> Named:
-    return {name: state.dequantized_tensor(one.detach()).double() for name, one in module.named_parameters()}
+    """Return the weights as the module computes with them; quantized ones to FP32, as optimizers read them."""
+    held: dict[str, Any] = {name: one.detach() for name, one in module.named_parameters()}
+    return {
+        name: (x.dequantize(dtype=torch.float32) if state.is_quantized(x) else x).double() for name, x in held.items()
+    }
 
 
 def _leaves(inputs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from parity.lab.studies.trainings.rows import (
     RIGHT,
     WRONG,
     Declared,
+    adam,
     case_of,
     plain,
     step,
@@ -46,6 +48,23 @@ def test_a_right_training_passes_at_every_step(precision):
 @pytest.mark.parametrize("training", RIGHT.values(), ids=RIGHT)
 def test_a_training_in_another_way_is_right_as_well(training):
     result = trained(training)
+    assert (result.status, result.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_current"])
+def test_a_port_may_step_fp32_copies_of_its_own(precision):
+    result = trained(RIGHT["FP32 copies of its own"], precision, steps=5)
+    assert (result.status, result.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize("switch", ["", "resume"])
+def test_fp8_weights_with_fp32_master_weights_are_trained(switch):
+    def quantized(te):
+        recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling()
+        with te.quantized_model_init(enabled=True, recipe=recipe):
+            return case_of("mlp", adam(master_weights=True)).factory(te)
+
+    (result,) = parity.compare(parity.Case("fp8", quantized, sizes=({},)), ["fp8_current"], steps=4, switch=switch)
     assert (result.status, result.findings) == ("passed", ())
 
 

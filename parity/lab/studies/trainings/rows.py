@@ -476,7 +476,52 @@ WRONG = (
     Row("a layer's eps of 1e-4", adam(eps=1e-4), _OPTIMIZER, "eps=0.0001", host="llama"),
 )
 
+
+def reference_adamw(model: nn.Module) -> Optimizer:
+    """Make the optimizer that a reference has if its pair names none."""
+    return AdamW(model.parameters(), **ADAM)
+
+
+class OwnMasters:
+    """Steps FP32 copies of the weights with torch's AdamW, as many trainers do, under a loss scale that is undone.
+
+    Attributes:
+        masters: the copies, in the order of the module's parameters.
+    """
+
+    def __init__(self) -> None:
+        self.masters: list[nn.Parameter] = []
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Make the copies and their optimizer."""
+        self.masters = [nn.Parameter(one.detach().float().clone()) for one in model.parameters()]
+        return AdamW(self.masters, **ADAM)
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Make a step."""
+        for one in model.parameters():
+            one.grad = None
+        loss = model.loss(x)
+        (8.0 * loss).backward()
+        with torch.no_grad():
+            for one, master in zip(model.parameters(), self.masters, strict=True):
+                master.grad = None if one.grad is None else one.grad.float() / 8.0
+            optimizer.step()
+            for one, master in zip(model.parameters(), self.masters, strict=True):
+                one.copy_(master)
+        return loss
+
+
+def own_masters(te: ModuleType) -> Training:
+    """Return a training with FP32 copies of the port's own."""
+    own = OwnMasters()
+    return Training(
+        candidate_optimizer=own.optimizer, candidate_step=own, optimizer=lambda model: AdamW(model.parameters(), **ADAM)
+    )
+
+
 RIGHT: dict[str, Declared] = {
+    "FP32 copies of its own": own_masters,
     "plain": plain,
     "micro-batches": stepping(in_micro_batches),
     "clipping": lambda te: Training(clip=CLIP),
