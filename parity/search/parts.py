@@ -46,6 +46,7 @@ _AN_EDIT = 0.1  # forward passes that it takes to compute what an edit returns
 _LARGEST_SHARE = 2.0  # of a mistake with its own constant, in the part where it is made: 1 if it is linear
 _UNCLEAR = 0.3  # what a part leaves of the error's square to first order, over what it explains
 _WAYS = 2  # dimensions of a mistake whose parts are tried, the clearest first
+_CONSTANTS = (1 / 8, 1 / 3, 3, 8)  # times its own: what is right of the part may do so much less, or more
 _FITTED = 8  # mistakes along one dimension whose shares are fitted, the clearest first
 _STEPS = (3, 9)  # of these fits: of all, and of the best
 _BEST = 3  # how many that are
@@ -351,11 +352,16 @@ class _Division:
         self.part = _part(self.shares, self.effects, self.one.tuned is not None, self.dim is None)
 
     def made(self, failure: Failure) -> Iterator[Hypothesis]:
-        """Yield the mistake made in the part, then in those nearby; nothing if the part has no name."""
+        """Yield the mistake made in the part, with constants on both sides, and in parts nearby; nothing if it has no
+        name.
+        """
         for part in [self.part, *self._nearby()] if self.part.indices else []:
             place = self._place(failure, part)
             if place:
-                yield _made_in(self.one, place, self.where, self.dim, part)
+                made = _made_in(self.one, place, self.where, self.dim, part)
+                yield made
+                if part is self.part and made.tuned is not None and made.value is not None:
+                    yield from map(made.tuned, (made.value * factor for factor in _CONSTANTS))
 
     def _nearby(self) -> Iterator[_Part]:
         """Yield the part with an end moved by one, if it is a range: the index at its end may do little."""

@@ -44,15 +44,14 @@ class Reference(nn.Module):
     def __init__(self, sinks: bool = False, alibi: bool = False, flat: bool = False) -> None:
         super().__init__()
         self.sinks = nn.Parameter(torch.tensor([1.0, -0.5])) if sinks else None
-        self.alibi, self.flat, self.reversed_sinks = alibi, flat, False
+        self.alibi, self.flat, self.sinks_as = alibi, flat, lambda sinks: sinks
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         scores = self._products_of_all_heads(query, key) if self.flat else self._products(query, key)
         scores = scores + torch.full((SEQ, SEQ), float("-inf"), dtype=scores.dtype).triu(1)
         if self.sinks is not None:
-            sinks = self.sinks.flip(0) if self.reversed_sinks else self.sinks
-            sinks = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            sinks = self.sinks_as(self.sinks).to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             joined = torch.cat((scores, sinks), -1)
             probabilities = F.softmax(joined - joined.max(-1, keepdim=True).values, -1)[..., :-1]
         else:
@@ -128,15 +127,23 @@ def test_another_bias_sink_or_scale_is_told(reference, call, options, title):
     tells_only(with_extras(reference, call, **options), title)
 
 
-def test_sinks_of_other_heads_are_told():
+@pytest.mark.parametrize(
+    ("sinks_as", "told"),
+    [
+        (lambda sinks: sinks.flip(0), "they are in the reverse order of heads."),
+        (lambda sinks: -sinks, "they are negated."),
+        (lambda sinks: sinks * torch.tensor([1.0, -1.0]), "they are negated, in head 1."),
+    ],
+)
+def test_other_sinks_are_told(sinks_as, told):
     def port(te: Any) -> nn.Module:
         module = Reference(sinks=True)
-        module.reversed_sinks = True
+        module.sinks_as = sinks_as
         return module
 
     heads = (2, SEQ, 2, KEY_DIM)
     result = compared(lambda: Reference(sinks=True), port, normal(heads, heads, heads))
-    tells_only(result, "softmax-sink", "they are in the reverse order of heads.")
+    tells_only(result, "softmax-sink", told)
 
 
 # Slopes of ALiBi: TE has the paper's by default, which are others than a reference's of its own formula.

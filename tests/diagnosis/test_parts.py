@@ -65,6 +65,9 @@ class Attention(nn.Module):
 
     def _turned(self, x: Tensor, each: int) -> Tensor:
         """Return what is rotated, of which every group has so many heads."""
+        if self.wrong in ("late query", "query's base") and each > 1:
+            late = {"late query": rotated(F.pad(x, (0, 0, 5, 0)))[:, :, 5:], "query's base": rotated(x, 40_000.0)}
+            return mixed(rotated(x), late[self.wrong], self.dim, self.indices)
         others = {"unrotated": x, "base": rotated(x, 40_000.0)}
         heads = tuple(group * each + head for group in self.indices for head in range(each))
         return mixed(rotated(x), others[self.wrong], 1, heads) if self.wrong in others else rotated(x)
@@ -79,6 +82,8 @@ class Attention(nn.Module):
         ("scale", 1, (5,), "softmax-scale", "it is 0.5, in head 5."),
         ("scale", 1, (0, 1, 2, 4, 5, 6, 7), "softmax-scale", "it is 0.5, in all heads but 3."),
         ("scale", 1, (1, 3, 5, 7), "softmax-scale", "it is 0.5, in every second head from 1 on."),
+        ("late query", 2, (17,), "rope-position", "or the query's by +5, in position 17."),
+        ("query's base", 1, (2,), "rope-base", "base 4e+04, in the query, in head 2."),
         ("mask", 0, (1,), "mask", "later keys are attended to, in sequence 1."),
         ("mask", 2, (4,), "mask", "later keys are attended to, in position 4."),
         ("", 1, (), "passed", ""),
@@ -87,6 +92,51 @@ class Attention(nn.Module):
 def test_a_mistake_in_a_part_is_told_with_the_part(wrong, dim, indices, title, part, precision):
     made = dict(wrong=wrong, dim=dim, indices=indices)
     tells_only(twins(Attention, made, normal((BATCH, SEQ, HIDDEN)), precision), title, part)
+
+
+class Layers(nn.Module):
+    """A norm and layers beside each other, in which some channels lack a bias or a gain, or one layer has a factor."""
+
+    def __init__(self, linear: Any, wrong: str = "", channels: slice = slice(0), factor: float = 1.0) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(64))
+        self.layers = nn.ModuleList(linear(64, 64) for _ in range(3))
+        self.down = nn.ModuleList(linear(64, 64, bias=False) for _ in range(3))
+        self.wrong, self.channels, self.factor = wrong, channels, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain, normed = self._but_for("gain", self.gain), F.rms_norm(x, (64,))
+        inner = [F.gelu(layer(normed * gain) + self._missing(layer.bias)) for layer in self.layers]
+        outer = [down(y) for down, y in zip(self.down, inner, strict=True)]
+        outer[2] = outer[2] if self.factor == 1.0 else self.factor * outer[2]
+        return x + outer[0] + outer[1] + outer[2]
+
+    def _but_for(self, what: str, x: Tensor) -> Tensor:
+        channels = torch.zeros(64, dtype=torch.bool)
+        channels[self.channels] = self.wrong == what
+        return torch.where(channels, 1.0, x).to(x.dtype)
+
+    def _missing(self, bias: Tensor) -> Tensor:
+        """Return what takes a bias away in the channels that lack it."""
+        channels = torch.zeros(64, dtype=torch.bool)
+        channels[self.channels] = self.wrong == "bias"
+        return torch.where(channels, -bias, 0.0).to(bias.dtype)
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("made", "title", "part"),
+    [
+        (dict(wrong="bias", channels=slice(1, None, 2)), "bias-dropped", "in every second channel from 1 on."),
+        (dict(wrong="bias", channels=slice(40, None)), "bias-dropped", "in channels 40 to 63 of 64."),
+        (dict(wrong="gain", channels=slice(0, 20)), "weight-not-copied", "in channels 0 to 19 of 64."),
+        (dict(factor=3.0), "factor", "it is multiplied by 3, in down.2."),
+        (dict(factor=0.5), "factor", "it is multiplied by 0.5, in down.2."),
+        (dict(), "passed", ""),
+    ],
+)
+def test_a_mistake_in_parts_whose_effects_overlap_is_told(made, title, part, precision):
+    tells_only(twins(Layers, made, normal((4, 16, 64)), precision), title, part)
 
 
 class Norms(nn.Module):
