@@ -71,6 +71,11 @@ class Budget:
         """How many seconds have passed since it began."""
         return self.clock.seconds - self.began
 
+    @property
+    def left(self) -> float:
+        """How many seconds are left; negative if more have passed."""
+        return self.seconds - self.passed
+
     def spent(self) -> bool:
         """Return whether it is spent, or the search has reached its limit of real time; remember that
         in ``exceeded``.

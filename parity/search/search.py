@@ -50,6 +50,9 @@ CHECKS_FOR_THE_REST = 4.0
 CHECKS_FOR_PARTS = 3.0
 """The same for mistakes in a part of their place, tried before two mistakes at once."""
 
+CHECKS_FOR_PAIRS = 2.0
+"""The same for two mistakes at once, where less is left of what the search may spend."""
+
 CHECKS_FOR_BORDERS = 1.0
 """The same for the borders of a port's sequences, and for positions that begin again."""
 
@@ -143,7 +146,8 @@ def explanations(
         of_parts = failure.budget(CHECKS_FOR_PARTS)
         found = _in_parts(search, first_order, [one for _, (one,) in ranked], of_parts)
         budget = budget.longer_by(of_parts.passed)
-    found = found or _in_pairs(search, known, budget, ranked)
+    at_least = failure.budget(CHECKS_FOR_PAIRS)
+    found = found or _in_pairs(search, known, at_least if at_least.seconds > budget.left else budget, ranked)
     if screened is not None and not found:
         fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
         helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
@@ -231,9 +235,11 @@ def _in_pairs(
 
 def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
     """Return the explanations among the likeliest pairs, with their known constants or others."""
-    scaled = scaled_outputs(2.0)
-    next(search.screen.shares([(scaled,)], budget), None)  # this notes its effect; alone it needs no search
-    likely = search.screen.effects.likely_pairs([scaled, *known], _LIKELY_PAIRS, _go_together)
+    scaled = [scaled_outputs(2.0), scaled_outputs(0.5)]
+    list(
+        search.screen.shares([(one,) for one in scaled], budget)
+    )  # this notes their effects; alone they need no search
+    likely = search.screen.effects.likely_pairs([*scaled, *known], _LIKELY_PAIRS, _go_together)
     pairs: list[Ranked] = []
     found = _screened(search, map(_as_one_if_alike, likely.as_they_are), pairs, budget)
     found = found or _screened(search, map(_as_one_if_alike, likely.by_multiples), pairs, budget)
