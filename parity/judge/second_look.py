@@ -122,8 +122,7 @@ def second_look(
                 return judged
     if _is_hopeless(judged, noisy, bool(optimizers), rounding):
         return tensors
-    dithered = _noisy(both, range(LOOKS, LOOKS + DRAWS), dithers=True)
-    drawn = [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in dithered]
+    drawn = drawn_runs(prepared, rounding, DRAWS, port)
     of_outputs = bool(optimizers) and rounding.storage is not torch.float32
     judged = judge([*looked, *drawn], Drawn(DRAWS, of_outputs))
     return judged if all(tensor.passed for tensor in judged) else tensors
@@ -155,6 +154,12 @@ def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Ten
 def _following(prepared: Prepared, port: Port) -> Chosen | None:
     """Return the port's choices for another run of the model; None if it chose nothing."""
     return port.choices.following(unrounded_choices(prepared)) if port.choices.compared else None
+
+
+def drawn_runs(prepared: Prepared, rounding: Rounding, count: int, port: Port = Port()) -> list[Tensors]:  # noqa: B008
+    """Return runs of the model whose roundings are drawn, half of them as each kind of kernel."""
+    dithered = _noisy(port.freedoms, range(LOOKS, LOOKS + count), dithers=True)
+    return [_drawn(prepared, rounding, freedom, _following(prepared, port)) for freedom in dithered]
 
 
 def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Chosen | None) -> Tensors:

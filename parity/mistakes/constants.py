@@ -78,12 +78,13 @@ def numbers(
             are passed over.
         usual: numbers that people use, the likeliest first.
         subtle: whether a matched filter looks for the mistake. It gets one direction, that of a number next to the
-            reference's own: what any other number near it changes points along the same line.
+            reference's own, else of the likeliest: what any other number near it changes points along the same line.
     """
     near = [factor * number for number in own for factor in _NEAR]
-    known = dict.fromkeys((*usual, *near))
-    for mistake in map(tunable(made), (number for number in known if 0.0 < number < math.inf)):
-        is_nearest = subtle and mistake.value == near[-1]  # type: ignore[attr-defined]
+    known = [number for number in dict.fromkeys((*usual, *near)) if 0.0 < number < math.inf]
+    nearest = near[-1] if near and near[-1] in known else next(iter(known), None)
+    for mistake in map(tunable(made), known):
+        is_nearest = subtle and mistake.value == nearest  # type: ignore[attr-defined]
         yield replace(mistake, subtle=True) if is_nearest else mistake  # type: ignore[type-var]
 
 

@@ -15,6 +15,7 @@ from parity.user_error import UserError
 
 STUDIES = {
     "expected_error": "Which error is normal: by TE module and precision, over width, length and depth.",
+    "filters": "What any linear filter could see of the wrong ports that pass: signal to noise ratios.",
     "flops": "FLOPs of a layer by component, and the formulas next to PyTorch's counter on every case.",
     "flash_stability": "How far flash attention deviates from baseline attention, and which rounding does it.",
     "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -737,18 +737,25 @@ def port(host: str, mistake: Mistake | None) -> Case:
     """Return a host's pair as a case, with a mistake in its port or without."""
 
     def factory(te: ModuleType) -> Pair:
-        reference, candidate = _modules(te, host, mistake)
-        theirs = dict(candidate.named_parameters())
-        weights: dict[Side, Side] = {}
-        for name, _ in reference.named_parameters():
-            inside = name.replace("norm.weight", "norm.norm.weight").replace("norm.bias", "norm.norm.bias")
-            weights[name] = inside if inside in theirs else name
+        reference, candidate = modules(te, host, mistake)
+        theirs = names_in_port([name for name, _ in reference.named_parameters()], candidate)
+        weights: dict[Side, Side] = {right: name for name, right in theirs.items()}
         return Pair(reference=reference, candidate=candidate, weights=weights, inputs=_inputs(host))
 
     return Case(host, factory, sizes=({},), path=Path(__file__))
 
 
-def _modules(te: ModuleType, host: str, mistake: Mistake | None) -> tuple[nn.Module, nn.Module]:
+def names_in_port(names: Sequence[str], candidate: nn.Module) -> dict[str, str]:
+    """Return the reference's names of parameters by the port's; ``names`` are the reference's."""
+    theirs = dict(candidate.named_parameters())
+    inside = {
+        name: name.replace("norm.weight", "norm.norm.weight").replace("norm.bias", "norm.norm.bias") for name in names
+    }
+    return {inside[name] if inside[name] in theirs else name: name for name in names}
+
+
+def modules(te: ModuleType, host: str, mistake: Mistake | None) -> tuple[nn.Module, nn.Module]:
+    """Return a host's reference and its port."""
     settings = HOSTS[host]
     if host in LAYERS:
         return Model(settings, LAYERS[host]), TEModel(te, settings, mistake, LAYERS[host])

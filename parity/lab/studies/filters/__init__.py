@@ -1,0 +1,1 @@
+"""What the best linear filter could see of the mistakes that parity does not detect."""
