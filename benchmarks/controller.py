@@ -42,7 +42,7 @@ def record(number: int) -> dict[str, float]:
             recorder.pytest_runtest_logreport(SimpleNamespace(parity_lines=sent))
             arriving += time.process_time() - began
         began = time.process_time()
-        recorder.pytest_sessionfinish()
+        recorder.finish()
         drawing = time.process_time() - began
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return {"arriving": arriving / number, "whole": (arriving + drawing) / number, "memory": memory}

@@ -50,6 +50,7 @@ class Recorder:
         self._meanwhile: int | None = None
         self._uncollected: dict[str, Uncollected] = {}
         self._unwritten: list[str] = []
+        self._lost = False
         self._troubles: list[str] = []
         self._known: set[tuple[str, int]] = set()
         self._claim, self._unfinished, self._refused = claim, unfinished, False
@@ -161,7 +162,7 @@ class Recorder:
         here = record.environment_of(environment)
         if self._unfinished is not None and self._digest is not None:
             self._check(here)
-            content, digest = record.data_as_text(self._unfinished.content), self._digest
+            content, digest = self._unfinished.content.decode(), self._digest
             known = {each.node_id for each in self._unfinished.record.uncollected}
         else:
             content, digest, known = environment, Digest(here, uncollected=self._uncollected), set()
@@ -196,10 +197,21 @@ class Recorder:
                         os.replace(self._report, aside.with_suffix(".md"))
                 self._tell(f"{self._record} was of a run that did not end; it is kept as {aside}")
             self._claim.begin(content)
-        with suppress(OSError):
+        try:
             files.replace(self._report, report_meanwhile(self._name, self._record))
+        except OSError:
+            with suppress(OSError):  # an older report would pass for this run's
+                self._report.unlink(missing_ok=True)
 
-    def pytest_sessionfinish(self, session: pytest.Session | None = None) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.finish()
+        if self._lost and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.INTERRUPTED  # a pass that no file has
+        if self._unfinished is not None and self._digest is not None:
+            session.exitstatus = self._exit_code(session.exitstatus)
+
+    def finish(self) -> None:
+        """Draw the report."""
         if self._digest is None or self._refused:
             return
         from parity.report import markdown
@@ -210,9 +222,9 @@ class Recorder:
                 self._claim.append(b"")  # sees what became of it since the last line
             self._record = self._claim.path
         if self._unwritten or not self._tried(lambda: files.replace(self._report, drawn)):
-            self._tried(lambda: self._save_elsewhere(drawn))
-        if session is not None and self._unfinished is not None:
-            session.exitstatus = self._exit_code(session.exitstatus)
+            self._lost = not self._tried(lambda: self._save_elsewhere(drawn))
+            if self._lost:
+                self._tell("so this run left no complete record and report; make room, and run it again")
 
     def _exit_code(self, code: int) -> int:
         """Return what the run would have ended with if it had not been interrupted."""
@@ -237,8 +249,9 @@ class Recorder:
             terminalreporter.write_line(note)
         for trouble in self._troubles:
             terminalreporter.write_line(trouble)
-        terminalreporter.write_line(f"report: {self._report}")
-        terminalreporter.write_line(f"record: {self._record}")
+        if not self._lost:
+            terminalreporter.write_line(f"report: {self._report}")
+            terminalreporter.write_line(f"record: {self._record}")
 
     def _write(self, lines: str) -> None:
         """Add lines to the record; those after some that could not be written are kept, too."""

@@ -62,10 +62,12 @@ def unfinished(claim: Claim, options: Options) -> Unfinished | None:
         UserError: if it is not a record, or options or parity's code differ.
     """
     from parity.report import identity, record
+    from parity.result import Result
 
     if not claim.content():
         return None
-    found = record.read(claim.path)
+    lines = record.lines(claim.path)
+    found = record.of_lines(lines)
     asked, environment = found.environment.asked, found.environment
     differ = []
     if asked is None:
@@ -94,9 +96,13 @@ def unfinished(claim: Claim, options: Options) -> Unfinished | None:
     }
     kept = tuple(each for each in found.results if f"{each.path}::{each.item}" in finished)
     left = record.Record(environment, kept, found.uncollected)
-    lines = [record.environment_line(environment), *map(record.uncollected_line, found.uncollected)]
-    content = "".join([*lines, *map(record.result_line, kept)])
-    return Unfinished(left, record.data(content), frozenset(finished))
+    dropped = {f"{each.path}::{each.item}" for each in found.results} - finished
+    content = b"".join(
+        lines.raw[number - 1] + b"\n"
+        for number, each in lines.good
+        if not (isinstance(each, Result) and f"{each.path}::{each.item}" in dropped)
+    )
+    return Unfinished(left, content, frozenset(finished))
 
 
 def _listed(seeds: Sequence[int]) -> str:

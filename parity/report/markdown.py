@@ -194,7 +194,7 @@ def verdict(run: Digest) -> str:
         head = "⚠️ nothing was compared"
     kernels = "real kernels" if run.environment.backend == "gpu" else "emulated kernels"
     told = limits_in_words(run.environment.limits, run.environment.limits_compared)
-    return "; ".join([head, *_not_compared(run), kernels, *([f"limits of {told}"] if told else [])])
+    return "; ".join([head, *_not_compared(run), kernels, *([f"limits of {shown.prose(told)}"] if told else [])])
 
 
 def _not_compared(run: Digest) -> Iterator[str]:

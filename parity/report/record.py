@@ -94,18 +94,27 @@ def data(line: str) -> bytes:
     return line.encode("utf-8", "backslashreplace")
 
 
-def data_as_text(content: bytes) -> str:
-    """Return the inverse of ``data`` for lines of a record."""
-    return content.decode()
-
-
 def read(path: Path) -> Record:
     """Read a record back; leave out lines that are damaged, and report their numbers and why.
 
     Raises:
         UserError: if there is no such file, or it is not a record.
     """
-    found = reading.lines(path, _line_of)
+    return of_lines(lines(path))
+
+
+def lines(path: Path) -> reading.Lines[Environment | Result | Uncollected]:
+    """Return what each line of a record holds; those that are damaged are left out.
+
+    Raises:
+        UserError: if there is no such file.
+    """
+    return reading.lines(path, _line_of)
+
+
+def of_lines(found: reading.Lines[Environment | Result | Uncollected]) -> Record:
+    """Return the record that these lines are, see ``read``."""
+    path = found.path
     written = "a run writes one to reports/<name>.jsonl"
     if not found.raw:
         raise UserError(f"{path} is not a record of parity: it is empty; {written}")

@@ -235,7 +235,7 @@ def test_an_item_that_ended_before_its_first_result_leaves_the_report_to_the_oth
     for lines in ([], [record.result_line(result())]):
         sent = {"environment": record.environment_line(ENVIRONMENT), "results": lines}
         recorder.pytest_runtest_logreport(SimpleNamespace(parity_lines=sent))  # type: ignore[arg-type]
-    recorder.pytest_sessionfinish()
+    recorder.finish()
     assert "1 of 1 item passed" in (tmp_path / "run.md").read_text()
 
 

@@ -1,0 +1,27 @@
+"""Cases that misbehave cost themselves alone, and many results are all kept; `make torture` has more of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mishaps
+import pytest
+
+TRIED = [
+    ("no file can grow above 4 KiB, as on a full disk", 0, 2),
+    ("forks, and the child goes on", 1, 0),
+    ("ends the process in its pass", 1, 1),
+]
+
+
+@pytest.mark.parametrize(("what", "workers", "code"), TRIED)
+def test_a_case_that_misbehaves_is_told_and_costs_no_other(what: str, workers: int, code: int, tmp_path: Path) -> None:
+    (mishap,) = (each for each in mishaps.MISHAPS if each.what == what)
+    found = mishaps.run(mishap, workers, tmp_path / "run")
+    assert found.wrong == ()
+    assert found.code == code
+
+
+def test_many_results_are_all_kept(tmp_path: Path) -> None:
+    size, _ = mishaps.soak(300, tmp_path)
+    assert size > 0
