@@ -87,7 +87,7 @@ def attempt(
 
     Args:
         compare: makes the comparison.
-        time_limit: entered around each comparison, not while waiting for others.
+        time_limit: entered around each comparison and the question what it needs, not while waiting for others.
         need: says about how many bytes it takes; one that takes more than the worker's share starts alone.
         workplace: this process's.
 
@@ -101,7 +101,11 @@ def attempt(
         with _device(workplace, alone), time_limit():
             return compare()
 
-    first = run(alone=workplace.share is not None and (need() or 0) > workplace.share)
+    def needed() -> int | None:
+        with time_limit():  # it calls the pair's modules, which may hang in it
+            return need()
+
+    first = run(alone=workplace.share is not None and (needed() or 0) > workplace.share)
     if not _lacks_memory(first):
         return first
     memory.release()
@@ -110,7 +114,7 @@ def attempt(
         return dataclasses.replace(second, notes=(*second.notes, RETRIED))
     memory.release()
     reason = (
-        f"does not fit in memory, alone on its device and tried twice: it needs about {devices.in_words(need())}, "
+        f"does not fit in memory, alone on its device and tried twice: it needs about {devices.in_words(needed())}, "
         f"{devices.in_words(devices.free())} are free; {second.reason}"
     )
     return dataclasses.replace(second, status="skipped", reason=reason)

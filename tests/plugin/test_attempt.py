@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import fakes
 import pytest
@@ -58,6 +59,25 @@ def test_an_item_shares_its_device(access: list[str]) -> None:
 def test_an_item_that_needs_more_than_a_workers_share_runs_alone(access: list[str]) -> None:
     assert attempt(101, FITS) == FITS
     assert access == ["alone"]
+
+
+def test_what_an_item_needs_is_asked_within_the_time_limit_since_it_calls_the_pairs_code(
+    access: list[str],
+) -> None:
+    order: list[str] = []
+
+    @contextmanager
+    def limit() -> Iterator[None]:
+        order.append("begin")
+        yield
+        order.append("end")
+
+    def note(what: str, value: Any) -> Any:
+        order.append(what)
+        return value
+
+    attempts.attempt(lambda: note("compare", FITS), limit, lambda: note("need", 1), BESIDE)
+    assert order == ["begin", "need", "end", "begin", "compare", "end"]
 
 
 def test_an_item_of_unknown_need_shares_its_device(access: list[str]) -> None:
