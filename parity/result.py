@@ -19,7 +19,7 @@ Switch = Literal["", "resume", "recompute"]
 DeviceError = Literal["", "out of memory", "broken"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Errors:
     """How far a tensor is from its golden value.
 
@@ -53,7 +53,7 @@ class Errors:
         return self.nans == self.infs == self.golden_non_finite == 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """A named cause of a failure, with its evidence.
 
@@ -75,7 +75,7 @@ class Finding:
         return f"{self.code} {self.title}{'' if self.sure else ' (perhaps)'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One statistic of one tensor, against its limit.
 
@@ -99,7 +99,7 @@ class Check:
         return abs(self.value) / self.limit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorResult:
     """One compared tensor of one run.
 
@@ -166,7 +166,7 @@ class TensorResult:
         return max(self.checks, key=lambda check: check.margin, default=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Determinism:
     """What became of a candidate that was built again, and ran on the same inputs.
 
@@ -198,7 +198,7 @@ class Determinism:
 _KNOWN = "; TransformerEngine allows attention such kernels unless NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Step:
     """One step of a training.
 
@@ -215,7 +215,7 @@ class Step:
     margin: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Result:
     """One case at one size, precision and seed.
 
@@ -314,8 +314,9 @@ def as_printable(part: Part) -> Part:
     elif type(value) is dict:
         value = {as_printable(key): as_printable(entry) for key, entry in value.items()}
     elif type(value).__module__ == __name__:
-        fields = {name: as_printable(entry) for name, entry in vars(value).items()}
-        value = value if fields == vars(value) else dataclasses.replace(value, **fields)
+        before = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        after = {name: as_printable(entry) for name, entry in before.items()}
+        value = value if after == before else dataclasses.replace(value, **after)
     return cast(Part, value)
 
 

@@ -6,8 +6,10 @@ import ctypes
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -135,7 +137,57 @@ def _end_the_run() -> None:
     time.sleep(1000)
 
 
+def _exit_in_a_thread() -> None:
+    thread = threading.Thread(target=lambda: os._exit(0))
+    thread.start()
+    thread.join()
+
+
+def _exit_in_a_fork() -> None:
+    if os.fork() == 0:
+        os._exit(3)
+    os.wait()
+
+
+def _ignore_interruptions() -> None:
+    while True:
+        with suppress(KeyboardInterrupt):
+            time.sleep(1000)
+
+
+def _ask_to_end() -> None:
+    raise KeyboardInterrupt
+
+
+def _mute() -> None:
+    class Mute(BaseException):
+        def __str__(self) -> str:
+            raise RuntimeError("\udcff")
+
+        __repr__ = __str__
+
+    raise Mute
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
+
+
 MISHAPS: dict[str, Callable[[], None]] = {
+    "exits": lambda: os._exit(0),
+    "exits_in_a_thread": _exit_in_a_thread,
+    "exits_in_a_fork": _exit_in_a_fork,
+    "exits_in_c": lambda: ctypes.CDLL(None).exit(0),
+    "raises_ctrl_c": _ask_to_end,
+    "hangs_whatever_is_raised": _ignore_interruptions,
+    "raises_mutely": _mute,
+    "raises_a_surrogate": _raise(ValueError("\udcff\x1b")),
+    "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "quits": _raise(SystemExit(0)),
+    "leaves_pytest": _raise(pytest.exit.Exception("bye")),
     "kills_its_worker": lambda: os._exit(3),
     "hangs": lambda: time.sleep(1000),
     "hangs_for_good": _hold_the_interpreter,

@@ -9,6 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ _OPTIONS = pytest.StashKey[Options]()
 _KERNELS = pytest.StashKey["Kernels"]()
 _GPUS = pytest.StashKey[list[Device]]()
 _RESUMED = pytest.StashKey["tuple[Claim, resume.Unfinished | None]"]()
+_OF_PAIRS = pytest.StashKey[set[Path]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,8 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     ending.keep_stderr(config)
-    if not hasattr(config, "workerinput") and has_cases(config):
-        _check_surroundings(config.stash[_OPTIONS])
+    if has_cases(config):
+        if not hasattr(config, "workerinput"):
+            _check_surroundings(config.stash[_OPTIONS])
         ending.heed_signals(config)
         _go_on(config)
     _place(config)
@@ -158,7 +161,7 @@ def _is_told(argument: str, error: pytest.UsageError) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makemodule(module_path: Path) -> None:
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
     """Let a file of pairs, or a model it imports, import TransformerEngine; without a GPU that needs
     the CPU kernels.
     """
@@ -167,6 +170,7 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
             from parity import te
 
         te.serve_imports()
+        parent.config.stash.setdefault(_OF_PAIRS, set()).add(module_path)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -197,7 +201,9 @@ def pytest_make_collect_report(
     A mistake in a user's file is reported by its message; its traceback would lead into parity, not to the mistake.
     """
     try:
-        report = yield
+        of_pairs = collector.path in collector.config.stash.get(_OF_PAIRS, ())
+        with ending.exits_refused(collector.config) if of_pairs else nullcontext():
+            report = yield
     except SystemExit as error:  # pytest would call it an internal error, and not say where it is
         if not (isinstance(collector, pytest.Module) and imports_parity(collector.path)):
             raise
@@ -336,8 +342,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Register the recorder, which writes results, in the one process that all workers send theirs to."""
     if not hasattr(session.config, "workerinput"):
-        claim, unfinished = session.config.stash.get(_RESUMED, (None, None))
-        recorder = Recorder(session.config.stash[_OPTIONS], claim, unfinished)
+        stash = session.config.stash
+        claim, unfinished = stash.get(_RESUMED, (None, None))
+        recorder = Recorder(stash[_OPTIONS], claim, unfinished, stash[ending.STDERR])
         session.config.pluginmanager.register(recorder, ending.RECORDER)
 
 

@@ -10,8 +10,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from parity import reading
+from parity.plugin.alone import exit_refused
 
 if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
@@ -156,36 +157,55 @@ GRACE_SECONDS = 30.0
 
 
 @contextmanager
-def time_limit(seconds: float, expired: Callable[[], None], stacks: Path | int) -> Iterator[None]:
+def time_limit(
+    seconds: float, expired: Callable[[], None], stacks: Path | int, interrupt: Callable[[], None] | None = None
+) -> Iterator[None]:
     """End the process if the context is left too late; it never returns once the time is over.
 
     Args:
         seconds: the limit; 0 for none.
         expired: called in a thread of its own when the time is over, then the process ends with code 1.
         stacks: the file, or its open descriptor, for the threads' stacks if not even that thread can run.
+        interrupt: called before, if given, to make the code in the context raise. If that leaves the context within
+            ``GRACE_SECONDS``, the process goes on.
     """
     if not seconds:
         yield
         return
     over = threading.Lock()  # held from when the time is over, or from when the context was left in time
+    left, leaving, grace = threading.Event(), threading.Lock(), GRACE_SECONDS
 
     with open(stacks, "w", closefd=not isinstance(stacks, int)) as file:
 
         def end() -> None:
+            with leaving:
+                if interrupt is not None and not left.is_set():
+                    interrupt()
+            if interrupt is not None and left.wait(grace):
+                return
             if over.acquire(blocking=False):
                 faulthandler.dump_traceback_later(10 * GRACE_SECONDS, exit=True, file=file)
                 end_process(expired)
 
         timer = threading.Timer(seconds, end)
         timer.daemon = True
-        faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, exit=True, file=file)
+        until = seconds + (grace if interrupt is None else 2 * grace)
+        faulthandler.dump_traceback_later(until, exit=True, file=file)
         timer.start()
         try:
             yield
         finally:
-            over.acquire()  # waits for ever if the time is over
-            timer.cancel()
-            faulthandler.cancel_dump_traceback_later()
+            try:
+                with leaving:  # an interruption that has begun raises here at the latest
+                    left.set()
+            finally:
+                left.set()
+                over.acquire()  # waits for ever if the time is over
+                timer.cancel()
+                faulthandler.cancel_dump_traceback_later()
+
+
+_EXIT = os._exit  # the name is another function's while a case runs
 
 
 def end_process(last: Callable[[], None] = lambda: None) -> NoReturn:
@@ -193,7 +213,7 @@ def end_process(last: Callable[[], None] = lambda: None) -> NoReturn:
     try:
         last()
     finally:
-        os._exit(1)
+        _EXIT(1)
 
 
 # An item's lines of the record, which travel with pytest's report of it.
@@ -302,9 +322,8 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
         main_thread: the identifier of the thread that hangs.
     """
     workers = bool(item.workplace.worker)
-    seconds = f"ran longer than {item.options.timeout:g} s (--parity-timeout, or --timeout of parity run); "
     ended = "its worker was ended and replaced" if workers else f"the run ends with it: {USE_WORKERS}"
-    item.results.append(item.cut_short(seconds + ended, from_outside=False))
+    item.results.append(item.cut_short(f"{too_long(item.options.timeout)}; {ended}", from_outside=False))
     stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
     report = pytest.TestReport(
         nodeid=item.nodeid,
@@ -322,8 +341,25 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
         capture.suspend_global_capture(in_=True)
     item.ihook.pytest_runtest_logreport(report=report)
     if not workers:
+        _record_as_not_compared(item)
         item.config.hook.pytest_sessionfinish(session=item.session, exitstatus=pytest.ExitCode.TESTS_FAILED)
         sys.stdout.flush()
+
+
+def _record_as_not_compared(ended_by: ParityItem) -> None:
+    """Record an error for each item that would have followed one that ends the run."""
+    items = ended_by.session.items
+    reason = f"not compared, since {ended_by.nodeid} ended the run; {USE_WORKERS}"
+    recorder = ended_by.config.pluginmanager.getplugin(RECORDER)
+    for item in items[items.index(ended_by) + 1 :]:
+        if isinstance(item, type(ended_by)):
+            item.results = [replace(item.without_comparison(reason), cut_short=True)]
+            recorder.record(of_item(item))
+
+
+def too_long(seconds: float) -> str:
+    """Say that a comparison took longer than its limit."""
+    return f"ran longer than {seconds:g} s (--parity-timeout, or --timeout of parity run)"
 
 
 # A run that is asked to end early keeps what it has compared, and draws its report.
@@ -333,34 +369,61 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
 
 RECORDER = "parity-recorder"
 _ASKED_TO_END = pytest.StashKey[bool]()
+_TIME_IS_UP = pytest.StashKey[bool]()
 REASON = "interrupted before all of its seeds were compared"
 
 
 def heed_signals(config: pytest.Config) -> None:
     """Have SIGTERM interrupt this process as Ctrl-C does, until pytest is done, and know that it was one of them.
 
-    A handler that somebody else has set stays.
+    A worker knows Ctrl-C only, and SIGTERM ends it at once. A handler that somebody else has set stays.
     """
     if threading.current_thread() is not threading.main_thread():
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        config.stash[_ASKED_TO_END] = True
+        if not config.stash.get(_TIME_IS_UP, False):
+            config.stash[_ASKED_TO_END] = True
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     def give_back(number: signal.Signals, usual: Any) -> None:
         signal.signal(number, usual)
 
     for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
-        if signal.getsignal(number) is usual:
+        is_ours = number == signal.SIGINT or not hasattr(config, "workerinput")
+        if is_ours and signal.getsignal(number) is usual:
             signal.signal(number, interrupt)
-            config.stash[_ASKED_TO_END] = False
+            if number == signal.SIGINT:
+                config.stash[_ASKED_TO_END] = False
             config.add_cleanup(partial(give_back, number, usual))
 
 
 def is_asked_to_end(config: pytest.Config) -> bool:
     """Return whether a ``KeyboardInterrupt`` is a signal's and not a case's own; if this cannot be known, it is."""
-    return config.stash.get(_ASKED_TO_END, True)
+    return is_time_up(config) or config.stash.get(_ASKED_TO_END, True)
+
+
+def interruption(config: pytest.Config) -> Callable[[], None] | None:
+    """Return what interrupts a comparison whose time is up, from another thread; None if this process ends with it.
+
+    A worker does, since another takes its place. Elsewhere the comparison gets a signal, as by Ctrl-C, which also wakes
+    what sleeps in C code.
+    """
+    config.stash[_TIME_IS_UP] = False
+    if hasattr(config, "workerinput") or _ASKED_TO_END not in config.stash or not hasattr(signal, "pthread_kill"):
+        return None
+    main_thread = threading.get_ident()
+
+    def interrupt() -> None:
+        config.stash[_TIME_IS_UP] = True
+        signal.pthread_kill(main_thread, signal.SIGINT)
+
+    return interrupt
+
+
+def is_time_up(config: pytest.Config) -> bool:
+    """Return whether the comparison that runs, or ran last, was interrupted since its time was up."""
+    return config.stash.get(_TIME_IS_UP, False)
 
 
 def keep_finished_seeds(item: ParityItem) -> None:
@@ -377,13 +440,23 @@ def keep_finished_seeds(item: ParityItem) -> None:
 
 
 def record_meanwhile(item: ParityItem) -> None:
-    """Record an item's seeds so far, the last one with its verdict alone, until the item's own lines replace them.
+    """Record an item's seeds so far, and what is known of the one that is compared, until the item's own lines
+    replace them.
 
     Nobody else can once this process is killed. A worker has its diary, which the controller reads.
     """
     recorder = item.config.pluginmanager.getplugin(RECORDER)
     if recorder is not None:
-        recorder.record_meanwhile(environment_line(item), of_results([*item.results, item.cut_short("")]))
+        lines = of_results([*item.results, item.cut_short("" if item.verdict else f"{_DIED}; {USE_WORKERS}")])
+        recorder.record_meanwhile(item.nodeid, environment_line(item), lines)
+
+
+_DIED = "the process of this run ended while it was compared"
+
+
+def exits_refused(config: pytest.Config) -> AbstractContextManager[list[str]]:
+    """Within the context, ``os._exit`` does not end a run without workers; a worker it may end. Yield the calls."""
+    return nullcontext([]) if hasattr(config, "workerinput") else exit_refused()
 
 
 def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:

@@ -108,6 +108,8 @@ class ParityItem(pytest.Item):
                 self.results.append(self._result(seed, calibration))
                 if self.results[0].status == "skipped":
                     pytest.skip(self.results[0].reason)
+                if ending.is_time_up(self.config):
+                    break
         except KeyboardInterrupt:
             ending.keep_finished_seeds(self)
             raise
@@ -117,53 +119,45 @@ class ParityItem(pytest.Item):
 
     def _result(self, seed: int, calibration: Table) -> Result:
         from parity.passes import memory
+        from parity.result import as_printable
+        from parity.trace.whose import interrupted_at
 
         stash = self.config.stash
         if ending.BROKEN_BY in stash:
             broken = f"{stash[ending.BROKEN_BY]} broke CUDA's context in this process"
             return self.without_comparison(f"not compared, since {broken}; {ending.USE_WORKERS}")
         self._write_diary()
-        result = attempt(
-            lambda: self._compare(seed, calibration),
-            self._time_limit,
-            lambda: memory.estimate(self.case, self.checked, self.kernels.te),
-            self.workplace,
-        )
+        try:
+            result = attempt(
+                lambda: self._compare(seed, calibration),
+                self._time_limit,
+                lambda: memory.estimate(self.case, self.checked, self.kernels.te),
+                self.workplace,
+            )
+        except KeyboardInterrupt as error:
+            if not ending.is_time_up(self.config):
+                raise
+            memory.release()  # a pass may have left the reference half changed
+            result = self.cut_short(f"{ending.too_long(self.options.timeout)}; {interrupted_at(error)}")
         self.verdict = None
         if result.device_error == "broken":
             stash[ending.BROKEN_BY] = self.nodeid
-        return dataclasses.replace(result, path=self._path_to_show())
+        return as_printable(dataclasses.replace(result, path=self._path_to_show()))
 
     def _compare(self, seed: int, calibration: Table) -> Result:
         """Return the comparison's result; whatever raises, there is one.
 
         A failure is noted before the search for its cause begins, whatever becomes of that.
         """
-        from parity.comparison import explain_at, judge_at
         from parity.te.device_errors import classify
         from parity.trace.whose import way_there
 
         self.verdict = None
         try:
-            if self.steps:
-                return self._train(seed, calibration)
-            judged = judge_at(
-                self.case,
-                self.checked,
-                self.precision,
-                seed,
-                self.kernels,
-                calibration,
-                self.attention,
-                self.options.determinism,
-            )
-            if judged.unexplained is not None and self.options.diagnosis is not None:
-                self._note_verdict(judged.result)
-            result = explain_at(judged, self.options.diagnosis)
-            if self.kernels.device.type == "cuda":
-                import torch
-
-                torch.cuda.synchronize()  # makes a kernel's error show here, in the item that it belongs to
+            with ending.exits_refused(self.config) as exits:
+                result = self._judged_and_explained(seed, calibration)
+            if exits and result.status in ("passed", "skipped"):  # by a thread, or the pair's code caught it
+                return self.without_comparison(f"the pair's code called {exits[0]}, which would have ended the run")
             return result
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and ending.is_asked_to_end(self.config):
@@ -173,6 +167,23 @@ class ParityItem(pytest.Item):
                 notes = (*self.verdict.notes, f"the search for the cause {told}")
                 return dataclasses.replace(self.verdict, notes=notes, device_error=device_error)
             return dataclasses.replace(self.without_comparison(told, device_error), traceback=way_there(error))
+
+    def _judged_and_explained(self, seed: int, calibration: Table) -> Result:
+        from parity.comparison import explain_at, judge_at
+
+        if self.steps:
+            return self._train(seed, calibration)
+        attention, determinism = self.attention, self.options.determinism
+        asked = self.case, self.checked, self.precision, seed, self.kernels, calibration, attention, determinism
+        judged = judge_at(*asked)
+        if judged.unexplained is not None and self.options.diagnosis is not None:
+            self._note_verdict(judged.result)
+        result = explain_at(judged, self.options.diagnosis)
+        if self.kernels.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()  # makes a kernel's error show here, in the item that it belongs to
+        return result
 
     def _train(self, seed: int, calibration: Table) -> Result:
         from parity.training import train_at
@@ -226,7 +237,7 @@ class ParityItem(pytest.Item):
         expired = partial(ending.out_of_time, self, threading.get_ident())
         stacks = diary.stacks if diary else self.config.stash[ending.STDERR]
         seconds = 0.0 if self.config.getoption("usepdb") else self.options.timeout
-        return time_limit(seconds, expired, stacks)
+        return time_limit(seconds, expired, stacks, ending.interruption(self.config))
 
     def _write_diary(self) -> None:
         from parity.report import record
@@ -235,6 +246,7 @@ class ParityItem(pytest.Item):
         diary = self.workplace.diary
         if diary is not None:
             diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
+        ending.record_meanwhile(self)
 
     def _entry(self) -> Entry:
         from parity.report import record

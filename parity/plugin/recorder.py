@@ -18,6 +18,7 @@ import pytest
 from parity.machine import files
 from parity.machine.files import Claim
 from parity.plugin import ending, uncollected
+from parity.plugin.alone import Waiter
 from parity.plugin.options import Options
 from parity.plugin.resume import Unfinished, is_worth_keeping, report_meanwhile
 from parity.plugin.workers import is_item
@@ -42,12 +43,16 @@ class Recorder:
         unfinished: what a run before this one left, if this one goes on with it.
     """
 
-    def __init__(self, options: Options, claim: Claim | None = None, unfinished: Unfinished | None = None) -> None:
+    def __init__(
+        self, options: Options, claim: Claim | None = None, unfinished: Unfinished | None = None, stderr: int = 2
+    ) -> None:
         self._record, self._report, self._name = options.record, options.report, options.name
         self._digest: Digest | None = None
         self._verdict = ""
         self._begun = False
         self._meanwhile: int | None = None
+        self._waiter: Waiter | None = None
+        self._stderr = stderr
         self._uncollected: dict[str, Uncollected] = {}
         self._unwritten: list[str] = []
         self._lost = False
@@ -124,10 +129,11 @@ class Recorder:
         self._known.add(key)
         return True
 
-    def record_meanwhile(self, environment: str, results: Sequence[str]) -> None:
+    def record_meanwhile(self, node_id: str, environment: str, results: Sequence[str]) -> None:
         """Write what is known about an item before its comparison ends, which this process may not live to see.
 
         Args:
+            node_id: the item's.
             environment: the record's first line.
             results: lines, which the next call, or that of ``record``, replaces.
         """
@@ -143,9 +149,16 @@ class Recorder:
                 size = self._claim.size
                 self._claim.append(record.data("".join(results)))
                 self._meanwhile = size
+        if self._waiter is None:
+            with suppress(OSError):
+                self._waiter = Waiter(self._record, self._report, ending.USE_WORKERS, self._stderr)
+        if self._waiter is not None:
+            self._waiter.tell(node_id)
 
     def _withdraw(self) -> None:
         """Take back what was written meanwhile."""
+        if self._waiter is not None:
+            self._waiter.tell("")
         if self._meanwhile is not None and self._claim is not None:
             with suppress(OSError):
                 self._claim.cut(self._meanwhile)
@@ -212,6 +225,10 @@ class Recorder:
 
     def finish(self) -> None:
         """Draw the report."""
+        self._withdraw()
+        if self._waiter is not None:
+            self._waiter.dismiss()
+            self._waiter = None
         if self._digest is None or self._refused:
             return
         from parity.report import markdown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from parity import shown
 from parity.judge.limits import describe
@@ -78,7 +78,7 @@ class Digest:
             self.counts[before.status] -= 1
         earlier = before.results if before else ()
         self.notes.update(note for note in _notes_of(results) if note not in _notes_of(earlier))
-        together = (*earlier, *results)
+        together = (*earlier, *map(_shown, results))
         cell.items[first.item] = item = Item(tuple(sorted(together, key=lambda result: result.seed)))
         self.counts[item.status] += 1
         self._results += len(results)
@@ -128,6 +128,13 @@ def digest(record: Record) -> Digest:
     for results in by_item.values():
         found.add(results)
     return found
+
+
+def _shown(result: Result) -> Result:
+    """Return a result without what no report shows, which is most of its memory: the checks of one that passed."""
+    if not result.passed:
+        return result
+    return replace(result, tensors=tuple(replace(tensor, checks=()) for tensor in result.tensors))
 
 
 def _notes_of(results: Sequence[Result]) -> dict[str, None]:

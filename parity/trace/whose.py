@@ -96,6 +96,12 @@ def users_line(error: BaseException) -> str:
     return _line(users_frame(error))
 
 
+def interrupted_at(error: BaseException) -> str:
+    """Say where code was interrupted."""
+    line = users_line(error)
+    return f"it was interrupted at {line}" if line else "it was interrupted"
+
+
 def submodule(error: BaseException) -> str:
     """Return the name of the innermost part that was running in the outermost module; empty for the module itself."""
     selves = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))

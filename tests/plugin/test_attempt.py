@@ -220,7 +220,7 @@ def test_without_workers_the_time_limit_leaves_the_verdict_and_a_report(tmp_path
     code, printed, results = run_in_a_process(tmp_path, ["sound", "fails_and_its_search_hangs"], "--parity-timeout=3")
     assert code == 1
     assert [result.status for result in results] == ["passed", "failed"]
-    assert_verdict(results[1], f"{CUT_SHORT}{LIMIT}; the run ends with it")
+    assert_verdict(results[1], f"{CUT_SHORT}{LIMIT}; it was interrupted at fakes.py")
     assert "1 of 2 items failed" in (tmp_path / "reports/parity.md").read_text()
     assert "margin 100 at output" in printed
 

@@ -437,15 +437,6 @@ def test_an_item_that_runs_out_of_memory_beside_others_runs_again_alone(tmp_path
     assert "a second time, alone on its device" in (tmp_path / "reports/parity.md").read_text()
 
 
-def test_without_workers_an_item_that_hangs_ends_the_run_with_its_report(tmp_path: Path) -> None:
-    code, printed, results = run_in_a_process(tmp_path, ["sound", "hangs", "never_reached"], "--parity-timeout=3")
-    assert code == 1
-    assert [result.status for result in results] == ["passed", "error"]
-    assert "the run ends with it" in results[1].reason
-    assert "1 item without a result" in (tmp_path / "reports/parity.md").read_text()
-    assert "1 failed, 1 passed" in printed
-
-
 @pytest.mark.parametrize("processes", ["0", "2"])
 def test_a_run_that_is_terminated_keeps_the_seeds_that_were_compared_and_draws_its_report(
     tmp_path: Path, processes: str

@@ -1,0 +1,142 @@
+"""A run without workers: every item has one status, whatever a case does, and if the process ends, that is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fakes
+import pytest
+from plugin_runs import recorded, run, run_in_a_process, write
+
+from parity.report import record
+from parity.result import Result
+
+pytest_plugins = ["pytester"]
+
+LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run); it was interrupted at fakes.py"
+ENDS = {
+    "exits": "raised EndedProcess: os._exit(0), which would have ended the run",
+    "exits_in_a_thread": "the pair's code called os._exit(0), which would have ended the run",
+    "quits": "raised SystemExit: 0",
+    "leaves_pytest": "raised Exit: bye",
+    "raises_ctrl_c": "raised KeyboardInterrupt",
+    "raises_mutely": "raised Mute: (its __str__ raises RuntimeError)",
+    "raises_a_surrogate": "raised ValueError: \\udcff\\x1b",
+    "hangs": LIMIT,
+}
+Ended = tuple[int, str, dict[str, Result], str]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run in one process, in which cases try to end it in each way; a right one follows each of them."""
+    folder = tmp_path_factory.mktemp("alone")
+    names = [name for i, end in enumerate(ENDS) for name in (end, f"sound_{i}")]
+    names += ["fails_and_its_search_hangs", "exits_in_a_fork"]
+    code, printed, results = run_in_a_process(folder, names, "--parity-timeout=3")
+    assert [result.case for result in results] == names  # exactly one line for each item
+    return code, printed, {result.case: result for result in results}, (folder / "reports/parity.md").read_text()
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_case_that_would_end_the_run_is_an_error_that_says_how(ended: Ended, name: str) -> None:
+    code, printed, results, _ = ended
+    assert results[name].status == "error"
+    assert ENDS[name] in results[name].reason
+    assert ENDS[name] in printed
+    assert code == 1
+
+
+def test_the_cases_after_them_are_compared(ended: Ended) -> None:
+    assert all(ended[2][f"sound_{i}"].status == "passed" for i in range(len(ENDS)))
+
+
+def test_a_verdict_stays_where_the_time_for_its_search_is_up(ended: Ended) -> None:
+    result = ended[2]["fails_and_its_search_hangs"]
+    assert (result.status, result.tensors) == ("failed", (fakes.tensor(margin=100.0),))
+    assert result.notes[-1].startswith(f"the search for the cause was cut short: {LIMIT}")
+
+
+def test_a_process_that_a_case_forks_may_exit(ended: Ended) -> None:
+    assert ended[2]["exits_in_a_fork"].status == "passed"
+
+
+def test_no_error_is_counted_as_passed(ended: Ended) -> None:
+    failed, items = len(ENDS) + 1, 2 * len(ENDS) + 2
+    assert f"{failed} failed, {items - failed} passed" in ended[1]
+    assert f"{failed} of {items} items failed" in ended[3]
+
+
+def test_an_interrupted_seed_is_the_item_s_last(tmp_path: Path) -> None:
+    _, _, results = run_in_a_process(tmp_path, ["hangs"], "--parity-timeout=3", "--parity-seeds=3,5")
+    assert [(result.seed, result.status) for result in results] == [(3, "error")]
+
+
+def test_a_case_that_hangs_whatever_is_raised_ends_the_run_and_every_item_has_its_status(tmp_path: Path) -> None:
+    names = ["sound", "hangs_whatever_is_raised", "never_reached"]
+    code, printed, results = run_in_a_process(tmp_path, names, "--parity-timeout=3")
+    assert code == 1
+    assert [(result.case, result.status) for result in results] == [
+        ("sound", "passed"), ("hangs_whatever_is_raised", "error"), ("never_reached", "error")
+    ]  # fmt: skip
+    assert "ran longer than 3 s (--parity-timeout, or --timeout of parity run); the run ends with it" in printed
+    told = "not compared, since my_pairs.py::hangs_whatever_is_raised[fp32-2] ended the run; with -n 1 or more"
+    assert results[2].reason.startswith(told)
+    assert "2 of 3 items failed" in (tmp_path / "reports/parity.md").read_text()
+
+
+# What nothing in the process can prevent is told by another process.
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("name", "code"), [("exits_in_c", 0), ("dies", -9), ("hangs_for_good", 1)])
+def test_the_record_and_a_report_tell_which_item_ended_the_process(tmp_path: Path, name: str, code: int) -> None:
+    ended, _, results = run_in_a_process(tmp_path, ["sound", name, "never_reached"], "--parity-timeout=3")
+    assert ended == code
+    assert [(result.case, result.status) for result in results] == [("sound", "passed"), (name, "error")]
+    assert results[-1].reason.startswith("the process of this run ended while it was compared; with -n 1 or more")
+    report = tmp_path / "reports/parity.md"
+    wait_for(lambda: report.exists() and "of this run ended" in report.read_text())
+    assert "1 of 2 items failed; 1 item without a result" in report.read_text()
+
+
+# What fails around the comparison of an item.
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("phase", ["runtest_setup", "runtest_call"])
+def test_an_item_that_pytest_fails_is_an_error_and_not_missing(pytester: pytest.Pytester, phase: str) -> None:
+    write(pytester, "import parity\n@parity.pair('sound', sizes=[dict(n=2)], precisions=['fp32'])\ndef f(te, n): ...")
+    pytester.makeconftest(f"def pytest_{phase}(item):\n    raise ValueError('no fixture')")
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    (error,) = recorded(pytester).results
+    assert (error.status, error.reason) == ("error", f"pytest's {phase[8:]} of the item raised ValueError: no fixture")
+    result.stdout.fnmatch_lines(["*1 of 1 item failed*"])
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_record_is_complete_while_the_first_item_runs(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    file = pytester.path / "reports/parity.jsonl"
+    monkeypatch.setitem(fakes.MISHAPS, "looks", lambda: seen.append(record.read(file).results[0].status))
+    write(pytester, "import parity\n@parity.pair('looks', sizes=[dict(n=2)], precisions=['fp32'])\ndef f(te, n): ...")
+    run(pytester, "my_pairs.py").assert_outcomes(passed=1)
+    assert seen == ["error"]
+    assert [result.status for result in recorded(pytester).results] == ["passed"]
+
+
+def test_a_file_that_exits_when_it_is_collected_is_an_error(pytester: pytest.Pytester) -> None:
+    write(pytester, "import os, parity\nos._exit(0)")
+    result = run(pytester, "my_pairs.py")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*os._exit(0), which would have ended the run*"])
