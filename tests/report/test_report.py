@@ -262,6 +262,12 @@ def test_of_a_long_run_the_worst_items_of_each_case_and_precision_are_kept_and_a
     assert min(map(int, worst)) > 3 * MOST_RESULTS / 2
 
 
+def test_the_statistics_of_what_passed_are_not_kept_since_no_report_shows_them() -> None:
+    run = digest_of(result("mlp"), result("norm", margin=9.0))
+    kept = {item.case: [bool(tensor.checks) for tensor in item.worst.tensors] for item in run.items}
+    assert kept == {"mlp": [False, False], "norm": [True, True]}
+
+
 def test_the_report_of_a_long_run_says_how_many_items_it_leaves_out() -> None:
     run = digest_of(*(result(size_label=str(i)) for i in range(MOST_RESULTS + 1)))
     text = markdown.draw(run, "run")
