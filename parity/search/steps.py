@@ -38,6 +38,9 @@ class Guess:
 
 # In limits of the right gradients: a guess has roundings of its own, such as those of all steps that it adds up.
 _NEAR_ENOUGH = 2.0
+# The margin of a guess, at most, in relation to that of the right gradients. A factor that is fitted to the candidate's
+# gradients is never farther from these than 1, whatever is wrong with them.
+_NEARER = 0.9
 
 
 def gradients_explained(
@@ -48,7 +51,7 @@ def gradients_explained(
     Args:
         limits: bounds on the relative errors of the weight gradients, by name.
         candidate: the candidate's weight gradients.
-        guesses: what they could be.
+        guesses: what they could be; the first is the right gradients.
     """
 
     def margin(guess: Guess) -> float:
@@ -57,8 +60,9 @@ def gradients_explained(
 
     margins = [margin(guess) for guess in guesses]
     best = min(range(len(guesses)), key=margins.__getitem__)
-    is_near = margins[best] <= _NEAR_ENOUGH and guesses[best].title
-    return finding(guesses[best].title, guesses[best].told) if is_near else None
+    if not guesses[best].title or margins[best] > min(_NEAR_ENOUGH, _NEARER * margins[0]):
+        return None
+    return finding(guesses[best].title, guesses[best].told)
 
 
 def factor_in_words(factor: float) -> str:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 import parity
 from parity import Training
 from parity.case import registry
+from parity.case.case import Rng
 from parity.case.training import Model
 from parity.lab.studies.trainings.rows import (
     RIGHT,
@@ -25,6 +27,7 @@ from parity.lab.studies.trainings.rows import (
     stepping,
 )
 from parity.result import Result, from_json, to_json
+from parity.search.steps import Guess, gradients_explained
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
 
@@ -83,6 +86,10 @@ def test_the_tensors_of_a_result_are_the_worst_of_all_steps():
     assert "at step" in result.tensors[0].label
 
 
+def test_a_loss_in_fp32_is_no_remark():
+    assert trained(plain, "bf16", steps=1).notes == ()
+
+
 # What goes wrong, and what is said of it.
 
 
@@ -97,6 +104,19 @@ def test_what_goes_wrong_in_a_training_is_told(row, precision):
     assert result.reason.startswith("step ")
     assert result.findings[0].title in row.titles
     assert row.told in result.findings[0].message
+
+
+def test_a_factor_that_explains_nothing_is_not_named():
+    golden = {"weight": torch.ones(1000)}
+    noisy = {"weight": golden["weight"] + Rng(0).normal(1000, std=0.12) + 0.01}
+    limits, right = {"weight": 0.1}, Guess("", "", lambda: golden)
+
+    def explained(candidate, factor):
+        scaled = Guess("loss-scale", "", lambda: {"weight": factor * golden["weight"]})
+        return gradients_explained(limits, candidate, [right, scaled])
+
+    assert explained(noisy, 1.01) is None
+    assert explained({"weight": 4 * noisy["weight"]}, 4.04).title == "loss-scale"
 
 
 def test_a_mistake_of_a_single_pass_is_told_as_such():
