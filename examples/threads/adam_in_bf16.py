@@ -1,6 +1,11 @@
 """TensorAuto/OpenTau#181 (https://github.com/TensorAuto/OpenTau/issues/181)
 
-TODO
+A policy was cast to BF16 before its AdamW was made, so weights and moments were in BF16 alone. DeepSpeed had
+replaced the optimizer by one with FP32 master weights, so only runs without it failed.
+
+parity says ``master-weights`` (PAR309): weights are held in BF16 alone, which loses most of a small step.
+
+Repair: an optimizer with FP32 master weights and moments.
 """
 
 import torch

@@ -1,9 +1,12 @@
-"""NVIDIA/TransformerEngine#1047 (https://github.com/NVIDIA/TransformerEngine/issues/1047)
+"""NVIDIA/TransformerEngine#820 (https://github.com/NVIDIA/TransformerEngine/pull/820)
 
-The FP8 weights are cached over the micro-batches of a step, and after the first micro-batch delayed scaling replaced the
-scale by which they were read, though they had been made with the one before.
+FP8 weights are cached over the micro-batches of a step, and delayed scaling replaced their scale after each
+of these. So all but the first read the cached numbers by a scale with which they had not been made.
 
-parity says TODO
+parity says ``state-between-steps`` (PAR605): the module that was trained is wrong, a new one with its weights
+is not.
+
+Repair: keep the inverse of the scale with the numbers that were made by it, as TE does since.
 """
 
 import torch

@@ -1,6 +1,11 @@
 """NVIDIA/TransformerEngine#2139 (https://github.com/NVIDIA/TransformerEngine/pull/2139)
 
-TODO
+The fused cross entropy scaled the gradients of all tokens by the gradient of the first token's loss. With a
+loss mask, that of a prompt is 0, and so was every gradient.
+
+parity says ``gradient-scale`` (PAR401): every gradient is 0, nothing flows back.
+
+Repair: scale each token's gradient by its own.
 """
 
 import torch

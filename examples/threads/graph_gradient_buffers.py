@@ -1,6 +1,11 @@
 """NVIDIA/TransformerEngine#869 (https://github.com/NVIDIA/TransformerEngine/pull/869)
 
-TODO
+After capturing a CUDA graph, ``te.make_graphed_callables`` gave the parameters new gradients. The graph's
+backward pass went on to fill those of the capture, and the optimizer read the new ones.
+
+parity says ``stale-gradient`` (PAR602): the optimizer is given no gradients.
+
+Repair: keep the buffers of the capture, and set them to zero in place (``zero_grad(set_to_none=False)``).
 """
 
 import torch

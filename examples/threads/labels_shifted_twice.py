@@ -1,6 +1,11 @@
 """huggingface/transformers#47395 (https://github.com/huggingface/transformers/pull/47395)
 
-TODO
+A model shifted its labels by a position, and gave them to a loss that began to shift them as well. So each
+position learned the second next token.
+
+parity says ``labels-shifted`` (PAR260): logits meet the label of the second next position.
+
+Repair: shift them once.
 """
 
 from torch import nn

@@ -1,6 +1,12 @@
 """deepspeedai/DeepSpeed#7985 (https://github.com/deepspeedai/DeepSpeed/pull/7985)
 
-TODO
+Gradients were averaged over ranks before those of the last micro-batch had been added to them. So each rank
+stepped with gradients of which this part was its own alone.
+
+parity says ``state-between-steps`` (PAR605), from the first step on, and to look at what the training step
+does besides one pass; it does not say that a micro-batch is wrong.
+
+Repair: add first, then average.
 """
 
 from torch import nn

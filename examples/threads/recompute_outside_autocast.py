@@ -1,6 +1,13 @@
 """NVIDIA/TransformerEngine#24 (https://github.com/NVIDIA/TransformerEngine/pull/24)
 
-TODO
+A checkpointed module is computed again in the backward pass, after the FP8 context has been left. So the
+forward pass ran in FP8, and its activations and the backward pass were in BF16; Megatron-LM#7538 is the same
+elsewhere.
+
+parity passes it, since nothing is less exact than FP8 allows, and notes ``recipe-disabled`` (PAR308): weight
+gradients have less error than FP8 costs, as if part of the candidate ran outside of it.
+
+Repair: ``te.checkpoint``, which enters the context again.
 """
 
 from torch import nn

@@ -1,6 +1,12 @@
 """NVIDIA/Megatron-LM#5641 (https://github.com/NVIDIA/Megatron-LM/issues/5641)
 
-TODO
+A recipe for some modules alone did not reach the condition under which modules are told of a step's first
+micro-batch. So no ``is_first_microbatch`` was ever True, and TE kept the FP8 weights of the first step.
+
+parity says ``weight-cache-stale`` (PAR307): the gradients are those of the weight matrices before the last
+update.
+
+Repair: pass True for the first micro-batch of each step, or None.
 """
 
 import torch

@@ -1,0 +1,61 @@
+"""Ports of public threads, in ``examples/threads``: the wrong one gets the finding that its file states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import parity
+from parity import Case
+from parity.case.registry import load_case
+from parity.mistakes.codes import CODES
+from parity.result import Result
+
+THREADS = Path(__file__).parents[2] / "examples" / "threads"
+
+SAID = [
+    ("adam_in_bf16", "master-weights", "weights are held in bfloat16 alone"),
+    ("cached_weight_scale", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
+    ("cross_entropy_first_gradient", "gradient-scale", "every gradient is 0; nothing flows back there"),
+    ("fp8_state_lost_in_conversion", "state-not-saved", "FP8 scales, which TE keeps in _extra_state"),
+    ("graph_gradient_buffers", "stale-gradient", "the optimizer is given no gradients"),
+    ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
+    ("last_micro_batch_not_averaged", "state-between-steps", "what your training step does besides one pass"),
+    ("recompute_backward_scales", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
+    ("recompute_outside_autocast", "recipe-disabled", "as if part of the candidate ran outside of it"),
+    ("weight_cache_not_refreshed", "weight-cache-stale", "is_first_microbatch=True"),
+]
+PASSES_WITH_A_NOTE = {"recompute_outside_autocast"}
+
+
+def compared(file: str, which: str) -> Result:
+    case: Case = load_case(THREADS / f"{file}.py", f"{file}_{which}")
+    switch = case.switches[0] if case.switches else ""
+    (result,) = parity.compare(case, case.precisions, steps=case.steps, switch=switch)
+    return result
+
+
+@pytest.mark.parametrize("file", [file for file, *_ in SAID])
+def test_the_right_port_passes(file):
+    result = compared(file, "right")
+    assert (result.status, result.reason, result.findings) == ("passed", "", ())
+
+
+@pytest.mark.parametrize(("file", "title", "told"), SAID)
+def test_the_wrong_port_gets_the_finding_that_its_file_states(file, title, told):
+    result = compared(file, "wrong")
+    assert f"``{title}`` ({CODES[title]})" in (THREADS / f"{file}.py").read_text()
+    if file in PASSES_WITH_A_NOTE:
+        assert result.status == "passed"
+        assert any(told in note and title in note for note in result.notes)
+    else:
+        assert result.status == "failed"
+        assert result.findings[0].title == title
+        assert told in result.findings[0].message
+
+
+def test_each_file_has_a_row_here_and_in_the_table_of_the_folder():
+    files = {file.stem for file in THREADS.glob("*.py")}
+    assert files == {file for file, *_ in SAID}
+    assert all(f"[{file}.py]({file}.py)" in (THREADS / "README.md").read_text() for file in files)
