@@ -44,10 +44,6 @@ from parity.user_error import UserError, said
 _CLIPPING = 1e-2
 
 
-# The loss of a training is in FP32 whatever its precision; a note on that tells nothing.
-_LOSS_IN = "the candidate returns output in "
-
-
 @dataclass
 class _Run:
     """What is known of a training so far.
@@ -363,5 +359,6 @@ def _result(asked: Asked, run: _Run, status: Any, judged: Result, findings: tupl
     reason = judged.reason
     if status == "failed":
         reason = f"step {len(run.steps)} is the first that is not right"
-    notes = tuple(dict.fromkeys(note for note in judged.notes if not note.startswith(_LOSS_IN)))
-    return asked.result(status, reason=reason, tensors=tensors, findings=findings, notes=notes, steps=tuple(run.steps))
+    return asked.result(
+        status, reason=reason, tensors=tensors, findings=findings, notes=judged.notes, steps=tuple(run.steps)
+    )
