@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from parity.settings import VARIABLE
 # One thread for each process, also for those that tests start; PyTorch reads it when it is imported. Threads that wait
 # for each other's part of a small product take ten times the processor time that the product itself takes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Ctrl-C counts as in a terminal, also for the tests' own processes, where this one was started without it (nohup).
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test asserts a time.
 settings.register_profile("parity", deadline=None)

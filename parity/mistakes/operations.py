@@ -151,7 +151,6 @@ def _times(calls: Sequence[Call], value: float) -> Hypothesis:
         f"leave what {which} returns as it is, as the reference does; it is multiplied by {value:.4g}",
         tuple(edit(call, (), lambda was: was * value) for call in calls),
         value=value,
-        tuned=lambda other: _times(calls, other),
         scope="call",
     )
 

@@ -344,7 +344,7 @@ def parse_seeds(text: str, option: str = "--seeds") -> tuple[int, ...]:
         UserError: if the text is none of these.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    ranges = [re.fullmatch(r"(\d{1,19})(?:-(\d{1,19}))?", part) for part in parts]
+    ranges = [re.fullmatch(r"(\d{1,40})(?:-(\d{1,40}))?", part) for part in parts]
     if parts and all(ranges):
         ends = [(int(found[1]), int(found[2] or found[1])) for found in ranges if found]
         if "," not in text and "-" not in text:

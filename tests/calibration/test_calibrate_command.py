@@ -135,7 +135,7 @@ def test_a_table_that_is_there_already_stays_as_it_is_where_the_new_one_is_refus
 
 def test_what_was_accepted_is_told_and_stays_in_the_table(tmp_path, measured, capsys):
     output = tmp_path / "table.json"
-    measured += samples(4.0)
+    measured += samples(3.0)
     make_table(SETTINGS, 1, output, tmp_path / "table.md", accept_wider=True)
     accepted = limits.load(output).provenance["bf16"]["accepted"]
     assert accepted.startswith("1 limit far outside of the packaged ones, up to ")

@@ -255,7 +255,8 @@ def test_a_search_that_raises_leaves_the_verdict(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("parity.search.explanation.explain", explain)
     result = compared("a factor")
     assert (result.status, result.tensors, result.findings) == ("failed", whole.tensors, ())
-    assert result.notes == (f"the search for the cause raised {type(error).__name__}: {error}",)
+    (note,) = result.notes
+    assert note.startswith(f"the search for the cause raised {type(error).__name__}: {error}; at test_search.py:")
 
 
 def test_an_environment_s_limit_counts_where_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

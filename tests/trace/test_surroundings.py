@@ -173,7 +173,10 @@ def test_the_note_stays_beside_the_findings_of_a_failure() -> None:
         return 2 * module(x)
 
     assert_says(
-        result_of(linear(call_candidate=wrong)), "failed", "2 times", "the pair's code changed torch's default dtype"
+        result_of(linear(call_candidate=wrong)),
+        "failed",
+        "multiplied by 2",
+        "the pair's code changed torch's default dtype",
     )
 
 

@@ -285,7 +285,7 @@ def adam(**settings: Any) -> Declared:
 
 def sgd(**settings: Any) -> Declared:
     """Return a training by SGD whose candidate has other settings, and FP32 master weights."""
-    own: dict[str, Any] = dict(lr=0.5, momentum=0.9, weight_decay=0.01)
+    own: dict[str, Any] = dict(lr=0.05, momentum=0.9, weight_decay=0.01)
 
     def training(te: ModuleType) -> Training:
         return Training(
@@ -331,6 +331,19 @@ def one_ahead(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 def stepping(own: Callable[..., Tensor] | type, **options: Any) -> Declared:
     """Return a training with the port's own step; of a class, with a new object each time."""
     return lambda te: Training(candidate_step=own() if isinstance(own, type) else own, **options)
+
+
+def only_matrices_of_both(te: ModuleType) -> Training:
+    """Decay no norms and biases on either side, with FP32 master weights."""
+
+    def make(model: nn.Module) -> Optimizer:
+        narrow = next(model.parameters()).dtype is not torch.float32
+        groups = only_matrices_decay(model).param_groups
+        kept = [{key: group[key] for key in ("params", "weight_decay")} for group in groups]
+        fused: Optimizer = te.optimizers.FusedAdam(kept, **ADAM, master_weights=narrow)
+        return fused
+
+    return Training(only_matrices_decay, make)
 
 
 def all_decay(te: ModuleType) -> Training:
@@ -527,5 +540,5 @@ RIGHT: dict[str, Declared] = {
     "clipping": lambda te: Training(clip=CLIP),
     "a schedule": lambda te: Training(scheduler=warmed_up),
     "SGD": sgd(),
-    "no decay of norms": lambda te: Training(optimizer=only_matrices_decay),
+    "no decay of norms": only_matrices_of_both,
 }
