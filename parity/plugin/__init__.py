@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if has_cases(config):
         if not hasattr(config, "workerinput"):
             _check_surroundings(config.stash[_OPTIONS])
+            _go_on(config)
         ending.heed_signals(config)
-        _go_on(config)
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
