@@ -1,4 +1,4 @@
-"""Settings that need no torch: the names of the precisions, and how long the search for a cause may take."""
+"""Settings that need no torch: the precisions' names, the most training steps, how long a search may take."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from parity.user_error import UserError
 
 
 PRECISION_NAMES = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+
+
+# The most steps that a pair may be trained for.
+
+
+MOST_STEPS = 100_000
 
 
 # How long the search for the cause of a failure may take in real time by default.

@@ -26,7 +26,7 @@ from parity.case.validate import CheckedSize
 from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
-from parity.judge.updates import Replay, deviations, held_in
+from parity.judge.updates import Replay, deviations, holds
 from parity.mistakes.codes import finding
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
@@ -54,6 +54,7 @@ class _Run:
         gradients: the sum of the candidate's weight gradients over all earlier steps, for one that is not zeroed.
         limits: of each weight gradient the largest bound on its relative error, over all steps.
         amaxes: of each operand the largest magnitude that delayed scaling has seen.
+        is_narrow: whether the precision's dtype holds all weights that the optimizer made.
         weights: the weights before the previous step; None at the first.
         worst: of each tensor the verdict with the largest margin.
     """
@@ -63,6 +64,7 @@ class _Run:
     gradients: Named = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     amaxes: dict[int, Tensor] = field(default_factory=dict)
+    is_narrow: bool = True
     weights: Named | None = None
     worst: dict[str, Any] = field(default_factory=dict)
 
@@ -129,7 +131,7 @@ def _trained(
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
     trainee = Trainee(case, checked, prepared, precision, seed, kernels, switch == "recompute")
     trainee.settle()
-    training = case.build(kernels.te, checked.size).training
+    training = trainee.training
     replay = _replay(prepared, training)
     for number in range(1, steps + 1):
         weights = trainee.weights
@@ -332,12 +334,13 @@ def _of_optimizer(
             f"gradients are multiplied by {stepped.clipped:.4g} before the optimizer sees them, and the reference "
             f"multiplies them by {expected:.4g}: compare the largest norm, and of which gradients it is taken",
         )
-    dtype = held_in(run.history, precision.dtype)
-    right = replay.step(stepped.update)
-    wrong = [one for one in deviations(stepped.update, right, dtype) if not one.is_right]
+    run.is_narrow = run.is_narrow and holds(precision.dtype, stepped.update)
+    dtype = precision.dtype if run.is_narrow else torch.float32
+    made = deviations(stepped.update, replay.step(stepped.update), dtype)
+    wrong = [one for one in made if not one.is_right]
     if wrong:
         return optimizer_explained(run.history, wrong, lambda setting: _replay(prepared, training, setting), dtype)
-    if dtype is not torch.float32 and any(one.rounding > 0.5 for one in deviations(stepped.update, right, dtype)):
+    if dtype is not torch.float32 and any(one.rounding > 0.5 for one in made):
         return finding(
             "master-weights",
             f"weights are held in {str(dtype).removeprefix('torch.')} alone, which loses most of a step that is "

@@ -21,6 +21,7 @@ from parity import te
 from parity.case.case import Case, Pair, Size
 from parity.case.files import Place, place_of
 from parity.result import Switch
+from parity.settings import MOST_STEPS
 from parity.te.attention_backend import BACKENDS, AttentionBackend
 from parity.user_error import INTERRUPTS, UserError
 
@@ -28,7 +29,6 @@ from parity.user_error import INTERRUPTS, UserError
 
 
 MARKS_BELONG = 'marks of pytest have no effect around a pair; name them in its declaration: marks=["slow"]'
-MOST_STEPS = 100_000
 _VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 

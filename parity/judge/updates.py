@@ -6,7 +6,7 @@ What is compared so does not depend on how the gradients came about, nor does an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,6 @@ class Replay:
         """
         self._module = copy.deepcopy(reference).double()
         self._parameters = dict(self._module.named_parameters())
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         made = make(self._module)
         if not isinstance(made, Optimizer):
             raise UserError(f"a training's optimizer is a torch.optim.Optimizer, not {type(made).__name__}")
@@ -106,8 +105,6 @@ def _deviation(name: str, update: Update, right: Tensor, dtype: torch.dtype) -> 
     return Deviation(name, float((made - step).norm()) / size, 1.01 * rounding, along)
 
 
-def held_in(updates: Iterable[Update], narrow: torch.dtype) -> torch.dtype:
-    """Return the narrower dtype if it holds every weight that the optimizer made, else FP32."""
-    tensors = [x for update in updates for x in update.after.values()]
-    fits = all(torch.equal(x.to(narrow).double(), x) for x in tensors)
-    return narrow if fits and narrow is not torch.float64 else torch.float32
+def holds(dtype: torch.dtype, update: Update) -> bool:
+    """Return whether the dtype holds every weight that the optimizer made in this step."""
+    return all(torch.equal(x.to(dtype).double(), x) for x in update.after.values())

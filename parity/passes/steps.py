@@ -72,12 +72,12 @@ def reference_losses(
     module, training = copy.deepcopy(first.reference).double(), case.build(kernels.te, checked.size).training
     optimizer = reference_optimizer(training)(module)
     schedule = training.scheduler(optimizer) if training.scheduler else None
-    losses = []
+    found = []
     for number in range(1, steps + 1):
         weights = {name: one.detach().clone() for name, one in module.named_parameters()}
         step = step_case(case, number, None if number == 1 else weights, seed)
         golden = prepare(step, checked, precision.dtype, seed, kernels).golden
-        losses.append(float(golden.outputs["output"]))
+        found.append(float(golden.outputs["output"]))
         for name, one in module.named_parameters():
             one.grad = golden.weight_gradients[name].to(one) if name in golden.weight_gradients else None
         if training.clip is not None:
@@ -85,7 +85,7 @@ def reference_losses(
         optimizer.step()
         if schedule is not None:
             schedule.step()
-    return losses
+    return found
 
 
 # The candidate, which keeps its weights, its optimizer and TE's state from one step to the next.
@@ -103,7 +103,6 @@ class Update:
         before: the weights, in FP32 where the optimizer holds them so.
         gradients: as the optimizer was given them.
         after: the weights after the step.
-        stored: the weights after the step, as the module holds them.
         moments: what the optimizer keeps for each element, by its name there.
         kept_in: the dtypes in which it keeps them.
     """
@@ -111,7 +110,6 @@ class Update:
     before: Named
     gradients: Named
     after: Named
-    stored: Named
     moments: dict[str, Named]
     kept_in: dict[str, torch.dtype]
 
@@ -137,6 +135,7 @@ class Trainee:
     """A candidate in training.
 
     Attributes:
+        training: how its pair is trained.
         optimizer: its optimizer.
     """
 
@@ -157,7 +156,8 @@ class Trainee:
         pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
         self._prepared = prepared
         self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
-        training, self._module = pair.training, pair.candidate
+        self.training = training = pair.training
+        self._module = pair.candidate
         around = partial(precision.autocast, kernels)
         call = _recomputed(kernels.te, pair.call_candidate) if recomputes else pair.call_candidate
         self._model = Model(pair.candidate, call, training.loss, around)
@@ -191,7 +191,7 @@ class Trainee:
     def saved(self) -> tuple[BytesIO, Any]:
         """Return what the training writes where it is interrupted, and the state of its schedule."""
         file = BytesIO()
-        (self._pair.training.save or save)(self._module, self.optimizer, file)
+        (self.training.save or save)(self._module, self.optimizer, file)
         return file, copy.deepcopy(self._scheduler.state_dict()) if self._scheduler else None
 
     def load(self, file: BytesIO, schedule: Any) -> None:
@@ -204,7 +204,7 @@ class Trainee:
         # TE pickles the scales of delayed scaling, and reads them if it is told to trust the file, as this one, which
         # this process wrote (``pytorch/_extra_state.py`` of TE 2.20.2).
         with te_variables({"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}):
-            (self._pair.training.load or load)(self._module, self.optimizer, file)
+            (self.training.load or load)(self._module, self.optimizer, file)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(schedule)
 
@@ -235,7 +235,7 @@ class Trainee:
         inputs = named_inputs(kwargs or args, prepared.input_names)
         tensors: Tensors = {("output", "output"): loss.detach().reshape(())}
         leaves = {name: x for name, x in inputs.items() if x.is_floating_point()}
-        if self._pair.training.candidate_step is None:  # which may scale the loss, and undo that where it is used
+        if self.training.candidate_step is None:  # which may scale the loss, and undo that where it is used
             tensors |= {("input gradient", name): x.grad for name, x in leaves.items() if x.grad is not None}
         gradients = {name: or_zero(raw.get(name), one) for name, one in self._module.named_parameters()}
         tensors |= {("weight gradient", name): x for name, x in self._gradients(gradients).items()}
@@ -244,7 +244,6 @@ class Trainee:
             before,
             self._sampled(self._gradients(given)),
             self._followed_weights(),
-            self._sampled(self._to_reference(_held(self._module))),
             self._moments(),
             {
                 key: value.dtype

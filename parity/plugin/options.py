@@ -13,7 +13,7 @@ from typing import Literal, cast
 import pytest
 
 from parity.plugin.ending import Diary
-from parity.settings import LONGEST, PRECISION_NAMES, default_seconds, seconds_of
+from parity.settings import LONGEST, MOST_STEPS, PRECISION_NAMES, default_seconds, seconds_of
 from parity.user_error import UserError
 
 # What one process of a run works with: its device, its share of that device's memory, and the place of its diary.
@@ -119,7 +119,6 @@ def _why(error: OSError) -> str:
 BACKENDS = ("auto", "gpu", "cpu")
 PARITY_BACKEND = "PARITY_BACKEND"
 _LONGEST_NAME = 100
-MOST_STEPS = 100_000
 _MOST_SEEDS = 1_000_000
 _LAST_SEED = 2**63 - 1  # the largest seed that PyTorch's generators take
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parity import shown
 from parity.report.numbers import markdown_table, short
 from parity.result import Result
 
@@ -37,7 +38,7 @@ def summary(results: Sequence[Result]) -> str:
             losses = f"{result.steps[0].loss:.5g} to {result.steps[-1].loss:.5g}"
             rows.append(
                 (
-                    f"`{result.item}`",
+                    shown.code(result.item),
                     result.seed,
                     result.status,
                     len(result.steps),
@@ -55,7 +56,7 @@ def write(curves: Sequence[Curve], path: Path) -> Path | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if plot is not None:
         drawn(curves).savefig(plot, dpi=110)
-    path.write_text("\n\n".join(_sections(curves, plot)) + "\n", encoding="utf-8")
+    path.write_text(shown.text("\n\n".join(_sections(curves, plot)) + "\n"), encoding="utf-8")
     return plot
 
 
@@ -74,11 +75,11 @@ def _sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
         yield f"![losses and margins]({plot.name})"
     for curve in curves:
         result = curve.result
-        yield f"## {result.item}, seed {result.seed}: {result.status}"
+        yield f"## {shown.prose(result.item)}, seed {result.seed}: {result.status}"
         if result.reason:
-            yield f"{result.reason[:1].upper()}{result.reason[1:]}."
+            yield shown.prose(f"{result.reason[:1].upper()}{result.reason[1:]}.")
         for finding in result.findings:
-            yield f"- **{finding.name}**: {finding.message}"
+            yield f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}"
         rows = [
             (step.number, *(f"{loss:.6g}" for loss in (step.loss, step.golden, free)), short(step.margin))
             for step, free in zip(result.steps, curve.free, strict=False)

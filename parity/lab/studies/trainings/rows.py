@@ -97,11 +97,14 @@ def case_of(host: str, training: Declared = plain) -> Case:
 # Training steps.
 
 
-def step(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Make a right step."""
+def step(
+    model: Model, optimizer: Optimizer, x: Tensor, with_gradients: Callable[[Model], object] = lambda model: None
+) -> Tensor:
+    """Make a right step, unless something is done to the gradients before the optimizer reads them."""
     optimizer.zero_grad()
     loss = model.loss(x)
     loss.backward()
+    with_gradients(model)
     optimizer.step()
     return loss
 
@@ -159,27 +162,28 @@ def scaled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 def clipped_while_scaled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Clip gradients of a scaled loss, and undo the scale afterwards."""
-    optimizer.zero_grad()
-    loss = model.loss(x)
-    loss.backward()
+
+    def clip(model: Model) -> None:
+        _multiply(model, 128.0)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        _multiply(model, 1 / 128.0)
+
+    return step(model, optimizer, x, clip)
+
+
+def _multiply(model: Model, factor: float) -> None:
     for one in model.parameters():
-        one.grad = None if one.grad is None else one.grad * 128.0
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    for one in model.parameters():
-        one.grad = None if one.grad is None else one.grad / 128.0
-    optimizer.step()
-    return loss
+        one.grad = None if one.grad is None else one.grad * factor
 
 
 def clipped_apart(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Clip the gradient of each parameter by itself."""
-    optimizer.zero_grad()
-    loss = model.loss(x)
-    loss.backward()
-    for one in model.parameters():
-        nn.utils.clip_grad_norm_([one], CLIP)
-    optimizer.step()
-    return loss
+
+    def clip(model: Model) -> None:
+        for one in model.parameters():
+            nn.utils.clip_grad_norm_([one], CLIP)
+
+    return step(model, optimizer, x, clip)
 
 
 CLIP = 0.1
@@ -195,14 +199,12 @@ def other_first(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def frozen(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Detach one parameter's gradient."""
-    optimizer.zero_grad()
-    loss = model.loss(x)
-    loss.backward()
-    first = max(model.parameters(), key=lambda one: one.numel())
-    first.grad = None
-    optimizer.step()
-    return loss
+    """Leave out one parameter's gradient."""
+
+    def leave_out(model: Model) -> None:
+        max(model.parameters(), key=lambda one: one.numel()).grad = None
+
+    return step(model, optimizer, x, leave_out)
 
 
 class OneBatchBehind:
@@ -234,12 +236,7 @@ class OldCopy:
         now = {name: one.detach().clone() for name, one in model.module.named_parameters() if self.is_kept(one)}
         self._fill(model.module, self.old or now)
         self.old = now
-        optimizer.zero_grad()
-        loss = model.loss(x)
-        loss.backward()
-        self._fill(model.module, now)
-        optimizer.step()
-        return loss
+        return step(model, optimizer, x, lambda model: self._fill(model.module, now))
 
     def _fill(self, module: nn.Module, weights: dict[str, Tensor]) -> None:
         with torch.no_grad():
