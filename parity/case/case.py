@@ -215,6 +215,18 @@ def _copied(pair: Pair) -> Pair:
         ) from error
 
 
+def signed_as_call(
+    function: Callable[..., Any], module: nn.Module, call: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Return a function that stands for a pair's call of a module, with that call's parameters, by which inputs are
+    named; ``call`` as in ``Pair``.
+    """
+    itself = [] if call else [inspect.Parameter("_module", inspect.Parameter.POSITIONAL_ONLY)]
+    called = inspect.signature(call or module.forward).parameters.values()
+    function.__signature__ = inspect.Signature([*itself, *called])  # type: ignore[attr-defined]
+    return function
+
+
 def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
     """Call the pair's ``inputs`` with the sizes that it names.
 

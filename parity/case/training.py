@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from parity.case.case import MakeOptimizer, Pair, Rng, Training
+from parity.case.case import MakeOptimizer, Pair, Rng, Training, signed_as_call
 from parity.te import state
 from parity.user_error import UserError
 
@@ -135,9 +134,6 @@ def losses(pair: Pair) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         def loss(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
             return Model(module, call, pair.training.loss).loss(*args, **kwargs)
 
-        itself = [] if call else [inspect.Parameter("_module", inspect.Parameter.POSITIONAL_ONLY)]
-        called = inspect.signature(call or module.forward).parameters.values()
-        loss.__signature__ = inspect.Signature([*itself, *called])  # type: ignore[attr-defined]
-        return loss
+        return signed_as_call(loss, module, call)
 
     return calling(pair.reference, pair.call_reference), calling(pair.candidate, pair.call_candidate)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only, tree_map_with_path
 
+from parity.case.case import signed_as_call
 from parity.te import state
 from parity.user_error import UserError
 
@@ -163,10 +164,7 @@ def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Contain
         others = [x for x in leaves_of(returned) if isinstance(x, Tensor) and not x.is_floating_point()]
         return Selected(outputs, others)
 
-    called = list(inspect.signature(call or module.forward).parameters.values())
-    itself = [] if call else [inspect.Parameter("_module", inspect.Parameter.POSITIONAL_ONLY)]
-    selected.__signature__ = inspect.Signature([*itself, *called])  # type: ignore[attr-defined]
-    return selected
+    return signed_as_call(selected, module, call)
 
 
 def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
