@@ -171,25 +171,21 @@ class ParityItem(pytest.Item):
     def _judged_and_explained(self, seed: int, calibration: Table) -> Result:
         from parity.comparison import explain_at, judge_at
 
+        at = self.case, self.checked, self.precision, seed, self.kernels, calibration
         if self.steps:
-            return self._train(seed, calibration)
-        attention, determinism = self.attention, self.options.determinism
-        asked = self.case, self.checked, self.precision, seed, self.kernels, calibration, attention, determinism
-        judged = judge_at(*asked)
-        if judged.unexplained is not None and self.options.diagnosis is not None:
-            self._note_verdict(judged.result)
-        result = explain_at(judged, self.options.diagnosis)
+            from parity.training import train_at
+
+            result = train_at(*at, self.steps, self.switch, self.attention, self.options.diagnosis)
+        else:
+            judged = judge_at(*at, self.attention, self.options.determinism)
+            if judged.unexplained is not None and self.options.diagnosis is not None:
+                self._note_verdict(judged.result)
+            result = explain_at(judged, self.options.diagnosis)
         if self.kernels.device.type == "cuda":
             import torch
 
             torch.cuda.synchronize()  # makes a kernel's error show here, in the item that it belongs to
         return result
-
-    def _train(self, seed: int, calibration: Table) -> Result:
-        from parity.training import train_at
-
-        at = self.case, self.checked, self.precision, seed, self.kernels, calibration
-        return train_at(*at, self.steps, self.switch, self.attention, self.options.diagnosis)
 
     def cut_short(self, cause: str, from_outside: bool = True) -> Result:
         """Return the result of the next seed if something ends its comparison now: the verdict, if there is one.
