@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -50,20 +50,22 @@ class LikelyPairs:
 
 @dataclass(eq=False)
 class Effects:
-    """What single mistakes do to a candidate's outputs or gradients.
+    """What single mistakes do to a candidate's outputs or gradients, each in units of its tolerance.
 
     Attributes:
         error: the candidate's error, ``[elements]``.
+        tensors: how many outputs or gradients these are elements of.
         known: each mistake's effect, as a sample of as many elements.
     """
 
     error: Tensor
+    tensors: int
     known: dict[Hypothesis, Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(errors: Sequence[Tensor]) -> Effects:
         """Begin with no known effect; ``errors`` are those of each tensor, with all its elements."""
-        return Effects(_sample(errors))
+        return Effects(_sample(errors), len(errors))
 
     def note(self, one: Hypothesis, effects: Sequence[Tensor]) -> None:
         """Note what a mistake does to each tensor, given all its elements."""
@@ -83,8 +85,8 @@ class Effects:
         if len(some) < 2:
             return LikelyPairs([], [])
         size = torch.linalg.vector_norm(self.error)  # the unit of all effects, so that no square overflows
-        effects = torch.stack([self.known[one] for one in some]) / size
-        products, along = effects @ effects.T, effects @ (self.error / size)
+        effects = torch.stack([self.known[one] for one in some]).double() / size
+        products, along = effects @ effects.T, effects @ (self.error.double() / size)
         squares = products.diagonal()
         as_they_are = 2.0 * (along[:, None] + along) - squares[:, None] - squares - 2.0 * products
         both = squares[:, None] * squares - products**2
@@ -112,20 +114,28 @@ class Effects:
         go_together: Callable[[Hypothesis, Hypothesis], bool],
     ) -> list[tuple[Hypothesis, Hypothesis]]:
         """Return the pairs that explain most of the error's square; ``some`` has the likeliest mistakes first."""
+        # A small part of a large error may be what a mistake does, unless it is less than rounding.
+        same = min(_SAME, self.tensors / max(norm_of(self.error), TINY) ** 2)
         upper = explained.triu(1)
         listed = upper.flatten().topk(min(_LISTED, upper.numel()))
         alike: dict[int, list[tuple[int, int]]] = {}
         for value, index in zip(listed.values.tolist(), listed.indices.tolist(), strict=True):
             if 0.0 < value < math.inf:
-                alike.setdefault(round(value / _SAME), []).append(divmod(index, len(some)))
-        found = []
+                alike.setdefault(round(value / same), []).append(divmod(index, len(some)))
+        found: dict[tuple[Hashable, Hashable], tuple[Hypothesis, Hypothesis]] = {}
         for pairs in alike.values():
             # Of pairs that do the same, take the one whose second mistake, the later one, is nearest to the list's top.
             in_order = ((some[i], some[j]) for i, j in sorted(pairs, key=lambda pair: pair[::-1]))
-            found += list(islice((pair for pair in in_order if go_together(*pair)), 1))
+            for first, second in islice((pair for pair in in_order if go_together(*pair)), 1):
+                found.setdefault((_but_for_its_number(first), _but_for_its_number(second)), (first, second))
             if len(found) == most:
                 break
-        return found
+        return list(found.values())
+
+
+def _but_for_its_number(one: Hypothesis) -> Hashable:
+    """Return what is the same for a mistake with another constant, which is looked for once a pair is found."""
+    return one if one.value is None else (one.title, one.place, tuple(edit.site for edit in one.edits))
 
 
 def _sample(tensors: Sequence[Tensor]) -> Tensor:
