@@ -30,7 +30,12 @@ from parity.mistakes.layers import (
 from parity.mistakes.lookups import lookup_hypotheses
 from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
 from parity.mistakes.mixture import routing_hypotheses
-from parity.mistakes.norm_places import branch_norm_hypotheses, extra_norm_hypotheses, pre_norm_hypotheses
+from parity.mistakes.norm_places import (
+    branch_norm_hypotheses,
+    extra_norm_hypotheses,
+    last_norm_hypotheses,
+    pre_norm_hypotheses,
+)
 from parity.mistakes.norms import norm_group_hypotheses, norm_hypotheses
 from parity.mistakes.operations import (
     exchanged_factor_hypotheses,
@@ -121,6 +126,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from residual_hypotheses(trace)
     yield from pre_norm_hypotheses(trace, prepared.reference)
     yield from branch_norm_hypotheses(trace, prepared.reference)
+    yield from last_norm_hypotheses(trace, prepared.reference)
     yield from extra_norm_hypotheses(trace)
     yield from parallel_block_hypotheses(trace)
     yield from bias_hypotheses(trace)

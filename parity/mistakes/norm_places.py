@@ -15,11 +15,14 @@ from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywh
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import made_again
 from parity.mistakes.residuals import Residual, residuals
-from parity.trace.trace import Call, Edit, Trace, Value, edit
+from parity.trace.trace import Call, Edit, Trace, Value, edit, ordinal
 from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, grouped, unnumbered, users
 
 # Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, which a port puts
 # before its branches, as TE's layers do.
+
+
+_SUMS_OF_A_LAYER = (1, 2, 3)  # residual sums: of a parallel block, of a decoder's layer, of one with cross-attention
 
 
 def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
@@ -53,6 +56,31 @@ def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothes
     ):
         if edits:
             yield Hypothesis("post-norm", name, repair, tuple(edits))
+
+
+def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Yield the mistakes that the norm after all layers, which has its own weights, is after each of them."""
+    found = residuals(trace)
+    last = next((norm for norm in norms(trace) if found and back(trace, norm.x) == found[-1].call.outputs[0]), None)
+    names = [] if last is None else [trace.parameter(value) or "" for value in last.needs[1:]]
+    if last is None or not all(names):
+        return
+
+    def normed(was: Tensor, norm: Norm = last) -> Tensor:
+        return norm.compute(was, *map(module.get_parameter, names)).to(was.dtype)
+
+    for of_a_layer in _SUMS_OF_A_LAYER:
+        ends = found[of_a_layer - 1 :: of_a_layer]
+        if len(ends) < 2 or len(found) % of_a_layer:
+            continue
+        after = "each sum" if of_a_layer == 1 else f"each {ordinal(of_a_layer)} sum"
+        for where, sums in ((f"after {after}", ends[:-1]), (f"after {after}, and once more at the end", ends)):
+            yield Hypothesis(
+                "post-norm",
+                f"last norm {where}",
+                f"apply {names[0].rpartition('.')[0]} once, after all layers, as the reference does; it is {where}",
+                tuple(edit(one.call, (), normed) for one in sums),
+            )
 
 
 def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
