@@ -66,7 +66,7 @@ _STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",)) 
 # The share of the budget that is spent at the end of each stage; what a stage leaves out comes after all of them.
 _SPENT_BY_STAGES = (0.5, 0.7, 0.85)
 _SPENT_BY_ONE = 0.92  # the share of the budget after which two mistakes at once are tried
-_FEW_SINGLE = 200  # so few mistakes at single places are tried as they come: to find likelier ones takes as long
+_FEW = 200  # so few mistakes are tried as they come: to find likelier ones takes as long
 _AT_ONE_PLACE = 0.6  # the share of a stage's budget for mistakes at single places
 _FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are tried at several, where one helps
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
@@ -159,7 +159,7 @@ def explanations(
 
 
 def _promising_first(first_order: Callable[[], FirstOrder] | None, some: Sequence[Hypothesis]) -> Sequence[Hypothesis]:
-    return some if first_order is None or len(some) <= _FEW_SINGLE else first_order().promising_first(some)
+    return some if first_order is None or len(some) <= _FEW else first_order().promising_first(some)
 
 
 def _by_stages(
@@ -296,14 +296,16 @@ def _in_order(
 ) -> Iterator[Hypothesis]:
     """Yield first the mistakes that help if they are made everywhere, as ``everywhere`` shows when one is to be tried.
 
-    The others follow as they are, except those at single places and in single calls, whose order is asked for.
+    The others follow as they are, except those at single places and in single calls, and what is left of very many,
+    whose order is asked for.
     """
     shares = {(one.title, one.name): share for share, (one, *_) in everywhere if share < HELPS}
     helping = [one for one in some if (one.title, one.family[0]) in shares]
     yield from sorted(helping, key=lambda one: shares[one.title, one.family[0]])
     others = [one for one in some if (one.title, one.family[0]) not in shares]
-    unordered = [one for one in others if one.scope in ("all", "kind")]
-    yield from unordered
+    several = [one for one in others if one.scope in ("all", "kind")]
+    yield from several[:_FEW]
+    yield from ordered(several[_FEW:]) if several[_FEW:] else ()
     single = [one for one in others if one.scope not in ("all", "kind")]
     yield from ordered(single) if single else ()
 
