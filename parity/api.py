@@ -48,8 +48,8 @@ def compare(
         diagnosis_seconds: real time after which a search ends with what it has found, and a note says so; 0 for no
             limit. By default what the environment's ``PARITY_DIAGNOSIS_SECONDS`` says, else 30.
         steps: for how many steps both are trained; each is judged. 0 compares a single pass.
-        switch: how the candidate is trained: ``resume`` saves it in the middle and goes on with a new one,
-            ``recompute`` makes each call by ``te.checkpoint``.
+        switch: how the candidate is trained: ``resume``, ``resume-dcp``, ``resume-safetensors`` save it in the middle
+            and go on with a new one, ``rollback`` with the same; ``recompute`` makes each call by ``te.checkpoint``.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.

@@ -10,6 +10,7 @@ steps is, and where one is not, that step is where to look.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,17 +22,21 @@ import torch
 from torch import Tensor
 
 from parity.case.case import Case, Training, mixed
+from parity.case.checkpoints import WAYS
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
+from parity.case.weight_map import names
 from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
+from parity.judge.scaling import wrong_scaling
 from parity.judge.updates import Replay, deviations, holds
 from parity.mistakes.codes import finding
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
-from parity.result import Finding, Result, Step, Switch, as_printable, label_of, label_of_steps
+from parity.result import Finding, Result, Step, Switch, as_printable, label_of_steps
+from parity.search.resumed import lost_state
 from parity.search.steps import Guess, Setting, factor_in_words, gradients_explained, optimizer_explained, scale_of
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
@@ -89,8 +94,9 @@ def train_at(
 
     Args:
         steps: how many, from 1.
-        switch: ``resume`` to save the training in the middle, and to go on with a new module that loads it, which must
-            compute the same to the bit; ``recompute`` to make each call by ``te.checkpoint``.
+        switch: ``resume``, ``resume-dcp`` or ``resume-safetensors`` to save the training in the middle, and to go on
+            with a new module that loads it, which must compute the same to the bit; ``rollback`` to load it into the
+            module that has gone on; ``recompute`` to make each call by ``te.checkpoint``.
         diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
 
     Returns:
@@ -140,19 +146,23 @@ def _trained(
         if precision.warmup_passes:
             prepared.past.is_followed, prepared.past.before = True, run.amaxes
         lost = None
-        if switch == "resume" and number == steps // 2 + 1:
-            saved, uninterrupted = trainee.saved(), trainee.step(prepared)
-            resuming.enter_context(fresh_quantization())
-            trainee = Trainee(case, checked, prepared, precision, seed, kernels)
-            trainee.load(*saved)
+        if (switch in WAYS or switch == "rollback") and number == steps // 2 + 1:
+            saved = trainee.saved(switch if switch in WAYS else "resume")
+            uninterrupted = trainee.step(prepared)
+            if switch in WAYS:
+                resuming.enter_context(fresh_quantization())
+                trainee = Trainee(case, checked, prepared, precision, seed, kernels)
+            trainee.load(saved)
+            restored, caches = trainee.state, trainee.caches_weights
             stepped = trainee.step(prepared)
-            lost = _lost(number, uninterrupted, stepped)
+            lost = lost_state(number, saved.state, restored, uninterrupted, stepped, caches)
         else:
             stepped = trainee.step(prepared)
         judged = judge_at(step, *at, made=CandidateRun(stepped.tensors, stepped.unreached)).result
         run.history.append(stepped.update)
         _note(run, number, judged, prepared, stepped)
         findings: tuple[Finding, ...] = ()
+        scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), training.candidate_step is None)
         if lost is not None:
             findings = (lost,)
         elif judged.status != "passed":
@@ -160,7 +170,11 @@ def _trained(
                 partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis),
                 partial(without_cause, judged),
             )
+            if scaled is not None and all(one.title == "state-between-steps" for one in judged.findings):
+                judged = dataclasses.replace(judged, findings=(scaled,))
             findings = judged.findings
+        elif scaled is not None:
+            findings = (scaled,)
         elif wrong := _of_optimizer(run, replay, stepped, training, prepared, precision):
             findings = (wrong,)
         if judged.status != "passed" or findings:
@@ -173,6 +187,20 @@ def _trained(
 def _replay(prepared: Prepared, training: Training, setting: Setting | None = None) -> Replay:
     edit = setting.edit if setting else (lambda optimizer: optimizer)
     return Replay(prepared.reference, reference_optimizer(training), training.scheduler, edit)
+
+
+def _multiplied(prepared: Prepared) -> dict[tuple[str, bool], float]:
+    """Return the largest magnitude of what each of the candidate's weights is multiplied by, as the reference has it;
+    by the weight's name, and by whether that is a gradient.
+    """
+    found: dict[tuple[str, bool], float] = {}
+    for left, right in prepared.weights.items():
+        for name, own in itertools.product(names(left), names(right)):
+            for is_gradient in (False, True):
+                amax = prepared.past.multiplied.get((name, is_gradient))
+                if amax is not None:
+                    found[own, is_gradient] = max(float(amax), found.get((own, is_gradient), 0.0))
+    return found
 
 
 def _note(run: _Run, number: int, judged: Result, prepared: Prepared, stepped: Stepped) -> None:
@@ -289,38 +317,6 @@ def prepared_weights(prepared: Prepared) -> Named:
 
 def _matrices(weights: Named) -> Named:
     return {name: x for name, x in weights.items() if x.dim() > 1}
-
-
-def _lost(number: int, uninterrupted: Stepped, resumed: Stepped) -> Finding | None:
-    """Return what a resumed training has lost; None if its first step is the uninterrupted one's to the bit."""
-    differing = [
-        label_of(kind, "loss" if kind == "output" else name)
-        for (kind, name), x in uninterrupted.tensors.items()
-        if not torch.equal(x, resumed.tensors[kind, name])
-    ]
-    one, other = uninterrupted.update, resumed.update
-    moments = [key for key, some in one.moments.items() if not _are_same(some, other.moments.get(key, {}))]
-    if not differing and not moments and _are_same(one.after, other.after):
-        return None
-    what = (
-        f"{', '.join(differing[:3])}{' and more' if len(differing) > 3 else ''} are others"
-        if differing
-        else (f"its optimizer's {', '.join(moments) or 'weights'} are others after it")
-    )
-    where = (
-        "FP8 scales, which TE keeps in _extra_state of each module's state_dict, and buffers"
-        if differing
-        else "the optimizer's state, with its moments, its count of steps and its FP32 master weights"
-    )
-    return finding(
-        "state-not-saved",
-        f"step {number}, the first of a training that was saved and loaded, is not that of the same training without "
-        f"interruption: {what}; save and load {where}",
-    )
-
-
-def _are_same(some: Named, others: Named) -> bool:
-    return some.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in some.items())
 
 
 def _of_optimizer(

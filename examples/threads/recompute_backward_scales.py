@@ -4,8 +4,7 @@ The first module within an FP8 context updates the scales of all gradients, and 
 computed again in the backward pass runs outside of it. So no module was the first, and the scales of
 gradients stayed 1, whatever their size.
 
-parity says ``state-between-steps`` (PAR605): the module that was trained is wrong, a new one with its weights
-is not.
+parity says ``scale-not-updated`` (PAR607): the scale of the output gradient does not follow from its history.
 
 Repair: remember in the forward pass which module is the first; TE 1.12 and later do.
 """

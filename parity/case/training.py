@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,18 +113,6 @@ def plain_step(clip: float | None) -> Callable[..., Tensor]:
         return loss
 
     return step
-
-
-def save(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Write the states of both, as most training loops do."""
-    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-
-
-def load(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Read what ``save`` has written."""
-    states = torch.load(file, weights_only=False, map_location="cpu")
-    module.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
 
 
 def losses(pair: Pair) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:

@@ -117,6 +117,10 @@ CODES = {
     "gradient-clipping": "PAR604",
     "state-between-steps": "PAR605",
     "state-not-saved": "PAR606",
+    "amax-history-lost": "PAR607",
+    "amax-not-recorded": "PAR607",
+    "amax-of-another-tensor": "PAR607",
+    "scale-not-updated": "PAR607",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

@@ -123,12 +123,25 @@ class PastAmaxes:
         before: those of the steps before, from which this step's scales come; what exceeds one saturates. An operand
             without one is scaled by its own, as in a step that settled its scales.
         seen: this step's.
+        names: of weights, by the address of their memory.
+        multiplied: the largest magnitude in this step of what each weight is multiplied by, by its name and by whether
+            that is a gradient.
     """
 
     def __init__(self) -> None:
         self.is_followed = False
+        self.names: dict[int, str] = {}
+        self.multiplied: dict[tuple[str, bool], Tensor] = {}
         self.before: dict[int, Tensor] = {}
         self.seen: dict[int, Tensor] = {}
+
+    def note(self, weight: Tensor, other: Tensor, is_gradient: bool) -> None:
+        """Take note of a product, if the first is a weight that has a name."""
+        name = self.names.get(address(weight))
+        if name is not None:
+            known = self.multiplied.get((name, is_gradient))
+            now = largest(other)
+            self.multiplied[name, is_gradient] = now if known is None else torch.maximum(known, now)
 
     def after_step(self) -> dict[int, Tensor]:
         """Return what the next step finds: TE takes the largest of a history that is longer than any training here."""
@@ -178,6 +191,9 @@ class LinearOperands:
         self.is_plain = bool(self._plain) and self._are_plain(left, right)
         if self.is_plain:
             return self._storing.operand(left, self._part(left)), self._storing.operand(right, self._part(right))
+        if self._past is not None and self._past.is_followed:
+            self._past.note(left, right, self._phase.backward)
+            self._past.note(right, left, self._phase.backward)
         is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
         is_rotated = is_wgrad and self._storing.rounding.rotate_wgrad
         return self._operand(left, 1, is_rotated), self._operand(right, 0, is_rotated)

@@ -19,7 +19,7 @@ from parity.case.case import Case, Pair, Rng, draw_inputs
 from parity.case.transfer import separate_norms
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import WeightMap, names
-from parity.numerics.aten import Phase
+from parity.numerics.aten import Phase, address
 from parity.numerics.errors import Truth
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED, Choices, Chosen, Freedom, Kinks
@@ -230,6 +230,8 @@ def under_model(
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
     together = _scaled_together(prepared.weights, parameters)
+    # Experts' weights in one tensor have an amax each.
+    prepared.past.names = {address(one): name for name, one in parameters.items() if one.dim() == 2}
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
     return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored, prepared.past)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from parity.case import transfer
 from parity.case.case import Case, Pair, Rng, draw_inputs
-from parity.case.training import Model, candidate_optimizer, load, losses, plain_step, reference_optimizer, save
+from parity.case.checkpoints import WAYS
+from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.build import build
@@ -28,6 +30,7 @@ from parity.passes.prepare import Prepared, prepare
 from parity.te import Kernels, state
 from parity.te.attention_backend import te_variables
 from parity.te.precision import Precision
+from parity.te.scaling import Kept, kept, slots
 from parity.trace.private_functions import CLIP, exchanged
 from parity.user_error import UserError
 
@@ -123,12 +126,36 @@ class Stepped:
         unreached: TE's parameters that got no gradient.
         clipped: by what all gradients were multiplied before the optimizer saw them.
         update: what the optimizer did.
+        scaling: what delayed scaling kept of each tensor before and after the step.
     """
 
     tensors: Tensors
     unreached: tuple[str, ...]
     clipped: float
     update: Update
+    scaling: tuple[tuple[Kept, Kept], ...] = ()
+
+
+# What a training keeps, by what it is and by name, as digests of its bytes.
+State = dict[str, dict[str, bytes]]
+SCALES, HISTORIES = "FP8 scales", "amax histories"
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A training that was written to a file.
+
+    Attributes:
+        way: how it was written.
+        file: what was written.
+        schedule: the state of its learning rate's schedule.
+        state: what the training kept then.
+    """
+
+    way: str
+    file: BytesIO
+    schedule: Any
+    state: State
 
 
 class Trainee:
@@ -188,25 +215,58 @@ class Trainee:
             with _standing_still(self.optimizer):
                 state.settled(once, self._warmup_passes)
 
-    def saved(self) -> tuple[BytesIO, Any]:
-        """Return what the training writes where it is interrupted, and the state of its schedule."""
-        file = BytesIO()
-        (self.training.save or save)(self._module, self.optimizer, file)
-        return file, copy.deepcopy(self._scheduler.state_dict()) if self._scheduler else None
+    def saved(self, way: str = "resume") -> Saved:
+        """Return what the training writes where it is interrupted.
 
-    def load(self, file: BytesIO, schedule: Any) -> None:
+        Args:
+            way: a key of ``checkpoints.WAYS``; a pair's own ``save`` and ``load`` are for ``resume``.
+        """
+        file = BytesIO()
+        own = self.training.save if way == "resume" else None
+        (own or WAYS[way].save)(self._module, self.optimizer, file)
+        schedule = copy.deepcopy(self._scheduler.state_dict()) if self._scheduler else None
+        return Saved(way, file, schedule, self.state)
+
+    def load(self, saved: Saved) -> None:
         """Read that into weights that are wrong before, so that none can be left out."""
         with torch.no_grad():
             for one in self._module.parameters():
                 if one.is_floating_point() and not state.is_quantized(one):
                     one.mul_(2.0)
-        file.seek(0)
+        saved.file.seek(0)
+        own = self.training.load if saved.way == "resume" else None
         # TE pickles the scales of delayed scaling, and reads them if it is told to trust the file, as this one, which
         # this process wrote (``pytorch/_extra_state.py`` of TE 2.20.2).
         with te_variables({"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}):
-            (self.training.load or load)(self._module, self.optimizer, file)
+            (own or WAYS[saved.way].load)(self._module, self.optimizer, saved.file)
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(schedule)
+            self._scheduler.load_state_dict(saved.schedule)
+
+    @property
+    def state(self) -> State:
+        """What the module and its optimizer keep, as digests of its bytes."""
+        found: State = {
+            "weights": {name: _digest(one) for name, one in self._module.named_parameters()},
+            "buffers": {name: _digest(one) for name, one in self._module.named_buffers()},
+            SCALES: {},
+            HISTORIES: {},
+        }
+        for slot in slots(self._module):
+            found[SCALES][slot.name] = _digest(slot.scale)
+            found[HISTORIES][slot.name] = _digest(slot.history)
+        for name, parameter in self._stepped.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found.setdefault(f"the optimizer's {key}", {})[name] = _digest(value)
+        for number, group in enumerate(self.optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    found.setdefault(f"the optimizer's {key}", {})[f"its group {number}"] = _digest(value)
+        return found
+
+    @property
+    def caches_weights(self) -> bool:
+        """Whether a TE module keeps quantized copies of its weights from one call to the next."""
+        return any(getattr(one, "_fp8_workspaces", None) for one in self._module.modules())
 
     @property
     def weights(self) -> Named:
@@ -220,7 +280,7 @@ class Trainee:
             UserError: if the step does not step its optimizer once.
         """
         args, kwargs = as_arguments(_leaves(prepared.inputs))
-        before = self._followed_weights()
+        before, scaling = self._followed_weights(), kept(self._module)
         with self._watched() as seen:
             loss = self._step(self._model, self.optimizer, *args, **kwargs)
         if len(seen.used) != 1:
@@ -253,7 +313,9 @@ class Trainee:
             },
         )
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
-        return Stepped(tensors, tuple(frozen), _factor(used, raw), update)
+        now = kept(self._module)
+        moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
+        return Stepped(tensors, tuple(frozen), _factor(used, raw), update, moves)
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
@@ -361,6 +423,13 @@ def _held(module: nn.Module) -> Named:
     return {
         name: (x.dequantize(dtype=torch.float32) if state.is_quantized(x) else x).double() for name, x in held.items()
     }
+
+
+def _digest(value: Any) -> bytes:
+    if not isinstance(value, Tensor):
+        return repr(value).encode()
+    plain = state.dequantized_tensor(value.detach(), torch.float32).reshape(-1).contiguous().cpu()
+    return hashlib.blake2b(plain.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 
 def _leaves(inputs: Any) -> Any:

@@ -401,9 +401,12 @@ def dequantized(candidate: nn.Module) -> nn.Module:
     return candidate
 
 
-def dequantized_tensor(parameter: Tensor) -> Tensor:
-    """Return the values that a parameter stands for; the parameter itself if it is not quantized."""
-    return parameter.dequantize() if is_quantized(parameter) else parameter
+def dequantized_tensor(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the values that a parameter stands for, in its own dtype or another; the parameter itself if it is not
+    quantized.
+    """
+    held: Any = parameter
+    return held.dequantize(**({"dtype": dtype} if dtype else {})) if is_quantized(parameter) else parameter
 
 
 def check(candidate: nn.Module, precision: Precision) -> None:

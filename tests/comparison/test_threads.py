@@ -18,11 +18,11 @@ SAID = [
     ("adam_in_bf16", "master-weights", "weights are held in bfloat16 alone"),
     ("cached_weight_scale", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
     ("cross_entropy_first_gradient", "gradient-scale", "every gradient is 0; nothing flows back there"),
-    ("fp8_state_lost_in_conversion", "state-not-saved", "FP8 scales, which TE keeps in _extra_state"),
+    ("fp8_state_lost_in_conversion", "state-not-saved", "TE keeps FP8 scales and histories in _extra_state"),
     ("graph_gradient_buffers", "stale-gradient", "the optimizer is given no gradients"),
     ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
     ("last_micro_batch_not_averaged", "state-between-steps", "what your training step does besides one pass"),
-    ("recompute_backward_scales", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
+    ("recompute_backward_scales", "scale-not-updated", "the output gradient of weight has a scale"),
     ("recompute_outside_autocast", "recipe-disabled", "as if part of the candidate ran outside of it"),
     ("weight_cache_not_refreshed", "weight-cache-stale", "is_first_microbatch=True"),
 ]

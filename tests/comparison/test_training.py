@@ -29,6 +29,7 @@ from parity.lab.studies.trainings.rows import (
 from parity.result import Result, from_json, to_json
 from parity.search.steps import Guess, gradients_explained
 
+KEPT = ("resume", "resume-dcp", "resume-safetensors", "rollback")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
 
 
@@ -60,7 +61,7 @@ def test_a_port_may_step_fp32_copies_of_its_own(precision):
     assert (result.status, result.findings) == ("passed", ())
 
 
-@pytest.mark.parametrize("switch", ["", "resume"])
+@pytest.mark.parametrize("switch", ["", *KEPT])
 def test_fp8_weights_with_fp32_master_weights_are_trained(switch):
     def quantized(te):
         recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling()
@@ -71,12 +72,40 @@ def test_fp8_weights_with_fp32_master_weights_are_trained(switch):
     assert (result.status, result.findings) == ("passed", ())
 
 
-@pytest.mark.parametrize("switch", ["resume", "recompute"])
+@pytest.mark.parametrize("switch", [*KEPT, "recompute"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_training_that_is_resumed_or_recomputed_is_right(precision, switch):
     result = trained(RIGHT["a schedule"], precision, steps=4, switch=switch)
     assert (result.status, result.findings, len(result.steps)) == ("passed", (), 4)
     assert result.item.endswith(f"-steps4-{switch}]")
+
+
+def test_a_pair_s_own_checkpoints_are_those_of_resume_and_of_rollback():
+    def refusing(*_):
+        raise RuntimeError("no disk")
+
+    def told(switch):
+        return trained(lambda te: Training(save=refusing), steps=2, switch=switch).reason
+
+    assert {switch: "no disk" in told(switch) for switch in KEPT} == {
+        "resume": True,
+        "resume-dcp": False,
+        "resume-safetensors": False,
+        "rollback": True,
+    }
+
+
+def test_what_json_does_not_hold_is_told_of_a_file_of_tensors():
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer.param_groups[0]["made"] = object()
+        return optimizer
+
+    result = trained(
+        lambda te: Training(candidate_optimizer=make, optimizer=make), steps=2, switch="resume-safetensors"
+    )
+    assert result.status == "error"
+    assert "optimizer.param_groups.0.made of the training's state is a object" in result.reason
 
 
 def test_the_tensors_of_a_result_are_the_worst_of_all_steps():

@@ -17,6 +17,8 @@ from parity.case.training import ADAM, Model
 from parity.case.weight_map import stack
 from parity.reference import LlamaLayer
 from parity.result import Switch
+from parity.te.scaling import slots
+from parity.te.state import state_manager
 
 Declared = Callable[[ModuleType], Training]
 
@@ -407,6 +409,98 @@ def without_count(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> No
         group["step"] = torch.zeros_like(group["step"]) if isinstance(group["step"], Tensor) else 0
 
 
+def without_histories(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+    """Load everything, and begin new amax histories, as code does that writes the scales alone."""
+    states = torch.load(file, weights_only=False)
+    module.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+    for slot in slots(module):
+        slot.history.zero_()
+
+
+def without_extra_state(te: ModuleType) -> Training:
+    """Take ``_extra_state`` out of what a module saves, and put a new one's in the place of what is missing."""
+    name = "_extra_state"
+
+    def make(model: nn.Module) -> Optimizer:
+        def left_out(module: nn.Module, states: dict[str, Any], *_: Any) -> None:
+            states.pop(name)
+
+        def as_new(module: nn.Module, states: dict[str, Any], *_: Any) -> None:
+            states.setdefault(name, torch.empty(0, dtype=torch.uint8))
+
+        model.register_state_dict_post_hook(left_out)
+        model.register_load_state_dict_pre_hook(as_new)
+        narrow = next(model.parameters()).dtype is not torch.float32
+        fused: Optimizer = te.optimizers.FusedAdam(model.parameters(), **ADAM, master_weights=narrow)
+        return fused
+
+    return Training(reference_adamw, make)
+
+
+class QuantizedByValidation:
+    """Quantizes the weights in a validation pass after each update, and trains on with what that has cached."""
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Make a step with the cached weights, and a validation pass that caches the new ones."""
+        forward = type(model.module).forward
+
+        def caching(is_first: bool) -> None:
+            model.module.forward = lambda *args: forward(model.module, *args, is_first_microbatch=is_first)
+
+        caching(False)
+        loss = step(model, optimizer, x)
+        caching(True)
+        with torch.no_grad():
+            model(x)
+        return loss
+
+
+def quantized_by_validation(te: ModuleType) -> Training:
+    """Cache FP8 weights in a validation pass."""
+    return Training(candidate_step=QuantizedByValidation())
+
+
+# Delayed scaling that is not left alone.
+
+
+def scales_reset(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Set the scales of gradients to 1 after each backward pass."""
+
+    def reset(model: Model) -> None:
+        for slot in slots(model.module):
+            if slot.role == "output gradient":
+                slot.scale.fill_(1.0)
+
+    return step(model, optimizer, x, reset)
+
+
+def histories_reset(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Begin new amax histories before each step."""
+    for slot in slots(model.module):
+        slot.history.zero_()
+    return step(model, optimizer, x)
+
+
+def forgotten(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Reset TE's global state before each step, which no longer knows of the module then."""
+    state_manager().reset()
+    return step(model, optimizer, x)
+
+
+def of_the_input(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Record the amax of the input as that of the weight, and scale by it."""
+
+    def exchange(model: Model) -> None:
+        own = list(slots(model.module))
+        for slot, other in zip(own[1:], own, strict=False):
+            if slot.role == "weight":
+                slot.history[-1] = other.history[-1]
+                slot.scale.copy_(slot.largest / slot.history.max())
+
+    return step(model, optimizer, x, exchange)
+
+
 # The tables.
 
 
@@ -435,8 +529,9 @@ class Row:
 
 NARROW = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 FP8 = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
+DELAYED = ("fp8_delayed",)
 BF16 = torch.bfloat16
-_OPTIMIZER, _LOST = ("optimizer",), ("state-not-saved",)
+_OPTIMIZER, _LOST, _STALE = ("optimizer",), ("state-not-saved",), ("weight-cache-stale",)
 _ITS_STATE = "the optimizer's state"
 
 WRONG = (
@@ -474,11 +569,21 @@ WRONG = (
     Row("SGD without momentum", sgd(momentum=0.0), _OPTIMIZER, "momentum=0", precisions=("fp32",)),
     Row("SGD with Nesterov's momentum", sgd(nesterov=True), _OPTIMIZER, "Nesterov", precisions=("fp32",)),
     Row("SGD without decay", sgd(weight_decay=0.0), _OPTIMIZER, "weight_decay=0", precisions=("fp32",)),
-    Row("FP8 scales not loaded", loading(without_fp8_scales), _LOST, "FP8 scales", "resume", ("fp8_delayed",)),
+    Row("FP8 scales not loaded", loading(without_fp8_scales), _LOST, "FP8 scales", "resume", DELAYED),
     Row("moments not loaded", loading(without_moments), _LOST, _ITS_STATE, "resume"),
     Row("weights not loaded", loading(without_weights), _LOST, switch="resume"),
     Row("master weights made again", loading(without_master_weights), _LOST, _ITS_STATE, "resume", NARROW),
     Row("steps counted from the beginning", loading(without_count), _LOST, _ITS_STATE, "resume"),
+    Row("amax histories not loaded", loading(without_histories), _LOST, "amax histories", "resume", DELAYED),
+    Row("no _extra_state in DCP", without_extra_state, _LOST, "FP8 scales", "resume-dcp", DELAYED),
+    Row("no _extra_state in a file", without_extra_state, _LOST, "FP8 scales", "resume-safetensors", DELAYED),
+    Row("moments lost in a rollback", loading(without_moments), _LOST, "exp_avg", "rollback"),
+    Row("a stale cache after a rollback", quantized_by_validation, _STALE, "after a load", "rollback", FP8),
+    Row("scales of gradients set to 1", stepping(scales_reset), ("scale-not-updated",), "gradient", "", DELAYED),
+    Row("amax histories reset", stepping(histories_reset), ("amax-history-lost",), "fc1_weight", "", DELAYED),
+    Row("a module that TE forgot", stepping(forgotten), ("amax-not-recorded",), "the input of", "", DELAYED),
+    Row("the input's amax for a weight", stepping(of_the_input), ("amax-of-another-tensor",), "weight", "", DELAYED),
+    Row("a layer's amax histories reset", stepping(histories_reset), ("amax-history-lost",), "", "", DELAYED, "llama"),
     Row("gradients of a layer not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), host="llama"),
     Row("a layer's batch before", stepping(OneBatchBehind), ("stale-batch",), host="llama"),
     Row("a layer's weights before", stepping(OldCopy), ("stale-weights",), host="llama"),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from parity import te
 from parity.case.validate import check_case
@@ -117,7 +117,7 @@ def trainings(settings: Settings) -> list[Training]:
             continue
         rows = [row for row in WRONG if not row.precisions or name in row.precisions]
         found += [Training(row.name, row.host, name, 0, settings.steps, row.switch) for row in rows]
-        switches: tuple[Switch, ...] = ("", "resume", "recompute")
+        switches: tuple[Switch, ...] = get_args(Switch)
         found += [
             Training(right, host, name, seed, settings.steps, switch)
             for right in RIGHT

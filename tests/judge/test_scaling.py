@@ -1,0 +1,92 @@
+"""Delayed scaling: an amax history goes on from step to step, and the scale follows from it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parity.judge.scaling import wrong_scaling
+from parity.te.scaling import Kept, Slot
+
+LARGEST = 448.0
+
+
+def kept(history, scale, role="input", algo="max", margin=0, weight=None):
+    recipe = SimpleNamespace(amax_compute_algo=algo, scaling_factor_compute_algo=None, margin=margin)
+    rows = torch.tensor(history)
+    return Kept(Slot("", ("fwd", 0), role, ("w",), rows, torch.tensor(scale), recipe, LARGEST), rows, scale, weight)
+
+
+def titles(before, after, expected=None, is_plain_step=True):
+    multiplied = {} if expected is None else {("w", False): expected}
+    found = wrong_scaling([(before, after)], multiplied, is_plain_step)
+    return found.title if found else ""
+
+
+# The first row is the amax of the pass under way; then come those before it, the oldest first.
+WAS = [0.0, 0.0, 0.0, 4.0, 2.0]
+
+RIGHT = {
+    "a step": (WAS, [0.0, 0.0, 4.0, 2.0, 3.0], 112.0),
+    "two micro-batches": (WAS, [0.0, 4.0, 2.0, 3.0, 1.0], 112.0),
+    "an oldest amax counts once more": ([0.0, 8.0, 1.0, 1.0, 2.0], [0.0, 1.0, 1.0, 2.0, 3.0], 56.0),
+    "more micro-batches than the history is long": (WAS, [0.0, 1.0, 2.0, 3.0, 2.5], 112.0),
+    "an amax of a pass without gradients waits": (WAS, [5.0, 0.0, 4.0, 2.0, 3.0], 112.0),
+    "the first step": ([0.0] * 5, [0.0, 0.0, 0.0, 0.0, 3.0], LARGEST / 3),
+}
+
+
+@pytest.mark.parametrize(("was", "now", "scale"), RIGHT.values(), ids=RIGHT)
+def test_a_history_that_goes_on_is_right(was, now, scale):
+    assert titles(kept(was, 112.0), kept(now, scale), expected=3.0) == ""
+
+
+WRONG = {
+    "the scale stays": (WAS, [0.0, 0.0, 4.0, 2.0, 8.0], 112.0, "scale-not-updated"),
+    "the scale is 1": (WAS, [0.0, 0.0, 4.0, 2.0, 3.0], 1.0, "scale-not-updated"),
+    "the history stays": (WAS, WAS, 112.0, "amax-not-recorded"),
+    "the amax waits for ever": (WAS, [8.0, *WAS[1:]], 112.0, "amax-not-recorded"),
+    "nothing was ever recorded": ([0.0] * 5, [0.0] * 5, 1.0, "amax-not-recorded"),
+    "the history is new": (WAS, [0.0, 0.0, 0.0, 0.0, 3.0], LARGEST / 3, "amax-history-lost"),
+    "the history is new in each step": ([0.0] * 4 + [3.0], [0.0] * 4 + [3.0], LARGEST / 3, "amax-history-lost"),
+    "the history is another's": (WAS, [0.0, 0.0, 7.0, 2.0, 3.0], 64.0, "amax-history-lost"),
+    "the history is shorter": (WAS, [0.0, 2.0, 3.0], 112.0, "amax-history-lost"),
+    "the amax is another's": (WAS, [0.0, 0.0, 4.0, 2.0, 0.1], 112.0, "amax-of-another-tensor"),
+}
+
+
+@pytest.mark.parametrize(("was", "now", "scale", "title"), WRONG.values(), ids=WRONG)
+def test_a_history_or_a_scale_that_is_wrong_is_told(was, now, scale, title):
+    assert titles(kept(was, 112.0), kept(now, scale), expected=3.0) == title
+
+
+def test_a_tensor_that_no_gemm_reads_has_no_amax():
+    assert titles(kept([0.0] * 5, 1.0, "output"), kept([0.0] * 5, 1.0, "output")) == ""
+
+
+def test_a_port_s_own_step_may_scale_its_loss():
+    was, now = kept(WAS, 112.0), kept([0.0, 0.0, 4.0, 2.0, 300.0], LARGEST / 300)
+    assert titles(was, now, expected=3.0, is_plain_step=False) == ""
+    assert titles(was, now, expected=3.0) == "amax-of-another-tensor"
+
+
+@pytest.mark.parametrize(("amax", "title"), [(3.0, ""), (3.02, ""), (3.1, "amax-of-another-tensor")])
+def test_a_weight_s_amax_is_one_of_its_numbers(amax, title):
+    was = kept(WAS, 112.0, "weight", weight=3.0)
+    assert titles(was, kept([0.0, 0.0, 4.0, 2.0, amax], 112.0, "weight"), is_plain_step=False) == title
+
+
+@pytest.mark.parametrize(("algo", "margin", "scale"), [("max", 1, 56.0), ("most_recent", 0, 224.0)])
+def test_the_scale_follows_by_the_recipe_s_own_rule(algo, margin, scale):
+    was, history = kept(WAS, scale, algo=algo, margin=margin), [0.0, 0.0, 4.0, 2.0, 2.0]
+    assert titles(was, kept(history, scale)) == ""
+    assert titles(was, kept(history, 2 * scale)) == "scale-not-updated"
+
+
+def test_all_tensors_are_named_together():
+    moves = [(kept(WAS, 112.0), kept([0.0, 0.0, 4.0, 2.0, 8.0], 112.0)) for _ in range(4)]
+    found = wrong_scaling(moves, {}, True)
+    assert "the input of w has a scale" in found.message
+    assert "so have 3 more" in found.message
