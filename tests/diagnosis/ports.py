@@ -134,7 +134,8 @@ class Options:
     ``roped``: the layers that rotate, None for all. ``bases``: of each layer's frequencies, in place of ``frequency``.
     ``scales``: of each layer's softmax, as a factor of the usual one.
     ``branch``: by which attention's and the MLP's results are multiplied. ``from_norm``: attention's sum takes the norm
-    of its input. ``mlp_sum``: the MLP's result is added. ``softcap``, ``logits_cap``: infinite for none.
+    of its input. ``mlp_sum``: the MLP's result is added. ``normed``: the last norm is after so many layers, too.
+    ``softcap``, ``logits_cap``: infinite for none.
     """
 
     layers: int = 2
@@ -149,6 +150,7 @@ class Options:
     from_norm: bool = False
     mlp_sum: bool = True
     final_norm: bool = True
+    normed: int = 0
     skipped: tuple[int, ...] = ()
     shift: int = 0
     softcap: float = math.inf
@@ -212,8 +214,9 @@ class LanguageModel(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         options, x = self.options, self.tokens(ids)
         x = x if options.embedding == 1.0 else x * options.embedding
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             x = layer(x)
+            x = self.norm(x) if number < options.normed else x
         logits = capped(self.head(self.norm(x) if options.final_norm else x), options.logits_cap)
         if not options.loss:
             return logits

@@ -200,6 +200,19 @@ def test_a_last_norm_that_is_left_out_is_told_and_not_only_that_its_weight_gets_
     tells(decoders(Options(), precision, final_norm=False), "norm-missing")
 
 
+@FP32_AND_BF16
+@pytest.mark.parametrize(
+    ("normed", "title", "phrase"),
+    [
+        (2, "post-norm", "it is after each 2nd sum."),
+        (3, "post-norm", "it is after each 2nd sum, and once more at the end."),
+        (0, "passed", ""),
+    ],
+)
+def test_a_last_norm_that_is_after_each_layer_is_told(normed, title, phrase, precision):
+    tells_only(decoders(Options(layers=3, loss=False), precision, normed=normed), title, phrase)
+
+
 # Norms after sums, as in the original transformer, and of branches, as in OLMo 2, at each other's places.
 
 WIDE = 112
