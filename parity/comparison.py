@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -426,6 +427,7 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
     def judge_by(
         modelled: Sequence[Tensors], drawn: Drawn = NONE_DRAWN, leaning: Sequence[Tensors] = ()
     ) -> tuple[TensorResult, ...]:
+        modelled = _with_sums(modelled, ran.made.summed)
         golden = answerable(truths, modelled, ran.made.tensors)
         judged = judge(golden, modelled, ran.made.tensors, precision, asked.calibration, known, drawn, leaning)
         return gradients_of(asked.case, judged)
@@ -441,6 +443,19 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
         return _Verdicts(first_look, Port(), (told,))
 
     return unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
+
+
+def _with_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
+    """Return the models' tensors with what sums over micro-batches lose, of one sign in every second, of another in the
+    others.
+    """
+    if not summed:
+        return models
+    signs = itertools.cycle((1.0, -1.0))
+    return [
+        {key: x + sign * summed[key].to(x) if key in summed else x for key, x in tensors.items()}
+        for sign, tensors in zip(signs, models, strict=False)
+    ]
 
 
 def _looked_at_again(

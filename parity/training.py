@@ -158,7 +158,9 @@ def _trained(
             lost = lost_state(number, saved.state, restored, uninterrupted, stepped, caches)
         else:
             stepped = trainee.step(prepared)
-        judged = judge_at(step, *at, made=CandidateRun(stepped.tensors, stepped.unreached)).result
+        judged = judge_at(
+            step, *at, made=CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed)
+        ).result
         run.history.append(stepped.update)
         _note(run, number, judged, prepared, stepped)
         findings: tuple[Finding, ...] = ()

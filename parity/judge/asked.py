@@ -36,6 +36,8 @@ class CandidateRun:
         recomputed: a finding if the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
         left_out: what to say about TE modules that hold weights and did not run; empty if all did.
+        summed: what sums over micro-batches lose of gradients that are held in 16 bits: noise of this size, since the
+            rounding model makes one pass.
     """
 
     tensors: Tensors
@@ -50,6 +52,7 @@ class CandidateRun:
     recomputed: tuple[Finding, ...] = ()
     calls_te: bool = True
     left_out: str = ""
+    summed: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

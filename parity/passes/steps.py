@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from types import ModuleType
@@ -127,6 +127,7 @@ class Stepped:
         clipped: by what all gradients were multiplied before the optimizer saw them.
         update: what the optimizer did.
         scaling: what delayed scaling kept of each tensor before and after the step.
+        summed: noise as large as what sums over micro-batches lose of gradients that are held in 16 bits.
     """
 
     tensors: Tensors
@@ -134,6 +135,7 @@ class Stepped:
     clipped: float
     update: Update
     scaling: tuple[tuple[Kept, Kept], ...] = ()
+    summed: Tensors = field(default_factory=dict)
 
 
 # What a training keeps, by what it is and by name, as digests of its bytes.
@@ -281,7 +283,7 @@ class Trainee:
         """
         args, kwargs = as_arguments(_leaves(prepared.inputs))
         before, scaling = self._followed_weights(), kept(self._module)
-        with self._watched() as seen:
+        with self._watched() as seen, sums_in_16_bits(self._module) as lost:
             loss = self._step(self._model, self.optimizer, *args, **kwargs)
         if len(seen.used) != 1:
             raise UserError(
@@ -315,7 +317,18 @@ class Trainee:
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module)
         moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
-        return Stepped(tensors, tuple(frozen), _factor(used, raw), update, moves)
+        return Stepped(tensors, tuple(frozen), _factor(used, raw), update, moves, self._noise(lost))
+
+    def _noise(self, lost: Mapping[str, Lost]) -> Tensors:
+        """Return noise of the size of what sums lose, by the gradients' names in the reference."""
+        if not any(one.additions > 1 for one in lost.values()):
+            return {}
+        noise = {name: torch.zeros_like(one, dtype=torch.float32) for name, one in self._module.named_parameters()}
+        for name, one in lost.items():
+            if one.additions > 1:
+                drawn = Rng(0, f"sums of {name}").normal(*one.variance.shape).to(one.variance)
+                noise[name] = one.variance.sqrt() * drawn
+        return {("weight gradient", name): x for name, x in self._gradients(noise).items() if bool(x.any())}
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
@@ -371,6 +384,46 @@ class Trainee:
 
     def _gradients(self, tensors: Mapping[str, Tensor]) -> Named:
         return transfer.gradients_to_reference(self._pair.weights, tensors, self._shapes)
+
+
+@dataclass(eq=False)
+class Lost:
+    """What a gradient that is held in 16 bits has lost as backward passes were added to it.
+
+    Attributes:
+        variance: of each element.
+        additions: how many passes were added.
+    """
+
+    variance: Tensor
+    additions: int = 0
+
+
+@contextmanager
+def sums_in_16_bits(module: nn.Module) -> Iterator[dict[str, Lost]]:
+    """Within the context, note what the gradients of 16 bits lose whenever a backward pass adds to them.
+
+    A sum is rounded to its own grid, by up to half a step either way: the variance is a twelfth of the step's square.
+    As what is added has been rounded, too, the first pass counts as well; the rounding of one pass's gradient is the
+    rounding model's. Gradients in ``main_grad`` are held in FP32, and lose nothing.
+    """
+    found: dict[str, Lost] = {}
+
+    def note(name: str, parameter: Tensor) -> None:
+        if parameter.grad is None or torch.finfo(parameter.grad.dtype).bits != 16:
+            return
+        exponent = torch.frexp(parameter.grad.detach().float()).exponent - 1
+        step = torch.finfo(parameter.grad.dtype).eps * torch.exp2(exponent.float())
+        one = found.setdefault(name, Lost(torch.zeros_like(step)))
+        one.variance += torch.where(parameter.grad == 0.0, 0.0, step.square() / 12.0)
+        one.additions += 1
+
+    with ExitStack() as stack:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = parameter.register_post_accumulate_grad_hook(partial(note, name))
+                stack.callback(hook.remove)
+        yield found
 
 
 @dataclass

@@ -55,6 +55,30 @@ def test_a_training_in_another_way_is_right_as_well(training):
     assert (result.status, result.findings) == ("passed", ())
 
 
+@pytest.mark.parametrize(("lost", "status"), [(0, "passed"), (1, "failed")])
+def test_what_sums_over_64_micro_batches_lose_in_bf16_is_expected_and_a_lost_one_is_not(lost, status):
+    def in_parts(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        losses = [model.loss(part) / 64 for part in x.chunk(64)[lost:]]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def factory(te):
+        return parity.Pair(
+            torch.nn.Linear(64, 64),
+            te.Linear(64, 64, params_dtype=torch.bfloat16),
+            weights={"weight": "weight", "bias": "bias"},
+            inputs=lambda rng: (rng.normal(64, 8, 64),),
+            training=Training(candidate_step=in_parts),
+            fill=True,
+        )
+
+    results = parity.compare(parity.Case("sums", factory, sizes=({},)), ["bf16"], steps=2, seeds=range(2))
+    assert [result.status for result in results] == [status] * 2
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8_current"])
 def test_a_port_may_step_fp32_copies_of_its_own(precision):
     result = trained(RIGHT["FP32 copies of its own"], precision, steps=5)
