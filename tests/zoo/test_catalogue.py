@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -36,6 +38,11 @@ def candidate(case: Case, precision: Precision) -> rivals.Tensors:
     return prepared_and_candidate(case, precision)[1]
 
 
+@functools.cache
+def right_candidate(host: str, precision: str) -> rivals.Tensors:
+    return candidate(HOSTS[host], PRECISIONS[precision])
+
+
 def relative_change(right: torch.Tensor, mistaken: torch.Tensor) -> float:
     right, mistaken = right.double(), mistaken.double()
     return ((mistaken - right).norm() / right.norm()).item()
@@ -58,10 +65,10 @@ def test_a_bug_says_what_where_and_how_it_is_found(bug: Bug):
 
 @pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
 def test_a_bug_changes_the_result_in_each_of_its_hosts(bug: Bug):
-    precision = PRECISIONS[(bug.precisions or ("fp32",))[0]]
+    precision = (bug.precisions or ("fp32",))[0]
     for name in bug.hosts:
-        host = HOSTS[name]
-        right, mistaken = candidate(host, precision), candidate(planted(bug, host), precision)
+        right = right_candidate(name, precision)
+        mistaken = candidate(planted(bug, HOSTS[name]), PRECISIONS[precision])
         changes = [relative_change(right[tensor], mistaken[tensor]) for tensor in right]
         assert max(changes) > LEAST_EFFECT, f"{bug.name} leaves {name} as it is"
 
@@ -81,7 +88,7 @@ def test_a_host_computes_what_its_reference_does_where_nothing_rounds_below_fp32
 @pytest.mark.parametrize("host", HOSTS.values(), ids=lambda host: host.name)
 def test_a_host_runs_at_its_precisions(host: Case, precision: str):
     if precision in (host.precisions or PRECISIONS):
-        assert all(tensor.isfinite().all() for tensor in candidate(host, PRECISIONS[precision]).values())
+        assert all(tensor.isfinite().all() for tensor in right_candidate(host.name, precision).values())
 
 
 def test_a_pattern_chooses_bugs():
