@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, normal, tells_only, twins
+from ports import FP32_AND_BF16, in_turn, normal, tells_only, twins
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
@@ -73,8 +74,7 @@ class Attention(nn.Module):
         return mixed(rotated(x), others[self.wrong], 1, heads) if self.wrong in others else rotated(x)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("wrong", "dim", "indices", "title", "part"),
     [
         ("unrotated", 1, (2, 3), "rope-missing", "nothing is rotated, in heads 4 to 7 of 8."),
@@ -157,9 +157,7 @@ class Norms(nn.Module):
         return x
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize("layers", [(0,), (4,), (1, 9)])
-@pytest.mark.parametrize("eps", [1e-3, 3e-3])
+@in_turn(("eps", "layers"), product([1e-3, 3e-3], [(0,), (4,), (1, 9)]))
 def test_another_constant_of_some_layers_is_told(eps, layers, precision):
     tells_only(twins(Norms, dict(eps=eps, layers=layers), normal((4, 16, 64)), precision), "norm-eps", f"{eps:g}")
 

@@ -195,7 +195,7 @@ def loss_of(result: parity.Result):
     return next(tensor for tensor in result.tensors if tensor.label == "output[0]")
 
 
-@pytest.mark.parametrize(("precision", "seed"), [("fp32", 0), ("bf16", 1), ("bf16", 2), ("fp16", 3)])
+@pytest.mark.parametrize(("precision", "seed"), [("fp32", 0), ("bf16", 1), ("fp16", 3)])
 def test_a_loss_off_by_a_third_of_a_percent_is_wrong_itself_and_among_nothing_that_is_right(precision, seed):
     result = compared_loss(precision, seed, change=lambda loss: 1.003 * loss)
     assert result.status == "failed"

@@ -323,7 +323,8 @@ def test_what_other_experts_cost_is_not_expected_of_a_port_that_chooses_the_righ
             inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
         )
 
-    results = parity.compare(parity.Case("mixture", factory, sizes=(dict(batch=2, seq=64),)), ["bf16"], seeds=range(4))
+    case = parity.Case("mixture", factory, sizes=(dict(batch=2, seq=64),))
+    results = parity.compare(case, ["bf16"], seeds=range(4), diagnose=False)
     (output,) = zip(*(result.tensors[:1] for result in results), strict=True)
     assert [result.status for result in results] == [status] * 4
     assert max(tensor.expected.relative_l2 for tensor in output) < 0.01
@@ -431,8 +432,9 @@ def cases_of(*modules: ModuleType) -> list[Case]:
 
 # Norms multiply no matrices, so that no choice concerns them.
 CASES = cases_of(attention, layer, linear, mlp)
-# A case of each kind of module; the zoo's study of kernels' freedoms, whose page a test reads, has all of them.
-FEW = ("linear_no_bias", "layernorm_mlp_relu", "layernorm_mlp_swiglu", "transformer_layer_llama")
+# A layer, which has linear layers, a gated MLP and attention in it, and an MLP whose sums are of one sign; the zoo's
+# study of kernels' freedoms has all cases.
+FEW = ("layernorm_mlp_relu", "transformer_layer_llama")
 SHOWS_IN = {
     names.TF32_TRUNCATED: "fp32",
     names.TF32_TIES_AWAY: "fp32",
@@ -475,8 +477,9 @@ def test_right_port_passes_under_each_choice(name, case):
 def test_right_port_passes_under_all_of_a_hopper_together(precision):
     """A whole layer: its parts are there under each choice."""
     (case,) = (case for case in CASES if case.name == "transformer_layer_llama")
+    smaller = dataclasses.replace(case, sizes=(case.sizes[0] | dict(batch=1, seq=64),))
     with kernel_choices(*TOGETHER):
-        assert rejected(precision, case) == []
+        assert rejected(precision, smaller) == []
 
 
 ONE_SIGN = {
