@@ -69,6 +69,7 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
     def normed(was: Tensor, norm: Norm = last) -> Tensor:
         return norm.compute(was, *map(module.get_parameter, names)).to(was.dtype)
 
+    called = names[0].rpartition(".")[0] if names else "the last norm"
     for of_a_layer in _SUMS_OF_A_LAYER:
         ends = found[of_a_layer - 1 :: of_a_layer]
         if len(ends) < 2 or len(found) % of_a_layer:
@@ -78,7 +79,7 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
             yield Hypothesis(
                 "post-norm",
                 f"last norm {where}",
-                f"apply {names[0].rpartition('.')[0]} once, after all layers, as the reference does; it is {where}",
+                f"apply {called} once, after all layers, as the reference does; it is {where}",
                 tuple(edit(one.call, (), normed) for one in sums),
             )
 
