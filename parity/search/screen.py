@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, ReadWeights
 from parity.mistakes.trial import BACKWARD, differentiable_outputs, outputs_under
 from parity.numerics.errors import norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
@@ -373,11 +373,10 @@ class FirstOrder:
 
     def effect(self, hypothesis: Hypothesis) -> Tensor | None:
         """Return what a mistake does along each direction; None if that is not known."""
-        if hypothesis.read is not None or hypothesis.around is not None or not hypothesis.edits:
+        if hypothesis.around is not None or (hypothesis.read is None and not hypothesis.edits):
             return None
         total = torch.zeros_like(self.error)
-        for one in hypothesis.edits:
-            effect = self._of_edit(one)
+        for effect in (self._of_read(hypothesis.read), *map(self._of_edit, hypothesis.edits)):
             if effect is None:
                 return None
             total = total + effect
@@ -416,6 +415,20 @@ class FirstOrder:
             effect = self.effect(one) if len(self.error) else None
             ordered[effect is None or self.alignment(effect).item() < _PROMISING].append(one)
         return [*ordered[0], *ordered[1]]
+
+    def _of_read(self, read: ReadWeights | None) -> Tensor | None:
+        """Return the effect of reading parameters otherwise."""
+        total = torch.zeros_like(self.error)
+        if read is None:
+            return total
+        try:
+            with torch.no_grad():
+                for name, other in read(self._parameters).items():
+                    moved = (other - self._parameters[name]).float().flatten()
+                    total = total + (self._gradients[name].flatten(1) @ moved).cpu()
+        except Exception:  # as anybody's code, given what it does not take
+            return None
+        return total
 
     def _of_edit(self, one: Edit) -> Tensor | None:
         call = self._calls.get(one.site)
