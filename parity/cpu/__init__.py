@@ -23,6 +23,7 @@ page                                                stands for, in TransformerEn
 ``extension``, ``enums``, ``misc``, ``versions``    ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
 ``triton``                                          the functions of TE's Python that launch Triton kernels
 ``cuda``                                            ``torch.cuda``, of one emulated GPU
+``graphs``                                          ``torch.cuda.CUDAGraph``: work that is recorded and done again
 ``loading``                                         how TE's Python, and a user's script, are read to mean the CPU
 ==================================================  ====================================================================
 """

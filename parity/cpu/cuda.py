@@ -21,7 +21,16 @@ from typing import Any
 
 import torch
 
+from parity.cpu.graphs import (
+    CUDAGraph,
+    check_not_capturing,
+    graph,
+    graph_pool_handle,
+    is_current_stream_capturing,
+)
 from parity.cpu.user_error import UserError
+
+__all__ = ["CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"]  # from parity.cpu.graphs
 
 CUDA_VERSION = "13.0"
 
@@ -131,10 +140,16 @@ class Stream:
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        check_not_capturing("Stream.synchronize")
 
     def query(self) -> bool:
         return True
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Event:
@@ -152,7 +167,8 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        check_not_capturing("Event.synchronize")
 
     def query(self) -> bool:
         return True
@@ -201,14 +217,11 @@ def device(device: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def synchronize(device: Any = None) -> None: ...
+def synchronize(device: Any = None) -> None:
+    check_not_capturing("torch.cuda.synchronize")
 
 
 def empty_cache() -> None: ...
-
-
-def is_current_stream_capturing() -> bool:
-    return False
 
 
 def _lazy_init() -> None: ...
@@ -228,18 +241,13 @@ class _DefaultGenerators:
 default_generators = _DefaultGenerators()
 
 
-class CUDAGraph:
-    """No graph can be captured; without ``register_generator_state``, TE saves random states by copying them."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        raise NotImplementedError("CUDA graphs record work of a GPU, and TransformerEngine runs on CPU kernels here")
-
-
 def get_rng_state(device: Any = None) -> torch.Tensor:
+    check_not_capturing("the state of random numbers is read")
     return torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
+    check_not_capturing("the state of random numbers is set")
     torch.set_rng_state(state)
 
 

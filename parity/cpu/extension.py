@@ -29,6 +29,7 @@ from parity.cpu import (
     router,
     softmax,
 )
+from parity.cpu.graphs import recorded
 
 NAME = "transformer_engine_torch"
 KERNEL_FAMILIES = (
@@ -83,7 +84,7 @@ def build(version: Version) -> ModuleType:
     extension.version = version
     for family in KERNEL_FAMILIES:
         for name in family.__all__:
-            setattr(extension, name, getattr(family, name))
+            setattr(extension, name, recorded(getattr(family, name)))
     for name, value in vars(enums).items():
         if isinstance(value, type) and value.__module__ == enums.__name__:
             setattr(extension, name, value)

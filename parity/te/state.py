@@ -135,7 +135,8 @@ _SWITCHES: dict[str, dict[str, Any]] = {
         "_USE_REENTRANT_ACTIVATION_RECOMPUTE": True,
         "_IN_ACTIVATION_RECOMPUTE_REGION": False,
         "_ACTIVATION_RECOMPUTE_PHASE": False,
-    }
+    },
+    f"{_TE}.graph": {"_IS_GRAPH_CAPTURING": False},  # which a capture that raises leaves set
 }
 """Variables with their values in a new process, by module."""
 

@@ -25,6 +25,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from parity.cpu import cuda, extension, triton, versions
+from parity.cpu.graphs import recorded
 from parity.cpu.loading import stand_ins
 
 # Rewrite the syntax tree of Python source so that ``cuda`` in it means the CPU.
@@ -272,12 +273,11 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         vars(module).update({CUDA_NAME: cuda, **stand_ins})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
-        vars(module).update(triton.replacements(module.__name__))
+        vars(module).update({name: recorded(one) for name, one in triton.replacements(module.__name__).items()})
         if module.__name__ == f"{_ROOT}.common":
             vars(module)["load_framework_extension"] = lambda framework: None
         elif module.__name__ == f"{_ROOT}.pytorch.graph":
-            # A capture that failed later would leave TE's modules wrapped, with FP8 switched off.
-            vars(module)["set_capture_start"] = cuda.CUDAGraph
+            vars(module)["_graph_pool_handle"] = cuda.graph_pool_handle
 
 
 class _ExtensionLoader(importlib.abc.Loader):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from parity import te as backend
 from parity.cpu import extension
+from parity.te.state import fresh_caches
 
 # What else TE exports: RoPE, layouts, wrapping quantizers, offloading, export, and what a CPU cannot do.
 
@@ -156,12 +157,15 @@ def test_modules_in_onnx_export_compute_the_same_up_to_tf32(name: str) -> None:
     assert (actual - expected).norm() < 2.0**-9 * expected.norm()
 
 
-def test_cuda_graphs_are_refused_and_leave_modules_as_they_were() -> None:
+def test_a_graph_that_cannot_be_captured_says_why() -> None:
+    class Branching(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.sum() > 0 else -x
+
     te = te_on_cpu()
-    call = te.Linear.__call__
-    with pytest.raises(NotImplementedError, match="CUDA graphs"):
-        te.make_graphed_callables(te.Linear(WIDTH, WIDTH), (torch.randn(ROWS, WIDTH),))
-    assert te.Linear.__call__ is call
+    with fresh_caches(), pytest.raises(RuntimeError, match=r"when stream is capturing: .* reads a value"):
+        te.make_graphed_callables(Branching(), (torch.ones(ROWS, WIDTH, requires_grad=True),))
+    assert not importlib.import_module(f"{te.__name__}.graph").is_graph_capturing()
 
 
 @FROM_2_20

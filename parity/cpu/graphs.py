@@ -1,0 +1,364 @@
+"""CUDA graphs of the emulated GPU: work that is recorded once, and done again on the same memory.
+
+A graph on a GPU holds the kernels that were launched while it was captured, with the addresses that they were given,
+and nothing of the Python that launched them. So it is here. Within a capture a dispatch mode records PyTorch's
+operations, and each of TE's kernels is recorded as one call. A replay makes the same calls on the same memory. What
+Python decided, a number on the host, and a tensor that took another's place after the capture do not reach it.
+
+Unlike on a GPU, captured work is done while it is captured, since sizes may depend on it. Afterwards memory that was
+there before has its values again, as if it had not been done. Memory of the capture keeps the values, and none of it is
+shared between graphs, whatever their pools.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["CUDAGraph", "CaptureError", "graph", "graph_pool_handle", "is_current_stream_capturing", "recorded"]
+
+_aten = torch.ops.aten
+
+
+class CaptureError(RuntimeError):
+    """Raised where a stream that is captured would have to wait for a value, as CUDA does."""
+
+
+def _not_permitted(what: str) -> CaptureError:
+    return CaptureError(
+        f"operation not permitted when stream is capturing: {what}; a CUDA graph replays kernels and not the Python "
+        "that launched them, so keep the value on the device (torch.where, a tensor of one element), or leave this "
+        "part out of the graph"
+    )
+
+
+# What a graph holds: calls, and the memory that each wrote.
+
+
+class _Step(Protocol):
+    def replay(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One of PyTorch's operations; tensors are aliases, which keep the memory that they had in the capture."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    written: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        _store(self.written, [x for x in tree_leaves(self.function(*self.args, **self.kwargs)) if _is_plain(x)])
+
+
+@dataclass(frozen=True)
+class _KernelCall:
+    """One of TE's kernels.
+
+    Attributes:
+        held: the attributes, as they were at the call, of each object among the arguments. A quantizer is told anew for
+            each tensor what to make, and a quantized tensor drops what is needed no more; a kernel on a GPU reads both
+            when it is launched.
+        written: the memory of arguments and results after the call.
+    """
+
+    kernel: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    held: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
+    written: tuple[Tensor, ...]
+
+    def replay(self) -> None:
+        now = [dict(attributes) for attributes, _ in self.held]
+        try:
+            for attributes, before in self.held:
+                _refill(attributes, before)
+            result = self.kernel(*self.args, **self.kwargs)
+            _store(self.written, list(_tensors((self.args, self.kwargs, result))))
+        finally:
+            for (attributes, _), content in zip(self.held, now, strict=True):
+                _refill(attributes, content)
+
+
+def _refill(attributes: dict[str, Any], content: Mapping[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(content)
+
+
+def _store(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write what a call returned to the memory that it wrote in the capture; much is there already."""
+    if [x.shape for x in places] != [x.shape for x in values]:
+        raise RuntimeError(
+            "a call of a CUDA graph has results of other sizes than when it was captured, which a graph cannot have: "
+            "they depend on values"
+        )
+    for place, value in zip(places, values, strict=True):
+        if place.data_ptr() != value.data_ptr():
+            place.copy_(value)
+
+
+def _is_plain(x: object) -> bool:
+    return isinstance(x, Tensor) and not _is_wrapper(type(x)) and x.device.type != "meta"
+
+
+def _alias(x: Any) -> Any:
+    """Return a plain tensor's memory as a tensor of its own: TE frees some by ``x.data = torch.Tensor()``."""
+    return x.data if _is_plain(x) else x
+
+
+def _is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a class consist of others, as TE's quantized ones do."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+
+
+def _objects(values: object, seen: set[object] | None = None) -> Iterator[object]:
+    """Yield plain tensors and objects of TE's classes, with all that these hold, each once and in order."""
+    seen = set() if seen is None else seen
+    for leaf in tree_leaves(values):
+        key = (leaf.data_ptr(), leaf.shape, leaf.stride()) if _is_plain(leaf) else id(leaf)
+        if key in seen:
+            continue
+        seen.add(key)
+        if _is_plain(leaf):
+            yield leaf
+        elif (
+            hasattr(leaf, "__dict__")
+            and not isinstance(leaf, Enum)
+            and type(leaf).__module__.startswith("transformer_engine.")
+        ):
+            yield leaf
+            yield from _objects(vars(leaf), seen)
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    return (cast(Tensor, one).data for one in _objects(values) if _is_plain(one))
+
+
+# A capture. Operations whose results have a size, or a value, that Python must know make a GPU's stream wait.
+
+_WAITING = {
+    _aten._local_scalar_dense: "Tensor.item(), float(), int() or bool() reads a value that the graph computes",
+    _aten.is_nonzero: "a branch depends on a value that the graph computes",
+    _aten.equal: "torch.equal reads values that the graph computes",
+    _aten.nonzero: "torch.nonzero has a result whose size depends on values",
+    _aten.masked_select: "torch.masked_select has a result whose size depends on values",
+    _aten.bincount: "torch.bincount has a result whose size depends on values",
+    **dict.fromkeys(
+        (_aten._unique, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive),
+        "torch.unique has a result whose size depends on values",
+    ),
+}
+_MASKED = "an index is a mask, whose number of elements depends on values"
+_REPEATED = "torch.repeat_interleave without output_size has a result whose size depends on values"
+_UNFILLED = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
+
+
+class _Recorder(TorchDispatchMode):
+    """Records what is computed.
+
+    Attributes:
+        steps: the calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self._is_paused = False
+        self._made: dict[int, bool] = {}  # memory of the capture by its address, and whether Python may know its values
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._alive: list[Tensor] = []  # so that no address is given out again
+        self._random = torch.get_rng_state()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(_is_wrapper(kind) for kind in types):
+            return NotImplemented  # which lets it compute by plain tensors, and those are seen here
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        read = [x.data for x in tree_leaves((args, kwargs)) if _is_plain(x)]
+        if func.overloadpacket is _aten.lift_fresh:  # torch.tensor has made it just now of numbers of the host
+            self._made |= {_address(x): True for x in read}
+            self._alive += read
+        self._keep(read)
+        is_known = all(self._made.get(_address(x), False) for x in read)
+        if reason := _why_waiting(func, args, kwargs):
+            if not is_known:
+                raise _not_permitted(reason)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        made = tuple(x.data for x in tree_leaves(result) if _is_plain(x))
+        self._alive += made
+        addresses = {_address(x) for x in read}
+        is_view = not func._schema.is_mutable and {_address(x) for x in made} <= addresses
+        if made and not is_view:
+            if func.overloadpacket not in _UNFILLED:
+                self.steps.append(_Operation(func, tree_map(_alias, args), tree_map(_alias, kwargs), made))
+            written = (x for x in made if _address(x) in self._made or _address(x) not in addresses)
+            self._made |= {_address(x): is_known for x in written}
+        return result
+
+    def call(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call one of TE's kernels, and record it."""
+        self._keep(_tensors((args, kwargs)))
+        held = tuple(
+            (vars(one), {name: _alias(value) for name, value in vars(one).items()})
+            for one in _objects((args, kwargs))
+            if not _is_plain(one)
+        )
+        frozen = tree_map(_alias, (args, kwargs))
+        self._is_paused = True
+        try:
+            result = kernel(*args, **kwargs)
+        finally:
+            self._is_paused = False
+        written = tuple(_tensors((*frozen, result)))
+        if written:
+            self.steps.append(_KernelCall(kernel, frozen[0], frozen[1], held, written))
+            self._alive += written
+            self._made |= {_address(x): False for x in written if _address(x) not in self._before}
+        return result
+
+    def _keep(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> None:
+        """Keep a copy of memory that was there before the capture."""
+        for x in tensors:
+            address = _address(x)
+            if address and address not in self._made and address not in self._before:
+                self._before[address] = x.untyped_storage(), x.untyped_storage().clone()
+
+    def restore(self) -> None:
+        """Give memory that was there before, and the generator of random numbers, the state that they had."""
+        for storage, before in self._before.values():
+            storage.copy_(before)
+        self._before.clear()
+        torch.set_rng_state(self._random)
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _why_waiting(function: Any, args: Any, kwargs: Any) -> str | None:
+    packet = function.overloadpacket
+    if packet is _aten.repeat_interleave:
+        has_size = kwargs.get("output_size") is not None or function is _aten.repeat_interleave.self_int
+        return None if has_size else _REPEATED
+    if packet in (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_):
+        masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
+        is_fill = packet is not _aten.index and args[2].numel() == 1  # which is done by masked_fill
+        return _MASKED if masks and not is_fill else None
+    return _WAITING.get(packet)
+
+
+_recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
+
+
+def is_current_stream_capturing() -> bool:
+    """Return whether work of this thread is recorded."""
+    return _recorder.get() is not None
+
+
+def check_not_capturing(what: str) -> None:
+    """Make sure that no capture is under way.
+
+    Raises:
+        CaptureError: if one is, and says that ``what`` is not permitted.
+    """
+    if is_current_stream_capturing():
+        raise _not_permitted(what)
+
+
+@functools.cache
+def recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one of TE's kernels as TE calls it; within a capture it is recorded."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder.get()
+        if recorder is None or recorder._is_paused:
+            return kernel(*args, **kwargs)
+        return recorder.call(kernel, args, kwargs)
+
+    return call
+
+
+class CUDAGraph:
+    """A graph, called as ``torch.cuda.CUDAGraph``.
+
+    It has no ``register_generator_state``, so TE copies states of random numbers, which a capture refuses. The default
+    generator's numbers are drawn anew in each replay, as on a GPU.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._steps: list[_Step] | None = None
+        self._capture: tuple[_Recorder, Token[_Recorder | None]] | None = None
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        """Record what this thread computes from now on."""
+        check_not_capturing("a capture begins")
+        recorder = _Recorder()
+        self._capture = recorder, _recorder.set(recorder)
+        recorder.__enter__()
+
+    def capture_end(self) -> None:
+        """Record nothing more."""
+        if self._capture is None:
+            raise RuntimeError("capture_end of a CUDA graph whose capture has not begun")
+        recorder, token = self._capture
+        recorder.__exit__(None, None, None)
+        _recorder.reset(token)
+        recorder.restore()
+        self._steps, self._capture = recorder.steps, None
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Do what was recorded, on the same memory."""
+        check_not_capturing("a replay of another graph")
+        if self._steps is None:
+            raise RuntimeError("replay of a CUDA graph that was not captured, or was reset")
+        for step in self._steps:
+            step.replay()
+
+    def reset(self) -> None:
+        """Forget what was recorded."""
+        self._steps = None
+
+    def pool(self) -> tuple[int, int]:
+        """Return a token for the graph's memory, which is not shared here."""
+        return graph_pool_handle()
+
+    def enable_debug_mode(self) -> None: ...
+
+
+class graph:  # named as in torch.cuda
+    """A context in which a graph is captured, called as ``torch.cuda.graph``."""
+
+    def __init__(
+        self, cuda_graph: CUDAGraph, pool: object = None, stream: object = None, capture_error_mode: str = "global"
+    ) -> None:
+        self._graph = cuda_graph
+
+    def __enter__(self) -> None:
+        self._graph.capture_begin()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._graph.capture_end()
+        if kind is not None:
+            self._graph.reset()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """Return a token for the memory of graphs."""
+    return 0, 1
