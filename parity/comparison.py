@@ -446,8 +446,8 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
 
 
 def _with_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
-    """Return the models' tensors with what sums over micro-batches lose, of one sign in every second, of another in the
-    others.
+    """Return the models' tensors with what sums over micro-batches lose: added to every second model's, and taken from
+    the others'.
     """
     if not summed:
         return models

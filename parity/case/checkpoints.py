@@ -23,7 +23,7 @@ from parity.user_error import UserError
 
 @dataclass(frozen=True)
 class Way:
-    """A way to keep a training.
+    """Save and load a training in one way.
 
     Attributes:
         save: called as ``save(module, optimizer, file)``.
@@ -164,4 +164,4 @@ WAYS: dict[str, Way] = {
     "resume-dcp": Way(_save_distributed, _load_distributed),
     "resume-safetensors": Way(_save_safetensors, _load_safetensors),
 }
-"""By the switch that asks for it."""
+"""Maps a switch to the way that it asks for."""

@@ -51,7 +51,7 @@ class _Step(Protocol):
 
 @dataclass(frozen=True)
 class _Operation:
-    """One of PyTorch's operations; tensors are aliases, which keep the memory that they had in the capture."""
+    """Call one of PyTorch's operations again, on aliases of the memory that its tensors had in the capture."""
 
     function: Any
     args: Any
@@ -64,7 +64,7 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _KernelCall:
-    """One of TE's kernels.
+    """Call one of TE's kernels again.
 
     Attributes:
         held: the attributes, as they were at the call, of each object among the arguments. A quantizer is told anew for
@@ -209,7 +209,9 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def call(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call one of TE's kernels, and record it."""
+        """Call one of TE's kernels, and record it unless another one calls it."""
+        if self._is_paused:
+            return kernel(*args, **kwargs)
         self._keep(_tensors((args, kwargs)))
         held = tuple(
             (vars(one), {name: _alias(value) for name, value in vars(one).items()})
@@ -285,15 +287,13 @@ def recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder = _recorder.get()
-        if recorder is None or recorder._is_paused:
-            return kernel(*args, **kwargs)
-        return recorder.call(kernel, args, kwargs)
+        return kernel(*args, **kwargs) if recorder is None else recorder.call(kernel, args, kwargs)
 
     return call
 
 
 class CUDAGraph:
-    """A graph, called as ``torch.cuda.CUDAGraph``.
+    """Record and replay a graph, called as ``torch.cuda.CUDAGraph``.
 
     It has no ``register_generator_state``, so TE copies states of random numbers, which a capture refuses. The default
     generator's numbers are drawn anew in each replay, as on a GPU.
@@ -341,7 +341,7 @@ class CUDAGraph:
 
 
 class graph:  # named as in torch.cuda
-    """A context in which a graph is captured, called as ``torch.cuda.graph``."""
+    """Capture a graph within a context, called as ``torch.cuda.graph``."""
 
     def __init__(
         self, cuda_graph: CUDAGraph, pool: object = None, stream: object = None, capture_error_mode: str = "global"

@@ -62,14 +62,11 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
     """Yield the mistakes that the norm after all layers, which has its own weights, is after each of them."""
     found = residuals(trace)
     last = next((norm for norm in norms(trace) if found and back(trace, norm.x) == found[-1].call.outputs[0]), None)
-    names = [] if last is None else [trace.parameter(value) or "" for value in last.needs[1:]]
-    if last is None or not all(names):
+    normed = None if last is None else _with_parameters_of(module, trace, last)
+    if last is None or normed is None:
         return
-
-    def normed(was: Tensor, norm: Norm = last) -> Tensor:
-        return norm.compute(was, *map(module.get_parameter, names)).to(was.dtype)
-
-    called = names[0].rpartition(".")[0] if names else "the last norm"
+    weight = next(iter(last.needs[1:]), None)
+    called = (trace.parameter(weight) or "").rpartition(".")[0] if weight is not None else "the last norm"
     for of_a_layer in _SUMS_OF_A_LAYER:
         ends = found[of_a_layer - 1 :: of_a_layer]
         if len(ends) < 2 or len(found) % of_a_layer:
@@ -80,7 +77,7 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
                 "post-norm",
                 f"last norm {where}",
                 f"apply {called} once, after all layers, as the reference does; it is {where}",
-                tuple(edit(one.call, (), normed) for one in sums),
+                tuple(edit(one.call, (), lambda was: normed(was).to(was.dtype)) for one in sums),
             )
 
 
@@ -105,19 +102,22 @@ def _norm_of_sum(call: Call, stream: Value, norm: Norm) -> Edit:
 
 def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) -> Iterator[Edit]:
     """Yield the edits by which a branch reads the norm of the stream, and the norm after it or its sum is left out."""
-    # Parameters are read from the module: in the trace they first appear with the norm, after the branch.
-    names = [trace.parameter(value) or "" for value in after.needs[1:]]
-    if not all(names):
+    normed = _with_parameters_of(module, trace, after)
+    if normed is None:
         return
-
-    def normed(x: Tensor) -> Tensor:
-        return after.compute(x, *map(module.get_parameter, names))
-
     yield edit(after.call, (after.x,), lambda was, x: x.to(was.dtype))
     width = trace.tensor(stream).shape[-1]
     for call, given in users(trace, stream, RESHAPES):  # nn.MultiheadAttention puts the sequence first
         if call.name in LINEAR and given in call.inputs and trace.tensor(given).shape[-1] == width:
             yield _of_normed(call, given, normed)
+
+
+def _with_parameters_of(module: nn.Module, trace: Trace, norm: Norm) -> Callable[[Tensor], Tensor] | None:
+    """Return a norm that reads its parameters from the module, since in the trace they first appear with it; None if
+    one is not a parameter.
+    """
+    names = [trace.parameter(value) or "" for value in norm.needs[1:]]
+    return (lambda x: norm.compute(x, *map(module.get_parameter, names))) if all(names) else None
 
 
 def _of_normed(call: Call, given: Value, norm: Callable[[Tensor], Tensor]) -> Edit:

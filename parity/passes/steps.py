@@ -145,7 +145,7 @@ SCALES, HISTORIES = "FP8 scales", "amax histories"
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """A training that was written to a file.
+    """Hold a training that was written to a file.
 
     Attributes:
         way: how it was written.
@@ -246,7 +246,7 @@ class Trainee:
 
     @property
     def state(self) -> State:
-        """What the module and its optimizer keep, as digests of its bytes."""
+        """Return what the module and its optimizer keep, as digests of its bytes."""
         found: State = {
             "weights": {name: _digest(one) for name, one in self._module.named_parameters()},
             "buffers": {name: _digest(one) for name, one in self._module.named_buffers()},
@@ -267,7 +267,7 @@ class Trainee:
 
     @property
     def caches_weights(self) -> bool:
-        """Whether a TE module keeps quantized copies of its weights from one call to the next."""
+        """Return whether a TE module keeps quantized copies of its weights from one call to the next."""
         return any(getattr(one, "_fp8_workspaces", None) for one in self._module.modules())
 
     @property
@@ -315,7 +315,7 @@ class Trainee:
             },
         )
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
-        now = kept(self._module)
+        now = kept(self._module, with_weights=False)
         moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
         return Stepped(tensors, tuple(frozen), _factor(used, raw), update, moves, self._noise(lost))
 
@@ -388,7 +388,7 @@ class Trainee:
 
 @dataclass(eq=False)
 class Lost:
-    """What a gradient that is held in 16 bits has lost as backward passes were added to it.
+    """Tell what a gradient that is held in 16 bits has lost as backward passes were added to it.
 
     Attributes:
         variance: of each element.
@@ -472,10 +472,8 @@ def _copied(parameters: Mapping[str, nn.Parameter]) -> Named:
 
 def _held(module: nn.Module) -> Named:
     """Return the weights as the module computes with them; quantized ones to FP32, as optimizers read them."""
-    held: dict[str, Any] = {name: one.detach() for name, one in module.named_parameters()}
-    return {
-        name: (x.dequantize(dtype=torch.float32) if state.is_quantized(x) else x).double() for name, x in held.items()
-    }
+    held = {name: one.detach() for name, one in module.named_parameters()}
+    return {name: state.dequantized_tensor(x, torch.float32).double() for name, x in held.items()}
 
 
 def _digest(value: Any) -> bytes:

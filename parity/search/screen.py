@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -126,8 +125,9 @@ class Effects:
         for pairs in alike.values():
             # Of pairs that do the same, take the one whose second mistake, the later one, is nearest to the list's top.
             in_order = ((some[i], some[j]) for i, j in sorted(pairs, key=lambda pair: pair[::-1]))
-            for first, second in islice((pair for pair in in_order if go_together(*pair)), 1):
-                found.setdefault((_but_for_its_number(first), _but_for_its_number(second)), (first, second))
+            pair = next((pair for pair in in_order if go_together(*pair)), None)
+            if pair is not None:
+                found.setdefault((_but_for_its_number(pair[0]), _but_for_its_number(pair[1])), pair)
             if len(found) == most:
                 break
         return list(found.values())
@@ -390,8 +390,8 @@ class FirstOrder:
         try:
             with torch.no_grad():
                 if hypothesis.read is not None:
-                    for name, other in hypothesis.read(self._parameters).items():
-                        found[name] = self._gradients[name] * (other - self._parameters[name]).float()
+                    for name, moved in self._parameters_moved(hypothesis.read):
+                        found[name] = self._gradients[name] * moved
                 for one in hypothesis.edits:
                     call = self._calls[one.site]
                     value = call.outputs[0]
@@ -423,12 +423,16 @@ class FirstOrder:
             return total
         try:
             with torch.no_grad():
-                for name, other in read(self._parameters).items():
-                    moved = (other - self._parameters[name]).float().flatten()
-                    total = total + (self._gradients[name].flatten(1) @ moved).cpu()
+                for name, moved in self._parameters_moved(read):
+                    total = total + (self._gradients[name].flatten(1) @ moved.flatten()).cpu()
         except Exception:  # as anybody's code, given what it does not take
             return None
         return total
+
+    def _parameters_moved(self, read: ReadWeights) -> Iterator[tuple[str, Tensor]]:
+        """Yield by how much each parameter that is read otherwise moves, by its name."""
+        for name, other in read(self._parameters).items():
+            yield name, (other - self._parameters[name]).float()
 
     def _of_edit(self, one: Edit) -> Tensor | None:
         call = self._calls.get(one.site)

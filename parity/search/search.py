@@ -305,7 +305,7 @@ def _in_order(
     others = [one for one in some if (one.title, one.family[0]) not in shares]
     several = [one for one in others if one.scope in ("all", "kind")]
     yield from several[:_FEW]
-    yield from ordered(several[_FEW:]) if several[_FEW:] else ()
+    yield from ordered(several[_FEW:])
     single = [one for one in others if one.scope not in ("all", "kind")]
     yield from ordered(single) if single else ()
 

@@ -23,7 +23,7 @@ _BACKWARD: tuple[Role, ...] = ("output gradient", "input gradient")
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """One tensor of a TE module under delayed scaling.
+    """Describe one tensor of a TE module under delayed scaling.
 
     Attributes:
         module: the module's name.
@@ -47,7 +47,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """How messages call the tensor."""
+        """Return how messages call the tensor."""
         whose = self.weights[0] if self.weights else self.module or "the module"
         more = f" and {len(self.weights) - 1} more" if len(self.weights) > 1 else ""
         return whose + more if self.role == "weight" else f"the {self.role} of {whose}{more}"
@@ -92,13 +92,13 @@ def _weights(path: str, module: nn.Module) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What delayed scaling kept of one tensor at one time.
+    """Hold what delayed scaling kept of one tensor at one time.
 
     Attributes:
         slot: the tensor.
         history: a copy.
         scale: a copy.
-        weight: if the tensor is a weight, the largest magnitude of what the module held.
+        weight: if the tensor is a weight, the largest magnitude of what the module held; None if it was not asked for.
     """
 
     slot: Slot
@@ -107,12 +107,13 @@ class Kept:
     weight: float | None
 
 
-def kept(module: nn.Module) -> dict[tuple[str, tuple[str, int]], Kept]:
-    """Return what delayed scaling keeps now, by module and place."""
+def kept(module: nn.Module, with_weights: bool = True) -> dict[tuple[str, tuple[str, int]], Kept]:
+    """Return what delayed scaling keeps now, by module and place, with the magnitudes of weights or without."""
     parameters = dict(module.named_parameters())
 
     def largest(slot: Slot) -> float | None:
-        held = [dequantized_tensor(parameters[name].detach()) for name in slot.weights if slot.role == "weight"]
+        names = slot.weights if with_weights and slot.role == "weight" else ()
+        held = [dequantized_tensor(parameters[name].detach()) for name in names]
         return max(float(x.abs().max()) for x in held) if held else None
 
     return {

@@ -407,7 +407,7 @@ def dequantized_tensor(parameter: Tensor, dtype: torch.dtype | None = None) -> T
     quantized.
     """
     held: Any = parameter
-    return held.dequantize(**({"dtype": dtype} if dtype else {})) if is_quantized(parameter) else parameter
+    return held.dequantize(dtype=dtype) if is_quantized(parameter) else parameter
 
 
 def check(candidate: nn.Module, precision: Precision) -> None:

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from parity.case.case import Case, Pair, Training
+from parity.case.checkpoints import load
 from parity.case.training import ADAM, Model
 from parity.case.weight_map import stack
 from parity.reference import LlamaLayer
@@ -393,27 +394,21 @@ def without_weights(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> 
 
 def without_master_weights(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
     """Make the FP32 master weights of the 16-bit weights again."""
-    states = torch.load(file, weights_only=False)
-    module.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
+    load(module, optimizer, file)
     for parameter in module.parameters():
         optimizer.set_scaled_state(parameter, "master_param", parameter.detach().float())  # type: ignore[attr-defined]
 
 
 def without_count(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
     """Let the optimizer count its steps from the beginning."""
-    states = torch.load(file, weights_only=False)
-    module.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
+    load(module, optimizer, file)
     for group in optimizer.param_groups:
         group["step"] = torch.zeros_like(group["step"]) if isinstance(group["step"], Tensor) else 0
 
 
 def without_histories(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
     """Load everything, and begin new amax histories, as code does that writes the scales alone."""
-    states = torch.load(file, weights_only=False)
-    module.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
+    load(module, optimizer, file)
     for slot in slots(module):
         slot.history.zero_()
 
