@@ -54,7 +54,7 @@ class _Run:
     """What is known of a training so far.
 
     Attributes:
-        history: what the optimizer did in each step.
+        history: what the optimizer did in each step to a few elements of each parameter.
         steps: each step as a result tells it.
         gradients: the sum of the candidate's weight gradients over all earlier steps, for one that is not zeroed.
         limits: of each weight gradient the largest bound on its relative error, over all steps.
@@ -161,7 +161,7 @@ def _trained(
         judged = judge_at(
             step, *at, made=CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed)
         ).result
-        run.history.append(stepped.update)
+        run.history.append(stepped.update.remembered())
         _note(run, number, judged, prepared, stepped)
         findings: tuple[Finding, ...] = ()
         scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), training.candidate_step is None)

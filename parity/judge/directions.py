@@ -14,7 +14,7 @@ import torch
 from scipy import special
 from torch import Tensor
 
-from parity.judge.statistics import Component, Statistic, has_component
+from parity.judge.statistics import Component, Statistic, has_component, has_enough
 from parity.mistakes.catalogue import calls_of, subtle_hypotheses
 from parity.mistakes.codes import CODES
 from parity.mistakes.hypothesis import Hypothesis
@@ -57,14 +57,18 @@ def _bytes_of(found: Sequence[Direction]) -> int:
 
 
 def _directions(prepared: Prepared) -> Iterator[Direction]:
+    judged = {name: golden for name, golden in prepared.golden.outputs.items() if has_enough(golden)}
+    if not judged:  # as in the steps of a training, which return a loss
+        prepared.cache.take("calls", lambda: None)
+        return
     calls = prepared.cache.take("calls", lambda: calls_of(prepared))
-    norms = {name: torch.linalg.vector_norm(golden).item() for name, golden in prepared.golden.outputs.items()}
+    norms = {name: torch.linalg.vector_norm(golden).item() for name, golden in judged.items()}
     for mistake in subtle_hypotheses(prepared, calls.trace):
         with calls.products.reused():
             outputs = outputs_under(prepared, (mistake,), torch.float64)
         if outputs is None:
             continue
-        changes = {name: in_fp32(outputs[name] - golden) for name, golden in prepared.golden.outputs.items()}
+        changes = {name: in_fp32(outputs[name] - golden) for name, golden in judged.items()}
         changes = {name: x for name, x in changes.items() if x.is_finite and x.norm > _FP64 * norms[name]}
         if changes:
             yield Direction(mistake, changes)

@@ -85,9 +85,7 @@ def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) ->
     if before.history.shape != after.history.shape:
         return "amax-history-lost", ""
     was, now = before.history[1:], after.history[1:]
-    pushed = [n for n in range(1, len(was)) if torch.equal(now[: len(was) - n], was[n:])]
-    # With at least one amax that stayed; else nothing tells a history that went on from another.
-    pushed = [n for n in pushed if bool(was[n:].any())] if bool(was.any()) else pushed[:1]
+    pushed = _moved_on(was, now)
     is_full = bool((now != 0).all())
     if torch.equal(now, was) and not (pushed and bool(was.any())):
         # Weights may be cached from one step to the next as long as they do not change, which gradients show.
@@ -107,6 +105,21 @@ def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) ->
         if newest <= 0 or abs(math.log2(newest / expected)) > limit:
             return "amax-of-another-tensor", f": it is {newest:.4g}, and the tensor's own is {expected:.4g}"
     return "", ""
+
+
+def _moved_on(was: Tensor, now: Tensor) -> list[int]:
+    """Return by how many new amaxes the later history may be the earlier one, moved on, the fewest first.
+
+    At least one amax must have stayed: nothing else tells a history that went on from another. One that was empty may
+    have gone on by its new ones.
+    """
+    seen = was.nonzero().flatten()
+    if not len(seen):
+        new = max(1, len(now) - int((now.cumsum(0) == 0).sum()))
+        return [new] if new < len(was) else []
+    last = int(seen[-1])
+    moved = [last - place for place in (now[:last] == was[last]).nonzero().flatten().tolist()]
+    return [n for n in reversed(moved) if torch.equal(now[: len(was) - n], was[n:])]
 
 
 def _follows(before: Kept, after: Kept, pushed: Sequence[int]) -> bool:

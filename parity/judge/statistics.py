@@ -37,9 +37,14 @@ _FEWEST_CLUSTERS = 8
 _BY_RUNS_ALONE = 2.0
 
 
+def has_enough(output: Tensor) -> bool:
+    """Return whether an output is large enough for a filter: few elements tell nothing about how errors scatter."""
+    return output.numel() >= _FEWEST_ELEMENTS
+
+
 def has_component(direction: Summed) -> bool:
-    """Return whether errors can be regressed on it: few elements tell nothing about how errors scatter."""
-    return direction.values.numel() >= _FEWEST_ELEMENTS and direction.norm != 0.0
+    """Return whether errors can be regressed on it."""
+    return has_enough(direction.values) and direction.norm != 0.0
 
 
 class Component:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +104,15 @@ NO_BACKWARD = -1
 
 @dataclass
 class Phase:
-    """Says whether the backward pass runs; GEMM operands that the forward pass has not seen are gradients then."""
+    """Say where a pass under the rounding model is.
+
+    Attributes:
+        backward: whether the backward pass runs; GEMM operands that the forward pass has not seen are gradients then.
+        suspended: whether the model looks away, since somebody else rounds what is computed.
+    """
 
     backward: bool = False
+    suspended: bool = False
 
     @property
     def differentiates(self) -> bool:
@@ -114,3 +121,12 @@ class Phase:
 
     def begin_backward(self) -> None:
         self.backward = True
+
+    @contextmanager
+    def suspending(self) -> Iterator[None]:
+        """Within the context, the model rounds nothing."""
+        self.suspended = True
+        try:
+            yield
+        finally:
+            self.suspended = False

@@ -283,7 +283,7 @@ class _RoundingMode(TorchDispatchMode):
         held = list(weights or ())
         self.phase = Phase()
         self._storing, self._freedom, self._kinks, self._choices = storing, storing.freedom, kinks, choices
-        self.steps = StepsRounded(storing, self._while_suspended)
+        self.steps = StepsRounded(storing, self.phase.suspending)
         self._biases = BiasesByHand(storing, storing.freedom)
         self._norms = NormsSeen()
         self._attention = Attention(storing, self.phase)
@@ -294,29 +294,22 @@ class _RoundingMode(TorchDispatchMode):
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)
         self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
-        self._suspended = False
 
     @property
     def attention(self) -> Arithmetic:
         """What this mode rounds in attention that runs in blocks, whose steps the mode must not see."""
-        return self._attention.arithmetic(alone=self._while_suspended)
+        return self._attention.arithmetic(alone=self.phase.suspending)
 
     @property
     def casts(self) -> Casts:
         """What the port's own casts round."""
-        return Casts(self._storing.store, alone=self._while_suspended)
-
-    @contextmanager
-    def _while_suspended(self) -> Iterator[None]:
-        self._suspended = True
-        try:
-            yield
-        finally:
-            self._suspended = False
+        return Casts(self._storing.store, alone=self.phase.suspending)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._suspended or func.is_view:  # what is known about a tensor is known about its memory, so about views
+        if (
+            self.phase.suspended or func.is_view
+        ):  # what is known about a tensor is known about its memory, so about views
             return func(*args, **kwargs)
         if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
             result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)

@@ -96,6 +96,8 @@ def reference_losses(
 
 # Of so many elements of each parameter the optimizer's steps are followed.
 FOLLOWED = 1024
+# Of so many of these it is remembered what earlier steps did: 1.5 kB a parameter and step.
+REMEMBERED = 64
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,14 @@ class Update:
     after: Named
     moments: dict[str, Named]
     kept_in: dict[str, torch.dtype]
+
+    def remembered(self) -> Update:
+        """Return what the failure of a later step is explained by: a few of the elements, without moments."""
+        before, gradients, after = (
+            {name: x[:REMEMBERED].clone() for name, x in named.items()}
+            for named in (self.before, self.gradients, self.after)
+        )
+        return Update(before, gradients, after, {}, self.kept_in)
 
 
 @dataclass(frozen=True, eq=False)

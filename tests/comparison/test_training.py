@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,21 @@ def test_the_tensors_of_a_result_are_the_worst_of_all_steps():
     assert result.margin == max(one.margin for one in result.steps)
     assert {tensor.step for tensor in result.tensors} <= {1, 2, 3}
     assert "at step" in result.tensors[0].label
+
+
+def test_a_training_leaves_no_tensor_to_the_garbage_collector():
+    """What a step computed is freed with the step, so that memory does not grow until a collection."""
+    trained(plain)  # imports
+    gc.collect()
+    debug = gc.get_debug()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        trained(plain, "bf16", host="llama")
+        gc.collect()
+        assert not [one for one in gc.garbage if isinstance(one, torch.Tensor)]
+    finally:
+        gc.set_debug(debug)
+        gc.garbage.clear()
 
 
 def test_a_loss_in_fp32_is_no_remark():

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from parity.judge.scaling import wrong_scaling
+from parity.judge.scaling import _moved_on, wrong_scaling
 from parity.te.scaling import Kept, Slot
 
 LARGEST = 448.0
@@ -90,3 +92,15 @@ def test_all_tensors_are_named_together():
     found = wrong_scaling(moves, {}, True)
     assert "the input of w has a scale" in found.message
     assert "so have 3 more" in found.message
+
+
+AMAXES = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0]), max_size=7)
+
+
+@given(AMAXES, st.integers(0, 7), AMAXES)
+def test_a_history_has_moved_on_by_as_many_places_as_it_still_fits_at(was, by, new):
+    now = torch.tensor([*was[by:], *new][: len(was)] + [0.0] * max(0, len(was) - len([*was[by:], *new])))
+    was = torch.tensor(was)
+    fits = [n for n in range(1, len(was)) if torch.equal(now[: len(was) - n], was[n:])]
+    expected = [n for n in fits if was[n:].any()] if was.any() else fits[:1]
+    assert _moved_on(was, now) == expected
