@@ -49,7 +49,8 @@ def compare(
             limit. By default what the environment's ``PARITY_DIAGNOSIS_SECONDS`` says, else 30.
         steps: for how many steps both are trained; each is judged. 0 compares a single pass.
         switch: how the candidate is trained: ``resume``, ``resume-dcp``, ``resume-safetensors`` save it in the middle
-            and go on with a new one, ``rollback`` with the same; ``recompute`` makes each call by ``te.checkpoint``.
+            and go on with a new one, ``rollback`` with the same; ``recompute`` makes each call by ``te.checkpoint``;
+            ``micro-batches`` makes each step's gradients of parts of its batch.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.

@@ -96,7 +96,8 @@ def train_at(
         steps: how many, from 1.
         switch: ``resume``, ``resume-dcp`` or ``resume-safetensors`` to save the training in the middle, and to go on
             with a new module that loads it, which must compute the same to the bit; ``rollback`` to load it into the
-            module that has gone on; ``recompute`` to make each call by ``te.checkpoint``.
+            module that has gone on; ``recompute`` to make each call by ``te.checkpoint``; ``micro-batches`` to make
+            each step's gradients of up to four parts of its batch.
         diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
 
     Returns:
@@ -135,9 +136,10 @@ def _trained(
     run, at = _Run(), (checked, precision, seed, kernels, asked.calibration, asked.attention)
     first = step_case(case, 1, None, seed)
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
-    trainee = Trainee(case, checked, prepared, precision, seed, kernels, switch == "recompute")
+    trainee = Trainee(case, checked, prepared, precision, seed, kernels, switch)
     trainee.settle()
     training = trainee.training
+    is_plain = training.candidate_step is None and switch != "micro-batches"
     replay = _replay(prepared, training)
     for number in range(1, steps + 1):
         weights = trainee.weights
@@ -164,7 +166,7 @@ def _trained(
         run.history.append(stepped.update.remembered())
         _note(run, number, judged, prepared, stepped)
         findings: tuple[Finding, ...] = ()
-        scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), training.candidate_step is None)
+        scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), is_plain)
         if lost is not None:
             findings = (lost,)
         elif judged.status != "passed":

@@ -213,8 +213,8 @@ def pair(
         vary_constants, probe: see ``Case``.
         attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
         steps: how many steps the pair is trained for, in an item of its own beside the one of a single pass.
-        switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``: further ways of these
-            steps, each in an item of its own.
+        switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``:
+            further ways of these steps, each in an item of its own.
 
     Returns:
         A decorator that replaces the factory by its ``Case``.

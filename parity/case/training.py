@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -41,6 +43,8 @@ class Model:
 
     Attributes:
         module: the reference or the candidate.
+        micro_batch: the number of the micro-batch, from 0, if a step has several; a TE module is told whether it is
+            the first, unless the pair calls it.
     """
 
     def __init__(
@@ -52,10 +56,14 @@ class Model:
     ) -> None:
         """Call ``module`` by ``call``, each time in a new context that ``around`` makes, such as TE's autocast."""
         self.module = module
+        self.micro_batch: int | None = None
         self._call, self._loss, self._around = call or nn.Module.__call__, loss or distance_to_targets, around
+        self._is_told = call is None and "is_first_microbatch" in inspect.signature(module.forward).parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
+        if self._is_told and self.micro_batch is not None:
+            kwargs = {"is_first_microbatch": self.micro_batch == 0} | kwargs
         with self._around():
             return self._call(self.module, *args, **kwargs)
 
@@ -95,14 +103,40 @@ def distance_to_targets(returned: Any, *_: Any, **__: Any) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def plain_step(clip: float | None) -> Callable[..., Tensor]:
-    """Return a training step without any trick: gradients of one batch, clipped if they are to be, and an update."""
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Hold a part of a batch.
+
+    Attributes:
+        share: by what its loss is multiplied.
+        args, kwargs: arguments of a call.
+    """
+
+    share: float
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def plain_step(clip: float | None, split: Callable[[Any], Sequence[MicroBatch]] | None = None) -> Callable[..., Tensor]:
+    """Return a training step without any trick: gradients of one batch, clipped if they are to be, and an update.
+
+    Args:
+        clip: the largest norm of all gradients; None for any.
+        split: splits the inputs into micro-batches, whose gradients are added up.
+    """
 
     def step(model: Model, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         state.clear(model.module)
-        loss = model.loss(*args, **kwargs)
-        loss.backward()
+        if split is None:
+            loss = model.loss(*args, **kwargs)
+            loss.backward()
+        else:
+            loss = torch.zeros(())
+            for model.micro_batch, part in enumerate(split(kwargs or args)):
+                own = part.share * model.loss(*part.args, **part.kwargs)
+                own.backward()
+                loss = loss.to(own) + own.detach()
         for parameter in model.parameters():
             gradient = state.gradient(parameter)
             if gradient is not None and gradient is not parameter.grad:  # TE added it to main_grad

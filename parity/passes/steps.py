@@ -25,8 +25,10 @@ from parity.case.training import Model, candidate_optimizer, losses, plain_step,
 from parity.case.validate import CheckedSize
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.build import build
+from parity.passes.micro_batches import micro_batches
 from parity.passes.one_pass import as_arguments, named_inputs, or_zero
 from parity.passes.prepare import Prepared, prepare
+from parity.result import Switch
 from parity.te import Kernels, state
 from parity.te.attention_backend import te_variables
 from parity.te.precision import Precision
@@ -186,11 +188,12 @@ class Trainee:
         precision: Precision,
         seed: int,
         kernels: Kernels,
-        recomputes: bool = False,
+        switch: Switch = "",
     ) -> None:
         """Build the candidate, with the weights of the prepared step, and its optimizer.
 
-        With ``recomputes``, each call is made by ``te.checkpoint``, which computes it again in the backward pass.
+        With the switch ``recompute``, each call is made by ``te.checkpoint``, which computes it again in the backward
+        pass; with ``micro-batches``, each step splits its batch.
         """
         pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
         self._prepared = prepared
@@ -198,9 +201,14 @@ class Trainee:
         self.training = training = pair.training
         self._module = pair.candidate
         around = partial(precision.autocast, kernels)
-        call = _recomputed(kernels.te, pair.call_candidate) if recomputes else pair.call_candidate
+        call = _recomputed(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
         self._model = Model(pair.candidate, call, training.loss, around)
-        self._step = training.candidate_step or plain_step(training.clip)
+        self._in_micro_batches = switch == "micro-batches"
+        if self._in_micro_batches and training.candidate_step is not None:
+            raise UserError(
+                "the switch micro-batches splits the batch of a plain step, and this pair has a candidate_step of its "
+                "own: split the batch there"
+            )
         self.optimizer = candidate_optimizer(training, kernels.te)(pair.candidate)
         if not isinstance(self.optimizer, Optimizer):
             raise UserError(
@@ -211,15 +219,21 @@ class Trainee:
         self._places = {name: _places(name, shape) for name, shape in self._shapes.items()}
         self._warmup_passes = precision.warmup_passes
 
+    def _step_on(self, prepared: Prepared) -> Callable[..., Tensor]:
+        split = micro_batches(prepared) if self._in_micro_batches else None
+        return self.training.candidate_step or plain_step(self.training.clip, split)
+
     def settle(self) -> None:
         """Let delayed scaling find its scales, as a training that goes on has them.
 
         The first step is made again and again, but for the optimizer.
         """
 
+        step = self._step_on(self._prepared)
+
         def once() -> None:
             args, kwargs = as_arguments(_leaves(self._prepared.inputs))
-            self._step(self._model, self.optimizer, *args, **kwargs)
+            step(self._model, self.optimizer, *args, **kwargs)
             self._module.zero_grad(set_to_none=True)
             state.clear(self._module)
 
@@ -292,9 +306,9 @@ class Trainee:
             UserError: if the step does not step its optimizer once.
         """
         args, kwargs = as_arguments(_leaves(prepared.inputs))
-        before, scaling = self._followed_weights(), kept(self._module)
+        before, scaling, step = self._followed_weights(), kept(self._module), self._step_on(prepared)
         with self._watched() as seen, sums_in_16_bits(self._module) as lost:
-            loss = self._step(self._model, self.optimizer, *args, **kwargs)
+            loss = step(self._model, self.optimizer, *args, **kwargs)
         if len(seen.used) != 1:
             raise UserError(
                 f"a training step must call optimizer.step() once, and this one called it {len(seen.used)} times; "

@@ -97,7 +97,7 @@ def test_fp8_weights_with_fp32_master_weights_are_trained(switch):
     assert (result.status, result.findings) == ("passed", ())
 
 
-@pytest.mark.parametrize("switch", [*KEPT, "recompute"])
+@pytest.mark.parametrize("switch", [*KEPT, "recompute", "micro-batches"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_training_that_is_resumed_or_recomputed_is_right(precision, switch):
     result = trained(RIGHT["a schedule"], precision, steps=4, switch=switch)
