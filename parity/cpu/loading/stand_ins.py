@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from parity.cpu import kernel_choices, tensor_cores
 
@@ -26,17 +26,34 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def fuse(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
-    """Run ``function`` in FP32 and round its results to the dtypes that it has eagerly; call it as `torch.compile`."""
+    """Run ``function`` in FP32 and round what it stores; call it as ``torch.compile``.
+
+    What it returns has the dtypes that it has eagerly. An argument that it writes to is written, and one that it
+    returns, or a view of one, is that argument's memory.
+    """
     if function is None:
         return fuse
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
-        if not any(_is_half(leaf) for leaf in tree_leaves((args, kwargs))):
+        leaves, structure = tree_flatten((args, kwargs))
+        if not any(_is_half(leaf) for leaf in leaves):
             return function(*args, **kwargs)
-        stored = function(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-        results = function(*tree_map(_to_fp32, args), **tree_map(_to_fp32, kwargs))
-        return tree_map(lambda result, like: result.to(like.dtype), results, stored)
+        # A run without memory tells which arguments are written to, and what dtype and whose memory results have.
+        shapes = _each_once(_to_meta, leaves)
+        versions = [shape._version if _is_half(shape) else 0 for shape in shapes]
+        args, kwargs = tree_unflatten(shapes, structure)
+        stored = function(*args, **kwargs)
+        exact = _each_once(_to_fp32, leaves)
+        args, kwargs = tree_unflatten(exact, structure)
+        results = function(*args, **kwargs)
+        for leaf, shape, version, value in zip(leaves, shapes, versions, exact, strict=True):
+            if _is_half(leaf) and shape._version != version:
+                leaf.copy_(value)
+        memory = {
+            shape.untyped_storage()._cdata: leaf for leaf, shape in zip(leaves, shapes, strict=True) if _is_half(leaf)
+        }
+        return tree_map(lambda result, like: _as_stored(result, like, memory), results, stored)
 
     return fused
 
@@ -45,12 +62,33 @@ def _is_half(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _HALF
 
 
+def _each_once(change: Callable[[Any], Any], leaves: list[Any]) -> list[Any]:
+    """Return what ``change`` makes of each leaf; a tensor that is there twice is changed once."""
+    changed = {id(leaf): change(leaf) for leaf in leaves}
+    return [changed[id(leaf)] for leaf in leaves]
+
+
 def _to_meta(value: Any) -> Any:
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.inference_mode(False):  # whose tensors do not count how often they are written to
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _to_fp32(value: Any) -> Any:
     return value.float() if _is_half(value) else value
+
+
+def _as_stored(result: Any, like: Any, memory: dict[int, Tensor]) -> Any:
+    """Return a result rounded to the dtype that it has eagerly, or the argument whose memory it is."""
+    if not isinstance(result, torch.Tensor):
+        return result
+    owner = memory.get(like.untyped_storage()._cdata)
+    if owner is None:
+        return result.to(like.dtype)
+    if (like.shape, like.stride(), like.storage_offset()) == (owner.shape, owner.stride(), 0):
+        return owner
+    return owner.as_strided(like.shape, like.stride(), owner.storage_offset() + like.storage_offset())
 
 
 # The batched products of TE's unfused attention, whose Python calls ``torch.baddbmm`` and ``torch.bmm``.
