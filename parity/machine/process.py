@@ -130,10 +130,17 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
 def spawned(count: int, begin: Callable[[], object] | None = None) -> ProcessPoolExecutor:
     """Return a pool of so many processes, which end with this one; each calls ``begin`` first."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent, initargs=(begin,))
+    return ProcessPoolExecutor(count, mp_context=context, initializer=_begin_and_end_with_parent, initargs=(begin,))
 
 
-def _end_with_parent(begin: Callable[[], object] | None) -> None:
+def _begin_and_end_with_parent(begin: Callable[[], object] | None) -> None:
+    end_with_parent()
+    if begin is not None:
+        begin()
+
+
+def end_with_parent() -> None:
+    """End this process, which ``multiprocessing`` has started, when the one that asked for it ends."""
     parent = multiprocessing.parent_process()
 
     def wait() -> None:
@@ -142,8 +149,6 @@ def _end_with_parent(begin: Callable[[], object] | None) -> None:
             os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
-    if begin is not None:
-        begin()
 
 
 def _begin() -> None:

@@ -1,0 +1,1 @@
+"""Processes that compute one thing together, as the ranks of ``torch.distributed``."""

@@ -1,0 +1,5 @@
+"""Imports TE on the CPU kernels; a process that is forked after it need not."""
+
+from parity import te
+
+te.kernels("cpu")
