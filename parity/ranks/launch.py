@@ -61,7 +61,7 @@ class RanksFailed(RuntimeError):
     """Raised if a launch has no result of every rank.
 
     Attributes:
-        failures: the first to fail comes first; others may have failed because it did.
+        failures: ranks that died, then the others as they failed; later ones may have failed because of the first.
     """
 
     def __init__(self, ranks: int, failures: Sequence[RankFailure]) -> None:
@@ -179,7 +179,8 @@ def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any],
     if waiting and not failures:
         given = f"it had not returned after {timeout:g} s"
         failures += _hung(list(waiting.values()), f"it had not begun after {_TO_BEGIN:g} s" if not_begun else given)
-    return results, failures
+    # What a rank raises that was talking to one that died comes from that, though it may be told first.
+    return results, sorted(failures, key=lambda failure: failure.how != "died")
 
 
 def _answer(rank: _Rank) -> RankFailure | tuple[Any, ...]:
@@ -287,3 +288,4 @@ def _join_process_group(place: _Place) -> None:
         world_size=place.ranks,
         timeout=timedelta(seconds=_TO_BEGIN + place.timeout),  # so that the launch ends before gloo does
     )
+    torch.distributed.barrier()  # a rank that ends at once does not keep others from getting here
