@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         transpose,
         under,
     )
+    from parity.ranks.layout import Parallel, Ranks, over
     from parity.result import Finding, Result, TensorResult
     from parity.suggest import Suggestion, suggest_map
     from parity.user_error import UserError
@@ -35,6 +36,8 @@ __all__ = [
     "Case",
     "Finding",
     "Pair",
+    "Parallel",
+    "Ranks",
     "Result",
     "Suggestion",
     "TensorResult",
@@ -45,6 +48,7 @@ __all__ = [
     "copies",
     "experts",
     "interleaved_qkv",
+    "over",
     "pair",
     "rearrange",
     "reference",
@@ -63,6 +67,8 @@ _HOME = {
     "Case": "case.case",
     "Finding": "result",
     "Pair": "case.case",
+    "Parallel": "ranks.layout",
+    "Ranks": "ranks.layout",
     "Result": "result",
     "Suggestion": "suggest",
     "TensorResult": "result",
@@ -73,6 +79,7 @@ _HOME = {
     "copies": "case.weight_map",
     "experts": "case.weight_map",
     "interleaved_qkv": "case.weight_map",
+    "over": "ranks.layout",
     "pair": "case.registry",
     "rearrange": "case.weight_map",
     "reorder": "case.weight_map",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from parity import te
@@ -12,11 +13,14 @@ from parity.case.registry import checked_steps, checked_switches
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
+from parity.parallel import compare_over_ranks_at
+from parity.ranks.layout import degrees
 from parity.result import Result, Switch
 from parity.te import Backend
 from parity.te.attention_backend import AttentionBackend, checked_choice
 from parity.te.precision import PRECISIONS, Precision
 from parity.training import train_at
+from parity.user_error import UserError
 
 
 def compare(
@@ -31,6 +35,7 @@ def compare(
     diagnosis_seconds: float | None = None,
     steps: int = 0,
     switch: Switch = "",
+    ranks: Mapping[str, int] | None = None,
 ) -> list[Result]:
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
@@ -51,6 +56,8 @@ def compare(
         switch: how the candidate is trained: ``resume``, ``resume-dcp``, ``resume-safetensors`` save it in the middle
             and go on with a new one, ``rollback`` with the same; ``recompute`` makes each call by ``te.checkpoint``;
             ``micro-batches`` makes each step's gradients of parts of its batch.
+        ranks: how many ranks compute the candidate together, such as ``dict(tp=2)``: degrees of ``tp``, ``cp``, ``ep``
+            and ``dp``, and ``sequence_parallel``; its factory is called with ``ranks=`` then. None: one process.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
@@ -67,10 +74,16 @@ def compare(
     diagnosis = checked_diagnosis(diagnose, diagnosis_seconds)
     checked_steps(steps)
     checked_switches([switch] if switch else [], steps)
+    made = degrees(ranks) if ranks is not None else None
+    if made is not None and steps:
+        raise UserError("a training is not compared over ranks yet; leave steps or ranks out")
+    case = case if made is None else dataclasses.replace(case, ranks=(made,))
     kernels, table = te.kernels(backend), calibration or packaged()
 
     def judged(checked: CheckedSize, precision: Precision, forced: AttentionBackend | None, seed: int) -> Result:
         at = case, checked, precision, seed, kernels, table
+        if made is not None:
+            return compare_over_ranks_at(*at, made, forced, diagnosis)
         if steps:
             return train_at(*at, steps, switch, forced, diagnosis)
         return compare_at(*at, forced, determinism, diagnosis)

@@ -267,6 +267,8 @@ def _explained_in_parts(judged: Judged, seconds: float) -> Result:
 def _parts(asked: Asked) -> list[Case]:
     """Return the case once for each part of its outputs that is compared by itself."""
     case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
+    if asked.made is not None:  # of all outputs together
+        return [case]
     known = parts_known(case, checked)
     if known is None and why_unavailable(precision, kernels) is None:
         try:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from parity.case.map_check import share_memory_alike
 from parity.case.weight_map import WeightMap
+from parity.ranks.layout import IN_ONE_PROCESS, WHOLE, Degrees, Parallel, Ranks
 from parity.result import Switch
 from parity.te.attention_backend import AttentionBackend
 from parity.user_error import UserError
@@ -119,6 +120,7 @@ class Pair:
             False for a pair that is passed to ``parity.compare``, and True for one that ``@parity.pair``'s function
             returns.
         training: how both are trained, for a comparison of steps.
+        parallel: how the candidate is computed over ranks, for a pair that is declared with ``ranks=``.
     """
 
     reference: nn.Module
@@ -129,6 +131,7 @@ class Pair:
     call_candidate: Callable[..., Any] | None = None
     fill: bool | None = None
     training: Training = Training()
+    parallel: Parallel = IN_ONE_PROCESS
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +153,9 @@ class Case:
         line: the line of the declaration, from 1.
         steps: how many steps the pair is trained for, beside the single pass; 0 for none.
         switches: further ways in which it is trained, each in an item of its own, see ``parity.training.train_at``.
+        ranks: over which ranks the candidate is computed, each in an item of its own; then the factory is called with
+            ``ranks=`` as well.
+        at: what it is called with: this process's place among the ranks.
         is_step: whether what both return is the loss of a training step, so that gradients begin with 1.
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
@@ -167,6 +173,8 @@ class Case:
     line: int = 0
     steps: int = 0
     switches: tuple[Switch, ...] = ()
+    ranks: tuple[Degrees, ...] = ()
+    at: Ranks = WHOLE
     is_step: bool = False
     part_of: Case | None = None
     outputs: tuple[str, ...] = ()
@@ -178,7 +186,7 @@ class Case:
 
     def build(self, te: ModuleType, size: Size) -> Pair:
         """Build the pair at one size."""
-        return self.factory(te, **size)
+        return self.factory(te, **size, **({"ranks": self.at} if self.ranks else {}))
 
     def runs_at(self, precision: str) -> bool:
         """Return whether the case is compared at the precision of this name if a run asks for it."""

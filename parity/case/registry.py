@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from parity import te
 from parity.case.case import Case, Pair, Size
 from parity.case.files import Place, place_of
+from parity.ranks.layout import Degrees, degrees
 from parity.result import Switch
 from parity.settings import MOST_STEPS
 from parity.te.attention_backend import BACKENDS, AttentionBackend
@@ -61,8 +62,8 @@ def checked_switch(argument: str, value: object) -> bool:
     return value
 
 
-def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ...]:
-    """Return the sizes, each of which ``factory(te, **size)`` accepts."""
+def checked_sizes(sizes: object, factory: Callable[..., Pair], besides: Sequence[str] = ()) -> tuple[Size, ...]:
+    """Return the sizes, each of which ``factory(te, **size)`` accepts, with further arguments of these names."""
     if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Iterable):
         raise UserError(f"sizes is a list of dicts, one for each size, not {sizes!r}")
     chosen = tuple(sizes)
@@ -74,7 +75,7 @@ def checked_sizes(sizes: object, factory: Callable[..., Pair]) -> tuple[Size, ..
             raise UserError(f"size {size!r} is not a dict with names as keys")
         if any(are_same(size, other) for other in chosen[:i]):
             raise UserError(f"size {dict(size)!r} is listed twice")
-        _check_accepts(parameters, size)
+        _check_accepts(parameters, {**size, **dict.fromkeys(besides)})
     return tuple(dict(size) for size in chosen)
 
 
@@ -112,6 +113,17 @@ def checked_switches(switches: object, steps: int) -> tuple[Switch, ...]:
     if chosen and steps < 2:
         raise UserError(f"switches={list(chosen)} are ways of training for two steps or more; steps is {steps}")
     return tuple(switch for switch in known if switch in chosen)
+
+
+def checked_ranks(ranks: object) -> tuple[Degrees, ...]:
+    """Return over which ranks a candidate is computed; a single dict is one of them."""
+    asked = [ranks] if isinstance(ranks, Mapping) else ranks
+    if isinstance(asked, str) or not isinstance(asked, Iterable):
+        raise UserError(f"ranks is a list of dicts, such as [dict(tp=2)], not {ranks!r}")
+    found = tuple(map(degrees, asked))
+    if len(set(found)) < len(found):
+        raise UserError("ranks lists the same twice")
+    return found
 
 
 def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
@@ -202,6 +214,7 @@ def pair(
     attention: Iterable[str] = (),
     steps: int = 0,
     switches: Iterable[Switch] = (),
+    ranks: Iterable[Mapping[str, int]] | Mapping[str, int] = (),
 ) -> Callable[[Callable[..., Pair]], Case]:
     """Declare the decorated factory as a case: ``factory(te, **size)`` returns a ``parity.Pair``.
 
@@ -215,6 +228,9 @@ def pair(
         steps: how many steps the pair is trained for, in an item of its own beside the one of a single pass.
         switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``:
             further ways of these steps, each in an item of its own.
+        ranks: over which ranks the candidate is computed, each in an item of its own, such as ``[dict(tp=2)]``: degrees
+            of ``tp``, ``cp``, ``ep`` and ``dp``, and ``sequence_parallel``. The factory is called with ``ranks=`` then,
+            a ``parity.Ranks`` with the process groups.
 
     Returns:
         A decorator that replaces the factory by its ``Case``.
@@ -235,7 +251,7 @@ def pair(
             case = Case(
                 name=checked_name(name),
                 factory=checked_factory(factory),
-                sizes=checked_sizes(sizes, factory),
+                sizes=checked_sizes(sizes, factory, ("ranks",) if ranks else ()),
                 precisions=checked_precisions(precisions),
                 marks=checked_marks(marks),
                 vary_constants=checked_switch("vary_constants", vary_constants),
@@ -243,6 +259,7 @@ def pair(
                 attention=checked_attention(attention),
                 steps=checked_steps(steps),
                 switches=checked_switches(switches, steps),
+                ranks=checked_ranks(ranks),
                 path=place.path,
                 line=place.line,
             )

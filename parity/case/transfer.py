@@ -75,6 +75,17 @@ def gradients_to_reference(
     return to_reference(linear, candidate_gradients, reference_shapes)
 
 
+def gradients_to_candidate(
+    weights: WeightMap, gradients: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
+) -> dict[str, Tensor]:
+    """Invert ``gradients_to_reference``, but for copies: each is given what all of them together have.
+
+    An entry is left out if one of its reference's parameters has no gradient.
+    """
+    linear = {left: right for left, right in _linear(weights).items() if all(name in gradients for name in names(left))}
+    return to_candidate(linear, gradients, candidate_shapes)
+
+
 def _linear(weights: WeightMap) -> dict[Side, Side]:
     return {linear_part(left): linear_part(right) for left, right in weights.items()}
 

@@ -1,8 +1,8 @@
 """Name the code of every finding, by its title; ``docs/findings.md`` has a section for each.
 
 ``PAR0xx`` are about values that cannot be judged, ``PAR1xx`` about weights, ``PAR2xx`` about the computed function,
-``PAR3xx`` about precision, ``PAR4xx`` about gradients, ``PAR5xx`` say where an error is that nothing explains, and
-``PAR6xx`` are about what goes from one training step to the next.
+``PAR3xx`` about precision, ``PAR4xx`` about gradients, ``PAR5xx`` say where an error is that nothing explains,
+``PAR6xx`` are about what goes from one training step to the next, and ``PAR7xx`` about what ranks compute together.
 """
 
 from __future__ import annotations
@@ -121,6 +121,15 @@ CODES = {
     "amax-not-recorded": "PAR607",
     "amax-of-another-tensor": "PAR607",
     "scale-not-updated": "PAR607",
+    "reduction-missing": "PAR701",
+    "reduced-twice": "PAR702",
+    "averaged-over-ranks": "PAR702",
+    "bias-on-every-rank": "PAR703",
+    "shards-in-another-order": "PAR704",
+    "shard-layout": "PAR704",
+    "gathered-in-another-order": "PAR705",
+    "replicas-differ": "PAR706",
+    "wrong-over-ranks": "PAR707",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

@@ -96,6 +96,7 @@ def run(
     forward_context: AbstractContextManager[Any] | None = None,
     before_backward: Callable[[], None] = lambda: None,
     watch_inputs: bool = False,
+    after_backward: Callable[[], None] = lambda: None,
 ) -> Pass:
     """Call the module, then differentiate; its buffers and the inputs stay as they were.
 
@@ -108,6 +109,7 @@ def run(
         forward_context: entered around the forward pass alone.
         before_backward: called between the two passes.
         watch_inputs: whether inputs that the module writes to are noted.
+        after_backward: called before the gradients are read.
     """
     module.zero_grad(set_to_none=True)
     state.clear(module)
@@ -122,6 +124,7 @@ def run(
         backward = cotangents(outputs)
         reached = [name for name, output in outputs.items() if output.requires_grad]
         torch.autograd.backward([outputs[name] for name in reached], [backward[name] for name in reached])
+    after_backward()
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     gradients = {name: state.gradient(parameter) for name, parameter in trained.items()}
     return Pass(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,12 +42,17 @@ class Precision:
     recipe: str | None = None
     warmup_passes: int = 0
 
-    def autocast(self, kernels: Kernels) -> contextlib.AbstractContextManager[None]:
-        """Return the context for the forward pass of TE's modules; it has a new recipe each time."""
+    def autocast(self, kernels: Kernels, group: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Return the context for the forward pass of TE's modules; it has a new recipe each time.
+
+        Args:
+            kernels: TE's.
+            group: the process group over which amaxes are reduced, if there is one.
+        """
         if self.recipe is None:
             return contextlib.nullcontext()
         recipes = importlib.import_module("transformer_engine.common.recipe")
-        return kernels.te.autocast(enabled=True, recipe=getattr(recipes, self.recipe)())
+        return kernels.te.autocast(enabled=True, recipe=getattr(recipes, self.recipe)(), amax_reduction_group=group)
 
 
 _BF16 = torch.bfloat16

@@ -55,7 +55,9 @@ def fresh_quantization() -> Iterator[None]:
             setattr(manager, name, value)
 
 
-def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
+def settled(
+    run: Callable[[], _Ran], warmup_passes: int, on_all_ranks: Callable[[bool], bool] = lambda fits: fits
+) -> _Ran:
     """Return the result of the first pass after the warm-up whose scales fit its own numbers.
 
     With delayed scaling a tensor's scale comes from earlier passes, and is 1 at first. A gradient smaller than the
@@ -65,6 +67,7 @@ def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
     Args:
         run: one pass forward, or forward and backward.
         warmup_passes: how many passes to make at least; with 0, no scale comes from an earlier pass.
+        on_all_ranks: returns whether the scales of all ranks fit, if several compute together.
     """
     ran = run()
     # A pass settles at least one tensor, unless it computes something else each time: with other numbers, or with
@@ -73,7 +76,7 @@ def settled(run: Callable[[], _Ran], warmup_passes: int) -> _Ran:
     for passes in range(1, most + 1):
         before = _scales()
         ran = run()
-        if passes >= warmup_passes and _fit(before, _scales()):
+        if passes >= warmup_passes and on_all_ranks(_fit(before, _scales())):
             break
     return ran
 

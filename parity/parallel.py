@@ -1,0 +1,223 @@
+"""Compare a candidate that several ranks compute together: the reference runs once, whole, and each rank its part.
+
+The candidate is built whole in this process, too, so that the pair's weight map, its inputs and the rounding model are
+those of any comparison. What the ranks computed is put together, and judged like a pass of the whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from parity.case import transfer
+from parity.case.case import Case, mixed
+from parity.case.validate import CheckedSize
+from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised, without_cause
+from parity.judge.asked import Asked, CandidateRun
+from parity.judge.limits import Table
+from parity.mistakes.codes import finding
+from parity.passes.all_passes import Tensors
+from parity.passes.modes import usual_modes
+from parity.passes.on_rank import AsItIs, FromFile, Given, OnRank, pass_on_rank
+from parity.passes.prepare import Prepared, prepare
+from parity.ranks.launch import RanksFailed, launch
+from parity.ranks.layout import Degrees, places
+from parity.result import Finding, Result, as_printable
+from parity.search.over_ranks import Piece, Whole, explained_over_ranks
+from parity.te import Kernels
+from parity.te.attention_backend import AttentionBackend
+from parity.te.precision import Precision, why_unavailable
+from parity.trace.surroundings import undisturbed
+from parity.user_error import UserError, said
+
+# Seconds that ranks may take for their passes.
+TIMEOUT = 300.0
+
+
+def compare_over_ranks_at(
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    calibration: Table,
+    made: Degrees,
+    attention: AttentionBackend | None = None,
+    diagnosis: float | None = 0.0,
+    timeout: float = TIMEOUT,
+) -> Result:
+    """Compare a case whose candidate ranks compute together, and say what is wrong if it fails.
+
+    Never raises because of a module or a rank that fails: the result's status and reason tell.
+
+    Args:
+        made: how many ranks there are, by axis.
+        diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
+        timeout: seconds after which ranks that have not answered are ended.
+    """
+    began = time.perf_counter()
+    labelled = dataclasses.replace(checked, label=f"{checked.label}-{made.label}")
+    whole = dataclasses.replace(case, probe=False)
+    asked = Asked(whole, labelled, precision, seed, kernels, calibration, attention)
+    unavailable = why_unavailable(precision, kernels)
+    if unavailable is not None:
+        return asked.result("skipped", reason=unavailable)
+    with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
+        result = unless_raised(
+            lambda: _compared(asked, case, checked, made, diagnosis, timeout), partial(_broken_off, asked)
+        )
+    result = as_printable(noting(result, disturbed))
+    return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+
+def _broken_off(asked: Asked, error: BaseException) -> Result:
+    if isinstance(error, UserError):
+        return asked.result("error", reason=said(error))
+    return broken_off(asked, error).result
+
+
+def _compared(
+    asked: Asked, case: Case, checked: CheckedSize, made: Degrees, diagnosis: float | None, timeout: float
+) -> Result:
+    precision, seed, kernels = asked.precision, asked.seed, asked.kernels
+    prepared = prepare(asked.case, checked, precision.dtype, seed, kernels)
+    given = Given(
+        _source(case),
+        made,
+        checked,
+        precision.name,
+        seed,
+        kernels.backend,
+        asked.attention,
+        tree_map_only(Tensor, lambda x: x.detach().cpu(), prepared.inputs),
+        prepared.input_names,
+        {name: x.cpu() for name, x in prepared.candidate_weights.items()},
+        {name: x.cpu() for name, x in prepared.cotangents.items()},
+    )
+    try:
+        ran: list[OnRank] = launch(pass_on_rank, made.count, [given], timeout=timeout)
+    except RanksFailed as error:
+        first = error.failures[0]
+        told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
+        others = f"; so did {len(error.failures) - 1} more" if len(error.failures) > 1 else ""
+        return asked.result("error", reason=told + others, traceback=first.where)
+    wholes = _put_together(ran, made, prepared)
+    tensors = _in_reference_layout(wholes, prepared)
+    unreached = tuple(sorted({ran[0].held[name].whole for name in ran[0].unreached}))
+    attention = ", ".join(dict.fromkeys(one.attention for one in ran if one.attention))
+    at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
+    judged = judge_at(asked.case, *at, made=CandidateRun(tensors, unreached, attention=attention))
+    result = dataclasses.replace(judged.result, size_label=asked.checked.label)
+    apart = _apart(wholes, made)
+    if apart is not None and result.status == "passed":
+        return dataclasses.replace(result, status="failed", reason="ranks do not agree", findings=(apart,))
+    if result.status != "failed" or diagnosis is None:
+        return result
+    return unless_raised(
+        lambda: _explained(result, wholes, apart, made, prepared, asked, at, diagnosis), partial(without_cause, result)
+    )
+
+
+def _source(case: Case) -> AsItIs | FromFile:
+    """Return where another process finds a case.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    try:
+        pickle.dumps(case)
+        return AsItIs(case)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    if case.path.suffix == ".py" and case.path.is_file():
+        return FromFile(case.path, case.name)
+    raise UserError(
+        "a pair that is computed over ranks is built in each of them: declare it with @parity.pair in a file of its own"
+    )
+
+
+def _put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[Whole]:
+    """Return each whole tensor of the candidate, with the ranks' pieces of it."""
+    golden = prepared.golden
+    shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
+    linear = transfer.gradients_to_candidate(prepared.weights, golden.weight_gradients, shapes)
+    wholes: dict[tuple[str, str], Whole] = {}
+
+    def add(kind: Any, name: str, rank: int, x: Tensor, split: Any, exact: Tensor) -> None:
+        one = wholes.setdefault((kind, name), Whole(kind, name, exact, []))
+        one.pieces.append(Piece(rank, x, split, places(exact.shape, split, made, rank)))
+
+    for rank, one in enumerate(ran):
+        for name, x in one.outputs.items():
+            add("output", name, rank, x, one.splits[name], golden.outputs[name])
+        for name, x in one.input_gradients.items():
+            add("input gradient", name, rank, x, one.splits[name], golden.input_gradients[name])
+        for name, x in one.weight_gradients.items():
+            held = one.held[name]
+            if held.whole in linear:
+                add("weight gradient", held.whole, rank, x, held.split, linear[held.whole])
+    return list(wholes.values())
+
+
+def _in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
+    tensors: Tensors = {
+        (kind, one.name): one.joined() for one in wholes for kind in ("output", "input gradient") if one.kind == kind
+    }
+    own = {one.name: one.joined() for one in wholes if one.kind == "weight gradient"}
+    missing = {name: torch.zeros_like(x) for name, x in prepared.candidate_weights.items() if name not in own}
+    moved = transfer.gradients_to_reference(
+        prepared.weights, own | missing, transfer.parameter_shapes(prepared.reference)
+    )
+    return tensors | {("weight gradient", name): x for name, x in moved.items()}
+
+
+def _apart(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
+    """Return which tensors are not the same on ranks that hold the same part of them."""
+    found = [(one, ranks) for one in wholes if (ranks := one.apart())]
+    if not found:
+        return None
+    first, (a, b) = found[0]
+    more = f", and so do {len(found) - 1} more" if len(found) > 1 else ""
+    return finding(
+        "replicas-differ",
+        f"ranks {a} and {b} hold the same part of the {first.kind} {first.name}, in other numbers{more}: what each of "
+        "them has must be computed of the same numbers, or reduced over both",
+    )
+
+
+def _explained(
+    result: Result,
+    wholes: Sequence[Whole],
+    apart: Finding | None,
+    made: Degrees,
+    prepared: Prepared,
+    asked: Asked,
+    at: tuple[Any, ...],
+    diagnosis: float,
+) -> Result:
+    """Return the failed result with what is wrong: with the module, if it is wrong in one process, else over ranks."""
+    alone = judge_at(asked.case, *at)
+    if alone.result.status != "passed":
+        told = explain_at(alone, diagnosis)
+        notes = (*result.notes, *told.notes, "the candidate is wrong in one process as well")
+        return dataclasses.replace(result, findings=told.findings, notes=notes)
+    found = explained_over_ranks(wholes, made, prepared.candidate_weights)
+    if not found:
+        worst = f": first {result.worst.label}" if result.worst else ""
+        found = (
+            apart
+            or finding(
+                "wrong-over-ranks",
+                f"the candidate is right in one process, and wrong over {made.count} ranks ({made.label}){worst}; look "
+                "at what is divided, gathered and reduced there",
+            ),
+        )
+    return dataclasses.replace(result, findings=found)

@@ -1,0 +1,219 @@
+"""Make a candidate's pass on one of several ranks, with its parts of the whole weights, inputs and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.utils._pytree import keystr, tree_map_only, tree_map_with_path
+
+from parity import te
+from parity.case import registry
+from parity.case.case import Case
+from parity.case.validate import CheckedSize
+from parity.passes.build import build
+from parity.passes.modes import usual_modes
+from parity.passes.one_pass import Pass, run
+from parity.ranks.layout import Degrees, Held, Split, held_by, joined, part
+from parity.te import Backend
+from parity.te.attention_backend import AttentionBackend, attention_backends
+from parity.te.precision import PRECISIONS
+from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
+from parity.user_error import UserError
+
+
+@dataclass(frozen=True)
+class FromFile:
+    """Find a case that a file declares.
+
+    Attributes:
+        path: the file.
+        name: the case's.
+    """
+
+    path: Path
+    name: str
+
+    def case(self) -> Case:
+        """Import the file in this process, and return the case."""
+        return registry.load_case(self.path, self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class AsItIs:
+    """Hold a case that another process can be sent."""
+
+    itself: Case
+
+    def case(self) -> Case:
+        """Return the case."""
+        return self.itself
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What every rank is given, and takes its part of.
+
+    Attributes:
+        source: where the case comes from.
+        made: how many ranks there are, by axis.
+        checked: the size.
+        precision: the precision's name.
+        seed: the seed.
+        backend: TE's kernels.
+        attention: the attention backend that TE is to run; None for its own choice.
+        inputs: as the pair returns them, whole, rounded.
+        input_names: names of the positional inputs.
+        weights: of the whole candidate, by name, rounded.
+        cotangents: the gradient with respect to each whole output.
+    """
+
+    source: FromFile | AsItIs
+    made: Degrees
+    checked: CheckedSize
+    precision: str
+    seed: int
+    backend: Backend
+    attention: AttentionBackend | None
+    inputs: Any
+    input_names: tuple[str, ...]
+    weights: Mapping[str, Tensor]
+    cotangents: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class OnRank:
+    """What one rank computed, and which parts of the whole these tensors are.
+
+    Attributes:
+        outputs, input_gradients, weight_gradients: by name, on the CPU.
+        splits: how inputs and outputs are divided, by name.
+        held: which parts of which whole parameters the rank's parameters are.
+        unreached: the rank's parameters that no gradient reached.
+        attention: the attention backends that TE ran.
+    """
+
+    outputs: dict[str, Tensor]
+    input_gradients: dict[str, Tensor]
+    weight_gradients: dict[str, Tensor]
+    splits: dict[str, Split]
+    held: dict[str, Held]
+    unreached: tuple[str, ...]
+    attention: str
+
+
+@fresh_caches()
+@fresh_quantization()
+def pass_on_rank(given: Given) -> OnRank:
+    """Build this rank's candidate, make its pass, and return what it computed.
+
+    Raises:
+        UserError: if the candidate's parameters or outputs are not the parts that the pair says.
+    """
+    kernels, precision, made = te.kernels(given.backend), PRECISIONS[given.precision], given.made
+    ranks = joined(made)
+    place = made.place(ranks.world.rank)
+    case = dataclasses.replace(given.source.case(), at=ranks)
+    with usual_modes(), attention_backends(given.attention) as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the same in each rank and each comparison
+        pair = build(case, given.checked, given.seed, kernels)
+        candidate = pair.candidate
+        check(moved(candidate, dtype=precision.dtype), precision)
+        shapes = {name: tuple(x.shape) for name, x in given.weights.items()}
+        declared = {name: tuple(split) for name, split in pair.parallel.weights.items()}
+        held = held_by(candidate, shapes, declared, made, place)
+        parameters = dict(candidate.named_parameters())
+        if pair.fill is not False:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    whole = given.weights[held[name].whole].to(parameter.device)
+                    parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
+        inputs = _parts(
+            given.inputs, given.input_names, lambda name, x: part(x, pair.parallel.split(name), made, place)
+        )
+        inputs = tree_map_only(Tensor, lambda x: x.to(kernels.device), inputs)
+        scale = float(made.dp) if pair.parallel.averages else 1.0
+
+        def cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            if outputs.keys() != given.cotangents.keys():
+                own, whole = ", ".join(outputs), ", ".join(given.cotangents)
+                raise UserError(f"on a rank the candidate returns {own}, and the reference {whole}")
+            return {name: cotangent(name, output) for name, output in outputs.items()}
+
+        def cotangent(name: str, output: Tensor) -> Tensor:
+            own = part(given.cotangents[name], pair.parallel.split(name), made, place)
+            if own.shape != output.shape and own.numel() != output.numel():
+                raise UserError(
+                    f"{name} is {tuple(output.shape)} on rank {ranks.world.rank}, and {tuple(own.shape)} by the pair; say "
+                    "how it is divided, as in parity.Parallel(splits={'output': [parity.over('tp', dim=0)]})"
+                )
+            return (scale * own).to(output.device, output.dtype).view(output.shape)
+
+        def finish() -> None:
+            if pair.parallel.finish is not None:
+                pair.parallel.finish(candidate)
+
+        def once() -> Pass:
+            return run(
+                candidate,
+                pair.call_candidate,
+                inputs,
+                given.input_names,
+                cotangents,
+                forward_context=precision.autocast(kernels, ranks.world.group),
+                after_backward=finish,
+            )
+
+        ran = settled(once, precision.warmup_passes, _is_so_on_all)
+        attention = ", ".join(seen)
+    names = {*ran.outputs, *ran.input_gradients}
+    return OnRank(
+        _on_cpu(ran.outputs),
+        _on_cpu(ran.input_gradients),
+        _on_cpu(ran.weight_gradients),
+        {name: pair.parallel.split(name) for name in names},
+        held,
+        ran.unreached,
+        attention,
+    )
+
+
+def _parts(inputs: Any, names: tuple[str, ...], of: Callable[[str, Tensor], Tensor]) -> Any:
+    """Return the rank's inputs, each by its name in results."""
+
+    def leaf(name: str) -> Callable[[Any, Any], Any]:
+        return lambda path, x: of(name + keystr(path), x) if isinstance(x, Tensor) else x
+
+    if isinstance(inputs, Mapping):
+        return {name: tree_map_with_path(leaf(name), value) for name, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(tree_map_with_path(leaf(name), value) for name, value in zip(names, inputs, strict=True))
+    return of(names[0], inputs)
+
+
+def _as_held(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a whole tensor as FSDP holds it; any other as it is."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(parameter.dtype), mesh, parameter.placements)  # type: ignore[attr-defined]
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors; every rank has to call it with the same names."""
+    gathered = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
+    return {name: x.detach().cpu().clone() for name, x in gathered.items()}
+
+
+def _is_so_on_all(here: bool) -> bool:
+    here_and_there = torch.tensor(int(here))
+    distributed.all_reduce(here_and_there, distributed.ReduceOp.MIN)
+    return bool(here_and_there)

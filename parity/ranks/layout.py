@@ -1,0 +1,364 @@
+"""Say how many ranks compute a module together, and which part of each tensor a rank holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from parity.user_error import UserError
+
+AxisName = Literal["tp", "cp", "ep", "dp"]
+# Neighbours differ in the first of them, as in Megatron.
+AXES: tuple[AxisName, ...] = get_args(AxisName)
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How many ranks divide what among them.
+
+    Attributes:
+        tp: tensor parallel ranks, which divide weights.
+        cp: context parallel ranks, which divide sequences.
+        ep: expert parallel ranks, which divide experts.
+        dp: data parallel ranks, which divide batches.
+        sequence_parallel: whether tensor parallel ranks divide sequences between the layers whose weights they divide.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def count(self) -> int:
+        """Return the number of ranks."""
+        return math.prod(self.of(axis) for axis in AXES)
+
+    @property
+    def label(self) -> str:
+        """Return how items are called, such as ``tp2-sp`` or ``tp2xdp2``."""
+        parts = "x".join(f"{axis}{self.of(axis)}" for axis in AXES if self.of(axis) > 1) or "tp1"
+        return f"{parts}-sp" if self.sequence_parallel else parts
+
+    def of(self, axis: AxisName) -> int:
+        """Return the number of ranks along an axis."""
+        size: int = getattr(self, axis)
+        return size
+
+    def place(self, rank: int) -> dict[AxisName, int]:
+        """Return where a rank is along each axis."""
+        found: dict[AxisName, int] = {}
+        for axis in AXES:
+            rank, found[axis] = divmod(rank, self.of(axis))
+        return found
+
+    def peers(self, axis: AxisName) -> list[list[int]]:
+        """Return the groups of ranks that differ along this axis alone."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.count):
+            others = tuple(place for name, place in self.place(rank).items() if name != axis)
+            groups.setdefault(others, []).append(rank)
+        return list(groups.values())
+
+
+def degrees(asked: object) -> Degrees:
+    """Return what a pair asks for as ``dict(tp=2, sequence_parallel=True)``.
+
+    Raises:
+        UserError: if it is something else.
+    """
+    if isinstance(asked, Degrees):
+        return asked
+    known = (*AXES, "sequence_parallel")
+    if not isinstance(asked, Mapping) or not set(asked) <= set(known):
+        raise UserError(f"ranks is a dict such as dict(tp=2), of {', '.join(known)}, not {asked!r}")
+    for axis in AXES:
+        size = asked.get(axis, 1)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UserError(f"{axis} is a whole number from 1, not {size!r}")
+    if not isinstance(asked.get("sequence_parallel", False), bool):
+        raise UserError(f"sequence_parallel is True or False, not {asked['sequence_parallel']!r}")
+    found = Degrees(**asked)
+    if not 2 <= found.count <= MOST_RANKS:
+        raise UserError(f"ranks={dict(asked)!r} are {found.count}, and there are from 2 to {MOST_RANKS}")
+    if found.sequence_parallel and found.tp == 1:
+        raise UserError("sequence_parallel divides sequences over tensor parallel ranks, and tp is 1")
+    return found
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis, as a rank sees it.
+
+    Attributes:
+        size: how many ranks there are along it.
+        rank: which of them this one is.
+        group: their process group; None without any, as where a pair is compared in one process.
+    """
+
+    size: int = 1
+    rank: int = 0
+    group: Any = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What a pair's function is handed as ``ranks``.
+
+    Attributes:
+        tp, cp, ep, dp: the axes.
+        sequence_parallel: as in ``Degrees``.
+        world: all ranks.
+    """
+
+    tp: Axis = Axis()
+    cp: Axis = Axis()
+    ep: Axis = Axis()
+    dp: Axis = Axis()
+    sequence_parallel: bool = False
+    world: Axis = Axis()
+
+
+WHOLE = Ranks()
+
+
+def joined(made: Degrees) -> Ranks:
+    """Return this rank's view; every rank of the default process group has to call it."""
+    from torch import distributed
+
+    rank = distributed.get_rank()
+    axes: dict[str, Axis] = {}
+    for axis in AXES:
+        for peers in made.peers(axis):  # each rank takes part in making each group
+            group = distributed.new_group(peers)
+            if rank in peers:
+                axes[axis] = Axis(len(peers), peers.index(rank), group)
+    world = Axis(made.count, rank, distributed.group.WORLD)
+    return Ranks(**axes, sequence_parallel=made.sequence_parallel, world=world)
+
+
+# Which part of a tensor a rank holds.
+
+
+@dataclass(frozen=True)
+class Over:
+    """See ``over``."""
+
+    axis: AxisName
+    dim: int = 0
+    blocks: int = 1
+    balanced: bool = False
+
+
+Split = tuple[Over, ...]
+
+
+def over(axis: AxisName, dim: int = 0, *, blocks: int = 1, balanced: bool = False) -> Over:
+    """Divide a dimension of a tensor among the ranks of an axis.
+
+    Args:
+        axis: ``tp``, ``cp``, ``ep`` or ``dp``.
+        dim: the dimension.
+        blocks: into how many blocks the dimension falls, each of which is divided by itself: 2 for the weight of a
+            gated linear unit, whose gate and up projections follow each other.
+        balanced: whether the dimension is cut into twice as many parts as ranks, and each rank holds one from the
+            front and one from the back, as causal attention over context parallel ranks does
+            (``pytorch/attention/dot_product_attention/context_parallel.py`` of TE 2.20.2).
+
+    Raises:
+        UserError: if there is no such axis, or ``blocks`` and ``balanced`` are both given.
+    """
+    if axis not in AXES:
+        raise UserError(f"there is no axis {axis!r}, only {', '.join(AXES)}")
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+        raise UserError(f"blocks is a whole number from 1, not {blocks!r}")
+    if balanced and blocks > 1:
+        raise UserError("a dimension is divided in blocks or balanced, not both")
+    return Over(axis, dim, blocks, balanced)
+
+
+def part(x: Tensor, split: Iterable[Over], made: Degrees, place: Mapping[AxisName, int]) -> Tensor:
+    """Return the part of a whole tensor that a rank holds, which may share its memory.
+
+    Args:
+        x: the whole tensor.
+        split: how it is divided, one axis after the other; by none, each rank holds all of it.
+        made: how many ranks there are.
+        place: where the rank is, see ``Degrees.place``.
+
+    Raises:
+        UserError: if a dimension does not divide.
+    """
+    for one in split:
+        count, mine = made.of(one.axis), place[one.axis]
+        parts = 2 * count if one.balanced else count * one.blocks
+        if not -x.dim() <= one.dim < x.dim():
+            raise UserError(f"a tensor of shape {tuple(x.shape)} has no dimension {one.dim} to divide over {one.axis}")
+        if x.shape[one.dim] % parts:
+            raise UserError(
+                f"dimension {one.dim} of {tuple(x.shape)} does not divide into {parts} parts, for {count} ranks of "
+                f"{one.axis}"
+            )
+        if one.balanced:
+            pieces = x.chunk(parts, one.dim)
+            x = torch.cat([pieces[mine], pieces[-1 - mine]], one.dim)
+        else:
+            blocks = [block.chunk(count, one.dim)[mine] for block in x.chunk(one.blocks, one.dim)]
+            x = blocks[0] if len(blocks) == 1 else torch.cat(blocks, one.dim)
+    return x
+
+
+def places(shape: Sequence[int], split: Split, made: Degrees, rank: int) -> Tensor:
+    """Return where in the whole tensor, seen as a vector, each element of a rank's part is."""
+    everywhere = torch.arange(math.prod(shape)).view(tuple(shape))
+    return part(everywhere, split, made, made.place(rank))
+
+
+# How a candidate's parameters are divided, from what TE says about them.
+
+
+@dataclass(frozen=True)
+class Held:
+    """Which part of which whole parameter one parameter of a rank is.
+
+    Attributes:
+        whole: the name of the whole parameter.
+        split: how that is divided.
+    """
+
+    whole: str
+    split: Split = ()
+
+
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def held_by(
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    declared: Mapping[str, Split],
+    made: Degrees,
+    place: Mapping[AxisName, int],
+) -> dict[str, Held]:
+    """Return what each of a rank's parameters is a part of.
+
+    TE marks parameters that tensor parallel ranks divide (``set_tensor_model_parallel_attributes`` in
+    ``pytorch/distributed.py`` of TE 2.20.2). A gated linear unit's first weight holds two projections, each of which is
+    divided (``pytorch/module/layernorm_mlp.py``). Experts are told by their numbers: each rank counts its own from 0.
+
+    Args:
+        module: the rank's candidate.
+        shapes: of the whole candidate's parameters, by name.
+        declared: how the pair says that whole parameters are divided, by their names.
+        made: how many ranks there are.
+        place: where this one is.
+
+    Raises:
+        UserError: if a parameter's shape does not follow from that.
+    """
+    parameters = dict(module.named_parameters())
+    whole_names = _whole_names(list(parameters), list(shapes), made.ep, place["ep"])
+    gated = {f"{path}.{name}" if path else name for path, name in _gated(module)}
+    found: dict[str, Held] = {}
+    for name, parameter in parameters.items():
+        whole = whole_names.get(name, "")
+        if whole not in shapes:
+            raise UserError(f"a rank's candidate has a parameter {name} that the candidate in one process lacks")
+        split = declared.get(whole)
+        if split is None:
+            split = _of_te(parameter, shapes[whole], made, 2 if name in gated else 1)
+        held = places(shapes[whole], split, made, 0).shape
+        if tuple(parameter.shape) != tuple(held):
+            told = f"is {tuple(parameter.shape)} on a rank, and {shapes[whole]} in one process"
+            raise UserError(
+                f"{name} {told}; say how it is divided, as in "
+                f"parity.Parallel(weights={{{whole!r}: [parity.over('tp', dim=0)]}})"
+            )
+        found[name] = Held(whole, split)
+    return found
+
+
+def _of_te(parameter: Tensor, whole: tuple[int, ...], made: Degrees, blocks: int) -> Split:
+    if tuple(parameter.shape) == whole:  # also what FSDP holds as a part: it tells the shape of the whole
+        return ()
+    dim = getattr(parameter, "partition_dim", None)
+    if not getattr(parameter, "tensor_model_parallel", False) or not isinstance(dim, int) or made.tp == 1:
+        return ()
+    return (Over("tp", dim, blocks if dim == 0 else 1),)
+
+
+def _gated(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the paths of TE's gated linear units and the names of their parameters that hold two projections."""
+    for path, one in module.named_modules():
+        activation = getattr(one, "activation", None)
+        if isinstance(activation, str) and hasattr(one, "fc1_weight") and "glu" in activation:
+            yield from ((path, name) for name in ("fc1_weight", "fc1_bias"))
+
+
+def _whole_names(names: Sequence[str], whole: Sequence[str], ranks: int, rank: int) -> dict[str, str]:
+    """Return the whole parameters' names by a rank's own: without a wrapper's prefix, and with experts counted on."""
+    known, found = set(whole), {}
+    plain = {name: _unwrapped(name, known) for name in names}
+    own, all_of_them = _counted(plain.values()), _counted(whole)
+    for name, other in plain.items():
+        found[name] = other
+        for number in re.finditer(r"\d+", other):
+            template = f"{other[: number.start()]}#{other[number.end() :]}"
+            local = len(own[template])
+            if ranks > 1 and len(all_of_them.get(template, ())) == ranks * local:
+                counted = rank * local + int(number.group())
+                found[name] = f"{other[: number.start()]}{counted}{other[number.end() :]}"
+    return found
+
+
+def _unwrapped(name: str, known: set[str]) -> str:
+    if name in known:
+        return name
+    shorter = name
+    for wrapper in _WRAPPERS:
+        shorter = shorter.replace(wrapper, "")
+    return shorter if shorter in known else name
+
+
+def _counted(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return which numbers names have at each place where they have one."""
+    found: dict[str, set[str]] = {}
+    for name, number in itertools.chain.from_iterable(((n, m) for m in re.finditer(r"\d+", n)) for n in names):
+        found.setdefault(f"{name[: number.start()]}#{name[number.end() :]}", set()).add(number.group())
+    return found
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a pair is computed over ranks.
+
+    Attributes:
+        splits: how inputs and outputs are divided, by their names in results (``input``, ``output``): a list of
+            ``over(...)``. What is not named, each rank is given, or returns, whole.
+        weights: how parameters of the candidate are divided, by their names, where TE's marks do not say it.
+        finish: called as ``finish(module)`` on each rank after the backward pass, if what a port does then is left to
+            it, such as reducing gradients over ranks.
+        averages: whether the port averages gradients over data parallel ranks, and does not add them up. The gradient
+            with respect to each rank's outputs is multiplied by their number then, as that of a mean of means is.
+    """
+
+    splits: Mapping[str, Sequence[Over]] = field(default_factory=dict)
+    weights: Mapping[str, Sequence[Over]] = field(default_factory=dict)
+    finish: Any = None
+    averages: bool = False
+
+    def split(self, name: str) -> Split:
+        """Return how an input or output is divided."""
+        return tuple(self.splits.get(name, ()))
+
+
+IN_ONE_PROCESS = Parallel()

@@ -1,0 +1,269 @@
+"""Find what is wrong over ranks: how their pieces would have to be reduced or put together to be right.
+
+Each rank's piece of a tensor is known, and so is the right tensor in FP64. So a mistake need not be imitated: if the sum
+of the pieces is right, it was left out; if the pieces are right in another order, they were gathered in the wrong one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from parity.mistakes.codes import finding
+from parity.ranks.layout import AXES, AxisName, Degrees, Over, Split, places
+from parity.result import Finding
+
+# What explains an error leaves this share of it at most. Rounding leaves of a mistake's error what it leaves of a right
+# tensor, and nothing makes a right tensor, whose error is rounding alone, so much better.
+_LEFT = 0.2
+_MOST_PERMUTED = 4  # ranks, whose orders are tried
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What one rank has of a tensor.
+
+    Attributes:
+        rank: which it is.
+        values: what it computed.
+        split: how the whole is divided.
+        places: where in the whole, seen as a vector, each of these values belongs.
+    """
+
+    rank: int
+    values: Tensor
+    split: Split
+    places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A tensor that ranks have computed.
+
+    Attributes:
+        kind: as in results, or ``weight``.
+        name: of an output, an input or a parameter of the candidate.
+        exact: the right one, FP64.
+        pieces: what each rank has of it.
+    """
+
+    kind: str
+    name: str
+    exact: Tensor
+    pieces: list[Piece] = field(default_factory=list)
+
+    def joined(self) -> Tensor:
+        """Return the tensor as the ranks have it; where they disagree, what is farther off."""
+        whole = torch.full((self.exact.numel(),), math.nan, dtype=self.pieces[0].values.dtype)
+        for piece in sorted(self.pieces, key=lambda piece: self._off(piece.values, piece.places)):
+            whole[piece.places.flatten()] = piece.values.flatten()
+        return whole.view(self.exact.shape)
+
+    def apart(self) -> tuple[int, int] | None:
+        """Return two ranks that should have the same numbers, and do not; None if all agree to the bit."""
+        for one, other in itertools.combinations(self.pieces, 2):
+            if torch.equal(one.places, other.places) and not torch.equal(one.values, other.values):
+                return one.rank, other.rank
+        return None
+
+    def off(self, pieces: Sequence[Piece] | None = None) -> float:
+        """Return how far off pieces are together, the ranks' own by default, relative to the whole."""
+        some = self.pieces if pieces is None else pieces
+        return max((self._off(piece.values, piece.places) for piece in some), default=math.inf)
+
+    def _off(self, values: Tensor, at: Tensor) -> float:
+        right = self.exact.flatten().to("cpu", torch.float64)[at.flatten()]
+        if values.numel() != right.numel():
+            return math.inf
+        size, off = float(right.norm()), float((values.flatten().double() - right).norm())
+        return off / size if size else math.inf if off else 0.0
+
+
+@dataclass(frozen=True)
+class _Guess:
+    title: str
+    told: str
+    pieces: Sequence[Piece]
+
+
+def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mapping[str, Tensor]) -> tuple[Finding, ...]:
+    """Return what explains the errors of tensors that ranks have computed.
+
+    Outputs come before gradients: what is wrong with an output is wrong with what follows from it.
+
+    Args:
+        wholes: the tensors.
+        made: how many ranks there are.
+        weights: of the whole candidate, by name.
+    """
+    for kind in ("weight", "output", "input gradient", "weight gradient"):
+        told: dict[tuple[str, str], list[str]] = {}
+        for one in (whole for whole in wholes if whole.kind == kind):
+            best = _best(one, made, weights)
+            if best is not None:
+                told.setdefault((best.title, best.told), []).append(one.name)
+        if told:
+            return tuple(_found(title, text, kind, names) for (title, text), names in told.items())
+    return ()
+
+
+def _found(title: str, text: str, kind: str, names: Sequence[str]) -> Finding:
+    more = f" (and of {len(names) - 1} more: {', '.join(names[1:3])})" if len(names) > 1 else ""
+    return finding(title, text.format(what=f"the {kind} {names[0]}{more}"))
+
+
+def _best(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
+    off = whole.off()
+    if not off:
+        return None
+    offs = [(whole.off(guess.pieces), guess) for guess in _guesses(whole, made, weights)]
+    left, best = min(offs, key=lambda entry: entry[0], default=(math.inf, None))
+    return best if left <= _LEFT * off else None
+
+
+def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
+    for axis in (axis for axis in AXES if made.of(axis) > 1):
+        yield from _reduced(whole, made, axis)
+        yield from _in_another_order(whole, made, axis)
+        if whole.kind == "output":
+            yield from _with_biases(whole, made, axis, weights)
+
+
+def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+    """Yield what is right if the ranks of an axis, which have the same part, reduce otherwise than they did."""
+    count = made.of(axis)
+    groups = [[whole.pieces[rank] for rank in peers] for peers in made.peers(axis)]
+    if not all(torch.equal(one.places, group[0].places) for group in groups for one in group):
+        return
+    if any(not torch.equal(one.values, group[0].values) for group in groups for one in group):
+        sums = [replace(group[0], values=sum(one.values.double() for one in group)) for group in groups]
+        yield _Guess(
+            "reduction-missing",
+            f"{{what}} is a part on each of the {count} ranks of {axis}, and right once these are added up: all-reduce "
+            f"it over {axis}",
+            sums,
+        )
+        means = [replace(one, values=one.values / count) for one in sums]
+        yield _Guess(
+            "reduction-missing",
+            f"{{what}} differs on the {count} ranks of {axis}, and is right once these are averaged: all-reduce it over "
+            f"{axis}, and divide by {count}",
+            means,
+        )
+    times = ((count, f"{count} times what is right"), (count**2, f"{count**2} times what is right"))
+    for factor, text in times:
+        yield _Guess(
+            "reduced-twice",
+            f"{{what}} is {text}: it is added up over {axis} though each rank has all of it already; reduce it once",
+            [replace(one, values=one.values.double() / factor) for one in whole.pieces],
+        )
+    yield _Guess(
+        "averaged-over-ranks",
+        f"{{what}} is 1/{count} of what is right: it is averaged over {axis} where it has to be added up, or a loss is "
+        f"divided by the number of ranks twice",
+        [replace(one, values=one.values.double() * count) for one in whole.pieces],
+    )
+
+
+def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+    """Yield what is right if the pieces are parts of the whole in another order than they are said to be."""
+    count, shape = made.of(axis), tuple(whole.exact.shape)
+    over = next((one for one in whole.pieces[0].split if one.axis == axis), None)
+    if over is None:
+        yield from _gathered_otherwise(whole, count, axis)
+        return
+    if count <= _MOST_PERMUTED:
+        for order in list(itertools.permutations(range(count)))[1:]:
+            yield _Guess(
+                "shards-in-another-order",
+                f"{{what}} is divided over {axis} in another order: rank {order.index(0)} has the part of rank 0; "
+                "ranks are counted within their group",
+                [replace(one, places=_at(whole, made, one, {axis: order})) for one in whole.pieces],
+            )
+    for other, text in _variants(over, shape):
+        split = tuple(other if one is over else one for one in whole.pieces[0].split)
+        try:
+            moved = [replace(one, places=places(shape, split, made, one.rank)) for one in whole.pieces]
+        except ValueError:
+            continue
+        if all(one.places.numel() == one.values.numel() for one in moved):
+            yield _Guess("shard-layout", f"{{what}} is divided over {axis} {text}", moved)
+
+
+def _variants(over: Over, shape: Sequence[int]) -> Iterator[tuple[Over, str]]:
+    if over.blocks > 1:
+        yield replace(over, blocks=1), f"as one block, and not each of its {over.blocks} blocks by itself"
+    elif not over.balanced:
+        yield replace(over, blocks=2), "as two blocks that are each divided, such as gate and up, and not as one"
+    if over.balanced:
+        yield replace(over, balanced=False), "in plain order, and not with a part from the front and one from the back"
+    else:
+        yield (
+            replace(over, blocks=1, balanced=True),
+            "with a part from the front and one from the back, as causal attention is balanced, and not in plain order",
+        )
+
+
+def _at(whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequence[int]]) -> Tensor:
+    """Return the places of a piece if it were that of another rank."""
+    place = made.place(piece.rank)
+    other = {axis: moved[axis][at] if axis in moved else at for axis, at in place.items()}
+    rank = next(rank for rank in range(made.count) if made.place(rank) == other)
+    return next(one.places for one in whole.pieces if one.rank == rank)
+
+
+def _gathered_otherwise(whole: Whole, count: int, axis: AxisName) -> Iterator[_Guess]:
+    """Yield what is right if a tensor that each rank has whole was gathered of parts in the wrong order."""
+    if whole.kind == "weight gradient" or count > _MOST_PERMUTED:
+        return
+    shape = tuple(whole.exact.shape)
+    for dim, size in enumerate(shape):
+        for parts in (count, 2 * count):
+            if size % parts or size == 1:
+                continue
+            for order in (
+                list(itertools.permutations(range(parts)))[1:] if parts <= _MOST_PERMUTED else _balanced(parts)
+            ):
+
+                def sorted_out(x: Tensor, dim: int = dim, parts: int = parts, order: Sequence[int] = order) -> Tensor:
+                    pieces = x.view(shape).chunk(parts, dim)
+                    return torch.cat([pieces[at] for at in order], dim)
+
+                yield _Guess(
+                    "gathered-in-another-order",
+                    f"{{what}} is right once the {parts} parts of its dimension {dim} are put in the order "
+                    f"{', '.join(map(str, order))}: undo the order in which {axis} divides it, and gather ranks in theirs",
+                    [replace(one, values=sorted_out(one.values)) for one in whole.pieces if one.values.shape == shape],
+                )
+
+
+def _balanced(parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield the orders that undo, and make, the division in which each rank has a part from the front and the back."""
+    made = tuple(itertools.chain.from_iterable((rank, parts - 1 - rank) for rank in range(parts // 2)))
+    yield tuple(made.index(at) for at in range(parts))
+    yield made
+
+
+def _with_biases(whole: Whole, made: Degrees, axis: AxisName, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
+    """Yield what is right without a bias that each rank of an axis adds."""
+    count = made.of(axis)
+    for name, bias in weights.items():
+        if bias.dim() != 1 or bias.numel() != whole.exact.shape[-1] or "norm" in name:
+            continue
+        row = bias.detach().cpu().double().expand(whole.exact.shape).flatten()
+        yield _Guess(
+            "bias-on-every-rank",
+            f"{{what}} has {name} {count} times: each of the {count} ranks of {axis} adds it before the sum over them; "
+            "let one rank add it, or add it after the sum",
+            [
+                replace(
+                    one, values=one.values.double() - (count - 1) * row[one.places.flatten()].view(one.values.shape)
+                )
+                for one in whole.pieces
+            ],
+        )
