@@ -160,6 +160,9 @@ def _put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> l
             add("output", name, rank, x, one.splits[name], golden.outputs[name])
         for name, x in one.input_gradients.items():
             add("input gradient", name, rank, x, one.splits[name], golden.input_gradients[name])
+        for name, x in one.weights.items():
+            held = one.held[name]
+            add("weight", held.whole, rank, x, held.split, prepared.candidate_weights[held.whole])
         for name, x in one.weight_gradients.items():
             held = one.held[name]
             if held.whole in linear:

@@ -93,6 +93,7 @@ class OnRank:
 
     Attributes:
         outputs, input_gradients, weight_gradients: by name, on the CPU.
+        weights: those that the rank holds, by name, if the pair gives its candidate its weights by itself; else none.
         splits: how inputs and outputs are divided, by name.
         held: which parts of which whole parameters the rank's parameters are.
         unreached: the rank's parameters that no gradient reached.
@@ -102,6 +103,7 @@ class OnRank:
     outputs: dict[str, Tensor]
     input_gradients: dict[str, Tensor]
     weight_gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
     splits: dict[str, Split]
     held: dict[str, Held]
     unreached: tuple[str, ...]
@@ -150,8 +152,8 @@ def pass_on_rank(given: Given) -> OnRank:
             own = part(given.cotangents[name], pair.parallel.split(name), made, place)
             if own.shape != output.shape and own.numel() != output.numel():
                 raise UserError(
-                    f"{name} is {tuple(output.shape)} on rank {ranks.world.rank}, and {tuple(own.shape)} by the pair; say "
-                    "how it is divided, as in parity.Parallel(splits={'output': [parity.over('tp', dim=0)]})"
+                    f"{name} is {tuple(output.shape)} on a rank, and {tuple(own.shape)} by the pair; say how it is "
+                    "divided, as in parity.Parallel(splits={'output': [parity.over('tp', dim=0)]})"
                 )
             return (scale * own).to(output.device, output.dtype).view(output.shape)
 
@@ -175,8 +177,9 @@ def pass_on_rank(given: Given) -> OnRank:
     names = {*ran.outputs, *ran.input_gradients}
     return OnRank(
         _on_cpu(ran.outputs),
-        _on_cpu(ran.input_gradients),
+        {name: x / scale for name, x in _on_cpu(ran.input_gradients).items()},
         _on_cpu(ran.weight_gradients),
+        _on_cpu(parameters) if pair.fill is False else {},
         {name: pair.parallel.split(name) for name in names},
         held,
         ran.unreached,

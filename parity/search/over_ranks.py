@@ -1,7 +1,8 @@
 """Find what is wrong over ranks: how their pieces would have to be reduced or put together to be right.
 
-Each rank's piece of a tensor is known, and so is the right tensor in FP64. So a mistake need not be imitated: if the sum
-of the pieces is right, it was left out; if the pieces are right in another order, they were gathered in the wrong one.
+Each rank's piece of a tensor is known, and so is the right tensor in FP64. So a mistake need not be imitated: if the
+sum of the pieces is right, it was left out; if the pieces are right in another order, they were gathered in the wrong
+one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from parity.result import Finding
 # tensor, and nothing makes a right tensor, whose error is rounding alone, so much better.
 _LEFT = 0.2
 _MOST_PERMUTED = 4  # ranks, whose orders are tried
+# Weights that are right are off by no more, in a dtype of 16 bits.
+_ROUNDED = 2.0**-8
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,14 +110,25 @@ def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mappin
             best = _best(one, made, weights)
             if best is not None:
                 told.setdefault((best.title, best.told), []).append(one.name)
+            elif kind == "weight" and one.off() > _ROUNDED:
+                told.setdefault(("weights-not-as-mapped", _other_weights(one)), []).append(one.name)
         if told:
             return tuple(_found(title, text, kind, names) for (title, text), names in told.items())
     return ()
 
 
+def _other_weights(whole: Whole) -> str:
+    worst = max(whole.pieces, key=lambda piece: whole.off([piece]))
+    return (
+        f"rank {worst.rank} holds {{what}} in other numbers than the map makes of the reference's, off by "
+        f"{whole.off([worst]):.2g}: look at how this rank loads it"
+    )
+
+
 def _found(title: str, text: str, kind: str, names: Sequence[str]) -> Finding:
     more = f" (and of {len(names) - 1} more: {', '.join(names[1:3])})" if len(names) > 1 else ""
-    return finding(title, text.format(what=f"the {kind} {names[0]}{more}"))
+    what = kind if names[0] == kind else f"{kind} {names[0]}"
+    return finding(title, text.format(what=f"the {what}{more}"))
 
 
 def _best(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
@@ -141,7 +155,8 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     if not all(torch.equal(one.places, group[0].places) for group in groups for one in group):
         return
     if any(not torch.equal(one.values, group[0].values) for group in groups for one in group):
-        sums = [replace(group[0], values=sum(one.values.double() for one in group)) for group in groups]
+        added = [torch.stack([one.values for one in group]).double().sum(0) for group in groups]
+        sums = [replace(group[0], values=values) for group, values in zip(groups, added, strict=True)]
         yield _Guess(
             "reduction-missing",
             f"{{what}} is a part on each of the {count} ranks of {axis}, and right once these are added up: all-reduce "
@@ -151,8 +166,8 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
         means = [replace(one, values=one.values / count) for one in sums]
         yield _Guess(
             "reduction-missing",
-            f"{{what}} differs on the {count} ranks of {axis}, and is right once these are averaged: all-reduce it over "
-            f"{axis}, and divide by {count}",
+            f"{{what}} differs on the {count} ranks of {axis}, and is right once these are averaged: all-reduce it "
+            f"over {axis}, and divide by {count}",
             means,
         )
     times = ((count, f"{count} times what is right"), (count**2, f"{count**2} times what is right"))
@@ -219,27 +234,27 @@ def _at(whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequ
 
 def _gathered_otherwise(whole: Whole, count: int, axis: AxisName) -> Iterator[_Guess]:
     """Yield what is right if a tensor that each rank has whole was gathered of parts in the wrong order."""
-    if whole.kind == "weight gradient" or count > _MOST_PERMUTED:
+    shape = whole.exact.shape
+    if whole.kind == "weight gradient" or any(one.values.shape != shape for one in whole.pieces):
         return
-    shape = tuple(whole.exact.shape)
     for dim, size in enumerate(shape):
         for parts in (count, 2 * count):
-            if size % parts or size == 1:
+            if size % parts:
                 continue
-            for order in (
-                list(itertools.permutations(range(parts)))[1:] if parts <= _MOST_PERMUTED else _balanced(parts)
-            ):
-
-                def sorted_out(x: Tensor, dim: int = dim, parts: int = parts, order: Sequence[int] = order) -> Tensor:
-                    pieces = x.view(shape).chunk(parts, dim)
-                    return torch.cat([pieces[at] for at in order], dim)
-
+            orders = itertools.permutations(range(parts)) if parts <= _MOST_PERMUTED else _balanced(parts)
+            for order in orders:
                 yield _Guess(
                     "gathered-in-another-order",
                     f"{{what}} is right once the {parts} parts of its dimension {dim} are put in the order "
-                    f"{', '.join(map(str, order))}: undo the order in which {axis} divides it, and gather ranks in theirs",
-                    [replace(one, values=sorted_out(one.values)) for one in whole.pieces if one.values.shape == shape],
+                    f"{', '.join(map(str, order))}: undo the order in which {axis} divides it, and gather ranks in "
+                    "theirs",
+                    [replace(one, values=_reordered(one.values, dim, order)) for one in whole.pieces],
                 )
+
+
+def _reordered(x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
+    pieces = x.chunk(len(order), dim)
+    return torch.cat([pieces[at] for at in order], dim)
 
 
 def _balanced(parts: int) -> Iterator[tuple[int, ...]]:
@@ -255,15 +270,13 @@ def _with_biases(whole: Whole, made: Degrees, axis: AxisName, weights: Mapping[s
     for name, bias in weights.items():
         if bias.dim() != 1 or bias.numel() != whole.exact.shape[-1] or "norm" in name:
             continue
-        row = bias.detach().cpu().double().expand(whole.exact.shape).flatten()
+        more = (count - 1) * bias.detach().cpu().double().expand(whole.exact.shape).flatten()
         yield _Guess(
             "bias-on-every-rank",
             f"{{what}} has {name} {count} times: each of the {count} ranks of {axis} adds it before the sum over them; "
             "let one rank add it, or add it after the sum",
             [
-                replace(
-                    one, values=one.values.double() - (count - 1) * row[one.places.flatten()].view(one.values.shape)
-                )
+                replace(one, values=one.values.double() - more[one.places.flatten()].view(one.values.shape))
                 for one in whole.pieces
             ],
         )

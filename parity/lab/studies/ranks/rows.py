@@ -1,0 +1,438 @@
+"""Pairs over ranks: right ones, and the same with a mistake, each built by its name in every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ReduceOp
+
+from parity.case.case import Case, Pair
+from parity.case.weight_map import stack
+from parity.ranks.layout import Over, Parallel, Ranks, over
+from parity.reference import LlamaLayer
+
+HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2
+SEQ, BATCH = 32, 4
+EXPERTS, TOKENS = 4, 32
+
+# What a port does between ranks, with its gradient.
+
+
+class _Reduce(torch.autograd.Function):
+    """Adds up over ranks; the gradient, which all of them have, stays."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, op: Any) -> Tensor:
+        x = x.clone()
+        distributed.all_reduce(x, op, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the ranks' parts along a dimension in an order; each has its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, dim: int, order: Sequence[int]) -> Tensor:
+        parts = [torch.empty_like(x) for _ in order]
+        distributed.all_gather(parts, x.contiguous(), group=group)
+        ctx.dim, ctx.mine, ctx.size = dim, list(order).index(distributed.get_rank(group)), len(order)
+        return torch.cat([parts[at] for at in order], dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients[0].chunk(ctx.size, ctx.dim)[ctx.mine], None, None, None
+
+
+def reduced(x: Tensor, group: Any, op: Any = ReduceOp.SUM) -> Tensor:
+    """Return the sum of what all ranks of the group have."""
+    result: Tensor = _Reduce.apply(x, group, op) if group is not None else x
+    return result
+
+
+def gathered(x: Tensor, group: Any, dim: int, backwards: bool = False) -> Tensor:
+    """Return what all ranks of the group have, one after the other."""
+    if group is None:
+        return x
+    order = list(range(distributed.get_world_size(group)))
+    result: Tensor = _Gather.apply(x, group, dim, order[::-1] if backwards else order)
+    return result
+
+
+def add_up(parameters: Sequence[Tensor], group: Any, op: Any = ReduceOp.SUM, times: int = 1) -> None:
+    """Reduce gradients over a group, so many times."""
+    for parameter in parameters:
+        for _ in range(times if parameter.grad is not None else 0):
+            distributed.all_reduce(parameter.grad, op, group=group)
+
+
+# Layers whose weights tensor parallel ranks divide.
+
+
+def _tp(ranks: Ranks, **more: Any) -> dict[str, Any]:
+    return dict(tp_group=ranks.tp.group, tp_size=ranks.tp.size, sequence_parallel=ranks.sequence_parallel, **more)
+
+
+def _sequence(ranks: Ranks) -> list[Over]:
+    return [over("tp", 0)] if ranks.sequence_parallel else []
+
+
+def column(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return a linear layer whose outputs the ranks divide."""
+    weights: dict[str, Sequence[Over]] = {}
+    output = [over("tp", -1)]
+    call = None
+    if mistake == "input gradient not reduced":
+        candidate = te.Linear(HIDDEN, FFN // ranks.tp.size)
+        weights = {"weight": [over("tp", 0)], "bias": [over("tp", 0)]}
+    else:
+        candidate = te.Linear(HIDDEN, FFN, **_tp(ranks, parallel_mode="column"))
+    if mistake in ("gathered", "gathered backwards"):
+        output = []
+
+        def call(module: nn.Module, x: Tensor) -> Tensor:
+            return gathered(module(x), ranks.tp.group, -1, mistake == "gathered backwards")
+
+    return Pair(
+        reference=nn.Linear(HIDDEN, FFN),
+        candidate=candidate,
+        inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
+        weights={"weight": "weight", "bias": "bias"},
+        call_candidate=call,
+        parallel=Parallel(splits={"input": _sequence(ranks), "output": output}, weights=weights),
+    )
+
+
+def row(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return a linear layer whose inputs the ranks divide."""
+    own = {
+        "output not reduced": lambda y: y,
+        "bias on every rank": lambda y: reduced(y, ranks.tp.group),
+        "averaged": lambda y: reduced(y, ranks.tp.group, ReduceOp.AVG),
+        "reduced twice": lambda y: reduced(y, ranks.tp.group),
+    }.get(mistake)
+    has_bias = mistake in ("", "bias on every rank", "bias gradient not reduced")
+    if mistake in ("", "reduced twice", "bias gradient not reduced"):
+        candidate, weights = te.Linear(FFN, HIDDEN, bias=has_bias, **_tp(ranks, parallel_mode="row")), {}
+    else:
+        candidate = te.Linear(FFN // ranks.tp.size, HIDDEN, bias=has_bias)
+        weights = {"weight": [over("tp", 1)]}
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = module(x)
+        return own(y) if own else y
+
+    def finish(module: nn.Module) -> None:
+        if ranks.sequence_parallel and has_bias and mistake != "bias gradient not reduced":
+            add_up([module.get_parameter("bias")], ranks.tp.group)
+
+    return Pair(
+        reference=nn.Linear(FFN, HIDDEN, bias=has_bias),
+        candidate=candidate,
+        inputs=lambda rng: rng.normal(SEQ, BATCH, FFN),
+        weights={"weight": "weight", "bias": "bias"} if has_bias else {"weight": "weight"},
+        call_candidate=call,
+        parallel=Parallel({"input": [over("tp", -1)], "output": _sequence(ranks)}, weights, finish),
+    )
+
+
+class _Swiglu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.gate, self.up = nn.Linear(HIDDEN, FFN, bias=False), nn.Linear(HIDDEN, FFN, bias=False)
+        self.down = nn.Linear(FFN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., HIDDEN]`` to the same shape."""
+        x = self.norm(x)
+        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+_OF_MLP = {"norm.weight": "layer_norm_weight", stack("gate.weight", "up.weight"): "fc1_weight"} | {
+    "down.weight": "fc2_weight"
+}
+_NORM = {
+    "norm gradient not reduced": dict(times=0),
+    "norm gradient reduced twice": dict(times=2),
+    "norm gradient averaged": dict(op=ReduceOp.AVG),
+}
+
+
+def _te_mlp(te: ModuleType, ranks: Ranks) -> nn.Module:
+    settings = dict(normalization="RMSNorm", activation="swiglu", bias=False, set_parallel_mode=True)
+    mlp: nn.Module = te.LayerNormMLP(HIDDEN, FFN, **settings, **_tp(ranks))
+    return mlp
+
+
+def mlp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return a gated MLP with its norm."""
+    reference, candidate = _Swiglu(), _te_mlp(te, ranks)
+    loaded = mistake in ("its own loader", "fc1 in one block", "ranks' parts exchanged", "norm of another rank")
+    if loaded:
+        _load(reference, candidate, ranks, mistake)
+
+    def finish(module: nn.Module) -> None:
+        if ranks.sequence_parallel:
+            add_up([module.get_parameter("layer_norm_weight")], ranks.tp.group, **_NORM.get(mistake, {}))
+
+    along = _sequence(ranks)
+    return Pair(
+        reference=reference,
+        candidate=candidate,
+        inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
+        weights=_OF_MLP,
+        fill=False if loaded else None,
+        parallel=Parallel({"input": along, "output": along}, finish=finish),
+    )
+
+
+def _load(reference: _Swiglu, candidate: nn.Module, ranks: Ranks, mistake: str) -> None:
+    """Give a rank its parts of the reference's weights, as a port's loader does."""
+    count = ranks.tp.size
+    mine = count - 1 - ranks.tp.rank if mistake == "ranks' parts exchanged" else ranks.tp.rank
+    gate, up = reference.gate.weight, reference.up.weight
+    if mistake == "fc1 in one block":
+        fc1 = torch.cat([gate, up]).chunk(count)[mine]
+    else:
+        fc1 = torch.cat([gate.chunk(count)[mine], up.chunk(count)[mine]])
+    norm = reference.norm.weight + (0.01 * ranks.tp.rank if mistake == "norm of another rank" else 0.0)
+    with torch.no_grad():
+        candidate.get_parameter("layer_norm_weight").copy_(norm)
+        candidate.get_parameter("fc1_weight").copy_(fc1)
+        candidate.get_parameter("fc2_weight").copy_(reference.down.weight.chunk(count, 1)[mine])
+
+
+def layers(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return two Llama layers, with grouped-query attention and RoPE."""
+    rope = te.RotaryPositionEmbedding(HIDDEN // HEADS)
+    settings = dict(
+        num_gqa_groups=GROUPS,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="causal",
+        set_parallel_mode=True,
+        tp_group=ranks.tp.group,
+        tp_size=ranks.tp.size,
+        sequence_parallel=ranks.sequence_parallel,
+    )
+    candidate = nn.ModuleList(te.TransformerLayer(HIDDEN, FFN, HEADS, **settings) for _ in range(2))
+
+    def call(module: nn.ModuleList, x: Tensor) -> Tensor:
+        for layer in module:
+            x = layer(x, rotary_pos_emb=rope(SEQ))
+        return x
+
+    def finish(module: nn.Module) -> None:
+        norms = [one for name, one in module.named_parameters() if "layer_norm_weight" in name]
+        if mistake == "one norm's gradient not reduced":
+            norms = norms[:-1]
+        if ranks.sequence_parallel:
+            add_up(norms, ranks.tp.group, **_NORM.get(mistake, {}))
+        if ranks.dp.size > 1:
+            wrong = ranks.tp.group if mistake == "gradients over the wrong group" else ranks.dp.group
+            add_up(list(module.parameters()), wrong)
+
+    along = [*_sequence(ranks), over("dp", 1)]
+    return Pair(
+        reference=nn.Sequential(*(LlamaLayer(HIDDEN, FFN, HEADS, GROUPS) for _ in range(2))),
+        candidate=candidate,
+        inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
+        weights={left: right for i in range(2) for left, right in _of_layer(i).items()},
+        call_reference=lambda module, x: module(x.transpose(0, 1)).transpose(0, 1),
+        call_candidate=call,
+        parallel=Parallel({"x": along, "input": along, "output": along}, finish=finish),
+    )
+
+
+def _of_layer(i: int) -> dict[Any, Any]:
+    qkv = {f"{i}.attention.{x}_proj.weight": f"{i}.self_attention.layernorm_qkv.{name}_weight" for x, name in _QKV}
+    return qkv | {
+        f"{i}.attention_norm.weight": f"{i}.self_attention.layernorm_qkv.layer_norm_weight",
+        f"{i}.attention.o_proj.weight": f"{i}.self_attention.proj.weight",
+        f"{i}.mlp.norm.weight": f"{i}.layernorm_mlp.layer_norm_weight",
+        stack(f"{i}.mlp.gate_proj.weight", f"{i}.mlp.up_proj.weight"): f"{i}.layernorm_mlp.fc1_weight",
+        f"{i}.mlp.down_proj.weight": f"{i}.layernorm_mlp.fc2_weight",
+    }
+
+
+_QKV = (("q", "query"), ("k", "key"), ("v", "value"))
+
+# Batches that data parallel ranks divide, and experts.
+
+
+def batches(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return a gated MLP that every rank has whole, for its part of the batch."""
+    averages = mistake in ("averages", "averaged twice")
+
+    def finish(module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        if mistake == "norm left out":
+            parameters = [one for one in parameters if one.dim() > 1]
+        op = ReduceOp.AVG if averages or mistake == "averaged" else ReduceOp.SUM
+        if mistake != "not reduced":
+            add_up(parameters, ranks.dp.group, op, 2 if mistake == "reduced twice" else 1)
+        if mistake == "averaged twice":
+            for one in parameters:
+                one.grad /= ranks.dp.size
+
+    settings = dict(normalization="RMSNorm", activation="swiglu", bias=False)
+    return Pair(
+        reference=_Swiglu(),
+        candidate=te.LayerNormMLP(HIDDEN, FFN, **settings),
+        inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
+        weights=_OF_MLP,
+        parallel=Parallel({"input": [over("dp", 1)], "output": [over("dp", 1)]}, {}, finish, averages),
+    )
+
+
+def fsdp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return a gated MLP whose weights FSDP2 divides over data parallel ranks."""
+    candidate = te.LayerNormMLP(HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", bias=False)
+    if ranks.dp.size > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(candidate, mesh=init_device_mesh("cpu", (ranks.dp.size,)))
+    call = (lambda module, x: module(x) / ranks.dp.size) if mistake == "divided as well" else None
+    return Pair(
+        reference=_Swiglu(),
+        candidate=candidate,
+        inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
+        weights=_OF_MLP,
+        call_candidate=call,
+        parallel=Parallel({"input": [over("dp", 1)], "output": [over("dp", 1)]}, averages=True),
+    )
+
+
+class _Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, FFN, bias=False) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[EXPERTS * TOKENS, HIDDEN]``, sorted by expert, to ``[EXPERTS * TOKENS, FFN]``."""
+        return torch.cat([expert(part) for expert, part in zip(self.experts, x.chunk(EXPERTS), strict=True)])
+
+
+def experts(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return linear experts, some on each rank, for tokens that are sorted by expert."""
+    local = EXPERTS // ranks.ep.size
+    output = [over("ep", 0)]
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = module(x, [TOKENS] * local)
+        if mistake in ("gathered", "tokens in another order"):
+            y = gathered(y, ranks.ep.group, 0, mistake == "tokens in another order")
+        return y
+
+    return Pair(
+        reference=_Experts(),
+        candidate=te.GroupedLinear(local, HIDDEN, FFN, bias=False),
+        inputs=lambda rng: rng.normal(EXPERTS * TOKENS, HIDDEN),
+        weights={f"experts.{i}.weight": f"weight{i}" for i in range(EXPERTS)},
+        call_candidate=call,
+        parallel=Parallel(
+            {"x": [over("ep", 0)], "input": [over("ep", 0)], "output": [] if "gathered" in mistake else output}
+            | ({"output": []} if mistake == "tokens in another order" else {})
+        ),
+    )
+
+
+HOSTS: dict[str, Callable[..., Pair]] = {
+    "column": column,
+    "row": row,
+    "mlp": mlp,
+    "layers": layers,
+    "batches": batches,
+    "fsdp": fsdp,
+    "experts": experts,
+}
+
+
+def case_of(host: str, mistake: str = "") -> Case:
+    """Return the case of a host, with a mistake or without."""
+    return Case(f"{host} over ranks", partial(HOSTS[host], mistake=mistake), sizes=({},))
+
+
+TP, SP, DP, EP = dict(tp=2), dict(tp=2, sequence_parallel=True), dict(dp=2), dict(ep=2)
+TP_DP = dict(tp=2, dp=2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A wrong port.
+
+    Attributes:
+        host: of ``HOSTS``.
+        mistake: what its function is told.
+        ranks: over which it is compared.
+        titles: of the findings that name it.
+    """
+
+    host: str
+    mistake: str
+    ranks: dict[str, Any]
+    titles: tuple[str, ...]
+
+
+_MISSING, _TWICE, _ORDER = ("reduction-missing",), ("reduced-twice",), ("gathered-in-another-order",)
+_AVERAGED, _SHARDS = ("averaged-over-ranks",), ("shards-in-another-order", "shard-layout")
+
+WRONG = (
+    Row("column", "input gradient not reduced", TP, _MISSING),
+    Row("column", "gathered backwards", TP, _ORDER),
+    Row("row", "output not reduced", TP, _MISSING),
+    Row("row", "bias on every rank", TP, ("bias-on-every-rank",)),
+    Row("row", "averaged", TP, _AVERAGED),
+    Row("row", "reduced twice", TP, _TWICE),
+    Row("row", "bias gradient not reduced", SP, _MISSING),
+    Row("mlp", "norm gradient not reduced", SP, _MISSING),
+    Row("mlp", "norm gradient reduced twice", SP, _TWICE),
+    Row("mlp", "norm gradient averaged", SP, _AVERAGED),
+    Row("mlp", "fc1 in one block", TP, _SHARDS),
+    Row("mlp", "ranks' parts exchanged", TP, _SHARDS),
+    Row("mlp", "norm of another rank", TP, ("weights-not-as-mapped",)),
+    Row("layers", "norm gradient not reduced", SP, _MISSING),
+    Row("layers", "one norm's gradient not reduced", SP, _MISSING),
+    Row("layers", "gradients over the wrong group", TP_DP, ("reduction-missing", "reduced-twice")),
+    Row("batches", "not reduced", DP, _MISSING),
+    Row("batches", "averaged", DP, _AVERAGED),
+    Row("batches", "reduced twice", DP, _TWICE),
+    Row("batches", "norm left out", DP, _MISSING),
+    Row("batches", "averaged twice", DP, _AVERAGED),
+    Row("experts", "tokens in another order", EP, _ORDER),
+)
+
+RIGHT: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("column", "", TP),
+    ("column", "gathered", TP),
+    ("column", "", SP),
+    ("row", "", TP),
+    ("row", "", SP),
+    ("mlp", "", TP),
+    ("mlp", "", SP),
+    ("mlp", "its own loader", TP),
+    ("layers", "", TP),
+    ("layers", "", SP),
+    ("layers", "", DP),
+    ("layers", "", TP_DP),
+    ("batches", "", DP),
+    ("batches", "averages", DP),
+    ("fsdp", "", DP),
+    ("experts", "", EP),
+    ("experts", "gathered", EP),
+)
