@@ -77,6 +77,8 @@ def compare(
     made = degrees(ranks) if ranks is not None else None
     if made is not None and steps:
         raise UserError("a training is not compared over ranks yet; leave steps or ranks out")
+    if made is not None and not isinstance(pair, Case):
+        raise UserError("a pair over ranks is built in each of them: declare it with @parity.pair in a file of its own")
     case = case if made is None else dataclasses.replace(case, ranks=(made,))
     kernels, table = te.kernels(backend), calibration or packaged()
 

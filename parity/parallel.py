@@ -30,7 +30,7 @@ from parity.passes.on_rank import AsItIs, FromFile, Given, OnRank, pass_on_rank
 from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, places
-from parity.result import Finding, Result, as_printable
+from parity.result import Finding, Result, as_printable, label_of_way
 from parity.search.over_ranks import Piece, Whole, explained_over_ranks
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend
@@ -64,12 +64,14 @@ def compare_over_ranks_at(
         timeout: seconds after which ranks that have not answered are ended.
     """
     began = time.perf_counter()
-    labelled = dataclasses.replace(checked, label=f"{checked.label}-{made.label}")
+    labelled = dataclasses.replace(checked, label=label_of_way(checked.label, ranks=made.label))
     whole = dataclasses.replace(case, probe=False)
     asked = Asked(whole, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_unavailable(precision, kernels)
     if unavailable is not None:
         return asked.result("skipped", reason=unavailable)
+    if kernels.backend == "gpu":
+        return asked.result("skipped", reason="ranks are compared on the CPU kernels alone: --parity-backend=cpu")
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         result = unless_raised(
             lambda: _compared(asked, case, checked, made, diagnosis, timeout), partial(_broken_off, asked)

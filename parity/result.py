@@ -320,9 +320,11 @@ def as_printable(part: Part) -> Part:
     return cast(Part, value)
 
 
-def label_of_steps(size_label: str, steps: int, switch: Switch = "") -> str:
-    """Return the label of a size at which a pair is trained for some steps; of a single pass, the size's own."""
-    return f"{size_label}-steps{steps}{f'-{switch}' if switch else ''}" if steps else size_label
+def label_of_way(size_label: str, steps: int = 0, switch: Switch = "", ranks: str = "") -> str:
+    """Return the label of a size at which a pair is trained for some steps, or computed over ranks; of a single pass
+    in one process, the size's own.
+    """
+    return "-".join(filter(None, (size_label, f"steps{steps}" if steps else "", switch if steps else "", ranks)))
 
 
 def to_json(result: Result) -> dict[str, Any]:

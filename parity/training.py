@@ -35,7 +35,7 @@ from parity.mistakes.codes import finding
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
-from parity.result import Finding, Result, Step, Switch, as_printable, label_of_steps
+from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
 from parity.search.resumed import lost_state
 from parity.search.steps import Guess, Setting, factor_in_words, gradients_explained, optimizer_explained, scale_of
 from parity.te import Kernels
@@ -104,7 +104,7 @@ def train_at(
         One result, whose tensors are those with the largest margins of all steps.
     """
     began = time.perf_counter()
-    labelled = dataclasses.replace(checked, label=label_of_steps(checked.label, steps, switch))
+    labelled = dataclasses.replace(checked, label=label_of_way(checked.label, steps, switch))
     asked = Asked(case, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_unavailable(precision, kernels)
     if unavailable is not None:

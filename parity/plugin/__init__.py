@@ -31,6 +31,7 @@ from parity.user_error import UserError
 
 if TYPE_CHECKING:
     from parity.case.case import Case
+    from parity.ranks.layout import Degrees
     from parity.result import Switch
     from parity.te import Kernels
 
@@ -256,20 +257,21 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
         UserError: if the case does not fit together at one of its sizes.
     """
     from parity.case.validate import attention_of, check_case
-    from parity.result import item_name, label_of_steps
+    from parity.result import item_name, label_of_way
     from parity.te.precision import PRECISIONS
 
     options = module.config.stash[_OPTIONS]
     chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]
     kernels = _kernels(module.config)
     trained = case.steps if options.steps is None else options.steps
-    ways: list[tuple[int, Switch]] = [(0, "")]
-    ways += [(trained, switch) for switch in ("", *case.switches)] if trained else []
+    ways: list[tuple[int, Switch, Degrees | None]] = [(0, "", None)]
+    ways += [(trained, switch, None) for switch in ("", *case.switches)] if trained else []
+    ways += [(0, "", ranks) for ranks in case.ranks]
     for checked in check_case(case, kernels.te) if chosen else ():
         forced = attention_of(case, checked, options.attention)
         for precision in chosen:
-            for attention, (steps, switch) in itertools.product(forced, ways):
-                label = label_of_steps(checked.label, steps, switch)
+            for attention, (steps, switch, ranks) in itertools.product(forced, ways):
+                label = label_of_way(checked.label, steps, switch, ranks.label if ranks else "")
                 name = item_name(case.name, precision.name, label, attention or "")
                 yield ParityItem.from_parent(
                     module,
@@ -281,6 +283,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
                     attention=attention,
                     steps=steps,
                     switch=switch,
+                    ranks=ranks,
                     kernels=kernels,
                     options=options,
                 )

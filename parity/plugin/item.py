@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from parity.case.validate import CheckedSize
     from parity.judge.differences import OfPrecision
     from parity.judge.limits import Table
+    from parity.ranks.layout import Degrees
     from parity.result import DeviceError, Result, Switch
     from parity.te import Kernels
     from parity.te.attention_backend import AttentionBackend
@@ -44,6 +45,7 @@ class ParityItem(pytest.Item):
         results: one for each seed that was compared so far; only one if the precision is not available.
         steps: for how many steps the pair is trained; 0 for a single pass.
         switch: how it is trained.
+        ranks: over which ranks the candidate is computed; None for one process.
         verdict: the verdict on the seed that is being compared, while the search for the cause of its failure goes on;
             else None.
         workplace: where this process runs it.
@@ -58,13 +60,14 @@ class ParityItem(pytest.Item):
         attention: AttentionBackend | None,
         steps: int = 0,
         switch: Switch = "",
+        ranks: Degrees | None = None,
         kernels: Kernels,
         options: Options,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.case, self.checked, self.precision, self.attention = case, checked, precision, attention
-        self.kernels, self.options, self.steps, self.switch = kernels, options, steps, switch
+        self.kernels, self.options, self.steps, self.switch, self.ranks = kernels, options, steps, switch, ranks
         self.results: list[Result] = []
         self.verdict: Result | None = None
         for mark in ("parity", precision.name, *case.marks):
@@ -176,6 +179,10 @@ class ParityItem(pytest.Item):
             from parity.training import train_at
 
             result = train_at(*at, self.steps, self.switch, self.attention, self.options.diagnosis)
+        elif self.ranks is not None:
+            from parity.parallel import compare_over_ranks_at
+
+            result = compare_over_ranks_at(*at, self.ranks, self.attention, self.options.diagnosis)
         else:
             judged = judge_at(*at, self.attention, self.options.determinism)
             if judged.unexplained is not None and self.options.diagnosis is not None:
@@ -203,13 +210,15 @@ class ParityItem(pytest.Item):
 
     def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
         """Return the result, an error, for the next seed."""
-        from parity.result import Result, label_of_steps
+        from parity.result import Result, label_of_way
 
         return Result(
             case=self.case.name,
             precision=self.precision.name,
             size=dict(self.checked.size),
-            size_label=label_of_steps(self.checked.label, self.steps, self.switch),
+            size_label=label_of_way(
+                self.checked.label, self.steps, self.switch, self.ranks.label if self.ranks else ""
+            ),
             seed=self.options.seeds[min(len(self.results), len(self.options.seeds) - 1)],
             backend=self.kernels.backend,
             status="error",

@@ -162,7 +162,7 @@ class _Swiglu(nn.Module):
 _OF_MLP = {"norm.weight": "layer_norm_weight", stack("gate.weight", "up.weight"): "fc1_weight"} | {
     "down.weight": "fc2_weight"
 }
-_NORM = {
+_NORM: dict[str, dict[str, Any]] = {
     "norm gradient not reduced": dict(times=0),
     "norm gradient reduced twice": dict(times=2),
     "norm gradient averaged": dict(op=ReduceOp.AVG),
@@ -170,7 +170,7 @@ _NORM = {
 
 
 def _te_mlp(te: ModuleType, ranks: Ranks) -> nn.Module:
-    settings = dict(normalization="RMSNorm", activation="swiglu", bias=False, set_parallel_mode=True)
+    settings: dict[str, Any] = dict(normalization="RMSNorm", activation="swiglu", bias=False, set_parallel_mode=True)
     mlp: nn.Module = te.LayerNormMLP(HIDDEN, FFN, **settings, **_tp(ranks))
     return mlp
 
@@ -287,7 +287,7 @@ def batches(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
             add_up(parameters, ranks.dp.group, op, 2 if mistake == "reduced twice" else 1)
         if mistake == "averaged twice":
             for one in parameters:
-                one.grad /= ranks.dp.size
+                one.grad = None if one.grad is None else one.grad / ranks.dp.size
 
     settings = dict(normalization="RMSNorm", activation="swiglu", bias=False)
     return Pair(

@@ -1,0 +1,153 @@
+"""Pairs over ranks: right ports pass, wrong ones fail with the mistake's name, and a rank that breaks ends its item."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import parity
+from parity.case.case import Case
+from parity.lab.studies.ranks.rows import RIGHT, SP, WRONG, case_of
+from parity.ranks.layout import Degrees
+from parity.search.over_ranks import Piece, Whole, explained_over_ranks
+
+
+def named(entry):
+    return " ".join(map(str, entry)) if isinstance(entry, tuple) else f"{entry.host}, {entry.mistake}"
+
+
+@pytest.mark.parametrize("right", RIGHT, ids=named)
+def test_a_right_port_passes(right):
+    host, variant, ranks = right
+    precisions = ["bf16", "fp8_delayed"] if ranks == SP else ["bf16"]
+    results = parity.compare(case_of(host, variant), precisions, ranks=ranks)
+    assert {(result.status, result.reason, result.findings) for result in results} == {("passed", "", ())}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=named)
+def test_a_mistake_is_named(wrong):
+    (result,) = parity.compare(case_of(wrong.host, wrong.mistake), ["bf16"], ranks=wrong.ranks)
+    assert result.status == "failed"
+    assert result.findings[0].title in wrong.titles
+
+
+# A candidate that is wrong in one process as well, and ranks that break.
+
+
+def linear(te, ranks, mishap=""):
+    def call(module, x):
+        if ranks.world.rank == 1 and ranks.world.size > 1:
+            if mishap == "raises":
+                raise RuntimeError("no memory left")
+            if mishap == "dies":
+                os._exit(3)
+            if mishap == "hangs":
+                time.sleep(1000)
+        y = module(x)
+        if mishap == "drifts":
+            y = y * (1.0 + 2.0**-7 * ranks.world.rank)
+        return y * 1.1 if mishap == "is wrong by itself" else y
+
+    return parity.Pair(
+        reference=nn.Linear(32, 32),
+        candidate=te.Linear(32, 32),
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"weight": "weight", "bias": "bias"},
+        call_candidate=call,
+        parallel=parity.Parallel(splits={"x": [], "output": []}),
+    )
+
+
+def over_ranks(mishap, **options):
+    (result,) = parity.compare(Case("linear", partial(linear, mishap=mishap), sizes=({},)), ["bf16"], ranks=dict(tp=2))
+    return result
+
+
+def test_a_mistake_of_the_module_itself_is_told_as_such():
+    result = over_ranks("is wrong by itself")
+    assert result.status == "failed"
+    assert "the candidate is wrong in one process as well" in result.notes
+    assert result.findings[0].code < "PAR700"
+
+
+@pytest.mark.parametrize(
+    ("mishap", "told"), [("raises", "rank 1 of 2 (tp2) raised: RuntimeError: no memory left"), ("dies", "rank 1 of 2")]
+)
+def test_a_rank_that_breaks_is_an_error_with_its_number(mishap, told):
+    result = over_ranks(mishap)
+    assert result.status == "error"
+    assert told in result.reason
+
+
+def test_a_rank_that_hangs_is_told_with_its_place(monkeypatch):
+    monkeypatch.setattr("parity.parallel.TIMEOUT", 3.0)
+    monkeypatch.setattr("parity.parallel.compare_over_ranks_at.__defaults__", (None, 0.0, 3.0))
+    result = over_ranks("hangs")
+    assert (result.status, "hung" in result.reason) == ("error", True)
+    assert "in call" in result.traceback
+
+
+def test_ranks_that_should_have_the_same_and_do_not_are_told():
+    result = over_ranks("drifts")
+    assert result.status == "failed"
+    assert result.findings[0].title == "replicas-differ"
+
+
+def test_a_pair_of_modules_cannot_be_built_in_ranks():
+    pair = parity.Pair(nn.Linear(4, 4), nn.Linear(4, 4), lambda rng: rng.normal(4, 4), {"weight": "weight"})
+    with pytest.raises(parity.UserError, match=r"declare it with @parity\.pair"):
+        parity.compare(pair, ["fp32"], ranks=dict(tp=2))
+
+
+def test_what_explains_a_tensor_leaves_only_rounding():
+    """A sum of parts that is itself far off explains nothing."""
+    exact = torch.arange(64.0, dtype=torch.float64)
+    at = torch.arange(64)
+    halves = [Piece(rank, exact / 2 + rank, (), at) for rank in range(2)]
+    off = [Piece(rank, exact * (0.3 + rank), (), at) for rank in range(2)]
+    made = Degrees(tp=2)
+    (found,) = explained_over_ranks([Whole("output", "output", exact + 1, halves)], made, {})
+    assert found.title == "reduction-missing"
+    assert explained_over_ranks([Whole("output", "output", exact, off)], made, {}) == ()
+
+
+FILE = """
+import torch
+from torch import distributed, nn
+
+import parity
+
+
+@parity.pair("columns", ranks=[dict(tp=2), dict(tp=2, sequence_parallel=True)], precisions=["bf16"])
+def columns(te, ranks):
+    return parity.Pair(
+        reference=nn.Linear(32, 64),
+        candidate=te.Linear(
+            32, 64, parallel_mode="column", tp_group=ranks.tp.group, tp_size=ranks.tp.size,
+            sequence_parallel=ranks.sequence_parallel,
+        ),
+        inputs=lambda rng: rng.normal(32, 32),
+        weights={"weight": "weight", "bias": "bias"},
+        parallel=parity.Parallel(
+            splits={
+                "input": [parity.over("tp", 0)] if ranks.sequence_parallel else [],
+                "output": [parity.over("tp", 1)],
+            }
+        ),
+    )
+"""
+
+
+def test_pytest_makes_an_item_of_each_number_of_ranks(tmp_path):
+    (tmp_path / "my_pairs.py").write_text(FILE)
+    command = [sys.executable, "-m", "pytest", "my_pairs.py", "-v", "-n", "0", "-p", "no:cacheprovider"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [f"columns[bf16-32x32{ranks}] PASSED" in ran.stdout for ranks in ("", "-tp2", "-tp2-sp")] == [True] * 3
