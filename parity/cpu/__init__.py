@@ -10,6 +10,7 @@ page                                                stands for, in TransformerEn
 ``attention_problem``
 ``cast`` on ``formats``: ``float8``, ``mxfp8``,     ``cast.cpp``, ``transpose.cpp``, ``bias.cpp``, and
 ``block_scaling``, ``nvfp4`` with ``float4``        ``csrc/quantizer.cpp``
+``context_parallel``                                ``attention.cpp``: packed sequences of which each rank has chunks
 ``dropout``                                         ``dropout.cpp``
 ``gemm`` on ``tensor_cores``, ``kernel_choices``    ``gemm.cpp``; what other GPUs' kernels may do instead
 ``multi_tensor``                                    ``multi_tensor``: Adam, SGD, norms and scales of lists of tensors
@@ -23,6 +24,7 @@ page                                                stands for, in TransformerEn
 ``extension``, ``enums``, ``misc``, ``versions``    ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
 ``triton``                                          the functions of TE's Python that launch Triton kernels
 ``cuda``                                            ``torch.cuda``, of one emulated GPU
+``distributed``                                     ``torch.distributed``, of ranks that talk by gloo
 ``graphs``                                          ``torch.cuda.CUDAGraph``: work that is recorded and done again
 ``loading``                                         how TE's Python, and a user's script, are read to mean the CPU
 ==================================================  ====================================================================

@@ -14,6 +14,7 @@ from parity.cpu import (
     activation,
     attention,
     cast,
+    context_parallel,
     cuda,
     dropout,
     enums,
@@ -36,6 +37,7 @@ KERNEL_FAMILIES = (
     activation,
     attention,
     cast,
+    context_parallel,
     dropout,
     gemm,
     misc,
@@ -106,6 +108,9 @@ def _adapt(extension: ModuleType, version: Version) -> None:
     elif version < Version("2.18"):
         name = "fused_topk_with_score_function_bwd"
         setattr(extension, name, _without_dense_indices(getattr(extension, name)))
+    if version < Version("2.20"):  # context parallelism merged outputs once all sums were known
+        merge = recorded(context_parallel.thd_out_correction_by_final_sums)
+        extension.thd_out_correction = merge  # type: ignore[attr-defined]
     if version < Version("2.15"):
         extension.fused_attn_fwd = _with_formats_of_forward(extension)  # type: ignore[attr-defined]
         extension.fused_attn_bwd = _with_formats_of_backward(extension)  # type: ignore[attr-defined]

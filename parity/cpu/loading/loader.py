@@ -24,7 +24,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from parity.cpu import cuda, extension, triton, versions
+from parity.cpu import cuda, distributed, extension, triton, versions
 from parity.cpu.graphs import recorded
 from parity.cpu.loading import stand_ins
 
@@ -36,6 +36,7 @@ from parity.cpu.loading import stand_ins
 # ``"cuda"``                             ``"cpu"``                              devices in arguments and comparisons
 # ``torch.version.cuda``                 the emulated GPU's CUDA version        what is available depends on it
 # ``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
+# ``torch.distributed``                  ``parity.cpu.distributed``             ranks talk by gloo
 # ``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
 # ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
 # ``tensor.cuda()``                      ``tensor.cpu()``                       stays where the kernels run
@@ -45,9 +46,17 @@ from parity.cpu.loading import stand_ins
 # Other source than TransformerEngine's spells devices in more ways, which ``normalize_devices`` reduces to these.
 
 
-CUDA_MODULE = "parity.cpu.cuda"
-# The name of ``parity.cpu.cuda`` in rewritten source; whoever executes that source sets the name first.
-CUDA_NAME = "__parity_cuda__"
+# What modules of torch are read as: the stand-in, and its name in rewritten source. Whoever executes that source sets
+# these names first (``STAND_INS``).
+_MODULES = {"cuda": "__parity_cuda__", "distributed": "__parity_distributed__"}
+STAND_INS = {"__parity_cuda__": cuda, "__parity_distributed__": distributed}
+
+_STAND_IN_OF = {
+    "torch.cuda": "parity.cpu.cuda",
+    "torch.cuda.random": "parity.cpu.cuda",
+    "torch.distributed": "parity.cpu.distributed",
+    "torch.distributed.distributed_c10d": "parity.cpu.distributed",
+}
 
 _DEVICE_WITH_INDEX = re.compile(r"cuda:\d*")
 
@@ -68,10 +77,10 @@ class _CudaMeansCpu(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         match node:
-            case ast.Attribute(value=ast.Name("torch"), attr="cuda"):
-                return ast.copy_location(ast.Name(CUDA_NAME, node.ctx), node)
+            case ast.Attribute(value=ast.Name("torch"), attr=name) if name in _MODULES:
+                return ast.copy_location(ast.Name(_MODULES[name], node.ctx), node)
             case ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="version"), attr="cuda"):
-                node.value, node.attr = ast.copy_location(ast.Name(CUDA_NAME, ast.Load()), node), "CUDA_VERSION"
+                node.value, node.attr = ast.copy_location(ast.Name(_MODULES["cuda"], ast.Load()), node), "CUDA_VERSION"
                 return node
         self.generic_visit(node)
         if node.attr == "is_cuda":
@@ -89,9 +98,21 @@ class _CudaMeansCpu(ast.NodeTransformer):
                 method.attr = "cpu"
         return node
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
-        if node.module == "torch.cuda":
-            node.module = CUDA_MODULE
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        for alias in node.names:
+            if alias.asname is not None:  # without a name of its own, it imports ``torch``
+                alias.name = _STAND_IN_OF.get(alias.name, alias.name)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.AST]:
+        if node.level == 0:
+            node.module = _STAND_IN_OF.get(node.module or "", node.module)
+        if node.level == 0 and node.module == "torch":
+            ours = [alias for alias in node.names if alias.name in _MODULES]
+            node.names = [alias for alias in node.names if alias not in ours]
+            imports = [node] if node.names else []
+            imports += [ast.copy_location(ast.ImportFrom("parity.cpu", ours, 0), node)] if ours else []
+            return list(imports)
         return node
 
 
@@ -270,7 +291,7 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
         if module.__name__ == _ROOT:
             _import_dynamo_without_triton()
         stand_ins = {f"__parity_{name}__": function for name, function in _FUNCTIONS.items()}
-        vars(module).update({CUDA_NAME: cuda, **stand_ins})
+        vars(module).update({**STAND_INS, **stand_ins})
         with _importing_without_cuda_libraries():
             super().exec_module(module)
         vars(module).update({name: recorded(one) for name, one in triton.replacements(module.__name__).items()})

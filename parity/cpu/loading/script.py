@@ -13,8 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from parity.cpu import cuda
-from parity.cpu.loading.loader import CUDA_NAME, cuda_means_cpu, normalize_devices
+from parity.cpu.loading.loader import STAND_INS, cuda_means_cpu, normalize_devices
 
 # Show what a user's script raised as ``python SCRIPT`` would: without the frames of what runs the script.
 
@@ -103,7 +102,7 @@ class _ScriptLoader(importlib.machinery.SourceFileLoader):
         return compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)[CUDA_NAME] = cuda
+        vars(module).update(STAND_INS)
         super().exec_module(module)
 
 

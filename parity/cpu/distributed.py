@@ -1,0 +1,123 @@
+"""``torch.distributed`` of the emulated GPUs: ranks whose tensors lie on the CPU talk by gloo where NCCL is meant.
+
+Names that are not defined here come from the real ``torch.distributed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_BACKEND = "gloo"
+
+
+def _meant(backend: str | None) -> str | None:
+    """Return the backend for CPUs where one for GPUs is named: ``nccl``, ``cuda:nccl``, ``cpu:gloo,cuda:nccl``."""
+    return _BACKEND if backend is None or "nccl" in backend.lower() else backend
+
+
+def is_nccl_available() -> bool:
+    return True
+
+
+def is_backend_available(backend: str) -> bool:
+    return dist.is_backend_available(_meant(backend) or _BACKEND)
+
+
+def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    """Start the default group, called as in ``torch.distributed``; options of NCCL and the device have no meaning."""
+    _drop(kwargs, "device_id", "pg_options")
+    dist.init_process_group(_meant(backend), *args, **kwargs)
+
+
+def new_group(
+    ranks: Sequence[int] | None = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Make a group, called as in ``torch.distributed``."""
+    _drop(kwargs, "device_id", "pg_options")
+    return dist.new_group(ranks, timeout, backend and _meant(backend), None, *args[1:], **kwargs)
+
+
+def new_subgroups(*args: Any, **kwargs: Any) -> Any:
+    return dist.new_subgroups(*args, **_for_cpus(kwargs))
+
+
+def new_subgroups_by_enumeration(*args: Any, **kwargs: Any) -> Any:
+    return dist.new_subgroups_by_enumeration(*args, **_for_cpus(kwargs))
+
+
+def _for_cpus(options: dict[str, Any]) -> dict[str, Any]:
+    _drop(options, "pg_options")
+    return {**options, "backend": options.get("backend") and _meant(options["backend"])}
+
+
+def _drop(arguments: dict[str, Any], *names: str) -> None:
+    for name in names:
+        arguments.pop(name, None)
+
+
+# Sending and receiving. NCCL's work can be waited for as often as one likes, and TE's context parallelism waits twice;
+# gloo's second wait never ends.
+
+
+class _Work:
+    """Work of gloo that may be waited for again."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._done = False
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        if not self._done:
+            self._work.wait(*args, **kwargs)
+            self._done = True
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def isend(*args: Any, **kwargs: Any) -> Any:
+    return _again(dist.isend(*args, **kwargs))
+
+
+def irecv(*args: Any, **kwargs: Any) -> Any:
+    return _again(dist.irecv(*args, **kwargs))
+
+
+def _again(work: Any) -> Any:
+    return None if work is None else _Work(work)  # a rank outside of the group has none
+
+
+class P2POp(dist.P2POp):
+    """One of a batch, whose operation may be a function of this module."""
+
+    def __new__(cls, op: Callable[..., Any], *args: Any, **kwargs: Any) -> P2POp:
+        return super().__new__(cls, _REAL.get(op, op), *args, **kwargs)
+
+    def __init__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(_REAL.get(op, op), *args, **kwargs)
+
+
+_REAL: dict[Callable[..., Any], Callable[..., Any]] = {isend: dist.isend, irecv: dist.irecv}
+
+
+def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
+    return [_again(work) for work in dist.batch_isend_irecv(p2p_op_list)]
+
+
+def _coalescing_manager(
+    group: Any = None, device: torch.device | None = None, async_ops: bool = False
+) -> AbstractContextManager[Any]:
+    """Do collectives at once, called as in ``torch.distributed``; told a device, it asks a backend to join them."""
+    return distributed_c10d._coalescing_manager(group, None, async_ops)
+
+
+def __getattr__(name: str) -> Any:
+    owner = dist if hasattr(dist, name) else distributed_c10d
+    return getattr(owner, name)
