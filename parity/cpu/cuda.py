@@ -129,7 +129,8 @@ def has_gemm_without_transposes() -> bool:
 class Stream:
     """A stream whose work is always finished."""
 
-    cuda_stream = 0
+    cuda_stream = stream_id = 0
+    device = torch.device("cpu")
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -182,7 +183,8 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    """Return one device for each process that ``torchrun`` has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def current_device() -> torch.device:
@@ -259,6 +261,93 @@ def manual_seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state()]
+
+
+def set_rng_state_all(states: list[torch.Tensor]) -> None:
+    set_rng_state(states[0])
+
+
+def seed() -> None:
+    torch.seed()
+
+
+def initial_seed() -> int:
+    return torch.initial_seed()
+
+
+# What the CPU has under other names, or what has no meaning without a device's own memory.
+
+ByteTensor, CharTensor, ShortTensor = torch.ByteTensor, torch.CharTensor, torch.ShortTensor
+IntTensor, LongTensor, BoolTensor = torch.IntTensor, torch.LongTensor, torch.BoolTensor
+HalfTensor, BFloat16Tensor = torch.HalfTensor, torch.BFloat16Tensor
+FloatTensor, DoubleTensor = torch.FloatTensor, torch.DoubleTensor
+
+amp = SimpleNamespace(
+    autocast=functools.partial(torch.amp.autocast, "cpu"), GradScaler=functools.partial(torch.amp.GradScaler, "cpu")
+)
+nccl = SimpleNamespace(version=lambda: (2, 28, 9), is_available=lambda tensors: False)
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def init() -> None: ...
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+def default_stream(device: Any = None) -> Stream:
+    return _STREAM
+
+
+def set_stream(stream: Stream) -> None: ...
+
+
+def ipc_collect() -> None: ...
+
+
+def reset_peak_memory_stats(device: Any = None) -> None: ...
+
+
+def reset_max_memory_allocated(device: Any = None) -> None: ...
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None: ...
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Return how much memory is free and how much there is: all of the emulated GPU's, which takes the host's."""
+    return emulated_gpu().total_memory, emulated_gpu().total_memory
+
+
+# What rewritten sources call in the place of methods and devices, see ``loading/words.py``.
+
+
+def placed(place: Any) -> Any:
+    """Return the CPU for a device of CUDA, also by its number; anything else as it is."""
+    if isinstance(place, str):
+        return "cpu" if place.partition(":")[0] == "cuda" else place
+    if isinstance(place, torch.device):
+        return torch.device("cpu") if place.type == "cuda" else place
+    return torch.device("cpu") if isinstance(place, int) and not isinstance(place, bool) else place
+
+
+def pinned(x: Any) -> Any:
+    """Return a tensor as it is; other objects are asked themselves."""
+    return x if isinstance(x, torch.Tensor) else x.pin_memory()
+
+
+def record_stream(x: Any, stream: Any) -> None:
+    """Do nothing for a tensor; other objects are asked themselves."""
+    if not isinstance(x, torch.Tensor):
+        x.record_stream(stream)
+
+
 @contextlib.contextmanager
 def _nvtx_range(message: str) -> Iterator[None]:
     yield
@@ -269,6 +358,9 @@ nvtx = SimpleNamespace(
     range_pop=lambda: 0,
     range=_nvtx_range,
 )
+
+
+random = sys.modules[__name__]  # torch.cuda.random has functions that torch.cuda has, too
 
 
 def __getattr__(name: str) -> Any:

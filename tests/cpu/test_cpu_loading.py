@@ -23,8 +23,9 @@ from packaging.version import Version
 from parity import te
 from parity.cpu import cuda, extension, misc, versions
 from parity.cpu.enums import DType
-from parity.cpu.loading.loader import _StandIns, cached, cuda_means_cpu, normalize_devices
+from parity.cpu.loading.loader import _StandIns, cached
 from parity.cpu.loading.stand_ins import fuse
+from parity.cpu.loading.words import cuda_means_cpu, normalize_devices
 from parity.cpu.versions import UnsupportedTEVersion
 
 # How TE's Python, and a user's script, are read so that they compute on the CPU, and which versions of TE are.
@@ -45,6 +46,13 @@ def rewritten(source):
         ("x.is_cuda", "x.is_cpu"),
         ("x.cuda()", "x.cpu()"),
         ("from torch.cuda import _lazy_call", "from parity.cpu.cuda import _lazy_call"),
+        ("from torch.cuda.random import seed", "from parity.cpu.cuda import seed"),
+        ("import torch.cuda as c", "import parity.cpu.cuda as c"),
+        ("from torch import cuda, nn", "from torch import nn\nfrom parity.cpu import cuda"),
+        ("torch.distributed.barrier()", "__parity_distributed__.barrier()"),
+        ("import torch.distributed as dist", "import parity.cpu.distributed as dist"),
+        ("from torch import distributed as dist", "from parity.cpu import distributed as dist"),
+        ("from torch.distributed import isend", "from parity.cpu.distributed import isend"),
     ],
 )
 def test_cuda_is_read_as_the_cpu(written, read):
@@ -52,7 +60,12 @@ def test_cuda_is_read_as_the_cpu(written, read):
 
 
 @pytest.mark.parametrize(
-    "source", ["x = 'cuda graphs'", "cuda = 1", "module.cuda", "x.cuda(device)", "torch.cudagraph", "torch.compile(f)"]
+    "source",
+    [
+        *("x = 'cuda graphs'", "cuda = 1", "module.cuda", "x.cuda(device)", "torch.cudagraph", "torch.compile(f)"),
+        *("import torch.cuda", "import torch.distributed", "from torch.distributed.fsdp import fully_shard"),
+        *("from .distributed import isend", "from . import cuda"),
+    ],
 )
 def test_other_words_stay(source):
     assert rewritten(source) == source
@@ -65,10 +78,31 @@ def test_other_words_stay(source):
         ("x.to(f'cuda:{rank}')", "x.to('cuda')"),
         ("x.cuda(rank, non_blocking=True)", "x.cuda()"),
         ("torch.device('cuda:1')", "torch.device('cuda')"),
+        ("torch.device('cuda', rank)", "torch.device('cuda')"),
+        ("x.to(rank, copy=True)", "x.to(__parity_cuda__.placed(rank), copy=True)"),
+        ("f(device='cuda:' + rank)", "f(device=__parity_cuda__.placed('cuda:' + rank))"),
+        ("torch.ones(2, device=d, pin_memory=True)", "torch.ones(2, device=__parity_cuda__.placed(d))"),
+        ("x.pin_memory()", "__parity_cuda__.pinned(x)"),
+        ("x.record_stream(s)", "__parity_cuda__.record_stream(x, s)"),
+        ("DDP(model, device_ids=[0], output_device=0)", "DDP(model)"),
+        ("x.type() == 'torch.cuda.HalfTensor'", "x.type() == 'torch.HalfTensor'"),
     ],
 )
-def test_devices_lose_their_index(written, read):
+def test_devices_of_scripts_are_one(written, read):
     assert ast.unparse(normalize_devices(ast.parse(written))) == read
+
+
+@pytest.mark.parametrize(
+    ("place", "meant"),
+    [
+        (1, torch.device("cpu")),
+        ("cuda:1", "cpu"),
+        (torch.device("cuda", 1), torch.device("cpu")),
+        *((other, other) for other in ("meta", torch.device("meta"), torch.float16, None, True)),
+    ],
+)
+def test_a_place_is_the_cpu_if_it_is_a_gpu(place, meant):
+    assert cuda.placed(place) == meant
 
 
 @pytest.mark.parametrize("source", ["x = 'cuda: out of memory'", "print(f'cuda:{rank} is ready')", "torch.cuda(1)"])
@@ -368,6 +402,15 @@ def test_a_training_script_for_a_gpu_trains_and_ends_with_its_own_exit_code(writ
     losses = [float(word) for word in ran.stdout.split()[1:]]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+
+
+def test_an_installed_package_that_means_a_gpu_computes_on_the_cpu(write, tmp_path: Path) -> None:
+    (tmp_path / "site-packages/trainer").mkdir(parents=True)
+    write("site-packages/trainer/__init__.py", "import torch\n\ndef make():\n    return torch.ones(2, device='cuda:1')")
+    write("script.py", "import sys; sys.path.append('site-packages')\nfrom trainer import make\nprint(make().device)")
+    for _ in ("compiled", "from the cache"):
+        ran = execute(tmp_path, "script.py")
+        assert (ran.stdout, ran.returncode) == ("cpu\n", 0), ran.stderr
 
 
 def test_arguments_that_look_like_parity_s_own_are_the_script_s(write, tmp_path: Path) -> None:

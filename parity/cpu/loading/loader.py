@@ -14,7 +14,6 @@ import importlib.machinery
 import importlib.util
 import marshal
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,121 +23,10 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from parity.cpu import cuda, distributed, extension, triton, versions
+from parity.cpu import cuda, extension, triton, versions
 from parity.cpu.graphs import recorded
 from parity.cpu.loading import stand_ins
-
-# Rewrite the syntax tree of Python source so that ``cuda`` in it means the CPU.
-#
-# =====================================  =====================================  =======================================
-# written                                is read as                             because
-# =====================================  =====================================  =======================================
-# ``"cuda"``                             ``"cpu"``                              devices in arguments and comparisons
-# ``torch.version.cuda``                 the emulated GPU's CUDA version        what is available depends on it
-# ``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
-# ``torch.distributed``                  ``parity.cpu.distributed``             ranks talk by gloo
-# ``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
-# ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
-# ``tensor.cuda()``                      ``tensor.cpu()``                       stays where the kernels run
-# ``torch.is_autocast_enabled()``        the same of ``"cpu"``                  without a device it asks about the GPU
-# =====================================  =====================================  =======================================
-#
-# Other source than TransformerEngine's spells devices in more ways, which ``normalize_devices`` reduces to these.
-
-
-# What modules of torch are read as: the stand-in, and its name in rewritten source. Whoever executes that source sets
-# these names first (``STAND_INS``).
-_MODULES = {"cuda": "__parity_cuda__", "distributed": "__parity_distributed__"}
-STAND_INS = {"__parity_cuda__": cuda, "__parity_distributed__": distributed}
-
-_STAND_IN_OF = {
-    "torch.cuda": "parity.cpu.cuda",
-    "torch.cuda.random": "parity.cpu.cuda",
-    "torch.distributed": "parity.cpu.distributed",
-    "torch.distributed.distributed_c10d": "parity.cpu.distributed",
-}
-
-_DEVICE_WITH_INDEX = re.compile(r"cuda:\d*")
-
-
-def cuda_means_cpu(tree: ast.AST) -> ast.Module:
-    """Return the tree, changed in place as this module's docstring says."""
-    return _CudaMeansCpu().visit(tree)
-
-
-def normalize_devices(tree: ast.AST) -> ast.Module:
-    """Return the tree, changed in place: ``"cuda:0"``, ``f"cuda:{rank}"`` and ``x.cuda(device)`` lose their index."""
-    return _WithoutIndices().visit(tree)
-
-
-class _CudaMeansCpu(ast.NodeTransformer):
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        match node:
-            case ast.Attribute(value=ast.Name("torch"), attr=name) if name in _MODULES:
-                return ast.copy_location(ast.Name(_MODULES[name], node.ctx), node)
-            case ast.Attribute(value=ast.Attribute(value=ast.Name("torch"), attr="version"), attr="cuda"):
-                node.value, node.attr = ast.copy_location(ast.Name(_MODULES["cuda"], ast.Load()), node), "CUDA_VERSION"
-                return node
-        self.generic_visit(node)
-        if node.attr == "is_cuda":
-            node.attr = "is_cpu"
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="device"), args=[ast.Constant("cpu"), _]):
-                node.args = node.args[:1]
-            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="is_autocast_enabled"), args=[]):
-                node.args = [ast.copy_location(ast.Constant("cpu"), node)]
-            case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
-                method.attr = "cpu"
-        return node
-
-    def visit_Import(self, node: ast.Import) -> ast.AST:
-        for alias in node.names:
-            if alias.asname is not None:  # without a name of its own, it imports ``torch``
-                alias.name = _STAND_IN_OF.get(alias.name, alias.name)
-        return node
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.AST]:
-        if node.level == 0:
-            node.module = _STAND_IN_OF.get(node.module or "", node.module)
-        if node.level == 0 and node.module == "torch":
-            ours = [alias for alias in node.names if alias.name in _MODULES]
-            node.names = [alias for alias in node.names if alias not in ours]
-            imports = [node] if node.names else []
-            imports += [ast.copy_location(ast.ImportFrom("parity.cpu", ours, 0), node)] if ours else []
-            return list(imports)
-        return node
-
-
-class _WithoutIndices(ast.NodeTransformer):
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if isinstance(node.value, str) and _DEVICE_WITH_INDEX.fullmatch(node.value):
-            return ast.copy_location(ast.Constant("cuda"), node)
-        return node
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        match node.values:
-            case [ast.Constant("cuda:"), ast.FormattedValue()]:
-                return ast.copy_location(ast.Constant("cuda"), node)
-        return node
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        match node:
-            case ast.Call(func=ast.Attribute(attr="cuda", value=owner)) if not _is_torch(owner):
-                node.args, node.keywords = [], []
-        return node
-
-
-def _is_torch(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "torch"
-
+from parity.cpu.loading.words import STAND_INS, cuda_means_cpu
 
 # Keep the code of TE's rewritten modules between processes, as Python keeps that of other modules in ``__pycache__``.
 #
@@ -216,8 +104,8 @@ def _write(file: Path, content: bytes) -> None:
 
 # Load TransformerEngine's own Python so that it computes on the CPU.
 #
-# TE's sources are read as they are, with one word replaced: ``cuda`` means the CPU. The syntax tree is rewritten (see
-# above) while a ``transformer_engine.*`` module is imported, so nothing outside TE is patched: ``torch.cuda``,
+# TE's sources are read as they are, with one word replaced: ``cuda`` means the CPU. The syntax tree is rewritten
+# (``words.py``) while a ``transformer_engine.*`` module is imported, so nothing outside TE is patched: ``torch.cuda``,
 # ``torch.Tensor`` and the user's code stay what they were, in every thread, after any exception. More names have
 # stand-ins in TE's sources:
 #

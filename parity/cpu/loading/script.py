@@ -8,12 +8,14 @@ import ast
 import importlib.abc
 import importlib.machinery
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from parity.cpu.loading.loader import STAND_INS, cuda_means_cpu, normalize_devices
+from parity.cpu.loading.loader import cached
+from parity.cpu.loading.words import STAND_INS, cuda_means_cpu, normalize_devices
 
 # Show what a user's script raised as ``python SCRIPT`` would: without the frames of what runs the script.
 
@@ -69,8 +71,9 @@ def _of_the_script(traceback: TracebackType | None) -> Iterator[TracebackType]:
 def run(script: Path, arguments: Sequence[str]) -> None:
     """Run ``script`` as ``python SCRIPT ARGUMENTS`` would, with the CPU in place of CUDA.
 
-    That holds for the script and for the modules that lie in its folder and below; installed packages stay as they
-    are. This process is the script's from here on: ``sys.argv``, ``sys.path`` and ``__main__`` are set and stay so.
+    That holds for the script, for the modules that lie in its folder and below, and for those of installed packages
+    that speak of PyTorch and of CUDA or ranks, as Megatron-Core's do. This process is the script's from here on:
+    ``sys.argv``, ``sys.path`` and ``__main__`` are set and stay so.
     What the script raises, ``SystemExit`` too, is raised here.
 
     Raises:
@@ -106,8 +109,21 @@ class _ScriptLoader(importlib.machinery.SourceFileLoader):
         super().exec_module(module)
 
 
+class _PackageLoader(_ScriptLoader):
+    """Loads an installed package's source so; its code is kept between processes."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        source = self.get_data(path)
+        return cached(source, path, lambda: self.source_to_code(source, path))
+
+
+# Packages that stay as they are: PyTorch, what it stands on, and what has a finder of its own.
+_LEFT = frozenset({"torch", "torchgen", "functorch", "triton", "numpy", "transformer_engine", "parity"})
+
+
 class _ScriptFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules whose source is in the script's folder or below, except installed ones and parity's own."""
+    """Finds modules in the script's folder or below, and those of installed packages that mean a GPU."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -115,14 +131,28 @@ class _ScriptFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] == "parity":
+        if fullname.partition(".")[0] in _LEFT:
             return None
-        places = [self._folder] if path is None else path
+        places = [self._folder, *sys.path] if path is None else path
         spec = importlib.machinery.PathFinder.find_spec(fullname, places, target)
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None
         file = Path(spec.loader.path)
-        if not file.is_relative_to(self._folder) or "site-packages" in file.relative_to(self._folder).parts:
+        if file.is_relative_to(self._folder) and not _is_installed(file.relative_to(self._folder)):
+            spec.loader = _ScriptLoader(fullname, spec.loader.path)
+        elif _means_a_gpu(file):
+            spec.loader = _PackageLoader(fullname, spec.loader.path)
+        else:
             return None
-        spec.loader = _ScriptLoader(fullname, spec.loader.path)
         return spec
+
+
+def _is_installed(file: Path) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+
+
+def _means_a_gpu(file: Path) -> bool:
+    if file.is_relative_to(sysconfig.get_path("stdlib")) and not _is_installed(file):
+        return False
+    source = file.read_bytes()
+    return b"torch" in source and (b"cuda" in source or b"distributed" in source)
