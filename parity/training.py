@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,10 +32,13 @@ from parity.judge.limits import Table
 from parity.judge.scaling import wrong_scaling
 from parity.judge.updates import Replay, deviations, holds
 from parity.mistakes.codes import finding
+from parity.passes.capture import NotCaptured
+from parity.passes.graphed import side_by_side
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
+from parity.search.replayed import Replayed, not_captured, replay_explained, replay_frozen
 from parity.search.resumed import lost_state
 from parity.search.steps import Guess, Setting, factor_in_words, gradients_explained, optimizer_explained, scale_of
 from parity.te import Kernels
@@ -62,6 +65,7 @@ class _Run:
         is_narrow: whether the precision's dtype holds all weights that the optimizer made.
         weights: the weights before the previous step; None at the first.
         worst: of each tensor the verdict with the largest margin.
+        notes: what is to be said of the whole training.
     """
 
     history: list[Update] = field(default_factory=list)
@@ -72,6 +76,7 @@ class _Run:
     is_narrow: bool = True
     weights: Named | None = None
     worst: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @fresh_caches()
@@ -97,7 +102,8 @@ def train_at(
         switch: ``resume``, ``resume-dcp`` or ``resume-safetensors`` to save the training in the middle, and to go on
             with a new module that loads it, which must compute the same to the bit; ``rollback`` to load it into the
             module that has gone on; ``recompute`` to make each call by ``te.checkpoint``; ``micro-batches`` to make
-            each step's gradients of up to four parts of its batch.
+            each step's gradients of up to four parts of its batch; ``graph`` to replay CUDA graphs, each step of which
+            must be that of the same training without graphs to the bit.
         diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
 
     Returns:
@@ -136,10 +142,20 @@ def _trained(
     run, at = _Run(), (checked, precision, seed, kernels, asked.calibration, asked.attention)
     first = step_case(case, 1, None, seed)
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
-    trainee = Trainee(case, checked, prepared, precision, seed, kernels, switch)
-    trainee.settle()
+    make = partial(Trainee, case, checked, prepared, precision, seed, kernels, switch)
+    ungraphed = None
+    if switch == "graph":
+        try:
+            trainee, ungraphed = side_by_side(make, steps, seed, resuming)
+        except NotCaptured as error:
+            return asked.result(
+                "failed", reason="step 1 cannot be captured in a graph", findings=(not_captured(error),)
+            )
+        run.notes += ungraphed.notes
+    else:
+        trainee = make()
+        trainee.settle()
     training = trainee.training
-    is_plain = training.candidate_step is None and switch != "micro-batches"
     replay = _replay(prepared, training)
     for number in range(1, steps + 1):
         weights = trainee.weights
@@ -147,8 +163,17 @@ def _trained(
         prepared = prepare(step, checked, precision.dtype, seed, kernels)
         if precision.warmup_passes:
             prepared.past.is_followed, prepared.past.before = True, run.amaxes
-        lost = None
-        if (switch in WAYS or switch == "rollback") and number == steps // 2 + 1:
+        lost = replayed = None
+        if ungraphed is not None:
+            stepped, computed = ungraphed.made(trainee, number, prepared)
+            replayed = Replayed(number, stepped, computed, ungraphed)
+            if replayed.differing and not replayed.is_reproducible:
+                ungraphed = replayed = None
+                run.notes.append(
+                    f"from step {number} on, the training without graphs is not the same to the bit when it is made "
+                    "again, so that steps of the graph are judged by limits alone"
+                )
+        elif (switch in WAYS or switch == "rollback") and number == steps // 2 + 1:
             saved = trainee.saved(switch if switch in WAYS else "resume")
             uninterrupted = trainee.step(prepared)
             if switch in WAYS:
@@ -166,9 +191,14 @@ def _trained(
         run.history.append(stepped.update.remembered())
         _note(run, number, judged, prepared, stepped)
         findings: tuple[Finding, ...] = ()
-        scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), is_plain)
+        scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), trainee.is_plain)
         if lost is not None:
             findings = (lost,)
+        elif replayed is not None and replayed.differing:
+            explained = partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis)
+            findings = _of_graph(replayed, judged, explained, diagnosis)
+            if judged.status == "passed":
+                judged = dataclasses.replace(judged, status="failed")
         elif judged.status != "passed":
             judged = unless_raised(
                 partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis),
@@ -314,6 +344,23 @@ def _explained(
     return dataclasses.replace(judged, findings=(found,))
 
 
+def _of_graph(
+    replayed: Replayed, judged: Result, explained: Callable[[], Result], diagnosis: float | None
+) -> tuple[Finding, ...]:
+    """Return what makes a step of a graph another than without one: something that the graph keeps, else a mistake
+    that any training may have, such as FP8 weights that are cached.
+    """
+    if diagnosis is None:
+        return ()
+    if found := replay_explained(replayed):
+        return (found,)
+    frozen, is_named = replay_frozen(replayed)
+    told = explained().findings if judged.status == "failed" else ()
+    if not told or told[0].title == "state-between-steps":
+        return (frozen,)
+    return (frozen, *told) if is_named else told
+
+
 def prepared_weights(prepared: Prepared) -> Named:
     """Return the reference's weights of a prepared step."""
     return {name: parameter.detach().clone() for name, parameter in prepared.reference.named_parameters()}
@@ -363,5 +410,10 @@ def _result(asked: Asked, run: _Run, status: Any, judged: Result, findings: tupl
     if status == "failed":
         reason = f"step {len(run.steps)} is the first that is not right"
     return asked.result(
-        status, reason=reason, tensors=tensors, findings=findings, notes=judged.notes, steps=tuple(run.steps)
+        status,
+        reason=reason,
+        tensors=tensors,
+        findings=findings,
+        notes=(*run.notes, *judged.notes),
+        steps=tuple(run.steps),
     )

@@ -90,6 +90,10 @@ class Training:
         save: called as ``save(module, optimizer, file)`` with a binary file, where a training is interrupted to be
             resumed. By default ``torch.save`` of both states.
         load: called as ``load(module, optimizer, file)`` with a newly built candidate, its optimizer, and that file.
+        graph: captures CUDA graphs for the switch ``graph``, called as ``graph(model, optimizer, *inputs)`` before the
+            first step, with ``model`` as a step has it and a batch's inputs. It returns the step that replays them,
+            which is called like ``candidate_step``; or None if calling the module replays. By default TE's
+            ``make_graphed_callables`` of the candidate.
     """
 
     optimizer: MakeOptimizer | None = None
@@ -100,6 +104,7 @@ class Training:
     candidate_step: Callable[..., Tensor] | None = None
     save: Callable[[nn.Module, Optimizer, BinaryIO], None] | None = None
     load: Callable[[nn.Module, Optimizer, BinaryIO], None] | None = None
+    graph: Callable[..., Callable[..., Tensor] | None] | None = None
 
 
 @dataclass(frozen=True)

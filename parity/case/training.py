@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,6 +46,8 @@ class Model:
         module: the reference or the candidate.
         micro_batch: the number of the micro-batch, from 0, if a step has several; a TE module is told whether it is
             the first, unless the pair calls it.
+        recipe: of the precision, an object of TE's; None without one.
+        cuda: ``torch.cuda``, or what has its streams and graphs on the CPU kernels.
     """
 
     def __init__(
@@ -53,9 +56,11 @@ class Model:
         call: Callable[..., Any] | None,
         loss: Callable[..., Tensor] | None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        recipe: Any = None,
+        cuda: Any = torch.cuda,
     ) -> None:
         """Call ``module`` by ``call``, each time in a new context that ``around`` makes, such as TE's autocast."""
-        self.module = module
+        self.module, self.recipe, self.cuda = module, recipe, cuda
         self.micro_batch: int | None = None
         self._call, self._loss, self._around = call or nn.Module.__call__, loss or distance_to_targets, around
         self._is_told = call is None and "is_first_microbatch" in inspect.signature(module.forward).parameters
@@ -66,6 +71,10 @@ class Model:
             kwargs = {"is_first_microbatch": self.micro_batch == 0} | kwargs
         with self._around():
             return self._call(self.module, *args, **kwargs)
+
+    def without_recipe(self) -> Model:
+        """Return the same, called in no context."""
+        return Model(self.module, self._call, self._loss, cuda=self.cuda)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the module's parameters."""
@@ -96,11 +105,17 @@ def distance_to_targets(returned: Any, *_: Any, **__: Any) -> Tensor:
         )
     losses = []
     for i, output in enumerate(outputs):
-        target = Rng(i, "targets").integers(*output.shape[-1:], low=-16, high=17) / 8
         wide = output if output.dtype is torch.float64 else output.float()
         tokens = output.numel() // output.shape[-1] if output.dim() else 1
-        losses.append((wide - target.to(wide.device, wide.dtype)).square().sum() / (2 * max(tokens, 1)))
+        target = _target(i, output.shape[-1:], wide.device, wide.dtype)
+        losses.append((wide - target).square().sum() / (2 * max(tokens, 1)))
     return torch.stack(losses).sum()
+
+
+# A CUDA graph that captures the loss cannot draw them on the host, or copy them from there.
+@functools.lru_cache(maxsize=64)
+def _target(number: int, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return (Rng(number, "targets").integers(*shape, low=-16, high=17) / 8).to(device, dtype)
 
 
 @dataclass(frozen=True, eq=False)

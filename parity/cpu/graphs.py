@@ -13,6 +13,7 @@ shared between graphs, whatever their pools.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -164,6 +166,30 @@ _REPEATED = "torch.repeat_interleave without output_size has a result whose size
 _UNFILLED = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
 
 
+# Methods that read values on the host, of which no operation tells where the device is the host itself.
+_READING = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu})
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses what would copy values from a GPU to the host."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READING and not self._recorder.knows(args[0]):
+            # In TE's own modules, ``cpu`` stands where they have ``cuda``.
+            is_cuda = func is Tensor.cpu and _is_of_te(sys._getframe(1).f_globals.get("__name__"))
+            if not is_cuda:
+                raise _not_permitted(f"Tensor.{func.__name__} copies values that the graph computes to the host")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_of_te(name: object) -> bool:
+    return str(name).startswith("transformer_engine.")
+
+
 class _Recorder(TorchDispatchMode):
     """Records what is computed.
 
@@ -179,6 +205,20 @@ class _Recorder(TorchDispatchMode):
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._alive: list[Tensor] = []  # so that no address is given out again
         self._random = torch.get_rng_state()
+        self._reads = _Reads(self)
+
+    def __enter__(self) -> _Recorder:
+        self._reads.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._reads.__exit__(*raised)
+
+    def knows(self, x: Any) -> bool:
+        """Return whether Python may know a tensor's values, which come from the host; within a kernel, it may."""
+        return self._is_paused or not _is_plain(x) or self._made.get(_address(x), False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_wrapper(kind) for kind in types):
@@ -201,10 +241,10 @@ class _Recorder(TorchDispatchMode):
         self._alive += made
         addresses = {_address(x) for x in read}
         is_view = not func._schema.is_mutable and {_address(x) for x in made} <= addresses
-        if made and not is_view:
+        if (made and not is_view) or func._schema.is_mutable:  # lists of tensors are changed without a result
             if func.overloadpacket not in _UNFILLED:
                 self.steps.append(_Operation(func, tree_map(_alias, args), tree_map(_alias, kwargs), made))
-            written = (x for x in made if _address(x) in self._made or _address(x) not in addresses)
+            written = (x for x in made or read if _address(x) in self._made or _address(x) not in addresses)
             self._made |= {_address(x): is_known for x in written}
         return result
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ from parity.case.case import Case, Pair, Rng, draw_inputs
 from parity.case.checkpoints import WAYS
 from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
 from parity.case.validate import CheckedSize
+from parity.passes import capture
 from parity.passes.all_passes import Tensors, with_weights
-from parity.passes.build import build
+from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
 from parity.passes.one_pass import as_arguments, named_inputs, or_zero
 from parity.passes.prepare import Prepared, prepare
@@ -56,14 +57,32 @@ def step_case(case: Case, number: int, weights: Named | None, seed: int) -> Case
         if weights is not None:
             transfer.fill(pair.reference, weights)
         call_reference, call_candidate = losses(pair)
-
-        def inputs(rng: Rng) -> Any:
-            return draw_inputs(pair, size, rng if number == 1 else Rng(seed, f"inputs of step {number}"))
-
-        return dataclasses.replace(pair, call_reference=call_reference, call_candidate=call_candidate, inputs=inputs)
+        drawn = _with_inputs_of(pair, size, number, seed)
+        return dataclasses.replace(drawn, call_reference=call_reference, call_candidate=call_candidate)
 
     varied = case.vary_constants and weights is None
     return dataclasses.replace(case, factory=factory, vary_constants=varied, probe=False, is_step=True)
+
+
+def _with_inputs_of(pair: Pair, size: Mapping[str, Any], number: int, seed: int) -> Pair:
+    """Return the pair with the batch of one step as its inputs."""
+
+    def inputs(rng: Rng) -> Any:
+        return draw_inputs(pair, size, rng if number == 1 else Rng(seed, f"inputs of step {number}"))
+
+    return dataclasses.replace(pair, inputs=inputs)
+
+
+class Batch(NamedTuple):
+    """Hold the inputs of one step.
+
+    Attributes:
+        inputs: as the pair returns them, rounded.
+        input_names: names of the positional inputs.
+    """
+
+    inputs: Any
+    input_names: tuple[str, ...]
 
 
 # The reference, trained by itself in FP64: where a training without any rounding goes.
@@ -140,6 +159,7 @@ class Stepped:
         update: what the optimizer did.
         scaling: what delayed scaling kept of each tensor before and after the step.
         summed: noise as large as what sums over micro-batches lose of gradients that are held in 16 bits.
+        moved: TE's parameters whose gradients the optimizer does not read where a captured step writes them.
     """
 
     tensors: Tensors
@@ -148,6 +168,7 @@ class Stepped:
     update: Update
     scaling: tuple[tuple[Kept, Kept], ...] = ()
     summed: Tensors = field(default_factory=dict)
+    moved: tuple[str, ...] = ()
 
 
 # What a training keeps, by what it is and by name, as digests of its bytes.
@@ -178,6 +199,7 @@ class Trainee:
     Attributes:
         training: how its pair is trained.
         optimizer: its optimizer.
+        is_plain: whether its steps are parity's own, without any trick.
     """
 
     def __init__(
@@ -202,13 +224,20 @@ class Trainee:
         self._module = pair.candidate
         around = partial(precision.autocast, kernels)
         call = _recomputed(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
-        self._model = Model(pair.candidate, call, training.loss, around)
+        self._model = Model(
+            pair.candidate, call, training.loss, around, precision.new_recipe(), capture.cuda_of(kernels)
+        )
         self._in_micro_batches = switch == "micro-batches"
         if self._in_micro_batches and training.candidate_step is not None:
             raise UserError(
                 "the switch micro-batches splits the batch of a plain step, and this pair has a candidate_step of its "
                 "own: split the batch there"
             )
+        self.is_plain = training.candidate_step is None and not self._in_micro_batches
+        self._capture = training.graph or partial(capture.by_te, kernels.te)
+        self._replayed: Callable[..., Tensor] | None = None  # a step that is captured
+        self._written: Named = {}  # gradients in the memory that it writes
+        self._at = checked, precision.dtype, seed, kernels.device
         self.optimizer = candidate_optimizer(training, kernels.te)(pair.candidate)
         if not isinstance(self.optimizer, Optimizer):
             raise UserError(
@@ -219,9 +248,9 @@ class Trainee:
         self._places = {name: _places(name, shape) for name, shape in self._shapes.items()}
         self._warmup_passes = precision.warmup_passes
 
-    def _step_on(self, prepared: Prepared) -> Callable[..., Tensor]:
-        split = micro_batches(prepared) if self._in_micro_batches else None
-        return self.training.candidate_step or plain_step(self.training.clip, split)
+    def _step_on(self, prepared: Prepared | Batch) -> Callable[..., Tensor]:
+        split = micro_batches(prepared) if self._in_micro_batches and isinstance(prepared, Prepared) else None
+        return self._replayed or self.training.candidate_step or plain_step(self.training.clip, split)
 
     def settle(self) -> None:
         """Let delayed scaling find its scales, as a training that goes on has them.
@@ -240,6 +269,18 @@ class Trainee:
         if self._warmup_passes:
             with _standing_still(self.optimizer):
                 state.settled(once, self._warmup_passes)
+
+    def capture(self) -> None:
+        """Capture the candidate in CUDA graphs, which later steps replay.
+
+        Raises:
+            capture.NotCaptured: if it cannot be captured.
+        """
+        args, kwargs = as_arguments(_leaves(self._prepared.inputs))
+        step = capture.captured(self._capture, self._model, self.optimizer, args, kwargs)
+        if step is not None:
+            self._replayed, self.is_plain = step, False
+            self._written = {name: one.grad for name, one in self._module.named_parameters() if one.grad is not None}
 
     def saved(self, way: str = "resume") -> Saved:
         """Return what the training writes where it is interrupted.
@@ -272,22 +313,32 @@ class Trainee:
     def state(self) -> State:
         """Return what the module and its optimizer keep, as digests of its bytes."""
         found: State = {
-            "weights": {name: _digest(one) for name, one in self._module.named_parameters()},
-            "buffers": {name: _digest(one) for name, one in self._module.named_buffers()},
+            "weights": {name: digest(one) for name, one in self._module.named_parameters()},
+            "buffers": {name: digest(one) for name, one in self._module.named_buffers()},
             SCALES: {},
             HISTORIES: {},
         }
         for slot in slots(self._module):
-            found[SCALES][slot.name] = _digest(slot.scale)
-            found[HISTORIES][slot.name] = _digest(slot.history)
+            found[SCALES][slot.name] = digest(slot.scale)
+            found[HISTORIES][slot.name] = digest(slot.history)
         for name, parameter in self._stepped.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                found.setdefault(f"the optimizer's {key}", {})[name] = _digest(value)
+                found.setdefault(f"the optimizer's {key}", {})[name] = digest(value)
         for number, group in enumerate(self.optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
-                    found.setdefault(f"the optimizer's {key}", {})[f"its group {number}"] = _digest(value)
+                    found.setdefault(f"the optimizer's {key}", {})[f"its group {number}"] = digest(value)
         return found
+
+    @property
+    def owners(self) -> dict[str, Any]:
+        """Return what may hold numbers and tensors that a step reads."""
+        own = {"candidate_step": self.training.candidate_step, "call_candidate": self._pair.call_candidate}
+        return {"": self._module, "the optimizer": self.optimizer, **own, "loss": self.training.loss}
+
+    def leave_recipe(self) -> None:
+        """Make all later calls without the precision's recipe."""
+        self._model = self._model.without_recipe()
 
     @property
     def caches_weights(self) -> bool:
@@ -299,7 +350,13 @@ class Trainee:
         """The weights as the module holds them, in the reference's layout, in FP64."""
         return {name: x.clone() for name, x in self._to_reference(_held(self._module)).items()}
 
-    def step(self, prepared: Prepared) -> Stepped:
+    def batch(self, number: int) -> Batch:
+        """Return the inputs of one step, counted from 1, as ``prepare`` has them."""
+        checked, dtype, seed, device = self._at
+        pair = _with_inputs_of(self._pair, checked.size, number, seed)
+        return Batch(rounded_inputs(pair, checked, dtype, seed, device), self._prepared.input_names)
+
+    def step(self, prepared: Prepared | Batch) -> Stepped:
         """Make one step with a prepared batch.
 
         Raises:
@@ -309,6 +366,9 @@ class Trainee:
         before, scaling, step = self._followed_weights(), kept(self._module), self._step_on(prepared)
         with self._watched() as seen, sums_in_16_bits(self._module) as lost:
             loss = step(self._model, self.optimizer, *args, **kwargs)
+        if self._replayed and not seen.used:  # the graph has stepped the optimizer, and its gradients are still there
+            seen.used.append(_copied(self._stepped))
+            seen.moved = self._moved()
         if len(seen.used) != 1:
             raise UserError(
                 f"a training step must call optimizer.step() once, and this one called it {len(seen.used)} times; "
@@ -321,7 +381,7 @@ class Trainee:
         inputs = named_inputs(kwargs or args, prepared.input_names)
         tensors: Tensors = {("output", "output"): loss.detach().reshape(())}
         leaves = {name: x for name, x in inputs.items() if x.is_floating_point()}
-        if self.training.candidate_step is None:  # which may scale the loss, and undo that where it is used
+        if not (self.training.candidate_step or self._replayed):  # which may scale the loss, and undo that at its use
             tensors |= {("input gradient", name): x.grad for name, x in leaves.items() if x.grad is not None}
         gradients = {name: or_zero(raw.get(name), one) for name, one in self._module.named_parameters()}
         tensors |= {("weight gradient", name): x for name, x in self._gradients(gradients).items()}
@@ -341,7 +401,11 @@ class Trainee:
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module, with_weights=False)
         moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
-        return Stepped(tensors, tuple(frozen), _factor(used, raw), update, moves, self._noise(lost))
+        return Stepped(tensors, tuple(frozen), _factor(used, raw), update, moves, self._noise(lost), seen.moved)
+
+    def _moved(self) -> tuple[str, ...]:
+        now = {name: one.grad for name, one in self._module.named_parameters()}
+        return tuple(name for name, one in self._written.items() if not _are_one(one, now[name]))
 
     def _noise(self, lost: Mapping[str, Lost]) -> Tensors:
         """Return noise of the size of what sums lose, by the gradients' names in the reference."""
@@ -361,6 +425,7 @@ class Trainee:
 
         def keep(*_: Any) -> None:
             seen.used.append(_copied(self._stepped))
+            seen.moved = self._moved()
 
         def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             seen.raw = seen.raw or _copied(self._stepped)
@@ -454,6 +519,11 @@ def sums_in_16_bits(module: nn.Module) -> Iterator[dict[str, Lost]]:
 class _Seen:
     used: list[Named]
     raw: Named
+    moved: tuple[str, ...] = ()
+
+
+def _are_one(x: Tensor, y: Tensor | None) -> bool:
+    return y is not None and x.data_ptr() == y.data_ptr()
 
 
 @contextmanager
@@ -500,7 +570,8 @@ def _held(module: nn.Module) -> Named:
     return {name: state.dequantized_tensor(x, torch.float32).double() for name, x in held.items()}
 
 
-def _digest(value: Any) -> bytes:
+def digest(value: Any) -> bytes:
+    """Return a digest of a value's bytes; of a quantized tensor's, as optimizers read it."""
     if not isinstance(value, Tensor):
         return repr(value).encode()
     plain = state.dequantized_tensor(value.detach(), torch.float32).reshape(-1).contiguous().cpu()

@@ -42,6 +42,12 @@ class Precision:
     recipe: str | None = None
     warmup_passes: int = 0
 
+    def new_recipe(self) -> Any:
+        """Return an object of TE's recipe; None without one."""
+        if self.recipe is None:
+            return None
+        return getattr(importlib.import_module("transformer_engine.common.recipe"), self.recipe)()
+
     def autocast(self, kernels: Kernels, group: Any = None) -> contextlib.AbstractContextManager[None]:
         """Return the context for the forward pass of TE's modules; it has a new recipe each time.
 
@@ -49,10 +55,13 @@ class Precision:
             kernels: TE's.
             group: the process group over which amaxes are reduced, if there is one.
         """
-        if self.recipe is None:
+        recipe = self.new_recipe()
+        if recipe is None:
             return contextlib.nullcontext()
-        recipes = importlib.import_module("transformer_engine.common.recipe")
-        return kernels.te.autocast(enabled=True, recipe=getattr(recipes, self.recipe)(), amax_reduction_group=group)
+        context: contextlib.AbstractContextManager[None] = kernels.te.autocast(
+            enabled=True, recipe=recipe, amax_reduction_group=group
+        )
+        return context
 
 
 _BF16 = torch.bfloat16

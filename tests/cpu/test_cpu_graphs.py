@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -109,6 +110,10 @@ WAITING: dict[str, Callable[[], Any]] = {
     "item": lambda: (X * 2).sum().item(),
     "branch": lambda: 1 if X.sum() > 0 else 0,
     "float": lambda: float(X.max()),
+    "tolist": lambda: (X * 2).tolist(),
+    "numpy": lambda: (X * 2).numpy(),
+    "asarray": lambda: np.asarray(X),
+    "cpu": lambda: (X * 2).cpu(),
     "size by a mask": lambda: X[X > 0],
     "assignment by a mask": lambda: X.clone().index_put_((X > 0,), X[:2]),
     "nonzero": lambda: X.nonzero(),
@@ -138,6 +143,7 @@ PERMITTED: dict[str, Callable[[], Any]] = {
     "a fill by a mask": lambda: X.clone().masked_fill_(X > 0, 0.0),
     "a fill by an index that is a mask": lambda: X.clone().index_put_((X > 0,), torch.tensor(2.0)),
     "a number of the host": lambda: X * torch.tensor(2.0).item(),
+    "numbers of the host": lambda: X * torch.tensor([2.0]).tolist()[0],
     "repeats with a size": lambda: X.repeat_interleave(torch.tensor([1, 0, 1]), output_size=2),
     "torch.where": lambda: torch.where(X > 0, X, -X),
 }
@@ -211,6 +217,22 @@ def test_inputs_that_are_not_copied_into_the_graph_s_are_stale() -> None:
     assert y.tolist() == [2.0] * 3
     made.replay()
     assert y.tolist() == [14.0] * 3
+
+
+def test_lists_of_tensors_that_are_changed_in_place_are_changed_in_a_replay():
+    weight, gradient = torch.ones(3), torch.full((3,), 4.0)
+
+    def clipped() -> None:
+        norm = torch.stack(torch._foreach_norm([gradient])).sum()
+        torch._foreach_mul_([gradient], 1 / norm)
+        torch._foreach_add_([weight], [gradient], alpha=-1.0)
+
+    made, _ = captured(clipped)
+    assert weight.tolist() == [1.0] * 3
+    gradient.fill_(2.0)
+    made.replay()
+    torch.testing.assert_close(gradient, torch.full((3,), 3**-0.5))
+    torch.testing.assert_close(weight, torch.full((3,), 1 - 3**-0.5))
 
 
 def test_a_capture_leaves_memory_and_random_numbers_as_they_were() -> None:

@@ -16,6 +16,7 @@ from parity.case.case import Case, Pair, Training
 from parity.case.checkpoints import load
 from parity.case.training import ADAM, Model
 from parity.case.weight_map import stack
+from parity.lab.studies.trainings import graphs
 from parity.reference import LlamaLayer
 from parity.result import Switch
 from parity.te.scaling import slots
@@ -366,6 +367,11 @@ def cached(te: ModuleType) -> Training:
     return Training(optimizer=lambda model: SGD(model.parameters(), lr=0.5), candidate_step=Cached())
 
 
+def frozen_rate(te: ModuleType) -> Training:
+    """Capture the optimizer's step with its learning rate, which a schedule changes."""
+    return Training(graphs.plain_sgd, scheduler=warmed_up, graph=graphs.WholeStep().capture)
+
+
 def loading(load: Callable[[nn.Module, Optimizer, BinaryIO], None]) -> Declared:
     """Return a training that loads its checkpoints like this."""
     return lambda te: Training(load=load)
@@ -525,8 +531,11 @@ class Row:
 NARROW = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 FP8 = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
 DELAYED = ("fp8_delayed",)
+# A scale that doubles saturates what delayed scaling quantizes.
+SCALED = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 BF16 = torch.bfloat16
 _OPTIMIZER, _LOST, _STALE = ("optimizer",), ("state-not-saved",), ("weight-cache-stale",)
+_STALE_INPUT, _FROZEN, _DIFFERS = ("graph-stale-input",), ("graph-frozen-value",), ("graph-differs",)
 _ITS_STATE = "the optimizer's state"
 
 WRONG = (
@@ -578,6 +587,17 @@ WRONG = (
     Row("amax histories reset", stepping(histories_reset), ("amax-history-lost",), "fc1_weight", "", DELAYED),
     Row("a module that TE forgot", stepping(forgotten), ("amax-not-recorded",), "the input of", "", DELAYED),
     Row("the input's amax for a weight", stepping(of_the_input), ("amax-of-another-tensor",), "weight", "", DELAYED),
+    Row("a graph's input not copied", graphs.capturing(graphs.NotCopied), _STALE_INPUT, "that of step 1", "graph"),
+    Row("a loss scale frozen in a graph", graphs.scaling(), _FROZEN, "scale of candidate_step", "graph", SCALED),
+    Row("a scale in a new tensor", graphs.scaling(scale=torch.tensor(8.0)), _FROZEN, "memory", "graph", SCALED),
+    Row("a learning rate frozen in a graph", frozen_rate, _FROZEN, "lr of the optimizer", "graph", ("fp32",)),
+    Row("weights moved after a capture", graphs.moved_weights, _FROZEN, "memory", "graph"),
+    Row("FP8 weights cached in a graph", graphs.cached_weights, (*_STALE, *_FROZEN), "", "graph", FP8),
+    Row("a graph's gradients let go", graphs.capturing(graphs.LetGo), ("graph-lost-gradient",), "step 2", "graph"),
+    Row("a loss read in a capture", graphs.capturing(graphs.Read), ("graph-not-captured",), "item()", "graph"),
+    Row("a graph without the recipe", graphs.without_recipe, _DIFFERS, "without the precision's recipe", "graph", FP8),
+    Row("a warm-up that trains", graphs.capturing(graphs.Trains), _DIFFERS, "warm up", "graph"),
+    Row("a warm-up's amaxes", graphs.capturing(graphs.LeavesAmaxes), _DIFFERS, "the scale of", "graph", DELAYED),
     Row("a layer's amax histories reset", stepping(histories_reset), ("amax-history-lost",), "", "", DELAYED, "llama"),
     Row("gradients of a layer not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), host="llama"),
     Row("a layer's batch before", stepping(OneBatchBehind), ("stale-batch",), host="llama"),
@@ -638,4 +658,12 @@ RIGHT: dict[str, Declared] = {
     "a schedule": lambda te: Training(scheduler=warmed_up),
     "SGD": sgd(),
     "no decay of norms": only_matrices_of_both,
+    "a graph of its own": graphs.capturing(graphs.Passes),
+    "a scale that a graph reads": graphs.scaling(scale=torch.tensor(8.0), is_in_place=True),
 }
+
+GRAPHED = ("a graph of its own", "a scale that a graph reads")
+"""The right trainings that capture graphs by themselves."""
+
+ONLY_AT = {"SGD": ("fp32",), "a scale that a graph reads": SCALED}  # TE's SGD holds no FP32 master weights
+"""The precisions of right trainings that others do not suit."""

@@ -15,7 +15,7 @@ from parity.judge.limits import packaged
 from parity.lab import record
 from parity.lab.campaign import Campaign, FourDigits
 from parity.lab.studies.settings import check_names
-from parity.lab.studies.trainings.rows import HOSTS, RIGHT, WRONG, case_of
+from parity.lab.studies.trainings.rows import GRAPHED, HOSTS, ONLY_AT, RIGHT, WRONG, case_of
 from parity.result import Switch
 from parity.te.precision import PRECISIONS, why_unavailable
 from parity.training import train_at
@@ -122,9 +122,9 @@ def trainings(settings: Settings) -> list[Training]:
             Training(right, host, name, seed, settings.steps, switch)
             for right in RIGHT
             for host in HOSTS
-            for switch in (switches if right == "plain" else switches[:1])
+            for switch in {"plain": switches, **dict.fromkeys(GRAPHED, ("graph",))}.get(right, switches[:1])
             for seed in range(settings.seeds)
-            if not (right == "SGD" and name != "fp32")  # TE's SGD holds no FP32 master weights
+            if name in ONLY_AT.get(right, (name,))
         ]
     return found
 

@@ -1,0 +1,240 @@
+"""Trainings that capture CUDA graphs by themselves: right ones, and ones with what breaks graphs on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from parity.case.case import Training
+from parity.case.training import ADAM, Model
+from parity.te.scaling import slots
+
+Step = Callable[..., Tensor]
+
+
+class Passes:
+    """Captures the forward and the backward pass of a step; the optimizer's step stays outside."""
+
+    def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
+        """Warm up, capture, and return the step that replays."""
+        self.static = x.detach().clone()
+        scaling = [(one, one.clone()) for slot in slots(model.module) for one in (slot.scale, slot.history)]
+        for _ in range(2):
+            self.passes(model)
+        for one, before in scaling:
+            one.copy_(before)
+        optimizer.zero_grad(set_to_none=True)
+        graph = model.cuda.CUDAGraph()
+        with model.cuda.graph(graph):
+            loss = self.passes(model)
+
+        def step(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+            self.fill(x)
+            graph.replay()
+            self.update(model, optimizer)
+            return loss
+
+        return step
+
+    def passes(self, model: Model) -> Tensor:
+        """Compute what is captured."""
+        loss = model.loss(self.static)
+        loss.backward()
+        return loss
+
+    def fill(self, x: Tensor) -> None:
+        """Copy a batch to the memory that the graph reads."""
+        with torch.no_grad():
+            self.static.copy_(x)
+
+    def update(self, model: Model, optimizer: Optimizer) -> None:
+        """Use the gradients that the graph has computed."""
+        optimizer.step()
+
+
+class NotCopied(Passes):
+    """Leaves the first batch in the graph's memory."""
+
+    def fill(self, x: Tensor) -> None:
+        """Copy nothing."""
+
+
+class LetGo(Passes):
+    """Lets the gradients go that the graph writes."""
+
+    def update(self, model: Model, optimizer: Optimizer) -> None:
+        """Step, and let the gradients go."""
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+class Read(Passes):
+    """Reads the loss to print it."""
+
+    def passes(self, model: Model) -> Tensor:
+        """Read the loss before it is differentiated."""
+        loss = model.loss(self.static)
+        if loss.item() > 1e9:
+            raise ValueError("the loss is too large")
+        loss.backward()
+        return loss
+
+
+class Trains(Passes):
+    """Makes real steps to warm up."""
+
+    def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
+        """Train on the first batch before."""
+        model.loss(x).backward()
+        optimizer.step()
+        return super().capture(model, optimizer, x)
+
+
+class LeavesAmaxes(Passes):
+    """Warms up with other batches, and leaves their amaxes."""
+
+    def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
+        """Run the first batch, 16 times as large, before."""
+        model.loss(16.0 * x).backward()
+        return super().capture(model, optimizer, x)
+
+
+class Scaled(Passes):
+    """Scales the loss by a number that doubles in each step, and undoes that where gradients are used.
+
+    Attributes:
+        scale: a number, or a tensor.
+        is_in_place: whether a tensor keeps its memory.
+    """
+
+    def __init__(self, scale: float | Tensor = 8.0, is_in_place: bool = False) -> None:
+        self.scale, self.is_in_place = scale, is_in_place
+
+    def passes(self, model: Model) -> Tensor:
+        """Scale the loss."""
+        loss = model.loss(self.static)
+        (self.scale * loss).backward()
+        return loss
+
+    def update(self, model: Model, optimizer: Optimizer) -> None:
+        """Undo the scale, step, and scale more the next time."""
+        for one in model.parameters():
+            if one.grad is not None:
+                one.grad.div_(self.scale)
+        optimizer.step()
+        if self.is_in_place:
+            self.scale.mul_(2.0)  # type: ignore[union-attr]
+        else:
+            self.scale = 2.0 * self.scale
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Make the step without a graph."""
+        optimizer.zero_grad()
+        self.static = x
+        loss = self.passes(model)
+        self.update(model, optimizer)
+        return loss
+
+
+class MovedWeights:
+    """Steps FP32 copies of the weights, and puts new tensors into the module afterwards."""
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Make the copies and their optimizer."""
+        self.masters = [nn.Parameter(one.detach().float().clone()) for one in model.parameters()]
+        return AdamW(self.masters, **ADAM)
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Make a step."""
+        for one in model.parameters():
+            one.grad = None
+        loss = model.loss(x)
+        loss.backward()
+        for one, master in zip(model.parameters(), self.masters, strict=True):
+            master.grad = None if one.grad is None else one.grad.float()
+        optimizer.step()
+        for one, master in zip(model.parameters(), self.masters, strict=True):
+            one.data = master.detach().to(one.dtype, copy=True)
+        return loss
+
+
+def capturing(passes: Callable[[], Passes], **options: Any) -> Callable[[ModuleType], Training]:
+    """Return a training that captures its passes like this."""
+    return lambda te: Training(graph=passes().capture, **options)
+
+
+def scaling(**options: Any) -> Callable[[ModuleType], Training]:
+    """Return a training whose scale changes, with a graph and without."""
+
+    def training(te: ModuleType) -> Training:
+        scale = options.get("scale", 8.0)
+        own = Scaled(scale.clone() if isinstance(scale, Tensor) else scale, options.get("is_in_place", False))
+        return Training(candidate_step=own, graph=own.capture)
+
+    return training
+
+
+def moved_weights(te: ModuleType) -> Training:
+    """Return a training whose weights lie in other memory after each step."""
+    own = MovedWeights()
+    return Training(
+        optimizer=lambda model: AdamW(model.parameters(), **ADAM),
+        candidate_optimizer=own.optimizer,
+        candidate_step=own,
+    )
+
+
+def without_recipe(te: ModuleType) -> Training:
+    """Return a training that captures its module without a recipe."""
+
+    def capture(model: Model, optimizer: Optimizer, x: Tensor) -> None:
+        te.make_graphed_callables(model.module, (x.detach().clone().requires_grad_(),))
+
+    return Training(graph=capture)
+
+
+def cached_weights(te: ModuleType) -> Training:
+    """Return a training whose graph quantizes its weights in the first step alone."""
+
+    def capture(model: Model, optimizer: Optimizer, x: Tensor) -> None:
+        sample = x.detach().clone().requires_grad_()
+        how = dict(enabled=True, recipe=model.recipe, cache_quantized_params=True)
+        te.make_graphed_callables(model.module, (sample,), **how)
+        replayed, calls = model.module.forward, []
+
+        def forward(x: Tensor) -> Any:
+            calls.append(x.shape)
+            return replayed(x, is_first_microbatch=len(calls) == 1)
+
+        model.module.forward = forward
+
+    return Training(optimizer=lambda model: SGD(model.parameters(), lr=0.5), graph=capture)
+
+
+class WholeStep(Passes):
+    """Captures the optimizer's step as well."""
+
+    def passes(self, model: Model) -> Tensor:
+        """Compute the gradients, and step unless this warms up."""
+        loss = super().passes(model)
+        if model.cuda.is_current_stream_capturing():
+            self.own.step()
+        return loss
+
+    def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
+        """Capture the whole step."""
+        self.own = optimizer
+        return super().capture(model, optimizer, x)
+
+    def update(self, model: Model, optimizer: Optimizer) -> None:
+        """Do nothing, since the graph has."""
+
+
+def plain_sgd(model: nn.Module) -> Optimizer:
+    """Make an optimizer that keeps nothing of each weight."""
+    return SGD(model.parameters(), lr=0.05)

@@ -1,0 +1,211 @@
+"""Name what a CUDA graph computes otherwise than the same training without one.
+
+What a graph keeps from its capture is told by experiment: the training without graphs is made again up to the step,
+something is given back what it was at the capture, and the step must then be the graph's to the bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from parity.mistakes.codes import finding
+from parity.passes.capture import NotCaptured
+from parity.passes.graphed import Computed, Ungraphed
+from parity.passes.steps import Batch, Stepped, Trainee
+from parity.result import Finding
+from parity.search.held_by_python import Value, values
+from parity.trace.whose import users_line
+from parity.user_error import raised
+
+# So many inputs and values are tried one by one.
+_ALONE = 6
+
+
+def not_captured(error: NotCaptured) -> Finding:
+    """Return what a capture has met that no graph holds."""
+    cause = error.__cause__ or error
+    where = users_line(cause)
+    return finding(
+        "graph-not-captured",
+        f"the capture raised {raised(cause)}{f'; at {where}' if where else ''}: what reads a tensor's value (item, "
+        "tolist, cpu, a branch, a mask as an index), or waits for the device, has to stay outside of what is captured",
+    )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that a graph has made otherwise than the training without graphs.
+
+    Attributes:
+        number: of the step, from 1.
+        stepped: the step.
+        computed: what it has computed.
+        ungraphed: the training without graphs.
+    """
+
+    number: int
+    stepped: Stepped
+    computed: Computed
+    ungraphed: Ungraphed
+
+    @property
+    def differing(self) -> list[str]:
+        """Return the labels of what is another than without graphs."""
+        return self.ungraphed.steps[self.number - 1].differs_in(self.computed)
+
+    def without_graph(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> Computed:
+        """Return what the step is without a graph, if the candidate is changed before it.
+
+        Args:
+            change: gets the candidate, and the values that it had when the graph was captured; it may return another
+                batch.
+        """
+        with self.ungraphed.begun() as trainee:
+            at_capture = list(values(trainee))
+            for number in range(1, self.number):
+                self.ungraphed.made(trainee, number)
+            return self.ungraphed.made(trainee, self.number, change(trainee, at_capture))[1]
+
+    def is_made_by(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> bool:
+        """Return whether the step without a graph is then the graph's."""
+        return not self.without_graph(change).differs_in(self.computed)
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Return whether the training without graphs is the same to the bit if it is made again."""
+        again = self.without_graph(lambda trainee, at_capture: None)
+        return not again.differs_in(self.ungraphed.steps[self.number - 1])
+
+
+def replay_explained(replayed: Replayed) -> Finding | None:
+    """Return which value of the capture, or which mistake of it, the graph's step shows; None if none is found."""
+    number = replayed.number
+    if number == 1 and replayed.ungraphed.changed_by_capture:
+        return finding(
+            "graph-differs",
+            f"the capture has changed {_listed(replayed.ungraphed.changed_by_capture)}: what runs before a capture to "
+            "warm up must leave no trace, so step no optimizer there, and put back the scales of delayed scaling, as "
+            "make_graphed_callables does",
+        )
+    if replayed.stepped.moved:
+        return finding(
+            "graph-lost-gradient",
+            f"in step {number}, the optimizer does not read the gradients of {_listed(replayed.stepped.moved)} where "
+            "the graph writes them, in the memory that grad had when it was captured: zero_grad(set_to_none=True) lets "
+            "that go, and so does parameter.grad = ...; change gradients in place",
+        )
+    if replayed.is_made_by(lambda trainee, at_capture: trainee.leave_recipe()):
+        return finding(
+            "graph-differs",
+            f"step {number} of the graph is, to the bit, that without the precision's recipe: give "
+            "make_graphed_callables enabled=True and the recipe, or capture within te.autocast",
+        )
+    return _stale_input(replayed) or _frozen_value(replayed)
+
+
+def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
+    """Return what to say of a step that nothing explains, and whether it names values that the graph may have kept."""
+    number, differing = replayed.number, replayed.differing
+    beginning = (
+        f"step {number} of the graph is not that of the same training without a graph: {_listed(differing)} "
+        f"{'is' if len(differing) == 1 else 'are'} others"
+    )
+    anew = replayed.without_graph(lambda trainee, at_capture: trainee.capture())
+    if number == 1 or anew.differs_in(replayed.ungraphed.steps[number - 1]):
+        told = finding(
+            "graph-differs",
+            f"{beginning}, and a graph that is captured right before it is no better: look at what the capture runs "
+            "and the training does not, and at inputs that are not copied into the graph's memory",
+        )
+        return told, False
+    changed = _changed(replayed)
+    was = f": since then, {_listed([one.was for one in changed])}" if changed else ", FP8 weights or memory"
+    told = finding(
+        "graph-frozen-value",
+        f"{beginning}, and a graph that is captured right before it computes it right: so the graph keeps a number, a "
+        f"branch or something else of the time of its capture{was}",
+    )
+    return told, bool(changed)
+
+
+def _stale_input(replayed: Replayed) -> Finding | None:
+    """Return which inputs are those of an earlier step, or zero."""
+    number = replayed.number
+
+    def with_old(old: int, chosen: Sequence[int], trainee: Trainee, at_capture: list[Value]) -> Batch:
+        now = trainee.batch(number)
+        leaves, spec = tree_flatten(now.inputs)
+        others = tree_flatten(_zero(now.inputs) if not old else trainee.batch(old).inputs)[0]
+        mixed = [others[i] if i in chosen else one for i, one in enumerate(leaves)]
+        return Batch(tree_unflatten(mixed, spec), now.input_names)
+
+    names = _input_names(replayed)
+    every = range(len(names))
+    choices = [every[i : i + 1] for i in every[:_ALONE]] + ([every] if len(names) > 1 else [])
+    for old, chosen in itertools.product(dict.fromkeys((*range(1, number)[:1], *range(1, number)[-1:], 0)), choices):
+        if replayed.is_made_by(partial(with_old, old, chosen)):
+            told = f"that of step {old}" if old else "zero"
+            return finding(
+                "graph-stale-input",
+                f"step {number} of the graph is, to the bit, that without a graph in which "
+                f"{_listed([names[i] for i in chosen])} is {told}: a replay reads the memory that the capture read, so "
+                "copy each batch into it before (static.copy_(batch))",
+            )
+    return None
+
+
+def _input_names(replayed: Replayed) -> list[str]:
+    with replayed.ungraphed.begun() as trainee:
+        batch = trainee.batch(1)
+    if isinstance(batch.inputs, dict):
+        return [f"the input {name}" for name, one in batch.inputs.items() for _ in tree_flatten(one)[0]]
+    leaves = tree_flatten(batch.inputs)[0]
+    named = len(batch.input_names) == len(leaves)
+    return [f"the input {batch.input_names[i] if named else i}" for i in range(len(leaves))]
+
+
+def _zero(inputs: Any) -> Any:
+    return tree_map(lambda x: x.new_zeros(x.shape) if isinstance(x, Tensor) else x, inputs)
+
+
+def _frozen_value(replayed: Replayed) -> Finding | None:
+    """Return what Python held at the capture, and the graph still has."""
+    changed = _changed(replayed)
+    memory = [one for one in changed if one.is_memory]
+    numbers = [one for one in changed if not one.is_memory]
+    groups = [[one] for one in (numbers + memory)[:_ALONE]] + [some for some in (numbers, memory) if len(some) > 1]
+
+    def set_back(names: set[str], trainee: Trainee, at_capture: list[Value]) -> None:
+        for one in at_capture:
+            if one.name in names:
+                one.write(one.value)
+
+    for group in [*groups, changed] if numbers and memory else groups:
+        if replayed.is_made_by(partial(set_back, {one.name for one in group})):
+            return finding(
+                "graph-frozen-value",
+                f"step {replayed.number} of the graph is, to the bit, that without a graph in which "
+                f"{_listed([one.again for one in group])}: a graph keeps the numbers, the branches and the memory that "
+                "it was captured with; write to a tensor in place, which the graph reads, or capture again",
+            )
+    return None
+
+
+def _changed(replayed: Replayed) -> list[Value]:
+    """Return the values that change from the capture to the end of the step, as they were."""
+    with replayed.ungraphed.begun() as trainee:
+        at_capture = list(values(trainee))
+        for number in range(1, replayed.number + 1):
+            replayed.ungraphed.made(trainee, number)
+        return [one for one in at_capture if one.is_changed]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
