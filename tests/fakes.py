@@ -143,10 +143,22 @@ def _exit_in_a_thread() -> None:
     thread.join()
 
 
+def _exit_in_c_in_a_thread() -> None:
+    thread = threading.Thread(target=lambda: ctypes.CDLL(None).exit(0))
+    thread.start()
+    thread.join()
+
+
 def _exit_in_a_fork() -> None:
     if os.fork() == 0:
         os._exit(3)
     os.wait()
+
+
+def _die_once() -> None:
+    if not (mark := Path("died")).exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _ignore_interruptions() -> None:
@@ -181,10 +193,13 @@ MISHAPS: dict[str, Callable[[], None]] = {
     "exits_in_a_thread": _exit_in_a_thread,
     "exits_in_a_fork": _exit_in_a_fork,
     "exits_in_c": lambda: ctypes.CDLL(None).exit(0),
+    "exits_in_c_in_a_thread": _exit_in_c_in_a_thread,
+    "exits_in_c_unheard": lambda: ctypes.CDLL(None)._exit(0),
     "raises_ctrl_c": _ask_to_end,
     "hangs_whatever_is_raised": _ignore_interruptions,
     "raises_mutely": _mute,
     "raises_a_surrogate": _raise(ValueError("\udcff\x1b")),
+    "dies_once": _die_once,
     "dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "quits": _raise(SystemExit(0)),
     "leaves_pytest": _raise(pytest.exit.Exception("bye")),

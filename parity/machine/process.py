@@ -50,7 +50,7 @@ def keep_freed() -> bool:
         heap, and the system
         tells how much memory is free.
     """
-    libc, free = _glibc(), host.free_memory()
+    libc, free = glibc(), host.free_memory()
     if libc is None or free is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
     limit = min(host.share_to_keep(free), _LARGEST)
@@ -59,12 +59,12 @@ def keep_freed() -> bool:
 
 def give_back() -> None:
     """Give back what is free now, for another process that needs the memory."""
-    libc = _glibc()
+    libc = glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
-def _glibc() -> Any:
+def glibc() -> Any:
     """Return the C library of this process; None if it is another."""
     try:
         libc = ctypes.CDLL(None)

@@ -9,7 +9,6 @@ import itertools
 import os
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
 from parity.plugin import ending, options, resume, uncollected
+from parity.plugin.collecting import collected_in_time, too_late
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import FINISHED, Options
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _OPTIONS = pytest.StashKey[Options]()
 _KERNELS = pytest.StashKey["Kernels"]()
 _GPUS = pytest.StashKey[list[Device]]()
+_KILLER = pytest.StashKey[str]()
 _RESUMED = pytest.StashKey["tuple[Claim, resume.Unfinished | None]"]()
 _OF_PAIRS = pytest.StashKey[set[Path]]()
 
@@ -66,6 +67,22 @@ def pytest_configure(config: pytest.Config) -> None:
         reason = te.why_no_gpu()
         if reason is not None:
             raise pytest.UsageError(f"the backend gpu was asked for: no real TransformerEngine kernels here: {reason}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Give a worker to a resumed run that has none, if an item may end its process: the run then goes on after it."""
+    option = config.option
+    without_workers = not getattr(option, "numprocesses", 0) and getattr(option, "dist", "") == "no"
+    if without_workers and not (hasattr(config, "workerinput") or option.usepdb or option.collectonly):
+        try:
+            asked = options.read(config)
+        except UserError:  # is told when pytest is configured
+            return
+        killer = resume.ended_its_process(asked.record) if asked.resume else ""
+        if killer:
+            config.stash[_KILLER] = killer
+            option.numprocesses, option.dist, option.tx = 1, "load", ["popen"]  # as xdist reads -n 1, which it may have
 
 
 def _go_on(config: pytest.Config) -> None:
@@ -201,18 +218,23 @@ def pytest_make_collect_report(
 
     A mistake in a user's file is reported by its message; its traceback would lead into parity, not to the mistake.
     """
-    try:
-        of_pairs = collector.path in collector.config.stash.get(_OF_PAIRS, ())
-        with ending.exits_refused(collector.config) if of_pairs else nullcontext():
-            report = yield
-    except SystemExit as error:  # pytest would call it an internal error, and not say where it is
-        if not (isinstance(collector, pytest.Module) and imports_parity(collector.path)):
-            raise
-        from parity.case.registry import import_failure
+    if isinstance(collector, pytest.Module) and collector.path in collector.config.stash.get(_OF_PAIRS, ()):
+        seconds = 0.0 if collector.config.getoption("usepdb") else collector.config.stash[_OPTIONS].timeout
+        try:
+            with collected_in_time(collector, seconds):
+                report = yield
+                if report.passed:
+                    report.result.extend(_nodes(collector))
+        except SystemExit as error:  # pytest would call it an internal error, and not say where it is
+            from parity.case.registry import import_failure
 
-        report = pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
-    if isinstance(collector, pytest.Module) and report.passed and "parity.case.registry" in sys.modules:
-        report.result.extend(_nodes(collector))
+            report = pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
+        except KeyboardInterrupt as error:
+            if not ending.is_time_up(collector.config):
+                raise
+            report = too_late(collector, seconds, error)
+    else:
+        report = yield
     call = getattr(report, "call", None)
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
         report.longrepr = _told(call.excinfo.value, collector.config.option.verbose >= DETAILS)
@@ -347,7 +369,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         stash = session.config.stash
         claim, unfinished = stash.get(_RESUMED, (None, None))
-        recorder = Recorder(stash[_OPTIONS], claim, unfinished, stash[ending.STDERR])
+        recorder = Recorder(stash[_OPTIONS], claim, unfinished, stash[ending.STDERR], stash.get(_KILLER, ""))
         session.config.pluginmanager.register(recorder, ending.RECORDER)
 
 

@@ -1,18 +1,23 @@
 """Keep a run alive that has no workers, or see to it that its end is told.
 
-Without workers, a case runs in pytest's own process. What Python code can do to end that is refused here. What else
-ends it, such as a crash in C code, is told by another process, which only waits for that.
+Without workers, a case runs in pytest's own process, which stays the one that the user has started, for debuggers,
+profilers and Ctrl-C. What Python code can do to end it is refused here, and what C code does by ``exit`` is heard while
+there is time for a report and an exit code. What else ends it, such as a crash in C code, is told by another process,
+which only waits for that.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
+
+from parity.machine.process import glibc
 
 # A case that calls os._exit would end the run with an exit code of its own, and no report.
 
@@ -42,6 +47,35 @@ def exit_refused() -> Iterator[list[str]]:
         yield calls
     finally:
         os._exit = exit_now
+
+
+# C code that calls ``exit`` would end the run, too. That cannot be stopped, but the C library calls who asked for it.
+
+
+@contextmanager
+def exit_heard(ended: Callable[[], object]) -> Iterator[None]:
+    """Within the context, call this if C code ends the process by ``exit``; it is not to return.
+
+    What is asked for last is called first, so before anything that was loaded earlier is torn down. Nothing is heard of
+    ``_exit``, nor where the C library is not glibc: musl cannot be told that the context has been left.
+    """
+    libc, process, left = glibc(), os.getpid(), False
+    if libc is None:
+        yield
+        return
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def exiting(argument: object) -> None:
+        if not left and os.getpid() == process:  # what a case forks may end as it likes
+            ended()
+
+    asker = ctypes.c_char()  # its address stands for the library that asked
+    libc["__cxa_atexit"](exiting, None, ctypes.byref(asker))
+    try:
+        yield
+    finally:
+        left = True
+        libc["__cxa_finalize"](ctypes.byref(asker))  # calls it now, and never again
 
 
 # Another process waits for the end of this one, and draws the report if this one cannot.

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from parity import reading
-from parity.plugin.alone import exit_refused
+from parity.plugin.alone import exit_heard, exit_refused
 
 if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
@@ -276,6 +276,7 @@ def environment_line(item: ParityItem) -> str:
 BROKEN_BY = pytest.StashKey[str]()
 STDERR = pytest.StashKey[int]()
 USE_WORKERS = "with -n 1 or more, a new worker takes the place of one that cannot go on"
+RESUME = "a resumed run (--resume, or --parity-resume=yes) compares it in a worker, and goes on after it"
 
 
 def keep_stderr(config: pytest.Config) -> None:
@@ -284,12 +285,12 @@ def keep_stderr(config: pytest.Config) -> None:
     config.add_cleanup(lambda: os.close(config.stash[STDERR]))
 
 
-def announce(report: pytest.TestReport) -> None:
+def announce(report: pytest.TestReport | pytest.CollectReport) -> None:
     """Mark a report as the last one of its worker."""
-    report.parity_last = True  # type: ignore[attr-defined]
+    report.parity_last = True  # type: ignore[union-attr]
 
 
-def is_last(report: pytest.TestReport) -> bool:
+def is_last(report: pytest.TestReport | pytest.CollectReport) -> bool:
     """Return whether a worker announced its end with this report."""
     return bool(getattr(report, "parity_last", False))
 
@@ -315,16 +316,32 @@ class EndsAfterLastReport:
 def out_of_time(item: ParityItem, main_thread: int) -> None:
     """Report an item that hangs, from the thread that watches it; the process ends when this returns.
 
-    Without workers the run is over with it: then pytest finishes here, and draws its summary and the report.
-
     Args:
         item: its results tell what was compared so far.
         main_thread: the identifier of the thread that hangs.
     """
-    workers = bool(item.workplace.worker)
-    ended = "its worker was ended and replaced" if workers else f"the run ends with it: {USE_WORKERS}"
-    item.results.append(item.cut_short(f"{too_long(item.options.timeout)}; {ended}", from_outside=False))
-    stack = "".join(traceback.format_stack(sys._current_frames()[main_thread]))
+    ended = "its worker was ended and replaced" if item.workplace.worker else _END_OF_RUN
+    _end_with_item(item, f"{too_long(item.options.timeout)}; {ended}", main_thread)
+
+
+def exits_in_c(item: ParityItem) -> None:
+    """Report an item in which C code ends this process by ``exit``, and end it as one in which something failed."""
+    from parity.trace.whose import line_running
+
+    at = line_running()
+    cause = f"its C code called exit, which ends the process{at and f' ({at})'}; {_END_OF_RUN}"
+    end_process(lambda: _end_with_item(item, cause, threading.get_ident()))
+
+
+_END_OF_RUN = f"the run ends with it: {USE_WORKERS}"
+
+
+def _end_with_item(item: ParityItem, cause: str, thread: int) -> None:
+    """Report the item with which this process ends.
+
+    Without workers the run is over with it: then pytest finishes here, and draws its summary and the report.
+    """
+    item.results.append(item.cut_short(cause, from_outside=False))
     report = pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
@@ -332,18 +349,33 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
         outcome="failed",
         longrepr=told(item.results),
         when="call",
-        sections=[("where it was", stack)],
+        sections=[("where it was", stack_of(thread))],
     )
     report.parity_lines = of_item(item)  # type: ignore[attr-defined]
     announce(report)
-    capture = item.config.pluginmanager.getplugin("capturemanager")
+    show_output(item.config)
+    item.ihook.pytest_runtest_logreport(report=report)
+    if not item.workplace.worker:
+        _record_as_not_compared(item)
+        finish(item.session)
+
+
+def stack_of(thread: int) -> str:
+    """Return what a thread runs now, as a traceback shows it."""
+    return "".join(traceback.format_stack(sys._current_frames()[thread]))
+
+
+def show_output(config: pytest.Config) -> None:
+    """Let what is printed from now on be seen."""
+    capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         capture.suspend_global_capture(in_=True)
-    item.ihook.pytest_runtest_logreport(report=report)
-    if not workers:
-        _record_as_not_compared(item)
-        item.config.hook.pytest_sessionfinish(session=item.session, exitstatus=pytest.ExitCode.TESTS_FAILED)
-        sys.stdout.flush()
+
+
+def finish(session: pytest.Session) -> None:
+    """Have pytest print its summary, and the recorder draw the report."""
+    session.config.hook.pytest_sessionfinish(session=session, exitstatus=pytest.ExitCode.TESTS_FAILED)
+    sys.stdout.flush()
 
 
 def _record_as_not_compared(ended_by: ParityItem) -> None:
@@ -358,7 +390,7 @@ def _record_as_not_compared(ended_by: ParityItem) -> None:
 
 
 def too_long(seconds: float) -> str:
-    """Say that a comparison took longer than its limit."""
+    """Say that a comparison, or a file's collection, took longer than its limit."""
     return f"ran longer than {seconds:g} s (--parity-timeout, or --timeout of parity run)"
 
 
@@ -404,13 +436,12 @@ def is_asked_to_end(config: pytest.Config) -> bool:
 
 
 def interruption(config: pytest.Config) -> Callable[[], None] | None:
-    """Return what interrupts a comparison whose time is up, from another thread; None if this process ends with it.
+    """Return what interrupts the main thread when its time is up, from another thread; None where that is impossible.
 
-    A worker does, since another takes its place. Elsewhere the comparison gets a signal, as by Ctrl-C, which also wakes
-    what sleeps in C code.
+    It gets a signal, as by Ctrl-C, which also wakes what sleeps in C code.
     """
     config.stash[_TIME_IS_UP] = False
-    if hasattr(config, "workerinput") or _ASKED_TO_END not in config.stash or not hasattr(signal, "pthread_kill"):
+    if _ASKED_TO_END not in config.stash or not hasattr(signal, "pthread_kill"):
         return None
     main_thread = threading.get_ident()
 
@@ -447,16 +478,39 @@ def record_meanwhile(item: ParityItem) -> None:
     """
     recorder = item.config.pluginmanager.getplugin(RECORDER)
     if recorder is not None:
-        lines = of_results([*item.results, item.cut_short("" if item.verdict else f"{_DIED}; {USE_WORKERS}")])
+        lines = of_results([*item.results, item.cut_short(f"{_DIED}; {RESUME}")])
         recorder.record_meanwhile(item.nodeid, environment_line(item), lines)
 
 
 _DIED = "the process of this run ended while it was compared"
+WORKER = "its worker"  # that died or ended
 
 
-def exits_refused(config: pytest.Config) -> AbstractContextManager[list[str]]:
-    """Within the context, ``os._exit`` does not end a run without workers; a worker it may end. Yield the calls."""
-    return nullcontext([]) if hasattr(config, "workerinput") else exit_refused()
+def took_its_process_along(result: Result) -> bool:
+    """Return whether a comparison ended since its process did, which somebody else may have killed."""
+    told = result.reason or "".join(result.notes[-1:])
+    return result.cut_short and any(what in told for what in (_DIED, f"{WORKER} died", f"{WORKER} ended"))
+
+
+@contextmanager
+def exits_refused(config: pytest.Config, ended: Callable[[], object]) -> Iterator[list[str]]:
+    """Within the context, ``os._exit`` does not end a run without workers, and ``exit`` in C code not without a word.
+
+    A worker may end, since another takes its place.
+
+    Args:
+        config: of this process.
+        ended: called if C code ends the process; it is not to return.
+
+    Yields:
+        The calls of ``os._exit``.
+    """
+    with ExitStack() as refused:
+        if hasattr(config, "workerinput"):
+            yield []
+            return
+        refused.enter_context(exit_heard(ended))
+        yield refused.enter_context(exit_refused())
 
 
 def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:

@@ -157,7 +157,7 @@ class ParityItem(pytest.Item):
 
         self.verdict = None
         try:
-            with ending.exits_refused(self.config) as exits:
+            with ending.exits_refused(self.config, partial(ending.exits_in_c, self)) as exits:
                 result = self._judged_and_explained(seed, calibration)
             if exits and result.status in ("passed", "skipped"):  # by a thread, or the pair's code caught it
                 return self.without_comparison(f"the pair's code called {exits[0]}, which would have ended the run")
@@ -242,7 +242,8 @@ class ParityItem(pytest.Item):
         expired = partial(ending.out_of_time, self, threading.get_ident())
         stacks = diary.stacks if diary else self.config.stash[ending.STDERR]
         seconds = 0.0 if self.config.getoption("usepdb") else self.options.timeout
-        return time_limit(seconds, expired, stacks, ending.interruption(self.config))
+        interrupt = ending.interruption(self.config)
+        return time_limit(seconds, expired, stacks, None if self.workplace.worker else interrupt)
 
     def _write_diary(self) -> None:
         from parity.report import record

@@ -41,10 +41,17 @@ class Recorder:
         options: the run's.
         claim: the record, if the run has claimed it already.
         unfinished: what a run before this one left, if this one goes on with it.
+        stderr: a descriptor of standard error that nobody captures.
+        killer: the item with which that run's process ended, if this one has a worker because of it.
     """
 
     def __init__(
-        self, options: Options, claim: Claim | None = None, unfinished: Unfinished | None = None, stderr: int = 2
+        self,
+        options: Options,
+        claim: Claim | None = None,
+        unfinished: Unfinished | None = None,
+        stderr: int = 2,
+        killer: str = "",
     ) -> None:
         self._record, self._report, self._name = options.record, options.report, options.name
         self._digest: Digest | None = None
@@ -70,6 +77,8 @@ class Recorder:
             self._known = {(f"{each.path}::{each.item}", each.seed) for each in unfinished.record.results}
             done, all_of_them = len(unfinished.finished), unfinished.record.environment.items
             self._tell(f"went on with {self._record}, which had {done} of {all_of_them} items")
+        if killer:
+            self._tell(f"compared in a worker, since the process of the run before ended while it compared {killer}")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Claim the record if there is something to write."""
@@ -151,7 +160,7 @@ class Recorder:
                 self._meanwhile = size
         if self._waiter is None:
             with suppress(OSError):
-                self._waiter = Waiter(self._record, self._report, ending.USE_WORKERS, self._stderr)
+                self._waiter = Waiter(self._record, self._report, ending.RESUME, self._stderr)
         if self._waiter is not None:
             self._waiter.tell(node_id)
 

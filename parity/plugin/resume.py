@@ -105,6 +105,17 @@ def unfinished(claim: Claim, options: Options) -> Unfinished | None:
     return Unfinished(left, content, frozenset(finished))
 
 
+def ended_its_process(path: Path) -> str:
+    """Return the item of a record with which a process ended; empty if there is none, or no record."""
+    from parity.report import record
+
+    try:
+        results = record.read(path).results if path.exists() else ()
+    except (UserError, OSError):  # is told when the record is claimed
+        return ""
+    return next((f"{each.path}::{each.item}" for each in results if ending.took_its_process_along(each)), "")
+
+
 def _listed(seeds: Sequence[int]) -> str:
     from parity.report.numbers import seeds as in_words
 

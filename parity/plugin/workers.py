@@ -72,6 +72,12 @@ class Workers:
         if ending.is_last(report):
             self._announced.add(report.nodeid)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """End the run with a file that hangs in a worker whatever is raised there: it would in each that follows."""
+        session: Any = self._config.pluginmanager.getplugin("dsession")
+        if ending.is_last(report) and session is not None:
+            session.shouldstop = f"{report.nodeid} cannot be collected, and ends each worker that tries"
+
     def pytest_keyboard_interrupt(self) -> None:
         ending.keep_finished_seeds_of_workers(self._config, Diary.all_in(self._folder), self._reported)
 
@@ -129,11 +135,11 @@ def _cause_of_death(worker: Any) -> str:
     except subprocess.TimeoutExpired:
         code = None
     if code is None:
-        return "its worker died"
+        return f"{ending.WORKER} died"
     if code >= 0:
-        return f"its worker ended with exit code {code}"
+        return f"{ending.WORKER} ended with exit code {code}"
     names = {number.value: number.name for number in signal.Signals}  # without most of the real-time ones
-    return f"its worker died: {names.get(-code, f'signal {-code}')}"
+    return f"{ending.WORKER} died: {names.get(-code, f'signal {-code}')}"
 
 
 # How many workers ``-n auto`` starts, and which GPUs they share; decided before anything is collected.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import fakes
+import forked
 import pytest
-from plugin_runs import recorded, run, run_in_a_process, write
+from plugin_runs import CASE, CONFTEST, recorded, run, run_in_a_process, write
 
+from parity.plugin.alone import exit_heard
 from parity.report import record
 from parity.result import Result
 
@@ -87,6 +92,33 @@ def test_a_case_that_hangs_whatever_is_raised_ends_the_run_and_every_item_has_it
     assert "2 of 3 items failed" in (tmp_path / "reports/parity.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["exits_in_c", "exits_in_c_in_a_thread"])
+def test_c_code_that_calls_exit_ends_the_run_with_its_report_and_another_exit_code(tmp_path: Path, name: str) -> None:
+    code, printed, results = run_in_a_process(tmp_path, ["sound", name, "never_reached"])
+    assert code == 1
+    assert [(result.case, result.status) for result in results] == [
+        ("sound", "passed"), (name, "error"), ("never_reached", "error")
+    ]  # fmt: skip
+    assert results[1].reason.startswith("its C code called exit, which ends the process")
+    assert results[2].reason.startswith(f"not compared, since my_pairs.py::{name}[fp32-2] ended the run; with -n 1")
+    assert "1 failed, 1 passed" in printed
+    assert "2 of 3 items failed" in (tmp_path / "reports/parity.md").read_text()
+
+
+def test_c_code_of_a_fork_may_exit_and_so_may_the_process_once_it_compares_no_more(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with exit_heard(lambda: heard.append("exit")):
+        child = os.fork()
+        if child == 0:
+            ctypes.CDLL(None).exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
+    assert heard == []
+
+
 # What nothing in the process can prevent is told by another process.
 
 
@@ -96,12 +128,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("name", "code"), [("exits_in_c", 0), ("dies", -9), ("hangs_for_good", 1)])
+@pytest.mark.parametrize(("name", "code"), [("exits_in_c_unheard", 0), ("dies", -9), ("hangs_for_good", 1)])
 def test_the_record_and_a_report_tell_which_item_ended_the_process(tmp_path: Path, name: str, code: int) -> None:
     ended, _, results = run_in_a_process(tmp_path, ["sound", name, "never_reached"], "--parity-timeout=3")
     assert ended == code
     assert [(result.case, result.status) for result in results] == [("sound", "passed"), (name, "error")]
-    assert results[-1].reason.startswith("the process of this run ended while it was compared; with -n 1 or more")
+    assert results[-1].reason.startswith("the process of this run ended while it was compared; a resumed run")
     report = tmp_path / "reports/parity.md"
     wait_for(lambda: report.exists() and "of this run ended" in report.read_text())
     assert "1 of 2 items failed; 1 item without a result" in report.read_text()
@@ -133,6 +165,54 @@ def test_a_record_is_complete_while_the_first_item_runs(
     run(pytester, "my_pairs.py").assert_outcomes(passed=1)
     assert seen == ["error"]
     assert [result.status for result in recorded(pytester).results] == ["passed"]
+
+
+# A file of pairs that hangs while it is collected costs itself, and one that ends the process is told.
+
+
+HANGS = "import time, parity\ntime.sleep(1000)\n"
+SOUND = "import parity\n" + CASE.format(name="sound")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_hangs_when_it_is_collected_is_interrupted_and_the_others_are_compared(
+    tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "hanging_pairs.py").write_text(HANGS)
+    arguments = ("hanging_pairs.py", f"-n{workers}", "--parity-timeout=3", "--continue-on-collection-errors")
+    code, printed, results = run_in_a_process(tmp_path, ["sound"], *arguments)
+    assert code == 1
+    assert [(result.case, result.status) for result in results] == [("sound", "passed")]
+    told = (
+        "hanging_pairs.py: ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it was collected; "
+        "it was interrupted at hanging_pairs.py:2"
+    )
+    assert told in printed
+    assert 'hanging_pairs.py", line 2, in <module>' in printed  # the way there
+    assert told in (tmp_path / "reports/parity.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("mishap", "workers", "told"),
+    [
+        ("hangs_whatever_is_raised", 0, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
+        ("hangs_whatever_is_raised", 2, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
+        ("exits_in_c", 0, "its C code called exit while it was collected, which ends the process; the run ends"),
+    ],
+)
+def test_a_file_that_ends_its_process_when_it_is_collected_ends_the_run_and_says_where(
+    tmp_path: Path, mishap: str, workers: int, told: str
+) -> None:
+    (tmp_path / "bad_pairs.py").write_text(f"import fakes, parity\nfakes.MISHAPS[{mishap!r}]()\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "my_pairs.py").write_text(SOUND)
+    path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
+    arguments = ("bad_pairs.py", "my_pairs.py", f"-n{workers}", "--parity-timeout=3")
+    ran = forked.run("-m", "pytest", "-p", "parity.plugin", *arguments, folder=tmp_path, environment=environment)
+    assert ran.returncode in (1, 2)
+    assert f"bad_pairs.py: {told}" in ran.stdout
+    assert 'bad_pairs.py", line 2, in <module>' in ran.stdout
 
 
 def test_a_file_that_exits_when_it_is_collected_is_an_error(pytester: pytest.Pytester) -> None:

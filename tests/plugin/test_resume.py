@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from plugin_runs import names, recorded, run, run_with_workers, write
+from plugin_runs import names, recorded, run, run_in_a_process, run_with_workers, write
 
 from parity.machine.files import Claim
+from parity.plugin import ending
 from parity.report import record
 from parity.user_error import UserError
 
@@ -95,12 +96,37 @@ def test_an_item_that_was_cut_short_is_compared_again(pytester: pytest.Pytester,
     run(pytester, "my_pairs.py")
     lines = file.read_text().splitlines(keepends=True)
     entry = json.loads(lines[1])
-    entry["result"] |= {"status": "error", "reason": "its worker died: SIGKILL", "cut_short": True}
+    entry["result"] |= {"status": "error", "reason": ending.REASON, "cut_short": True}
     file.write_text(lines[0] + json.dumps(entry) + "\n" + "".join(lines[2:]))
     run(pytester, "my_pairs.py", RESUME)
     assert sorted((each.item, each.status) for each in recorded(pytester).results) == sorted(
         (item, "failed" if item.startswith("fails") else "passed") for item in ITEMS
     )
+
+
+@pytest.mark.parametrize("name", ["dies", "exits_in_c_unheard", "fails_and_its_search_kills_it"])
+def test_a_resumed_run_goes_on_after_an_item_that_ends_its_process(tmp_path: Path, name: str) -> None:
+    names = ["sound", name, "reached_at_last", "too"]
+    run_in_a_process(tmp_path, names)
+    for _ in range(2):  # a run that had reached its end goes on as well
+        code, printed, results = run_in_a_process(tmp_path, names, RESUME)
+        assert code == 1
+        assert f"since the process of the run before ended while it compared my_pairs.py::{name}[fp32-2]" in printed
+        found = {result.case: result for result in results}
+        assert len(results) == len(names)
+        assert {found[each].status for each in ("sound", "reached_at_last", "too")} == {"passed"}
+        told = "".join([found[name].reason, *found[name].notes])
+        assert found[name].status == ("failed" if "search" in name else "error")
+        assert "its worker ended with exit code 0" in told or "its worker died: SIGKILL" in told
+    assert "1 of 4 items failed" in (tmp_path / "reports/parity.md").read_text()
+
+
+def test_an_item_that_somebody_killed_is_compared_to_its_end_when_the_run_goes_on(tmp_path: Path) -> None:
+    names = ["sound", "dies_once", "another"]
+    run_in_a_process(tmp_path, names)
+    code, _, results = run_in_a_process(tmp_path, names, RESUME)
+    assert code == 0
+    assert sorted((each.case, each.status) for each in results) == [(name, "passed") for name in sorted(names)]
 
 
 def test_a_line_that_is_damaged_in_the_middle_is_compared_again(pytester: pytest.Pytester, file: Path) -> None:
