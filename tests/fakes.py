@@ -149,6 +149,20 @@ def _exit_in_c_in_a_thread() -> None:
     thread.join()
 
 
+def _fork(name: str, seconds: float) -> None:
+    """Fork a process that goes on after so many seconds."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(seconds)
+    else:
+        Path(name).write_text(str(child))
+
+
+def _die_beside_a_fork() -> None:
+    _fork("dies_beside_a_fork", 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _exit_in_a_fork() -> None:
     if os.fork() == 0:
         os._exit(3)
@@ -192,6 +206,9 @@ MISHAPS: dict[str, Callable[[], None]] = {
     "exits": lambda: os._exit(0),
     "exits_in_a_thread": _exit_in_a_thread,
     "exits_in_a_fork": _exit_in_a_fork,
+    "forks_and_goes_on": lambda: _fork("forks_and_goes_on", 0),
+    "forks_what_lives_on": lambda: _fork("forks_what_lives_on", 1000),
+    "dies_beside_a_fork": _die_beside_a_fork,
     "exits_in_c": lambda: ctypes.CDLL(None).exit(0),
     "exits_in_c_in_a_thread": _exit_in_c_in_a_thread,
     "exits_in_c_unheard": lambda: ctypes.CDLL(None)._exit(0),

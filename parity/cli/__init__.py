@@ -49,7 +49,9 @@ def run(
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for as many as fit.")] = "auto",
-    timeout: Annotated[str | None, typer.Option(help="Seconds for an item at one seed, 0 for no limit [600].")] = None,
+    timeout: Annotated[
+        str | None, typer.Option(help="Seconds for an item, or to collect a file; 0 for none [600].")
+    ] = None,
     diagnosis: Annotated[str | None, typer.Option(help="yes, no, or seconds for a failure's cause [30].")] = None,
     calibration: Annotated[Path | None, typer.Option(help="A table of limits that parity calibrate made.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder of the report [reports].")] = None,

@@ -26,7 +26,7 @@ from parity.plugin.largest import largest_need
 from parity.plugin.options import FINISHED, Options
 from parity.plugin.recorder import Recorder
 from parity.plugin.uncollected import unknown_pairs
-from parity.plugin.workers import Workers, files_of_cases, gpus_of, has_cases, how_many
+from parity.plugin.workers import Workers, files_of_cases, gpus_of, has_cases, how_many, withhold_pipes
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def _place(config: pytest.Config) -> None:
     """Give each worker a GPU or, without workers, take the first that ``PARITY_DEVICES`` names, before CUDA starts."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(ending.EndsAfterLastReport(), "parity-end")
+        withhold_pipes(config)
         return
     if not has_cases(config):
         return

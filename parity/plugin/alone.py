@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from parity.machine.forks import withheld
 from parity.machine.process import glibc
 
 # A case that calls os._exit would end the run with an exit code of its own, and no report.
@@ -107,6 +108,8 @@ class Waiter:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C is not for it
         )
+        assert self._process.stdin is not None
+        withheld(self._process.stdin)
 
     def tell(self, node_id: str) -> None:
         """Tell which item is compared from now on; an empty text for none, which is a farewell if it is the last."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from parity.machine.forks import withheld
 from parity.plugin.options import Workplace
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class DeviceLock:
                 fcntl.flock(gate, fcntl.LOCK_UN)
 
     def _open(self, part: str) -> IO[str]:
-        return self.path.with_suffix(f".{part}").open("w")
+        return withheld(self.path.with_suffix(f".{part}").open("w"))
 
 
 def _free(gate: IO[str]) -> bool:

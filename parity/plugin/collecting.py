@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 
 from parity.plugin import ending, uncollected
+from parity.plugin.alone import exit_heard, exit_refused
 from parity.plugin.options import of
 
 
@@ -28,14 +29,16 @@ def collected_in_time(module: pytest.Module, seconds: float) -> Iterator[None]:
         cause = "its C code called exit while it was collected, which ends the process"
         ending.end_process(partial(_end_run, module, cause, threading.get_ident()))
 
-    with ending.time_limit(seconds, expired, stacks, ending.interruption(config)), ending.exits_refused(config, exited):
+    limit = ending.time_limit(seconds, expired, stacks, ending.interruption(config))
+    with limit, exit_heard(exited), exit_refused():  # also in a worker: each that follows would end as well
         yield
 
 
 def too_late(module: pytest.Module, seconds: float, interrupted: KeyboardInterrupt) -> pytest.CollectReport:
     """Return the report on a file that was interrupted since its time was up."""
-    from parity.trace.whose import interrupted_at, way_there
+    from parity.trace.whose import forget_handler, interrupted_at, way_there
 
+    forget_handler(interrupted)
     return _report(module, f"{_too_long(seconds)}; {interrupted_at(interrupted)}", way_there(interrupted))
 
 

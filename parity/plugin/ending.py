@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from parity import reading
+from parity.machine.forks import forks_ended
 from parity.plugin.alone import exit_heard, exit_refused
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ def time_limit(
 ) -> Iterator[None]:
     """End the process if the context is left too late; it never returns once the time is over.
 
+    What is forked within the context ends with it in any case: the timers are not in it, and the run is not its own.
+
     Args:
         seconds: the limit; 0 for none.
         expired: called in a thread of its own when the time is over, then the process ends with code 1.
@@ -170,7 +173,8 @@ def time_limit(
             ``GRACE_SECONDS``, the process goes on.
     """
     if not seconds:
-        yield
+        with forks_ended():
+            yield
         return
     over = threading.Lock()  # held from when the time is over, or from when the context was left in time
     left, leaving, grace = threading.Event(), threading.Lock(), GRACE_SECONDS
@@ -193,7 +197,8 @@ def time_limit(
         faulthandler.dump_traceback_later(until, exit=True, file=file)
         timer.start()
         try:
-            yield
+            with forks_ended():
+                yield
         finally:
             try:
                 with leaving:  # an interruption that has begun raises here at the latest
@@ -414,8 +419,9 @@ def heed_signals(config: pytest.Config) -> None:
         return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not config.stash.get(_TIME_IS_UP, False):
-            config.stash[_ASKED_TO_END] = True
+        if is_time_up(config):
+            raise KeyboardInterrupt("its time is up")
+        config.stash[_ASKED_TO_END] = True
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     def give_back(number: signal.Signals, usual: Any) -> None:
@@ -505,12 +511,11 @@ def exits_refused(config: pytest.Config, ended: Callable[[], object]) -> Iterato
     Yields:
         The calls of ``os._exit``.
     """
-    with ExitStack() as refused:
-        if hasattr(config, "workerinput"):
-            yield []
-            return
-        refused.enter_context(exit_heard(ended))
-        yield refused.enter_context(exit_refused())
+    if hasattr(config, "workerinput"):
+        yield []
+        return
+    with exit_heard(ended), exit_refused() as calls:
+        yield calls
 
 
 def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:

@@ -189,7 +189,7 @@ def declare(parser: pytest.Parser) -> None:
         ("determinism", "no", "yes|no", "run each candidate again; the report says where bytes differ (default: no)"),
         ("steps", "", "N", "train every pair for so many steps, 0 for none (default: what each pair declares)"),
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
-        ("timeout", "600", "SECONDS", "end an item that takes longer at one seed, 0 for no limit (default: 600)"),
+        ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
         ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
         ("resume", "no", "yes|no", "go on with the record of a run that did not end (default: no)"),
     ):

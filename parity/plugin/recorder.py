@@ -104,7 +104,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         lines: dict[str, Any] = getattr(report, "parity_lines", {})
         if lines:
-            report.parity_lines = {}  # type: ignore[attr-defined]  # pytest keeps every report until its end
+            del report.parity_lines  # pytest keeps every report until its end
             self.record(lines)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

@@ -22,6 +22,7 @@ from xdist.workermanage import WorkerController
 from parity.case.files import that_import_parity
 from parity.machine import devices, host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, Device
+from parity.machine.forks import withheld
 from parity.plugin import ending
 from parity.plugin.ending import Diary
 from parity.plugin.options import FINISHED, KEY, Options
@@ -140,6 +141,14 @@ def _cause_of_death(worker: Any) -> str:
         return f"{ending.WORKER} ended with exit code {code}"
     names = {number.value: number.name for number in signal.Signals}  # without most of the real-time ones
     return f"{ending.WORKER} died: {names.get(-code, f'signal {-code}')}"
+
+
+def withhold_pipes(config: pytest.Config) -> None:
+    """Let the controller know when this worker ends, though what a case has forked lives on."""
+    channels = (getattr(plugin, "channel", None) for plugin in config.pluginmanager.get_plugins())
+    for channel in filter(None, channels):
+        withheld(channel.gateway._io.infile)
+        withheld(channel.gateway._io.outfile)
 
 
 # How many workers ``-n auto`` starts, and which GPUs they share; decided before anything is collected.

@@ -102,6 +102,15 @@ def interrupted_at(error: BaseException) -> str:
     return f"it was interrupted at {line}" if line else "it was interrupted"
 
 
+def forget_handler(error: BaseException) -> None:
+    """Take from an error's traceback the frame of the signal handler that raised it, which runs on top of the code."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None and last.tb_next.tb_next is not None:
+        last = last.tb_next
+    if last is not None and last.tb_next is not None and whose(last.tb_next.tb_frame) is Owner.PARITY:
+        last.tb_next = None
+
+
 def submodule(error: BaseException) -> str:
     """Return the name of the innermost part that was running in the outermost module; empty for the module itself."""
     selves = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))

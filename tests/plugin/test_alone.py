@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -119,6 +120,42 @@ def test_c_code_of_a_fork_may_exit_and_so_may_the_process_once_it_compares_no_mo
     assert heard == []
 
 
+def test_what_a_case_forks_ends_with_its_comparison_and_keeps_nothing_waiting(tmp_path: Path) -> None:
+    names = ["forks_and_goes_on", "sound", "forks_what_lives_on"]
+    code, printed, results = run_in_a_process(tmp_path, names)
+    assert code == 0
+    assert [(result.case, result.status) for result in results] == [(name, "passed") for name in names]
+    assert "again" not in printed
+    goes_on, lives_on = (int((tmp_path / name).read_text()) for name in (names[0], names[2]))
+    wait_for(lambda: not is_alive(goes_on))
+    assert not is_alive(goes_on)
+    assert is_alive(lives_on)
+    os.kill(lives_on, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_dead_process_has_forked_keeps_nothing_waiting(tmp_path: Path, workers: int) -> None:
+    names = ["sound", "dies_beside_a_fork", "another"]
+    code, _, results = run_in_a_process(tmp_path, names, f"-n{workers}")
+    found = {result.case: result.status for result in results}
+    wait_for(lambda: "dies_beside_a_fork" in (tmp_path / "reports/parity.md").read_text())
+    assert "1 of" in (tmp_path / "reports/parity.md").read_text()
+    child = int((tmp_path / "dies_beside_a_fork").read_text())
+    assert is_alive(child)
+    os.kill(child, signal.SIGKILL)
+    if workers:
+        assert (code, found) == (1, dict(zip(names, ("passed", "error", "passed"), strict=True)))
+    else:
+        assert (code, found) == (-signal.SIGKILL, dict(zip(names[:2], ("passed", "error"), strict=False)))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 # What nothing in the process can prevent is told by another process.
 
 
@@ -188,7 +225,8 @@ def test_a_file_that_hangs_when_it_is_collected_is_interrupted_and_the_others_ar
         "it was interrupted at hanging_pairs.py:2"
     )
     assert told in printed
-    assert 'hanging_pairs.py", line 2, in <module>' in printed  # the way there
+    way = 'hanging_pairs.py", line 2, in <module>\n    time.sleep(1000)\nKeyboardInterrupt: its time is up\n'
+    assert way in printed
     assert told in (tmp_path / "reports/parity.md").read_text()
 
 
@@ -198,6 +236,7 @@ def test_a_file_that_hangs_when_it_is_collected_is_interrupted_and_the_others_ar
         ("hangs_whatever_is_raised", 0, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
         ("hangs_whatever_is_raised", 2, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
         ("exits_in_c", 0, "its C code called exit while it was collected, which ends the process; the run ends"),
+        ("exits_in_c", 2, "its C code called exit while it was collected, which ends the process; the run ends"),
     ],
 )
 def test_a_file_that_ends_its_process_when_it_is_collected_ends_the_run_and_says_where(
@@ -215,8 +254,11 @@ def test_a_file_that_ends_its_process_when_it_is_collected_ends_the_run_and_says
     assert 'bad_pairs.py", line 2, in <module>' in ran.stdout
 
 
-def test_a_file_that_exits_when_it_is_collected_is_an_error(pytester: pytest.Pytester) -> None:
-    write(pytester, "import os, parity\nos._exit(0)")
-    result = run(pytester, "my_pairs.py")
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    result.stdout.fnmatch_lines(["*os._exit(0), which would have ended the run*"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_exits_when_it_is_collected_is_an_error(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "bad_pairs.py").write_text("import os, parity\nos._exit(0)")
+    arguments = ("bad_pairs.py", f"-n{workers}", "--continue-on-collection-errors")
+    code, printed, results = run_in_a_process(tmp_path, ["sound"], *arguments)
+    assert code == 1
+    assert "os._exit(0), which would have ended the run" in printed
+    assert [(result.case, result.status) for result in results] == [("sound", "passed")]
