@@ -22,6 +22,7 @@ from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
 from parity.lab.calibration import right_ports
 from parity.lab.calibration.right_ports import DRAWN_MODELS, drawn
 from parity.lab.campaign import Campaign, made
+from parity.machine import files
 from parity.report import environment
 from parity.report.numbers import markdown_table
 from parity.result import Result
@@ -106,12 +107,13 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
     campaign: Campaign[Port, Outcome] = Campaign(path, Outcome)
     groups = _groups(plan)
     ports = [port for group in groups for port in group]
-    done = campaign.finished(ports)
-    missing = [tuple(group) for group in groups if any(port not in done for port in group)]
-    for group, outcomes in made(missing, functools.partial(_compare, plan), "comparing", workers):
-        for port, outcome in zip(group, outcomes, strict=True):
-            campaign.keep(port, outcome)
-    return campaign.finished(ports)
+    with files.claimed(path):
+        done = campaign.finished(ports)
+        missing = [tuple(group) for group in groups if any(port not in done for port in group)]
+        for group, outcomes in made(missing, functools.partial(_compare, plan), "comparing", workers):
+            for port, outcome in zip(group, outcomes, strict=True):
+                campaign.keep(port, outcome)
+        return campaign.finished(ports)
 
 
 def _groups(plan: Plan) -> list[list[Port]]:

@@ -151,7 +151,8 @@ class Claim:
             except BlockingIOError:
                 os.close(descriptor)
                 raise UserError(
-                    f"another run writes to {self.path} at this moment; wait for its end, or give this one another name"
+                    f"another run writes to {self.path} at this moment; wait for its end, or give this one another "
+                    "name or folder"
                 ) from None
             except OSError:  # a file system without locks
                 pass
@@ -219,14 +220,17 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def claimed(path: Path) -> Iterator[Claim]:
     """Within the context, no other process that asks may write to this file.
 
     Raises:
-        UserError: if another has it.
+        UserError: if another has it, or if it cannot be written to.
     """
-    claim = Claim(path)
     try:
-        yield
+        claim = Claim(path)
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from None
+    try:
+        yield claim
     finally:
         claim.close()

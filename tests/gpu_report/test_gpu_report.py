@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from parity.cli import app
 from parity.lab.gpu_report import command
 from parity.lab.gpu_report.steps import Outcome, Step, doctor, run_limited, steps
+from parity.machine.files import claimed
 from parity.report import environment
 from parity.user_error import UserError
 
@@ -27,7 +28,8 @@ def step(name: str, program: str, share: float = 1.0, files: tuple[str, ...] = (
 
 def report(folder: Path, *chosen: Step, limit: float = 60.0) -> str:
     outcomes = [command.make(each, limit, folder) for each in chosen]
-    command.write(folder, chosen, outcomes, environment.measure("cpu", [0], 0), "no GPU")
+    with claimed(folder / "steps.jsonl") as claim:
+        command.write(claim, chosen, outcomes, environment.measure("cpu", [0], 0), "no GPU")
     return (folder / "index.md").read_text()
 
 
@@ -193,3 +195,11 @@ def test_the_summary_tells_how_each_step_ended() -> None:
     chosen = [step(name, "") for name in ("a", "b", "c")]
     outcomes = [Outcome(name, status, 10.0, 20.0, 0, "") for name, status in (("a", "done"), ("b", "failed"))]  # type: ignore[arg-type]
     assert command.summary(chosen, outcomes) == "1 of 3 steps done; 1 failed: b; 20 s in all"
+
+
+def test_two_reports_do_not_share_a_folder(tmp_path: Path) -> None:
+    with claimed(tmp_path / "steps.jsonl") as claim:
+        claim.begin(b"the other's\n")
+        with pytest.raises(UserError, match=r"another run writes to .*steps\.jsonl"):
+            command.run(tmp_path, 1.0, quick=True, backend="cpu", only=["doctor"])
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("steps.jsonl", "the other's\n")]

@@ -14,6 +14,7 @@ from parity.lab.kernel_table import table
 from parity.lab.kernel_table.bench import KernelCall
 from parity.lab.kernel_table.measure import Outcome, select
 from parity.lab.kernel_table.table import Comparison, Distance, compare, draw, fraction, ulps
+from parity.machine.files import claimed
 from parity.report import environment
 from parity.user_error import UserError
 
@@ -93,7 +94,8 @@ def test_the_record_has_a_line_for_each_result_and_its_verdict_counts_them(tmp_p
     equal, apart = Distance(8, 0, 0, 0.0), Distance(8, 3, math.inf, 0.02)
     rows = [Comparison(CALL, {"z": equal, "mu": apart, "amax": "on the CPU only"}, seconds=1e-5)]
     rows.append(Comparison(select("to mxfp8")[0], {}, "GPU: too old"))
-    table.write_lines(rows, environment.measure("cpu", [0], items=2), "emulated Hopper", tmp_path / "table.jsonl")
+    lines = table.lines_of(rows, environment.measure("cpu", [0], items=2), "emulated Hopper")
+    (tmp_path / "table.jsonl").write_text(lines)
     entries = table.read_lines(tmp_path / "table.jsonl")
     assert [entry["result"] for entry in entries] == ["z", "mu", "amax", None]
     assert [entry["different"] for entry in entries] == [0, 3, None, None]
@@ -132,3 +134,9 @@ def test_on_a_gpu_amaxes_are_equal_to_the_bit(tmp_path: Path) -> None:
     report = tmp_path / "kernel-table.md"
     table.make_table("compute_amax", 0, report)
     assert report.read_text().count("100 %") == 3
+
+
+def test_two_runs_do_not_write_one_table(tmp_path: Path) -> None:
+    with claimed(tmp_path / "table.jsonl"), pytest.raises(UserError, match=r"another run writes to .*table\.jsonl"):
+        table.make_table("compute_amax: BF16", 0, tmp_path / "table.md", reference="cpu")
+    assert not (tmp_path / "table.md").exists()

@@ -12,6 +12,7 @@ from parity.cli import machine
 from parity.lab.throughput import command, record
 from parity.lab.throughput.measure import row_without
 from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload
+from parity.machine.files import claimed
 from parity.user_error import UserError
 
 TINY = Path(__file__).with_name("tiny_pairs.py")
@@ -102,3 +103,11 @@ def test_the_command_leaves_record_report_and_plot(tmp_path: Path) -> None:
     assert found.is_emulated
     assert "emulated" in (tmp_path / "throughput.md").read_text()
     assert (tmp_path / "throughput.png").exists()
+
+
+def test_two_measurements_do_not_share_a_folder(tmp_path: Path) -> None:
+    with claimed(tmp_path / "throughput.jsonl") as claim:
+        claim.begin(b"the other's\n")
+        with pytest.raises(UserError, match=r"another run writes to .*throughput\.jsonl"):
+            command.run(command.Settings([WORK], ("bf16",), "cpu"), tmp_path)
+    assert (tmp_path / "throughput.jsonl").read_text() == "the other's\n"

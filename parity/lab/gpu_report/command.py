@@ -12,6 +12,8 @@ from rich.console import Console
 
 from parity import te
 from parity.lab.gpu_report.steps import Ended, Outcome, Status, Step, run_limited, steps
+from parity.machine import files
+from parity.machine.files import Claim
 from parity.report import environment
 from parity.report.environment import Environment
 from parity.report.numbers import markdown_table
@@ -24,12 +26,13 @@ _MARKS = {"done": "✅", "failed": "❌", "broken": "💥", "out of time": "⌛"
 
 
 def write(
-    folder: Path, steps: Sequence[Step], outcomes: Sequence[Outcome], machine: Environment, why_no_gpu: str
+    claim: Claim, steps: Sequence[Step], outcomes: Sequence[Outcome], machine: Environment, why_no_gpu: str
 ) -> None:
-    """Write ``index.md`` and ``steps.jsonl`` into the folder; steps without an outcome are yet to come."""
+    """Write the claimed ``steps.jsonl``, and ``index.md`` beside it; steps without an outcome are yet to come."""
     lines = [json.dumps(dataclasses.asdict(outcome), ensure_ascii=False) for outcome in outcomes]
-    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / "index.md").write_text(draw(folder, steps, outcomes, machine, why_no_gpu), encoding="utf-8")
+    claim.replace(("\n".join(lines) + "\n").encode())
+    folder = claim.path.parent
+    files.replace(folder / "index.md", draw(folder, steps, outcomes, machine, why_no_gpu))
 
 
 def draw(
@@ -100,7 +103,8 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
         only: names of steps; none for all.
 
     Raises:
-        UserError: for an unknown step, if the GPU is asked for and cannot be had, or the folder cannot be written to.
+        UserError: for an unknown step, if the GPU is asked for and cannot be had, the folder cannot be written to, or
+            another run writes its report there.
     """
     ends = time.monotonic() + 60 * minutes
     reason = te.why_no_gpu() or ""
@@ -109,8 +113,17 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
     why_no_gpu = "the CPU was asked for" if backend == "cpu" else reason
     folder = folder.resolve()
     chosen = _chosen(steps(folder, not why_no_gpu, quick, minutes), only)
+    with files.claimed(folder / "steps.jsonl") as claim:
+        outcomes = _made(chosen, ends, claim, why_no_gpu)
+    print(summary(chosen, outcomes))
+    print(f"report: {folder / 'md'}")
+    return all(outcome.status == "done" for outcome in outcomes)
+
+
+def _made(chosen: Sequence[Step], ends: float, claim: Claim, why_no_gpu: str) -> list[Outcome]:
+    """Make the steps until a moment of the monotonic clock, and write what has become of them after each."""
+    folder = claim.path.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         for name in (name for step in chosen for name in (*step.files, step.log)):
             (folder / name).unlink(missing_ok=True)  # an earlier report's would pass for this one's
     except OSError as error:
@@ -122,10 +135,8 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
         _tell(f"{step.name}: {step.question} (at most {limit:.0f} s)")
         outcomes.append(make(step, limit, folder))
         _tell(f"  {outcomes[-1].status} after {outcomes[-1].seconds:.0f} s: {outcomes[-1].verdict}")
-        write(folder, chosen, outcomes, machine, why_no_gpu)
-    print(summary(chosen, outcomes))
-    print(f"report: {folder / 'md'}")
-    return all(outcome.status == "done" for outcome in outcomes)
+        write(claim, chosen, outcomes, machine, why_no_gpu)
+    return outcomes
 
 
 def make(step: Step, limit: float, folder: Path) -> Outcome:

@@ -25,6 +25,7 @@ from parity.cpu import cuda
 from parity.lab.kernel_table import measure
 from parity.lab.kernel_table.bench import KernelCall
 from parity.lab.kernel_table.measure import NOT_CALLED, Outcome
+from parity.machine import files
 from parity.machine.devices import CUDA_VISIBLE_DEVICES
 from parity.machine.process import ended_with_this
 from parity.numerics.errors import relative_l2
@@ -178,19 +179,17 @@ def _is_nan(values: Tensor) -> Tensor:
 Entry = dict[str, Any]
 
 
-def write_lines(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str, file: Path) -> None:
-    """Write the environment's line, then one for each result, or for each call that made none.
+def lines_of(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str) -> str:
+    """Return the record: the environment's line, then one for each result, or for each call that made none.
 
     Args:
         comparisons: the table.
         environment: of the process with the reference's kernels.
         emulated_gpu: the GPU that the CPU kernels emulated.
-        file: written anew.
     """
     lines: list[Entry] = [{"environment": to_json(environment), "emulated_gpu": emulated_gpu}]
     lines += [line for comparison in comparisons for line in _lines(comparison)]
-    text = "".join(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n" for line in lines)
-    file.write_text(text, encoding="utf-8")
+    return "".join(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n" for line in lines)
 
 
 def read_lines(file: Path) -> list[Entry]:
@@ -357,7 +356,8 @@ def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu"
         minutes: after which calls that were not made are left out, with this reason; None for no limit.
 
     Raises:
-        UserError: if there are no compiled kernels or no GPU here, no such calls, or the report cannot be written.
+        UserError: if there are no compiled kernels or no GPU here, no such calls, the report cannot be written, or
+            another run writes it.
     """
     reason = te.why_no_gpu() if reference == "gpu" else None
     if reason is not None:
@@ -368,12 +368,12 @@ def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu"
         )
     gpu = nearest_gpu(*torch.cuda.get_device_capability()) if reference == "gpu" else "hopper"
     ends = math.inf if minutes is None else time.monotonic() + 60 * minutes
-    comparisons = compare_backends(reference, gpu, keyword, seed, ends)
-    measured = environment.measure(reference, [seed], len(comparisons))
     try:
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(draw(comparisons, measured, cuda.GPUS[gpu].name), encoding="utf-8")
-        write_lines(comparisons, measured, cuda.GPUS[gpu].name, report.with_suffix(".jsonl"))
+        with files.claimed(report.with_suffix(".jsonl")) as claim:
+            comparisons = compare_backends(reference, gpu, keyword, seed, ends)
+            measured = environment.measure(reference, [seed], len(comparisons))
+            claim.replace(lines_of(comparisons, measured, cuda.GPUS[gpu].name).encode())
+            files.replace(report, draw(comparisons, measured, cuda.GPUS[gpu].name))
     except OSError as error:
         raise UserError(f"cannot write {report}: {error.strerror}") from None
 

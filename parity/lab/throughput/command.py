@@ -16,6 +16,7 @@ from rich.console import Console
 from parity.lab.throughput import measure, record, report
 from parity.lab.throughput.measure import Plan, row_without
 from parity.lab.throughput.workload import COMPILED, Implementation, Workload, implementations
+from parity.machine.files import claimed
 from parity.machine.process import spawned
 from parity.user_error import UserError
 
@@ -53,16 +54,12 @@ def run(settings: Settings, folder: Path) -> Path:
         The report's path.
 
     Raises:
-        UserError: if the backend cannot be had, or the folder cannot be written to.
+        UserError: if the backend cannot be had, the folder cannot be written to, or another run writes to it.
     """
     file = folder / f"{NAME}.jsonl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text("", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     ends = math.inf if settings.minutes is None else time.time() + 60 * settings.minutes
-    with _replaced_processes() as call:
+    with claimed(file) as claim, _replaced_processes() as call:
+        claim.begin(b"")
         formats = _formats(settings)
         why = call(measure.begin, settings.backend, formats, len(settings.workloads), file)
         environment = record.read(file).environment
