@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,14 +24,17 @@ from parity.comparison import broken_off, explain_at, judge_at, noting, unless_r
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
 from parity.mistakes.codes import finding
+from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors
+from parity.passes.build import cast
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import AsItIs, FromFile, Given, OnRank, pass_on_rank
+from parity.passes.one_pass import named_inputs, outputs_of, with_inputs
 from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
-from parity.ranks.layout import Degrees, places
+from parity.ranks.layout import Degrees, Split, places
 from parity.result import Finding, Result, as_printable, label_of_way
-from parity.search.over_ranks import Piece, Whole, explained_over_ranks
+from parity.search.over_ranks import Piece, Whole, explained_by_inputs, explained_over_ranks
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend
 from parity.te.precision import Precision, why_unavailable
@@ -124,7 +127,8 @@ def _compared(
     if result.status != "failed" or diagnosis is None:
         return result
     return unless_raised(
-        lambda: _explained(result, wholes, apart, made, prepared, asked, at, diagnosis), partial(without_cause, result)
+        lambda: _explained(result, wholes, apart, ran[0].splits, made, prepared, asked, at, diagnosis),
+        partial(without_cause, result),
     )
 
 
@@ -202,6 +206,7 @@ def _explained(
     result: Result,
     wholes: Sequence[Whole],
     apart: Finding | None,
+    splits: Mapping[str, Split],
     made: Degrees,
     prepared: Prepared,
     asked: Asked,
@@ -216,6 +221,9 @@ def _explained(
         return dataclasses.replace(result, findings=told.findings, notes=notes)
     found = explained_over_ranks(wholes, made, prepared.candidate_weights)
     if not found:
+        named = named_inputs(cast(prepared.inputs, torch.float64), prepared.input_names)
+        found = explained_by_inputs(wholes, made, splits, named, partial(_reference_on, prepared))
+    if not found:
         worst = f": first {result.worst.label}" if result.worst else ""
         found = (
             apart
@@ -226,3 +234,10 @@ def _explained(
             ),
         )
     return dataclasses.replace(result, findings=found)
+
+
+def _reference_on(prepared: Prepared, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return what the reference makes of other inputs, by their names, in FP64."""
+    others = with_inputs(prepared.inputs, prepared.input_names, inputs)
+    with torch.no_grad(), in_fp64():
+        return outputs_of(prepared.reference.double(), prepared.call, others)

@@ -133,8 +133,10 @@ CODES = {
     "shards-in-another-order": "PAR704",
     "shard-layout": "PAR704",
     "gathered-in-another-order": "PAR705",
+    "sequence-order": "PAR705",
     "replicas-differ": "PAR706",
-    "wrong-over-ranks": "PAR707",
+    "nothing-exchanged": "PAR707",
+    "wrong-over-ranks": "PAR708",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

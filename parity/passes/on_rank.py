@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.utils._pytree import keystr, tree_map_only, tree_map_with_path
+from torch.utils._pytree import tree_map_only
 
 from parity import te
 from parity.case import registry
@@ -19,7 +19,7 @@ from parity.case.case import Case
 from parity.case.validate import CheckedSize
 from parity.passes.build import build
 from parity.passes.modes import usual_modes
-from parity.passes.one_pass import Pass, run
+from parity.passes.one_pass import Pass, named_inputs, run, with_inputs
 from parity.ranks.layout import Degrees, Held, Split, held_by, joined, part
 from parity.te import Backend
 from parity.te.attention_backend import AttentionBackend, attention_backends
@@ -136,9 +136,9 @@ def pass_on_rank(given: Given) -> OnRank:
                 for name, parameter in parameters.items():
                     whole = given.weights[held[name].whole].to(parameter.device)
                     parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
-        inputs = _parts(
-            given.inputs, given.input_names, lambda name, x: part(x, pair.parallel.split(name), made, place)
-        )
+        whole_inputs = named_inputs(given.inputs, given.input_names)
+        parts = {name: part(x, pair.parallel.split(name), made, place) for name, x in whole_inputs.items()}
+        inputs = with_inputs(given.inputs, given.input_names, parts)
         inputs = tree_map_only(Tensor, lambda x: x.to(kernels.device), inputs)
         scale = float(made.dp) if pair.parallel.averages else 1.0
 
@@ -185,19 +185,6 @@ def pass_on_rank(given: Given) -> OnRank:
         ran.unreached,
         attention,
     )
-
-
-def _parts(inputs: Any, names: tuple[str, ...], of: Callable[[str, Tensor], Tensor]) -> Any:
-    """Return the rank's inputs, each by its name in results."""
-
-    def leaf(name: str) -> Callable[[Any, Any], Any]:
-        return lambda path, x: of(name + keystr(path), x) if isinstance(x, Tensor) else x
-
-    if isinstance(inputs, Mapping):
-        return {name: tree_map_with_path(leaf(name), value) for name, value in inputs.items()}
-    if isinstance(inputs, (tuple, list)):
-        return tuple(tree_map_with_path(leaf(name), value) for name, value in zip(names, inputs, strict=True))
-    return of(names[0], inputs)
 
 
 def _as_held(parameter: Tensor, value: Tensor) -> Tensor:

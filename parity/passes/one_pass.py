@@ -70,6 +70,19 @@ def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
     return {name + keystr(path): x for name, some in leaves for path, x in some if isinstance(x, Tensor)}
 
 
+def with_inputs(inputs: Any, names: Sequence[str], others: Mapping[str, Tensor]) -> Any:
+    """Return a pair's inputs with other tensors, by the names that ``named_inputs`` gives them."""
+
+    def other(name: str, value: Any) -> Any:
+        return tree_map_with_path(lambda path, x: others.get(name + keystr(path), x), value)
+
+    if isinstance(inputs, Mapping):
+        return {name: other(name, value) for name, value in inputs.items()}
+    if isinstance(inputs, (tuple, list)):
+        return tuple(other(name, value) for name, value in zip(names, inputs, strict=True))
+    return other(names[0], inputs)
+
+
 def positional_names(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> tuple[str, ...]:
     """Return the called function's names for its positional inputs: ``input`` for a single one,
     ``input[i]`` past its names.

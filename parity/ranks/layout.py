@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from parity.cpu import cuda
 from parity.user_error import UserError
 
 AxisName = Literal["tp", "cp", "ep", "dp"]
@@ -103,11 +104,13 @@ class Axis:
         size: how many ranks there are along it.
         rank: which of them this one is.
         group: their process group; None without any, as where a pair is compared in one process.
+        ranks: which ranks of all these are.
     """
 
     size: int = 1
     rank: int = 0
     group: Any = None
+    ranks: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ class Ranks:
     sequence_parallel: bool = False
     world: Axis = Axis()
 
+    @staticmethod
+    def stream() -> Any:
+        """Return a CUDA stream, as TE's ``set_context_parallel_group`` wants one, or what stands for it on a CPU."""
+        return torch.cuda.Stream() if torch.cuda.is_available() else cuda.Stream()
+
 
 WHOLE = Ranks()
 
@@ -141,8 +149,8 @@ def joined(made: Degrees) -> Ranks:
         for peers in made.peers(axis):  # each rank takes part in making each group
             group = distributed.new_group(peers)
             if rank in peers:
-                axes[axis] = Axis(len(peers), peers.index(rank), group)
-    world = Axis(made.count, rank, distributed.group.WORLD)
+                axes[axis] = Axis(len(peers), peers.index(rank), group, tuple(peers))
+    world = Axis(made.count, rank, distributed.group.WORLD, tuple(range(made.count)))
     return Ranks(**axes, sequence_parallel=made.sequence_parallel, world=world)
 
 

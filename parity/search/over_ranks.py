@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from parity.mistakes.codes import finding
-from parity.ranks.layout import AXES, AxisName, Degrees, Over, Split, places
+from parity.ranks.layout import AXES, AxisName, Degrees, Over, Split, part, places
 from parity.result import Finding
 
 # What explains an error leaves this share of it at most. Rounding leaves of a mistake's error what it leaves of a right
@@ -123,6 +123,94 @@ def _other_weights(whole: Whole) -> str:
         f"rank {worst.rank} holds {{what}} in other numbers than the map makes of the reference's, off by "
         f"{whole.off([worst]):.2g}: look at how this rank loads it"
     )
+
+
+def explained_by_inputs(
+    wholes: Sequence[Whole],
+    made: Degrees,
+    splits: Mapping[str, Split],
+    inputs: Mapping[str, Tensor],
+    reference: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> tuple[Finding, ...]:
+    """Return which other inputs explain the outputs that ranks have computed: what the reference makes of these is it.
+
+    Args:
+        wholes: the tensors.
+        made: how many ranks there are.
+        splits: how inputs and outputs are divided, by name.
+        inputs: the whole ones, by name, FP64.
+        reference: returns its outputs, by name, for other inputs.
+    """
+    outputs = [one for one in wholes if one.kind == "output"]
+    divided = {over.axis for name in inputs for over in splits.get(name, ()) if made.of(over.axis) > 1}
+    for axis in (axis for axis in AXES if axis in divided):
+        alone = [_alone(rank, made, splits, inputs, reference) for rank in range(made.count)]
+        if all(_is_as(one, [each.get(one.name) for each in alone]) for one in outputs):
+            return (
+                finding(
+                    "nothing-exchanged",
+                    f"each rank computes its part as if that were the whole: nothing is exchanged over {axis}; give TE "
+                    "the group, as set_context_parallel_group does",
+                ),
+            )
+        other = {name: tuple(_toggled(over, axis) for over in split) for name, split in splits.items()}
+        moved = {name: _moved(x, splits.get(name, ()), other.get(name, ()), made) for name, x in inputs.items()}
+        of_moved = {
+            name: [part(x, other.get(name, ()), made, made.place(rank)) for rank in range(made.count)]
+            for name, x in reference(moved).items()
+        }
+        if all(_is_as(one, of_moved[one.name]) for one in outputs):
+            is_balanced = any(over.balanced for split in splits.values() for over in split if over.axis == axis)
+            given, taken = ("balanced", "plain") if is_balanced else ("plain", "balanced")
+            return (
+                finding(
+                    "sequence-order",
+                    f"ranks of {axis} are given a sequence in {given} order, and compute with it as in {taken} order: "
+                    "in a balanced one, which TE's causal attention takes, each rank has a part from the front and one "
+                    "from the back",
+                ),
+            )
+    return ()
+
+
+def _alone(
+    rank: int,
+    made: Degrees,
+    splits: Mapping[str, Split],
+    inputs: Mapping[str, Tensor],
+    reference: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+) -> Mapping[str, Tensor]:
+    """Return what the reference makes of one rank's part of the inputs; nothing if it does not take that."""
+    try:
+        return reference({name: part(x, splits.get(name, ()), made, made.place(rank)) for name, x in inputs.items()})
+    except (RuntimeError, ValueError, IndexError):
+        return {}
+
+
+def _toggled(over: Over, axis: AxisName) -> Over:
+    return replace(over, blocks=1, balanced=not over.balanced) if over.axis == axis else over
+
+
+def _moved(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
+    """Return a whole tensor whose parts by another split are this one's parts."""
+    moved = x.clone().flatten()
+    for rank in range(made.count):
+        values = part(x, split, made, made.place(rank))
+        moved[places(tuple(x.shape), other, made, rank).flatten()] = values.flatten()
+    return moved.view(x.shape)
+
+
+def _is_as(whole: Whole, right: Sequence[Tensor | None]) -> bool:
+    """Return whether each rank's piece is what explains it, by rank, up to what rounding leaves."""
+    limit = _LEFT * whole.off()
+    for piece in whole.pieces:
+        explained = right[piece.rank]
+        if explained is None or explained.numel() != piece.values.numel():
+            return False
+        off = piece.values.flatten().double() - explained.flatten().double()
+        if not float(off.norm()) <= limit * float(explained.double().norm()):
+            return False
+    return True
 
 
 def _found(title: str, text: str, kind: str, names: Sequence[str]) -> Finding:

@@ -352,6 +352,51 @@ def experts(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     )
 
 
+# Sequences that context parallel ranks divide.
+
+
+class _Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend causally: ``[batch, seq, heads, head_dim]`` to ``[batch, seq, heads * head_dim]``."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2).flatten(2)
+
+
+def attention(te: ModuleType, ranks: Ranks, mistake: str = "p2p") -> Pair:
+    """Return causal grouped-query attention; ``mistake`` may name how ranks exchange keys and values as well."""
+    candidate = te.DotProductAttention(
+        HEADS, 16, num_gqa_groups=GROUPS, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0
+    )
+    way = mistake if mistake in CONTEXT_PARALLEL else "p2p"
+    if ranks.cp.size > 1 and mistake != "each rank by itself":
+        candidate.set_context_parallel_group(ranks.cp.group, list(ranks.cp.ranks), ranks.stream(), way)
+    whole, balanced = mistake in ("gathered", "order not undone"), mistake != "not balanced"
+    along = [over("cp", 1, balanced=balanced)]
+
+    def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y: Tensor = module(q, k, v)
+        if not whole or ranks.cp.size == 1:
+            return y
+        y = gathered(y, ranks.cp.group, 1)
+        parts = y.chunk(2 * ranks.cp.size, 1)
+        order = [2 * i for i in range(ranks.cp.size)] + [2 * i + 1 for i in reversed(range(ranks.cp.size))]
+        return y if mistake == "order not undone" else torch.cat([parts[at] for at in order], 1)
+
+    def inputs(rng: Any) -> tuple[Tensor, ...]:
+        return tuple(rng.normal(2, 64, heads, 16) for heads in (HEADS, GROUPS, GROUPS))
+
+    return Pair(
+        reference=_Attention(),
+        candidate=candidate,
+        inputs=inputs,
+        call_candidate=call,
+        parallel=Parallel({"q": along, "k": along, "v": along, "output": [] if whole else along}),
+    )
+
+
+CONTEXT_PARALLEL = ("p2p", "all_gather", "a2a")
+
 HOSTS: dict[str, Callable[..., Pair]] = {
     "column": column,
     "row": row,
@@ -360,6 +405,7 @@ HOSTS: dict[str, Callable[..., Pair]] = {
     "batches": batches,
     "fsdp": fsdp,
     "experts": experts,
+    "attention": attention,
 }
 
 
@@ -369,7 +415,7 @@ def case_of(host: str, mistake: str = "") -> Case:
 
 
 TP, SP, DP, EP = dict(tp=2), dict(tp=2, sequence_parallel=True), dict(dp=2), dict(ep=2)
-TP_DP = dict(tp=2, dp=2)
+TP_DP, CP = dict(tp=2, dp=2), dict(cp=2)
 
 
 @dataclass(frozen=True)
@@ -414,6 +460,9 @@ WRONG = (
     Row("batches", "reduced twice", DP, _TWICE),
     Row("batches", "norm left out", DP, _MISSING),
     Row("batches", "averaged twice", DP, _AVERAGED),
+    Row("attention", "order not undone", CP, _ORDER),
+    Row("attention", "not balanced", CP, ("sequence-order",)),
+    Row("attention", "each rank by itself", CP, ("nothing-exchanged",)),
     Row("experts", "tokens in another order", EP, _ORDER),
 )
 
@@ -433,6 +482,9 @@ RIGHT: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("batches", "", DP),
     ("batches", "averages", DP),
     ("fsdp", "", DP),
+    *(("attention", way, CP) for way in CONTEXT_PARALLEL),
+    ("attention", "gathered", CP),
+    ("attention", "p2p", dict(cp=4)),
     ("experts", "", EP),
     ("experts", "gathered", EP),
 )
