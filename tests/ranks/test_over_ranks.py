@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,25 +16,24 @@ from torch import nn
 import parity
 from parity.case.case import Case
 from parity.lab.studies.ranks.rows import RIGHT, SP, WRONG, case_of
-from parity.ranks.layout import Degrees
+from parity.ranks.layout import Degrees, degrees
 from parity.search.over_ranks import Piece, Whole, explained_over_ranks
 
 
 def named(entry):
-    return " ".join(map(str, entry)) if isinstance(entry, tuple) else f"{entry.host}, {entry.mistake}"
+    return f"{entry.host}, {entry.variant or 'right'}, {degrees(entry.ranks).label}"
 
 
 @pytest.mark.parametrize("right", RIGHT, ids=named)
 def test_a_right_port_passes(right):
-    host, variant, ranks = right
-    precisions = ["bf16", "fp8_delayed"] if ranks == SP else ["bf16"]
-    results = parity.compare(case_of(host, variant), precisions, ranks=ranks)
+    precisions = ["bf16", "fp8_delayed"] if right.ranks == SP else ["bf16"]
+    results = parity.compare(case_of(right.host, right.variant), precisions, ranks=right.ranks)
     assert {(result.status, result.reason, result.findings) for result in results} == {("passed", "", ())}
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=named)
 def test_a_mistake_is_named(wrong):
-    (result,) = parity.compare(case_of(wrong.host, wrong.mistake), ["bf16"], ranks=wrong.ranks)
+    (result,) = parity.compare(case_of(wrong.host, wrong.variant), ["bf16"], ranks=wrong.ranks)
     assert result.status == "failed"
     assert result.findings[0].title in wrong.titles
 
@@ -118,36 +118,11 @@ def test_what_explains_a_tensor_leaves_only_rounding():
     assert explained_over_ranks([Whole("output", "output", exact, off)], made, {}) == ()
 
 
-FILE = """
-import torch
-from torch import distributed, nn
-
-import parity
-
-
-@parity.pair("columns", ranks=[dict(tp=2), dict(tp=2, sequence_parallel=True)], precisions=["bf16"])
-def columns(te, ranks):
-    return parity.Pair(
-        reference=nn.Linear(32, 64),
-        candidate=te.Linear(
-            32, 64, parallel_mode="column", tp_group=ranks.tp.group, tp_size=ranks.tp.size,
-            sequence_parallel=ranks.sequence_parallel,
-        ),
-        inputs=lambda rng: rng.normal(32, 32),
-        weights={"weight": "weight", "bias": "bias"},
-        parallel=parity.Parallel(
-            splits={
-                "input": [parity.over("tp", 0)] if ranks.sequence_parallel else [],
-                "output": [parity.over("tp", 1)],
-            }
-        ),
-    )
-"""
-
-
-def test_pytest_makes_an_item_of_each_number_of_ranks(tmp_path):
-    (tmp_path / "my_pairs.py").write_text(FILE)
-    command = [sys.executable, "-m", "pytest", "my_pairs.py", "-v", "-n", "0", "-p", "no:cacheprovider"]
+def test_pytest_makes_an_item_of_each_number_of_ranks_of_the_page_s_example(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
+    (tmp_path / "my_pairs.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "my_pairs.py", "--parity-precision=bf16", "-v", "-n", "0"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert [f"columns[bf16-32x32{ranks}] PASSED" in ran.stdout for ranks in ("", "-tp2", "-tp2-sp")] == [True] * 3
+    items = [f"mlp_over_ranks[bf16-32x2x64{ranks}] PASSED" for ranks in ("", "-tp2", "-tp2-sp")]
+    assert [item for item in items if item not in ran.stdout] == []

@@ -22,6 +22,7 @@ STUDIES = {
     "fp8_recipes": "FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps.",
     "names": "Which mistakes of wrong ports are named: constants, parts of a place, and kinds, on a fixed table.",
     "query_key_scale": "Where to scale queries and keys: overflow and error by magnitude, head width and dtype.",
+    "ranks": "Which mistakes over ranks are detected and named, and whether right ports pass.",
     "softmax_precision": "Softmax in FP16, BF16 and FP32: error, overflow, gradient and cost by the size of scores.",
     "trainings": "Which mistakes of trainings are detected and named, and whether right trainings pass.",
     "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",

@@ -13,9 +13,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ReduceOp
 
 from parity.case.case import Case, Pair
-from parity.case.weight_map import stack
+from parity.case.weight_map import WeightMap, stack
 from parity.ranks.layout import Over, Parallel, Ranks, over
-from parity.reference import LlamaLayer
+from parity.reference import Attention, LlamaLayer
 
 HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2
 SEQ, BATCH = 32, 4
@@ -213,10 +213,56 @@ def _load(reference: _Swiglu, candidate: nn.Module, ranks: Ranks, mistake: str) 
         candidate.get_parameter("fc2_weight").copy_(reference.down.weight.chunk(count, 1)[mine])
 
 
+def norm_column(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return a norm and a linear layer whose outputs the ranks divide."""
+
+    def finish(module: nn.Module) -> None:
+        if ranks.sequence_parallel:
+            norms = ("layer_norm_weight", "layer_norm_bias")
+            add_up([module.get_parameter(name) for name in norms], ranks.tp.group, **_NORM.get(mistake, {}))
+
+    return Pair(
+        reference=nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, FFN)),
+        candidate=te.LayerNormLinear(HIDDEN, FFN, **_tp(ranks, parallel_mode="column")),
+        inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
+        weights={"0.weight": "layer_norm_weight", "0.bias": "layer_norm_bias", "1.weight": "weight", "1.bias": "bias"},
+        parallel=Parallel({"input": _sequence(ranks), "output": [over("tp", -1)]}, finish=finish),
+    )
+
+
+def self_attention(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return grouped-query self-attention with RoPE, whose heads the ranks divide."""
+    rope = te.RotaryPositionEmbedding(HIDDEN // HEADS)
+    candidate = te.MultiheadAttention(
+        HIDDEN,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        bias=False,
+        attention_dropout=0.0,
+        attn_mask_type="causal",
+        qkv_format="sbhd",
+        fuse_qkv_params=False,
+        set_parallel_mode=True,
+        **_tp(ranks),
+    )
+    along = _sequence(ranks)
+    weights: WeightMap = {f"{x}_proj.weight": f"qkv.{name}_weight" for x, name in _QKV}
+    weights = {**weights, "o_proj.weight": "proj.weight"}
+    return Pair(
+        reference=Attention(HIDDEN, HEADS, GROUPS),
+        candidate=candidate,
+        inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
+        weights=weights,
+        call_reference=lambda module, x: module(x.transpose(0, 1)).transpose(0, 1),
+        call_candidate=lambda module, x: module(x, rotary_pos_emb=rope(SEQ)),
+        parallel=Parallel({"x": along, "input": along, "output": along}),
+    )
+
+
 def layers(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     """Return two Llama layers, with grouped-query attention and RoPE."""
     rope = te.RotaryPositionEmbedding(HIDDEN // HEADS)
-    settings = dict(
+    settings: dict[str, Any] = dict(
         num_gqa_groups=GROUPS,
         normalization="RMSNorm",
         activation="swiglu",
@@ -225,31 +271,34 @@ def layers(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         attention_dropout=0.0,
         self_attn_mask_type="causal",
         set_parallel_mode=True,
-        tp_group=ranks.tp.group,
-        tp_size=ranks.tp.size,
-        sequence_parallel=ranks.sequence_parallel,
     )
-    candidate = nn.ModuleList(te.TransformerLayer(HIDDEN, FFN, HEADS, **settings) for _ in range(2))
+    tes = [te.TransformerLayer(HIDDEN, FFN, HEADS, **settings, **_tp(ranks)) for _ in range(2)]
+    if ranks.cp.size > 1:
+        for layer in tes:
+            layer.set_context_parallel_group(ranks.cp.group, list(ranks.cp.ranks), ranks.stream(), "p2p")
 
-    def call(module: nn.ModuleList, x: Tensor) -> Tensor:
-        for layer in module:
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        for layer in module.children():
             x = layer(x, rotary_pos_emb=rope(SEQ))
         return x
 
     def finish(module: nn.Module) -> None:
+        parameters = list(module.parameters())
         norms = [one for name, one in module.named_parameters() if "layer_norm_weight" in name]
         if mistake == "one norm's gradient not reduced":
             norms = norms[:-1]
         if ranks.sequence_parallel:
             add_up(norms, ranks.tp.group, **_NORM.get(mistake, {}))
+        if ranks.cp.size > 1 and mistake != "not reduced over cp":
+            add_up(parameters, ranks.cp.group)
         if ranks.dp.size > 1:
             wrong = ranks.tp.group if mistake == "gradients over the wrong group" else ranks.dp.group
-            add_up(list(module.parameters()), wrong)
+            add_up(parameters, wrong)
 
-    along = [*_sequence(ranks), over("dp", 1)]
+    along = [over("cp", 0, balanced=True), *_sequence(ranks), over("dp", 1)]
     return Pair(
         reference=nn.Sequential(*(LlamaLayer(HIDDEN, FFN, HEADS, GROUPS) for _ in range(2))),
-        candidate=candidate,
+        candidate=nn.ModuleList(tes),
         inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
         weights={left: right for i in range(2) for left, right in _of_layer(i).items()},
         call_reference=lambda module, x: module(x.transpose(0, 1)).transpose(0, 1),
@@ -401,6 +450,8 @@ HOSTS: dict[str, Callable[..., Pair]] = {
     "column": column,
     "row": row,
     "mlp": mlp,
+    "norm and column": norm_column,
+    "self-attention": self_attention,
     "layers": layers,
     "batches": batches,
     "fsdp": fsdp,
@@ -418,21 +469,30 @@ TP, SP, DP, EP = dict(tp=2), dict(tp=2, sequence_parallel=True), dict(dp=2), dic
 TP_DP, CP = dict(tp=2, dp=2), dict(cp=2)
 
 
+NO_BLOCKS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current")
+
+
 @dataclass(frozen=True)
 class Row:
-    """A wrong port.
+    """A port over ranks.
 
     Attributes:
         host: of ``HOSTS``.
-        mistake: what its function is told.
+        variant: what its function is told: a mistake, or which right port it is.
         ranks: over which it is compared.
-        titles: of the findings that name it.
+        titles: of the findings that name its mistake; none for a right port.
+        precisions: at which TE runs it; empty for all.
     """
 
     host: str
-    mistake: str
+    variant: str
     ranks: dict[str, Any]
-    titles: tuple[str, ...]
+    titles: tuple[str, ...] = ()
+    precisions: tuple[str, ...] = ()
+
+    def exists_at(self, precision: str) -> bool:
+        """Return whether TE runs it at a precision."""
+        return not self.precisions or precision in self.precisions
 
 
 _MISSING, _TWICE, _ORDER = ("reduction-missing",), ("reduced-twice",), ("gathered-in-another-order",)
@@ -454,6 +514,8 @@ WRONG = (
     Row("mlp", "norm of another rank", TP, ("weights-not-as-mapped",)),
     Row("layers", "norm gradient not reduced", SP, _MISSING),
     Row("layers", "one norm's gradient not reduced", SP, _MISSING),
+    Row("norm and column", "norm gradient not reduced", SP, _MISSING),
+    Row("layers", "not reduced over cp", CP, _MISSING),
     Row("layers", "gradients over the wrong group", TP_DP, ("reduction-missing", "reduced-twice")),
     Row("batches", "not reduced", DP, _MISSING),
     Row("batches", "averaged", DP, _AVERAGED),
@@ -466,25 +528,31 @@ WRONG = (
     Row("experts", "tokens in another order", EP, _ORDER),
 )
 
-RIGHT: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("column", "", TP),
-    ("column", "gathered", TP),
-    ("column", "", SP),
-    ("row", "", TP),
-    ("row", "", SP),
-    ("mlp", "", TP),
-    ("mlp", "", SP),
-    ("mlp", "its own loader", TP),
-    ("layers", "", TP),
-    ("layers", "", SP),
-    ("layers", "", DP),
-    ("layers", "", TP_DP),
-    ("batches", "", DP),
-    ("batches", "averages", DP),
-    ("fsdp", "", DP),
-    *(("attention", way, CP) for way in CONTEXT_PARALLEL),
-    ("attention", "gathered", CP),
-    ("attention", "p2p", dict(cp=4)),
-    ("experts", "", EP),
-    ("experts", "gathered", EP),
+RIGHT = (
+    Row("column", "", TP),
+    Row("column", "gathered", TP),
+    Row("column", "", SP),
+    Row("row", "", TP),
+    Row("row", "", SP),
+    Row("norm and column", "", TP),
+    Row("norm and column", "", SP),
+    Row("mlp", "", TP),
+    Row("mlp", "", SP),
+    Row("mlp", "its own loader", TP),
+    Row("self-attention", "", TP),
+    Row("self-attention", "", SP),
+    Row("layers", "", TP),
+    Row("layers", "", SP),
+    Row("layers", "", DP),
+    Row("layers", "", CP),
+    Row("layers", "", TP_DP),
+    Row("layers", "", dict(tp=2, cp=2)),
+    Row("batches", "", DP),
+    Row("batches", "averages", DP),
+    Row("fsdp", "", DP),
+    *(Row("attention", way, CP) for way in CONTEXT_PARALLEL),
+    Row("attention", "gathered", CP),
+    Row("attention", "p2p", dict(cp=4)),
+    Row("experts", "", EP),
+    Row("experts", "gathered", EP),
 )
