@@ -121,7 +121,7 @@ def test_what_explains_a_tensor_leaves_only_rounding():
 def test_pytest_makes_an_item_of_each_number_of_ranks_of_the_page_s_example(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
     (tmp_path / "my_pairs.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "my_pairs.py", "--parity-precision=bf16", "-v", "-n", "0"]
+    command = [sys.executable, "-m", "pytest", "my_pairs.py", "--parity-precisions=bf16", "-v", "-n", "0"]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     items = [f"mlp_over_ranks[bf16-32x2x64{ranks}] PASSED" for ranks in ("", "-tp2", "-tp2-sp")]
