@@ -79,7 +79,7 @@ def compare(
     if made is not None and steps:
         raise UserError("a training is not compared over ranks yet; leave steps or ranks out")
     if made is not None and not isinstance(pair, Case):
-        raise UserError("a pair over ranks is built in each of them: declare it with @parity.pair in a file of its own")
+        raise UserError("a pair over ranks is built for each of them: declare its function with @parity.pair")
     case = case if made is None else dataclasses.replace(case, ranks=(made,))
     kernels, table = te.kernels(backend), calibration or packaged()
 

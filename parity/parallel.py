@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils._pytree import tree_map_only
 
 from parity.case import transfer
@@ -94,8 +94,9 @@ def _compared(
 ) -> Result:
     precision, seed, kernels = asked.precision, asked.seed, asked.kernels
     prepared = prepare(asked.case, checked, precision.dtype, seed, kernels)
+    is_rank = distributed.is_available() and distributed.is_initialized()
     given = Given(
-        _source(case),
+        AsItIs(case) if is_rank else _source(case),
         made,
         checked,
         precision.name,
@@ -108,7 +109,7 @@ def _compared(
         {name: x.cpu() for name, x in prepared.cotangents.items()},
     )
     try:
-        ran: list[OnRank] = launch(pass_on_rank, made.count, [given], timeout=timeout)
+        ran = _on_these_ranks(given) if is_rank else launch(pass_on_rank, made.count, [given], timeout=timeout)
     except RanksFailed as error:
         first = error.failures[0]
         told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
@@ -130,6 +131,20 @@ def _compared(
         lambda: _explained(result, wholes, apart, ran[0].splits, made, prepared, asked, at, diagnosis),
         partial(without_cause, result),
     )
+
+
+def _on_these_ranks(given: Given) -> list[OnRank]:
+    """Return what all ranks of the default process group computed, of which this process is one.
+
+    Raises:
+        UserError: if they are not as many as asked for.
+    """
+    count = distributed.get_world_size()
+    if count != given.made.count:
+        raise UserError(f"{given.made.label} are {given.made.count} ranks, and this process group has {count}")
+    ran: list[Any] = [None] * count
+    distributed.all_gather_object(ran, pass_on_rank(given))
+    return ran
 
 
 def _source(case: Case) -> AsItIs | FromFile:

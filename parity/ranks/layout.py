@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -361,7 +361,7 @@ class Parallel:
 
     splits: Mapping[str, Sequence[Over]] = field(default_factory=dict)
     weights: Mapping[str, Sequence[Over]] = field(default_factory=dict)
-    finish: Any = None
+    finish: Callable[[nn.Module], None] | None = None
     averages: bool = False
 
     def split(self, name: str) -> Split:

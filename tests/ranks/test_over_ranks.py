@@ -16,6 +16,7 @@ from torch import nn
 import parity
 from parity.case.case import Case
 from parity.lab.studies.ranks.rows import RIGHT, SP, WRONG, case_of
+from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees
 from parity.search.over_ranks import Piece, Whole, explained_over_ranks
 
@@ -102,8 +103,21 @@ def test_ranks_that_should_have_the_same_and_do_not_are_told():
 
 def test_a_pair_of_modules_cannot_be_built_in_ranks():
     pair = parity.Pair(nn.Linear(4, 4), nn.Linear(4, 4), lambda rng: rng.normal(4, 4), {"weight": "weight"})
-    with pytest.raises(parity.UserError, match=r"declare it with @parity\.pair"):
+    with pytest.raises(parity.UserError, match=r"declare its function with @parity\.pair"):
         parity.compare(pair, ["fp32"], ranks=dict(tp=2))
+
+
+def compared_on_each(ranks):
+    (result,) = parity.compare(case_of("mlp", "norm gradient not reduced"), ["bf16"], ranks=ranks)
+    return result.status, [found.title for found in result.findings], result.reason
+
+
+def test_ranks_of_a_script_s_own_all_have_the_same_result():
+    told = launch(compared_on_each, 2, [dict(tp=2, sequence_parallel=True)])
+    assert told == [("failed", ["reduction-missing"], "")] * 2
+    assert [
+        "tp4 are 4 ranks, and this process group has 2" in one[2] for one in launch(compared_on_each, 2, [dict(tp=4)])
+    ] == [True] * 2
 
 
 def test_what_explains_a_tensor_leaves_only_rounding():
