@@ -34,7 +34,7 @@ from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, Split, places
 from parity.result import Finding, Result, as_printable, label_of_way
-from parity.search.over_ranks import Piece, Whole, explained_by_inputs, explained_over_ranks
+from parity.search.over_ranks import Piece, Whole, explained_by_inputs, explained_over_ranks, wrong_norm
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend
 from parity.te.precision import Precision, why_unavailable
@@ -125,6 +125,10 @@ def _compared(
     apart = _apart(wholes, made)
     if apart is not None and result.status == "passed":
         return dataclasses.replace(result, status="failed", reason="ranks do not agree", findings=(apart,))
+    norm = wrong_norm([one.norm for one in ran], wholes, made)
+    if norm is not None and result.status == "passed":
+        reason = "the norm of all gradients is not that of the whole"
+        return dataclasses.replace(result, status="failed", reason=reason, findings=(norm,))
     if result.status != "failed" or diagnosis is None:
         return result
     return unless_raised(

@@ -136,7 +136,8 @@ CODES = {
     "sequence-order": "PAR705",
     "replicas-differ": "PAR706",
     "nothing-exchanged": "PAR707",
-    "wrong-over-ranks": "PAR708",
+    "gradient-norm": "PAR708",
+    "wrong-over-ranks": "PAR709",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

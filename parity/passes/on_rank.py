@@ -98,6 +98,7 @@ class OnRank:
         held: which parts of which whole parameters the rank's parameters are.
         unreached: the rank's parameters that no gradient reached.
         attention: the attention backends that TE ran.
+        norm: of all gradients, as the port computes it; None if it does not.
     """
 
     outputs: dict[str, Tensor]
@@ -108,6 +109,7 @@ class OnRank:
     held: dict[str, Held]
     unreached: tuple[str, ...]
     attention: str
+    norm: float | None = None
 
 
 @fresh_caches()
@@ -174,6 +176,8 @@ def pass_on_rank(given: Given) -> OnRank:
 
         ran = settled(once, precision.warmup_passes, _is_so_on_all)
         attention = ", ".join(seen)
+        norm = pair.parallel.gradient_norm
+        told = None if norm is None else float(norm(candidate))
     names = {*ran.outputs, *ran.input_gradients}
     return OnRank(
         _on_cpu(ran.outputs),
@@ -184,6 +188,7 @@ def pass_on_rank(given: Given) -> OnRank:
         held,
         ran.unreached,
         attention,
+        told,
     )
 
 

@@ -355,6 +355,8 @@ class Parallel:
         weights: how parameters of the candidate are divided, by their names, where TE's marks do not say it.
         finish: called as ``finish(module)`` on each rank after the backward pass, if what a port does then is left to
             it, such as reducing gradients over ranks.
+        gradient_norm: called as ``gradient_norm(module)`` after that, if gradients are clipped; returns the norm of all
+            gradients, over all ranks, as the port computes it on each.
         averages: whether the port averages gradients over data parallel ranks, and does not add them up. The gradient
             with respect to each rank's outputs is multiplied by their number then, as that of a mean of means is.
     """
@@ -363,6 +365,7 @@ class Parallel:
     weights: Mapping[str, Sequence[Over]] = field(default_factory=dict)
     finish: Callable[[nn.Module], None] | None = None
     averages: bool = False
+    gradient_norm: Callable[[nn.Module], Tensor | float] | None = None
 
     def split(self, name: str) -> Split:
         """Return how an input or output is divided."""

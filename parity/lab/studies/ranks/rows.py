@@ -193,8 +193,25 @@ def mlp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
         weights=_OF_MLP,
         fill=False if loaded else None,
-        parallel=Parallel({"input": along, "output": along}, finish=finish),
+        parallel=Parallel(
+            {"input": along, "output": along},
+            finish=finish,
+            gradient_norm=partial(_norm_of, ranks, mistake) if "of all gradients" in mistake else None,
+        ),
     )
+
+
+def _norm_of(ranks: Ranks, mistake: str, module: nn.Module) -> float:
+    """Return the norm of all gradients, with weights that each rank holds counted once, or as the mistake says."""
+    own, shared = torch.zeros(()), torch.zeros(())
+    for name, one in module.named_parameters():
+        if one.grad is not None:
+            (shared if "layer_norm" in name and mistake == "norm of all gradients" else own).add_(
+                one.grad.float().square().sum()
+            )
+    if ranks.tp.size > 1 and mistake != "norm of all gradients, on one rank alone":
+        distributed.all_reduce(own, group=ranks.tp.group)
+    return float((own + shared).sqrt())
 
 
 def _load(reference: _Swiglu, candidate: nn.Module, ranks: Ranks, mistake: str) -> None:
@@ -469,7 +486,7 @@ TP, SP, DP, EP = dict(tp=2), dict(tp=2, sequence_parallel=True), dict(dp=2), dic
 TP_DP, CP = dict(tp=2, dp=2), dict(cp=2)
 
 
-NO_BLOCKS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current")
+HALF = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")  # in FP32, TE has no attention over ranks
 
 
 @dataclass(frozen=True)
@@ -511,20 +528,22 @@ WRONG = (
     Row("mlp", "norm gradient averaged", SP, _AVERAGED),
     Row("mlp", "fc1 in one block", TP, _SHARDS),
     Row("mlp", "ranks' parts exchanged", TP, _SHARDS),
+    Row("mlp", "norm of all gradients, norms counted twice", TP, ("gradient-norm",)),
+    Row("mlp", "norm of all gradients, on one rank alone", TP, ("gradient-norm",)),
     Row("mlp", "norm of another rank", TP, ("weights-not-as-mapped",)),
     Row("layers", "norm gradient not reduced", SP, _MISSING),
     Row("layers", "one norm's gradient not reduced", SP, _MISSING),
     Row("norm and column", "norm gradient not reduced", SP, _MISSING),
-    Row("layers", "not reduced over cp", CP, _MISSING),
+    Row("layers", "not reduced over cp", CP, _MISSING, HALF),
     Row("layers", "gradients over the wrong group", TP_DP, ("reduction-missing", "reduced-twice")),
     Row("batches", "not reduced", DP, _MISSING),
     Row("batches", "averaged", DP, _AVERAGED),
     Row("batches", "reduced twice", DP, _TWICE),
     Row("batches", "norm left out", DP, _MISSING),
     Row("batches", "averaged twice", DP, _AVERAGED),
-    Row("attention", "order not undone", CP, _ORDER),
-    Row("attention", "not balanced", CP, ("sequence-order",)),
-    Row("attention", "each rank by itself", CP, ("nothing-exchanged",)),
+    Row("attention", "order not undone", CP, _ORDER, precisions=HALF),
+    Row("attention", "not balanced", CP, ("sequence-order",), precisions=HALF),
+    Row("attention", "each rank by itself", CP, ("nothing-exchanged",), precisions=HALF),
     Row("experts", "tokens in another order", EP, _ORDER),
 )
 
@@ -539,20 +558,21 @@ RIGHT = (
     Row("mlp", "", TP),
     Row("mlp", "", SP),
     Row("mlp", "its own loader", TP),
+    Row("mlp", "norm of all gradients", TP),
     Row("self-attention", "", TP),
     Row("self-attention", "", SP),
     Row("layers", "", TP),
     Row("layers", "", SP),
     Row("layers", "", DP),
-    Row("layers", "", CP),
+    Row("layers", "", CP, precisions=HALF),
     Row("layers", "", TP_DP),
-    Row("layers", "", dict(tp=2, cp=2)),
+    Row("layers", "", dict(tp=2, cp=2), precisions=HALF),
     Row("batches", "", DP),
     Row("batches", "averages", DP),
     Row("fsdp", "", DP),
-    *(Row("attention", way, CP) for way in CONTEXT_PARALLEL),
-    Row("attention", "gathered", CP),
-    Row("attention", "p2p", dict(cp=4)),
+    *(Row("attention", way, CP, precisions=HALF) for way in CONTEXT_PARALLEL),
+    Row("attention", "gathered", CP, precisions=HALF),
+    Row("attention", "p2p", dict(cp=4), precisions=HALF),
     Row("experts", "", EP),
     Row("experts", "gathered", EP),
 )
