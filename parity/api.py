@@ -13,13 +13,11 @@ from parity.case.registry import checked_steps, checked_switches
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
-from parity.parallel import compare_over_ranks_at
 from parity.ranks.layout import degrees
 from parity.result import Result, Switch
 from parity.te import Backend
 from parity.te.attention_backend import AttentionBackend, checked_choice
 from parity.te.precision import PRECISIONS, Precision
-from parity.training import train_at
 from parity.user_error import UserError
 
 
@@ -86,8 +84,12 @@ def compare(
     def judged(checked: CheckedSize, precision: Precision, forced: AttentionBackend | None, seed: int) -> Result:
         at = case, checked, precision, seed, kernels, table
         if made is not None:
+            from parity.parallel import compare_over_ranks_at
+
             return compare_over_ranks_at(*at, made, forced, diagnosis)
         if steps:
+            from parity.training import train_at
+
             return train_at(*at, steps, switch, forced, diagnosis)
         return compare_at(*at, forced, determinism, diagnosis)
 
