@@ -190,7 +190,7 @@ def _answer(rank: _Rank) -> RankFailure | tuple[Any, ...]:
         rank.process.join()
         code = rank.process.exitcode or 0
         what = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return RankFailure(rank.number, "died", what, _printed(rank.folder, rank.number))
+        return RankFailure(rank.number, "died", what, _printed(rank.folder, rank.number)[-_TOLD:])
     except Exception as error:  # a class whose objects can be pickled, but not made again
         return RankFailure(rank.number, "raised", f"what it returned cannot be read: {raised(error)}", "")
     return answer
@@ -209,7 +209,7 @@ def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
             rank.number,
             "hung",
             what,
-            _printed(rank.folder, rank.number)[printed[rank.number] :],
+            _printed(rank.folder, rank.number)[printed[rank.number] :][:_TOLD],
         )
         for rank in running
     ]
@@ -221,7 +221,7 @@ def _output(folder: str, rank: int) -> Path:
 
 def _printed(folder: str, rank: int) -> str:
     try:
-        return _output(folder, rank).read_text(errors="replace")[-_TOLD:]
+        return _output(folder, rank).read_text(errors="replace")
     except FileNotFoundError:  # it died before it printed anything
         return ""
 

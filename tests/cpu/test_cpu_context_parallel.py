@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parity import te as parity_te
-from parity.cpu import cuda
+from parity.cpu import cuda, versions
 from parity.ranks.launch import launch
 
 NAMES = ("output", "query.grad", "key.grad", "value.grad")
@@ -253,16 +254,17 @@ FOUR = [
     Attention("a2a+p2p", format="sbhd"),
     Attention("a2a+p2p", mask="no_mask"),
 ]
-NO_BACKEND = "No dot product attention backend is available"
-REFUSED = {
-    # TE 2.20.2, ``dot_product_attention/utils.py``, and for the last one ``context_parallel.py``
-    **{Attention(how, dtype=torch.float32): NO_BACKEND for how in ("p2p", "all_gather", "a2a")},
-    **{Attention(how, mask="causal_bottom_right"): NO_BACKEND for how in ("p2p", "all_gather", "a2a")},
-    **{Attention(how, bias="post_scale_bias"): NO_BACKEND for how in ("all_gather", "a2a")},
-    **{Attention(how, softmax="off-by-one"): NO_BACKEND for how in ("p2p", "all_gather")},
-    Attention("p2p", window=(16, 0)): NO_BACKEND,
-    Attention("a2a", heads=6, groups=3): NO_BACKEND,
-}
+# TE 2.20.2 finds no backend (``dot_product_attention/utils.py``), or asserts something (``context_parallel.py``).
+REFUSED = [
+    *(Attention(how, dtype=torch.float32) for how in ("p2p", "all_gather", "a2a")),
+    *(Attention(how, mask="causal_bottom_right") for how in ("p2p", "all_gather", "a2a")),
+    *(Attention(how, bias="post_scale_bias") for how in ("all_gather", "a2a")),
+    *(Attention(how, softmax="off-by-one") for how in ("p2p", "all_gather")),
+    Attention("p2p", window=(16, 0)),
+    Attention("a2a", heads=6, groups=3),
+]
+IN_WHICH_WORDS = "No dot product attention backend|not support|divisible by"
+IS_NEWEST = versions.installed_version().release[:2] >= versions.NEWEST.release
 WRONG = [Attention("p2p", **FP8), Attention("p2p", **FP8, mask="no_mask")]
 
 
@@ -288,6 +290,8 @@ def _limit(case: Attention, ranks: int, name: str) -> float:
 )
 def test_attention_over_ranks_is_the_attention_of_one_rank(ranks: int, case: Attention) -> None:
     errors = _computed(ranks)[case]
+    if not IS_NEWEST and isinstance(errors, str):
+        pytest.skip(f"this version of TE refuses it: {errors}")
     assert isinstance(errors, dict), errors
     assert {name: error for name, error in errors.items() if not error <= _limit(case, ranks, name)} == {}
 
@@ -296,7 +300,7 @@ def test_attention_over_ranks_is_the_attention_of_one_rank(ranks: int, case: Att
 def test_what_te_does_not_spread_over_ranks_is_refused(case: Attention) -> None:
     answer = _computed(2)[case]
     assert isinstance(answer, str), answer
-    assert REFUSED[case] in answer
+    assert re.search(IN_WHICH_WORDS, answer)
 
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
