@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from parity import reference, te
     from parity.api import compare
     from parity.case.case import Case, Pair, Training
+    from parity.case.decoding import Decoding
     from parity.case.registry import pair
     from parity.case.weight_map import (
         constant,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Case",
+    "Decoding",
     "Finding",
     "Pair",
     "Parallel",
@@ -65,6 +67,7 @@ __all__ = [
 
 _HOME = {
     "Case": "case.case",
+    "Decoding": "case.decoding",
     "Finding": "result",
     "Pair": "case.case",
     "Parallel": "ranks.layout",

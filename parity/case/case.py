@@ -126,6 +126,8 @@ class Pair:
             returns.
         training: how both are trained, for a comparison of steps.
         parallel: how the candidate is computed over ranks, for a pair that is declared with ``ranks=``.
+        evaluation: whether both are called in evaluation mode and without gradients, so that outputs alone are
+            compared, as of a model that decodes with a cache.
     """
 
     reference: nn.Module
@@ -137,6 +139,7 @@ class Pair:
     fill: bool | None = None
     training: Training = Training()
     parallel: Parallel = IN_ONE_PROCESS
+    evaluation: bool = False
 
 
 @dataclass(frozen=True, eq=False)

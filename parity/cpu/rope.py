@@ -31,7 +31,7 @@ def fused_rope_forward(
     Args:
         input: ``[s, b, h, d]``, ``[b, s, h, d]`` or ``[t, h, d]``, as ``qkv_format`` says.
         freqs: angles in radians, FP32, ``[positions, 1, 1, d2]``, ``d2 <= d``; features from ``d2`` on are copied.
-        start_positions: the position of each sequence's first token, ``[b]``. Default: 0.
+        start_positions: the position of each sequence's first token, ``[b]`` or longer. Default: 0.
         qkv_format: ``NVTE_SBHD``, ``NVTE_BSHD`` or ``NVTE_THD``.
         interleaved: pairs are features ``(2i, 2i + 1)``; otherwise ``(i, i + d2 / 2)``.
         cu_seqlens: where sequences begin and end among the ``t`` tokens of all ranks, ``[b + 1]``; THD only.
@@ -144,10 +144,10 @@ def _token_angles(
     if qkv_format.name == "NVTE_THD":
         positions = _packed_positions(tokens, start_positions, cu_seqlens, cp_size, cp_rank)
     else:
-        length = tokens.shape[0 if qkv_format.name == "NVTE_SBHD" else 1]
+        length, batch = tokens.shape[:2] if qkv_format.name == "NVTE_SBHD" else reversed(tokens.shape[:2])
         positions = _chunked(torch.arange(length), length, cp_size, cp_rank).unsqueeze(-1)
-        if start_positions is not None:
-            positions = positions + start_positions
+        if start_positions is not None:  # of as many sequences as a cache holds, which may be more
+            positions = positions + start_positions[:batch]
         positions = positions if qkv_format.name == "NVTE_SBHD" else positions.transpose(0, 1)
     if positions.numel() and int(positions.max()) >= len(freqs):
         raise ValueError(f"freqs hold angles for {len(freqs)} positions, but a token is at {int(positions.max())}")

@@ -96,7 +96,7 @@ def tensors_under(
     def backward(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         if not only_if({name: output.detach() for name, output in outputs.items()}):
             raise Misfit("its outputs are others")
-        prepared.clock.advance(BACKWARD * passes)
+        prepared.clock.advance(0.0 if prepared.evaluation else BACKWARD * passes)
         return {name: given[name].to(output.dtype) for name, output in outputs.items()}
 
     try:
@@ -108,6 +108,7 @@ def tensors_under(
                 prepared.input_names,
                 backward,
                 before_backward=phase.begin_backward if phase else lambda: None,
+                differentiated=not prepared.evaluation,
             )
     except OutOfTime:  # it says nothing about the hypotheses
         raise

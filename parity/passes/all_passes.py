@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -194,6 +194,7 @@ def run_model(
             prepared.input_names,
             lambda outputs: {name: cotangents[name].to(output.dtype) for name, output in outputs.items()},
             before_backward=phase.begin_backward,
+            differentiated=not prepared.evaluation,
         )
     model_numbers(prepared, rounding)[freedom] = ran.numbers
     tensors = tensors_of(ran)
@@ -289,12 +290,13 @@ def run_candidate(
             prepared.inputs,
             prepared.input_names,
             lambda outputs: _fitting(prepared.cotangents, outputs),
-            forward_context=precision.autocast(kernels),
+            forward_context=_as_called(prepared, precision, kernels),
             watch_inputs=seen is not None,
+            differentiated=not prepared.evaluation,
         )
 
     def on_others() -> dict[str, Tensor]:
-        with precision.autocast(kernels):
+        with _as_called(prepared, precision, kernels):
             outputs = outputs_of(candidate, pair.call_candidate, _other_inputs(pair, checked, prepared, seed, kernels))
         return {name: output.detach().clone() for name, output in outputs.items()}
 
@@ -309,7 +311,7 @@ def run_candidate(
     before = on_others() if called_before else {}
     if called_before:
         untrained()
-    ran = settled(once, precision.warmup_passes)
+    ran = _settled(candidate, once, precision)
     if seen is not None:
         seen(ran)
     if recalled is not None:
@@ -318,12 +320,14 @@ def run_candidate(
         untrained()
         recalled.before, recalled.after = before, on_others()
     gradients = {
-        name: ran.weight_gradients[name] if parameter.requires_grad else torch.zeros_like(parameter)
+        name: ran.weight_gradients[name] if name in ran.weight_gradients else torch.zeros_like(parameter)
         for name, parameter in parameters.items()
     }
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
     shapes = transfer.parameter_shapes(prepared.reference)
-    in_reference_layout = transfer.gradients_to_reference(pair.weights, gradients, shapes)
+    in_reference_layout = (
+        {} if pair.evaluation else transfer.gradients_to_reference(pair.weights, gradients, shapes)
+    )
     outputs = _shaped(ran.outputs, prepared.golden.outputs)
     tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
     if prepared.probed:
@@ -332,6 +336,29 @@ def run_candidate(
             change(pair.candidate)
         tensors |= _probed(_shaped(_probe_candidate(pair, prepared, precision, kernels), prepared.probed))
     return tensors, ran.unreached + frozen
+
+
+@contextmanager
+def _as_called(prepared: Prepared, precision: Precision, kernels: Kernels) -> Iterator[None]:
+    """Within the context, a candidate is called as its users do: under the recipe, in evaluation without a graph."""
+    with torch.set_grad_enabled(not prepared.evaluation), precision.autocast(kernels):
+        yield
+
+
+_Ran = TypeVar("_Ran")
+
+
+def _settled(candidate: nn.Module, once: Callable[[], _Ran], precision: Precision) -> _Ran:
+    """Return the first pass whose scales fit its own numbers.
+
+    In evaluation mode TE leaves scales as they are, which a training has left; so they settle in training mode.
+    """
+    if candidate.training or not precision.warmup_passes:
+        return settled(once, precision.warmup_passes)
+    candidate.train()
+    settled(once, precision.warmup_passes)
+    candidate.eval()
+    return once()
 
 
 def _other_inputs(pair: Pair, checked: CheckedSize, prepared: Prepared, seed: int, kernels: Kernels) -> Any:
@@ -361,14 +388,14 @@ def with_weights(pair: Pair, prepared: Prepared, precision: Precision) -> Pair:
 
 def _probe_candidate(pair: Pair, prepared: Prepared, precision: Precision, kernels: Kernels) -> dict[str, Tensor]:
     """Return the candidate's outputs on the probing inputs; none if it looks up other rows than the reference."""
-    scaled = ScaledLookups(prepared.dtype)
+    scaled = ScaledLookups(prepared.dtype, prepared.evaluation)
     call = scaled.around(pair.call_candidate) if prepared.lookups else pair.call_candidate
 
     def once() -> dict[str, Tensor]:
-        with precision.autocast(kernels):
+        with _as_called(prepared, precision, kernels):
             return outputs_of(pair.candidate, call, prepared.probe)
 
-    outputs = settled(once, precision.warmup_passes)
+    outputs = _settled(pair.candidate, once, precision)
     return outputs if scaled.seen == prepared.lookups else {}
 
 

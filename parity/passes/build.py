@@ -151,7 +151,8 @@ CONSTANT_NOISE = 0.1
 
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
-    """Return the pair, its modules initialised from the seed, on the kernels' device, in training mode.
+    """Return the pair, its modules initialised from the seed, on the kernels' device, in training mode or, if it says
+    so, in evaluation mode.
 
     Raises:
         UserError: if one of them has no values.
@@ -164,8 +165,8 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
             pair = case.build(kernels.te, checked.size)
     _check_has_values("reference", pair.reference)
     _check_has_values("candidate", pair.candidate)
-    pair.reference.to(kernels.device).train()
-    moved(pair.candidate, device=kernels.device).train()
+    pair.reference.to(kernels.device).train(not pair.evaluation)
+    moved(pair.candidate, device=kernels.device).train(not pair.evaluation)
     for part in (*pair.reference.modules(), *pair.candidate.modules()):
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             part.sparse = False  # a dense gradient has the same numbers

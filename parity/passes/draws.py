@@ -182,14 +182,15 @@ class ScaledLookups(TorchFunctionMode):
 
     Args:
         dtype: the precision's.
+        in_parts: whether ids count one by one, since the port may look them up token by token.
 
     Attributes:
         seen: how often which ids were looked up.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, in_parts: bool = False) -> None:
         super().__init__()
-        self._dtype = dtype
+        self._dtype, self._in_parts = dtype, in_parts
         self.seen: Lookups = Counter()
 
     def around(self, call: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -207,7 +208,7 @@ class ScaledLookups(TorchFunctionMode):
         if func in _IDS:
             ids = args[_IDS[func]] if len(args) > _IDS[func] else (kwargs or {})[_NAMES[func]]
             with torch._C.DisableTorchFunction():  # a trace of the module has no call of ours
-                self.seen[_signature(ids)] += 1
+                self.seen.update(((int(one),) for one in ids.flatten()) if self._in_parts else [_signature(ids)])
                 scaled = result * _factors(ids).to(result.dtype).unsqueeze(-1)
                 rounding = scaled.detach().to(self._dtype).to(result.dtype) - scaled.detach()  # no gradient is rounded
                 result.copy_(scaled + rounding)  # in place, so that the trace knows where it comes from

@@ -110,6 +110,7 @@ def run(
     before_backward: Callable[[], None] = lambda: None,
     watch_inputs: bool = False,
     after_backward: Callable[[], None] = lambda: None,
+    differentiated: bool = True,
 ) -> Pass:
     """Call the module, then differentiate; its buffers and the inputs stay as they were.
 
@@ -123,6 +124,7 @@ def run(
         before_backward: called between the two passes.
         watch_inputs: whether inputs that the module writes to are noted.
         after_backward: called before the gradients are read.
+        differentiated: whether there are gradients; if not, the pass has outputs alone.
     """
     module.zero_grad(set_to_none=True)
     state.clear(module)
@@ -133,16 +135,20 @@ def run(
             returned = _call(module, call, (args, kwargs))
         outputs = _named_outputs(returned)
         changed = given.changed() if watch_inputs else ()
-        before_backward()
+        if differentiated:
+            before_backward()
         backward = cotangents(outputs)
-        reached = [name for name, output in outputs.items() if output.requires_grad]
-        torch.autograd.backward([outputs[name] for name in reached], [backward[name] for name in reached])
-    after_backward()
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        reached = [name for name, output in outputs.items() if output.requires_grad or not differentiated]
+        if differentiated:
+            torch.autograd.backward([outputs[name] for name in reached], [backward[name] for name in reached])
+            after_backward()
+    leaves = given.leaves if differentiated else {}
+    parameters = module.named_parameters() if differentiated else ()
+    trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     gradients = {name: state.gradient(parameter) for name, parameter in trained.items()}
     return Pass(
         outputs={name: output.detach() for name, output in outputs.items()},
-        input_gradients={name: or_zero(leaf.grad, leaf) for name, leaf in given.leaves.items()},
+        input_gradients={name: or_zero(leaf.grad, leaf) for name, leaf in leaves.items()},
         weight_gradients={name: or_zero(gradients[name], parameter) for name, parameter in trained.items()},
         unreached=tuple(name for name, gradient in gradients.items() if gradient is None),
         not_compared=sum(isinstance(leaf, Tensor) for leaf in leaves_of(returned)) - len(outputs),

@@ -99,6 +99,7 @@ class Prepared:
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
         unlike: the candidate's parameters by name, of those that it holds otherwise than the map says.
         apart: what to say of parameters that are one in the reference, and several in the candidate.
+        evaluation: whether both modules are in evaluation mode, so that no pass has gradients.
         seconds: of processor time that went into this.
         cache: what is computed of this and asked for again. At first it holds two things that are taken out when they
             are used: ``calls`` of golden's pass, if it ran on the kernels' device, which hold everything that the pass
@@ -123,6 +124,7 @@ class Prepared:
     outside_te: frozenset[str]
     unlike: dict[str, Tensor] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
+    evaluation: bool = False
     seconds: float = 0.0
     cache: Cache = field(default_factory=Cache)
     clock: Clock = field(default_factory=Clock)
@@ -138,7 +140,7 @@ class Prepared:
     @property
     def probe_call(self) -> Callable[..., Any] | None:
         """How to call the reference on the probing inputs, or None."""
-        return ScaledLookups(self.dtype).around(self.call) if self.lookups else self.call
+        return ScaledLookups(self.dtype, self.evaluation).around(self.call) if self.lookups else self.call
 
 
 class _Key(NamedTuple):
@@ -232,7 +234,11 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         before = RandomState.now(faster)
         versions = {name: parameter._version for name, parameter in pair.reference.named_parameters()}
         state = attributes_of(pair.reference)
-        golden = run(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording, watch_inputs=True)
+        golden = run(
+            *(pair.reference, pair.call_reference, exact, names, draw_cotangents, recording),
+            watch_inputs=True,
+            differentiated=not pair.evaluation,
+        )
         drew = not RandomState.now(faster).is_as(before)
         _check_complete(pair.reference, versions)
         written = [name for name, one in pair.reference.named_parameters() if one._version != versions[name]]
@@ -260,6 +266,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         parameters_outside_te(pair),
         held.unlike,
         apart,
+        pair.evaluation,
         seconds=time.process_time() - began,
         cache=cache,
     )
@@ -272,7 +279,7 @@ def _probed(
     the inputs again.
     """
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype)
-    scaled = ScaledLookups(dtype)
+    scaled = ScaledLookups(dtype, pair.evaluation)
     with torch.no_grad(), in_fp64():
         probed = outputs_of(pair.reference, scaled.around(pair.call_reference), cast(probing, torch.float64, device))
     if not scaled.seen and all(map(_same, tree_leaves(probing), tree_leaves(inputs))):

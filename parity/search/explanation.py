@@ -175,6 +175,7 @@ def _changes(prepared: Prepared) -> dict[tuple[str, str], float]:
             _perturbed(prepared.inputs),
             prepared.input_names,
             lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
+            differentiated=not prepared.evaluation,
         )
     golden, perturbed = tensors_of(prepared.golden), tensors_of(ran)
     if prepared.probed:
