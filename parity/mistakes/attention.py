@@ -52,6 +52,9 @@ class Attention:
         sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None where there is none.
         sink: whether this term is the reference's ``own``, that of the heads in ``reversed`` order, ``negated``, has
             score ``zero``, or is left out (``none``).
+        since: the first query whose keys come from a cache; for the two that follow.
+        cached: what is done to a key that comes from the cache; None for nothing.
+        slots: how many the cache has, if empty ones, which hold zeros, are seen; 0 if they are not.
     """
 
     call: Call
@@ -72,6 +75,9 @@ class Attention:
     mask_scales: tuple[float, ...] = ()
     sinks: Value | None = None
     sink: Literal["own", "reversed", "negated", "zero", "none"] = "own"
+    since: int = 0
+    cached: Rearrange | None = None
+    slots: int = 0
 
     @property
     def needs(self) -> tuple[Value, ...]:
@@ -87,6 +93,8 @@ class Attention:
             move(to_heads(x)) for x, to_heads, move in zip((query, key, value), self.to_heads, arrange[:3], strict=True)
         )
         scores = self.scale * _scores(query, key)
+        if self.cached is not None:
+            scores = torch.where(self._of_cache(scores), self.scale * _scores(query, self.cached(key)), scores)
         if math.isfinite(self.softcap):
             scores = self.softcap * torch.tanh(scores / self.softcap)
         bias = self.bias(scores, *biases)
@@ -99,6 +107,8 @@ class Attention:
         elif self.sink != "none" and self.sinks is not None:
             own = others[-1]
             scores = torch.cat((scores, {"own": own, "reversed": own.flip(-3), "negated": -own}[self.sink]), -1)
+        if self.slots:
+            scores = torch.cat((scores, self._empty_slots(scores)), -1)
         probabilities = scores.softmax(-1)[..., : key.shape[-2]]
         if self.mask is not None:  # TE's softmax is zero where nothing is seen
             probabilities = probabilities.masked_fill(hidden_keys(bias).all(-1, keepdim=True), 0.0)
@@ -106,6 +116,17 @@ class Attention:
         heads = probabilities.shape[-3] if probabilities.dim() > 3 else 0
         context = probabilities @ (_repeated(value, heads) if heads else value)
         return self.from_heads(arrange[3](context))
+
+    def _of_cache(self, scores: Tensor) -> Tensor:
+        """Return which keys come from the cache: those before a query's own, ``[queries, keys]``."""
+        query, key = (torch.arange(size, device=scores.device) for size in scores.shape[-2:])
+        return (key < query[:, None]) & (query[:, None] >= self.since)
+
+    def _empty_slots(self, scores: Tensor) -> Tensor:
+        """Return one score that weighs as much as all empty slots of the cache do, whose scores are 0."""
+        query = torch.arange(scores.shape[-2], device=scores.device)
+        empty = (self.slots - 1 - query).clamp(min=0).masked_fill(query < self.since, 0)
+        return empty.to(scores.dtype).log()[:, None].clamp(min=HIDDEN).expand(*scores.shape[:-1], 1)
 
     def bias(self, scores: Tensor, *biases: Tensor) -> Tensor:
         """Return what is added to the scores, ``HIDDEN`` where a key is hidden; ``[..., seq_q, seq_kv]``.

@@ -27,6 +27,7 @@ from parity.mistakes.layers import (
     unused_norm_hypotheses,
     unused_parameters,
 )
+from parity.mistakes.log_probs import log_prob_hypotheses
 from parity.mistakes.lookups import lookup_hypotheses
 from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
 from parity.mistakes.mixture import routing_hypotheses
@@ -138,6 +139,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from loss_hypotheses(trace)
     yield from cross_entropy_hypotheses(trace)
     yield from label_shift_hypotheses(trace)
+    yield from log_prob_hypotheses(trace)
     yield from clipping_hypotheses(trace)
     yield from optimizer_step_hypotheses(trace)
     yield from optimizer_moment_hypotheses(trace)

@@ -51,6 +51,9 @@ LABEL_SMOOTHINGS = (0.1,)
 Z_LOSSES = (1e-4, 1e-3, 1e-2)
 """Factors of the z-loss: PaLM's and larger ones."""
 
+TEMPERATURES = (0.7, 0.6, 0.8, 1.2)
+"""Temperatures at which tokens are sampled."""
+
 WEIGHT_DECAYS = (0.01, 0.1)
 """``torch.optim.AdamW``'s default, and that of most language models."""
 

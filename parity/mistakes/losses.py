@@ -88,6 +88,7 @@ class CrossEntropy:
         pads: those of ``_PAD_IDS`` that are among the labels of the traced pass.
         z_loss: times each token's squared logarithm of the sum of exponentials, which is added to its loss.
         clamped: whether a label that is no class counts as class 0.
+        temperature: by which logits are divided.
     """
 
     call: Call
@@ -101,10 +102,12 @@ class CrossEntropy:
     pads: tuple[int, ...] = ()
     z_loss: float = 0.0
     clamped: bool = False
+    temperature: float = 1.0
 
     def compute(self, was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss that takes the place of what the call returned."""
         labels = labels.clamp(min=0) if self.clamped else labels
+        logits = logits / self.temperature
         losses = F.cross_entropy(
             logits, labels, ignore_index=self.ignored, reduction="none", label_smoothing=self.smoothing
         )

@@ -17,13 +17,14 @@ from parity.mistakes.trial import outputs_under
 from parity.passes.nominal_clock import work_of
 from parity.result import Finding
 from parity.search.borders import border_explanations, restart_explanations
+from parity.search.decoding import decoding_explanations
 from parity.search.divergence import first_divergence
 from parity.search.failure import Budget, Failure, few_outputs, in_time
 from parity.search.gradient_screen import outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.localise import output_scale_findings, where_the_error_is, whole_scale_findings
 from parity.search.other_operands import other_operand_hypotheses
-from parity.search.precision_mistakes import precision_findings, scale_hypotheses
+from parity.search.precision_mistakes import log_prob_findings, precision_findings, scale_hypotheses
 from parity.search.reruns import (
     buffer_findings,
     dropout_findings,
@@ -40,6 +41,7 @@ from parity.search.reruns import (
 from parity.search.screen import FirstOrder, Ranked
 from parity.search.search import (
     CHECKS_FOR_BORDERS,
+    CHECKS_FOR_DECODING,
     CHECKS_FOR_OPERANDS,
     CHECKS_FOR_SEARCH,
     CHECKS_FOR_THE_REST,
@@ -149,6 +151,8 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: microbatch_findings(failure),
         lambda: _told(loss_explanations(failure, trace, search), failure),
         lambda: whole_scale_findings(failure),
+        lambda: log_prob_findings(failure, trace),
+        lambda: _told(decoding_explanations(failure, trace, failure.budget(CHECKS_FOR_DECODING)), failure),
         lambda: _told(explanations(failure, known(), search, screened, first_order if tells else None), failure),
         lambda: _of_other_operands(failure, trace, first_order) if tells else (),
         lambda: _told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),

@@ -21,15 +21,17 @@ from parity.case.transfer import parameter_shapes
 from parity.case.weight_map import Side, describe, pack, shape_of, unpack
 from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
+from parity.mistakes.log_probs import returned_log_probs
 from parity.mistakes.trial import tensors_under
 from parity.numerics.errors import norm_of
-from parity.numerics.formats import Format, Rounding, e4m3, e5m2, largest, tf32
+from parity.numerics.formats import Format, Rounding, e4m3, e5m2, largest, spacing, tf32
 from parity.numerics.freedom import FUSED
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.search.failure import Budget, Failure
 from parity.te.precision import Precision
+from parity.trace.trace import Trace
 
 _NEARER = 0.7
 """A mistaken rounding is reported if it is nearer than this share of the distance to the precision's own."""
@@ -39,6 +41,7 @@ _LEFT = 2.0
 
 _SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
 _MANY = 64
+_FEWEST_LOG_PROBS = 4  # of 16 bits each by chance: one in 2**64
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,31 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
         f"this than to one that rounds as {failure.precision.name} does. {mistake.repair}"
     )
     return [finding(mistake.title, message)]
+
+
+def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:
+    """Yield a finding if log-probabilities in FP32 are all numbers of 16 bits, and that rounding makes their error."""
+    names = returned_log_probs(trace, failure.prepared.golden.outputs)
+    for result in failure.outputs:
+        candidate, golden = failure.candidate[result.key], failure.golden[result.key]
+        if result.passed or result.name not in names or candidate.dtype is not torch.float32:
+            continue
+        for dtype in (torch.bfloat16, torch.float16):
+            steps = spacing(candidate.double(), dtype)
+            rounding = (candidate - golden).abs() <= 0.5 * steps + result.tolerance_max_abs
+            if candidate.numel() >= _FEWEST_LOG_PROBS and _is_held_in(candidate, dtype) and bool(rounding.all()):
+                name = str(dtype).removeprefix("torch.")
+                yield finding(
+                    "log-softmax-precision",
+                    f"each number of {result.label} is one of {name}, though it is returned in float32, and is off by no "
+                    f"more than that rounding and what {failure.precision.name} costs: take log-probabilities in FP32, "
+                    "logits.float().log_softmax(-1)",
+                )
+                return
+
+
+def _is_held_in(x: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(x.to(dtype).to(x.dtype), x)
 
 
 def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypothesis]:

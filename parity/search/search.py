@@ -56,6 +56,9 @@ CHECKS_FOR_PAIRS = 2.0
 CHECKS_FOR_BORDERS = 1.0
 """The same for the borders of a port's sequences, and for positions that begin again."""
 
+CHECKS_FOR_DECODING = 1.0
+"""The same for mistakes of a port that decodes token by token."""
+
 CHECKS_FOR_OPERANDS = 2.0
 """The same for calls that read something else than the reference's; half of it for listing them."""
 

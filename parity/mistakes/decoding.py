@@ -1,0 +1,261 @@
+"""Mistakes of ports that decode with a cache, made in one pass: tokens behind a prompt see what is in such a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from parity.mistakes.attention import Attention, Rearrange, attentions, traced_bias
+from parity.mistakes.hypothesis import Hypothesis, ModuleCall
+from parity.mistakes.masks import HIDDEN, Bias, hidden_keys, is_of_sequences
+from parity.mistakes.rope import with_angles
+from parity.mistakes.rotation import Rotation, rotations
+from parity.trace.calls import Misfit
+from parity.trace.trace import Edit, Trace
+
+_SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of caches: lengths that people give them
+
+_Hides = Callable[[Tensor, Tensor], Tensor]  # from queries [q, 1] and keys [k] to what is hidden
+
+
+def positions_of(trace: Trace) -> int | None:
+    """Return how many positions the reference's attention has, if it sees the past alone; else None."""
+    masks = [traced_bias(trace, one) for one in attentions(trace)]
+    if not masks or len({mask.shape[-2:] for mask in masks}) > 1:
+        return None
+    seq: int = masks[0].shape[-1]
+    future = torch.ones(seq, seq, dtype=torch.bool, device=masks[0].device).triu(1)
+    is_square = masks[0].shape[-2] == seq
+    return seq if is_square and all(bool(hidden_keys(mask)[..., future].all()) for mask in masks) else None
+
+
+def decoding_hypotheses(trace: Trace, prompt: int) -> Iterator[Hypothesis]:
+    """Yield every known mistake of a port that decodes token by token behind a prompt of so many tokens.
+
+    Args:
+        trace: of the reference, whose attention sees the past alone.
+        prompt: at least 1.
+    """
+    found = attentions(trace)
+    turned = [one for one in rotations(trace) if one.phases is not None and len(one.angles) > prompt]
+    yield from _of_positions(turned, prompt)
+    yield from _of_keys(found, prompt)
+    yield from _of_cached_keys(found, turned, prompt)
+    seq = positions_of(trace) or 0
+    for slots in dict.fromkeys((seq, *_SLOTS)):
+        if slots >= seq:
+            yield _of_attention(
+                found,
+                "cache-step",
+                f"empty slots of a cache of {slots} are seen",
+                "hide the slots of the cache that hold no key yet, by its length or a mask",
+                prompt,
+                since=prompt,
+                slots=slots,
+            )
+
+
+def _hypothesis(title: str, described: str, repair: str, prompt: int, edits: Sequence[Edit]) -> Hypothesis:
+    where = f"from position {prompt} on"
+    return Hypothesis(title, f"{described} {where}", f"{repair}; {where} {described}", tuple(edits))
+
+
+def _of_attention(
+    found: Sequence[Attention], title: str, described: str, repair: str, prompt: int, **changes: Any
+) -> Hypothesis:
+    return _hypothesis(title, described, repair, prompt, [edit for one in found for edit in one.edits(**changes)])
+
+
+# Rotary positions of decoded tokens.
+
+
+def _of_positions(turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesis]:
+    others: dict[str, Callable[[Tensor], Tensor]] = {
+        "each new token is rotated as the first of a sequence, by position 0": torch.zeros_like,
+        "new tokens are rotated by positions that begin again at 0": lambda later: later - prompt,
+        "rotary positions are one too large": lambda later: later + 1.0,
+        "rotary positions are one too small": lambda later: later - 1.0,
+        "rotary positions stay at the last one of the prompt": lambda later: torch.full_like(later, prompt - 1.0),
+    }
+    for described, change in others.items():
+        edits = with_angles(partial(_moved, prompt, change))
+        made = [edit for one in turned for edit in edits(one)]
+        if made:
+            repair = (
+                "rotate each new token by its place in the whole sequence (start_positions, get_seqlens_pre_step, or an "
+                "offset of rotary_pos_emb)"
+            )
+            yield _hypothesis("rope-position", described, repair, prompt, made)
+
+
+def _moved(prompt: int, change: Callable[[Tensor], Tensor], positions: Tensor, frequency: Tensor) -> Tensor:
+    return torch.cat((positions[:prompt], change(positions[prompt:])))[:, None] * frequency
+
+
+def later_in_rows(turned: Sequence[Rotation], prompts: dict[int, int], end: int) -> Hypothesis:
+    """Return the mistake that, in some rows of a batch, decoded tokens are counted from the end of the longest prompt.
+
+    Args:
+        turned: the reference's rotations.
+        prompts: by row, how many tokens its prompt has.
+        end: how many tokens the longest prompt has.
+    """
+
+    def edits(one: Rotation) -> Iterator[Edit]:
+        for made in one.edits(angles=one.angles):
+            yield replace(made, compute=partial(_later, one, prompts, end), of=None)
+
+    rows = ", ".join(map(str, prompts))
+    return Hypothesis(
+        "rope-position",
+        f"rope positions behind {end} in rows {rows}",
+        f"count positions of decoded tokens by each sequence's own length; in row{'s' * (len(prompts) > 1)} {rows} of the "
+        f"batch, whose prompts are shorter, they go on from {end}, as if padding counted",
+        tuple(edit for one in turned for edit in edits(one)),
+    )
+
+
+def _later(one: Rotation, prompts: dict[int, int], end: int, was: Tensor, x: Tensor) -> Tensor:
+    if one.phases is None or x.shape[0] <= max(prompts):
+        raise Misfit("its first dimension counts no rows of a batch")
+    positions, frequency = one.phases
+    rows = list(was)
+    for row, prompt in prompts.items():
+        moved = torch.cat((positions[:prompt], positions[prompt:] + (end - prompt)))
+        rows[row] = replace(one, angles=moved[:, None] * frequency).compute(x[row : row + 1])[0].to(was.dtype)
+    return torch.stack(rows)
+
+
+# Keys that decoded tokens do not see.
+
+
+def _of_keys(found: Sequence[Attention], prompt: int) -> Iterator[Hypothesis]:
+    last = prompt - 1
+    cache = "write the keys and values of each new token behind those in the cache, before attention reads it"
+    length = "let attention read as many keys as the cache holds, the new token's own among them"
+    hidden: dict[str, tuple[str, str, _Hides]] = {
+        "each new token sees the prompt and itself alone, as if none were kept": (
+            "cache-step",
+            cache,
+            lambda query, key: (key >= prompt) & (key < query),
+        ),
+        "a new token does not see its own key": ("cache-step", length, lambda query, key: key == query),
+        "a new token does not see the one before it": (
+            "cache-step",
+            length,
+            lambda query, key: (key == query - 1) & (query > prompt),
+        ),
+        "the cache is one token behind: each new token sees itself, and not the one before it": (
+            "cache-step",
+            length,
+            lambda query, key: key == query - 1,
+        ),
+        "each new token overwrites the last one in the cache": (
+            "cache-step",
+            cache,
+            lambda query, key: (key >= last) & (key < query),
+        ),
+        "the first new token overwrote the last one of the prompt": (
+            "cache-step",
+            cache,
+            lambda query, key: key == last,
+        ),
+        "new tokens do not see the prompt": ("cache-step", cache, lambda query, key: key < prompt),
+        "each new token sees itself alone": ("cache-step", cache, lambda query, key: key < query),
+        "the oldest key is lost": ("cache-step", length, lambda query, key: key == 0),
+        "each new token sees the first key alone": (
+            "mask-corner",
+            "align the causal mask at the bottom right for keys from a cache (causal_bottom_right)",
+            lambda query, key: key > 0,
+        ),
+    }
+    for described, (title, repair, hides) in hidden.items():
+        edits = [edit for one in found for edit in one.masked_by(_hiding(prompt, hides))]
+        yield _hypothesis(title, described, repair, prompt, edits)
+    shown = [edit for one in found for edit in one.masked_by(_whole_prompt(prompt))]
+    yield Hypothesis(
+        "mask",
+        f"a prompt of {prompt} without causal mask",
+        f"give the prompt's pass the causal mask; each of the first {prompt} tokens sees all of them",
+        tuple(shown),
+    )
+
+
+def _hiding(prompt: int, hides: _Hides) -> Bias:
+    def instead(bias: Tensor) -> Tensor:
+        query, key = (torch.arange(size, device=bias.device) for size in bias.shape[-2:])
+        later = query[:, None] >= prompt
+        return bias.masked_fill(later & hides(query[:, None], key), HIDDEN)
+
+    return instead
+
+
+def _whole_prompt(prompt: int) -> Bias:
+    def instead(bias: Tensor) -> Tensor:
+        shown = bias.clone()
+        shown[..., :prompt, :prompt] = 0.0
+        return shown
+
+    return instead
+
+
+# Keys that are not what they were when they were written.
+
+
+def _of_cached_keys(found: Sequence[Attention], turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesis]:
+    of_key = {one.attention: one for one in turned if one.role == "key"}
+    some = [one for one in found if one.call.site in of_key]
+    others: dict[str, Callable[[Rotation], Rearrange]] = {
+        "keys in the cache are not rotated": lambda one: _turn(one, -1.0),
+        "keys in the cache are rotated a second time": lambda one: _turn(one, 1.0),
+    }
+    for described, change in others.items():
+        edits = [
+            edit for one in some for edit in one.edits(since=prompt, cached=change(of_key[one.call.site]))
+        ]
+        if edits:
+            repair = "keep keys in the cache as attention reads them, rotated once by their own positions"
+            yield _hypothesis("cached-before-rope", described, repair, prompt, edits)
+
+
+def _turn(one: Rotation, sign: float) -> Rearrange:
+    """Return a rotation of ``[..., heads, seq, head_dim]``."""
+    return replace(one, axis=-2, angles=sign * one.angles).compute
+
+
+# A cache that one sequence leaves to the next.
+
+
+def not_reset_hypothesis(batch: int, seq: int) -> Hypothesis:
+    """Return the mistake that each sequence of a batch also sees those before it, which are in the cache still."""
+
+    def flattened(x: Tensor) -> Tensor:
+        return x.flatten(0, 1)[None] if x.dim() > 1 and tuple(x.shape[:2]) == (batch, seq) else x
+
+    def apart(x: Tensor) -> Tensor:
+        lacking = batch * seq - x.shape[1] if x.dim() > 1 else -1
+        if not 0 <= lacking < seq:
+            raise Misfit("it returns no number for each position")
+        filled = torch.cat((x, x.new_zeros(1, lacking, *x.shape[2:])), 1)
+        return filled[0].unflatten(0, (batch, seq))[:, : seq - lacking]
+
+    def around(call: ModuleCall) -> ModuleCall:
+        def joined(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(Tensor, flattened, (args, kwargs))
+            return tree_map_only(Tensor, apart, call(module, *args, **kwargs))
+
+        return joined
+
+    return Hypothesis(
+        "cache-not-reset",
+        "a cache kept from sequence to sequence",
+        "begin each sequence with an empty cache (InferenceParams.reset, or a new one); each sees the tokens of those "
+        "before it in the batch as well",
+        around=around,
+    )
