@@ -16,12 +16,14 @@ from torch import nn
 
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
+from parity.judge import log_probs, positions
 from parity.judge.apart import gradients_of, is_explained, judged_numbers, merged, parts, parts_known
 from parity.judge.asked import Asked, CandidateRun, run_again
 from parity.judge.candidate import TeModules, by_recalling, repeat, told
 from parity.judge.directions import Direction, directions
 from parity.judge.judge import NONE_DRAWN, Drawn, judge
 from parity.judge.limits import Table
+from parity.judge.log_probs import log_prob_outputs
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
@@ -31,6 +33,7 @@ from parity.passes.all_passes import (
     Recalled,
     Tensors,
     as_returned,
+    golden_tensors,
     golden_truths,
     model_tensors,
     rounding_chooses,
@@ -186,6 +189,7 @@ class _Ran:
         models: the rounding model's tensors, for each way in which faithful kernels compute.
         made: the candidate's pass.
         seconds: processor time of a comparison that finds nothing cached.
+        log_probs: names of the outputs that are log-probabilities of tokens.
     """
 
     prepared: Prepared
@@ -193,6 +197,7 @@ class _Ran:
     models: list[Tensors]
     made: CandidateRun
     seconds: float
+    log_probs: tuple[str, ...] = ()
 
     @property
     def unlike(self) -> str:
@@ -315,6 +320,7 @@ def _run(asked: Asked) -> _Ran:
     case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
     with _step("the reference in FP64"):
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
+    of_tokens = log_prob_outputs(prepared)
     known = directions(prepared)  # before other passes, since golden's calls take memory until then
     # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
     began = time.process_time() - prepared.seconds - prepared.cache.seconds
@@ -324,7 +330,7 @@ def _run(asked: Asked) -> _Ran:
     prepared = as_returned(prepared, made.tensors)
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
-    return _Ran(prepared, known, models, made, time.process_time() - began)
+    return _Ran(prepared, known, models, made, time.process_time() - began, of_tokens)
 
 
 def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
@@ -510,8 +516,14 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
     not_compared = prepared.golden.not_compared
     notes = verdicts.remarks + prepared.apart
     notes += tuple(
-        remarks(tensors, ran.made.tensors, prepared.reference, not_compared, precision.dtype, precision.recipe)
+        remarks(
+            *(tensors, ran.made.tensors, prepared.reference, not_compared, precision.dtype, precision.recipe),
+            ran.log_probs,
+        )
     )
+    golden = golden_tensors(prepared)
+    notes += tuple(log_probs.told(ran.log_probs, ran.made.tensors, golden, ran.models))
+    notes += tuple(positions.told(tensors, ran.made.tensors, golden, ran.models)) if prepared.evaluation else ()
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.made.tensors):
         notes += (LOOKS_UP_ELSE,)
     notes += tuple(filter(None, [effects.by_reference_alone(*changed), "" if ran.made.calls_te else WITHOUT_TE]))

@@ -21,9 +21,9 @@ _MASK = "padding_causal"  # which TE aligns at the bottom right where keys come 
 class Decoding:
     """A loop over the tokens of a batch, with ``te.InferenceParams``: prompts at once, then one token a sequence.
 
-    It is called as ``decode(module, x)`` within a pair's ``call_candidate``, and returns what the module's steps return,
-    joined as one pass over ``x`` would return it. TE counts one token for each sequence that goes on, so a prompt cannot
-    be given in several parts (``pytorch/attention/inference.py`` of 2.20.2).
+    It is called as ``decode(module, x)`` within a pair's ``call_candidate``, and returns what the module's steps
+    return, joined as one pass over ``x`` would return it. TE counts one token for each sequence that goes on, so a
+    prompt cannot be given in several parts (``pytorch/attention/inference.py`` of 2.20.2).
 
     Attributes:
         kv_heads: number of heads of keys and values.

@@ -14,6 +14,7 @@ from parity.result import TensorResult
 
 _CHANCE = 3.0  # deviations by which the norm of few elements may exceed another's
 _FEWEST = 3  # positions: of two, one is first by chance
+_LIKELY = 0.01
 _TINY = 1e-30
 
 
@@ -50,9 +51,10 @@ def first_wrong(
         models: the rounding model's.
         row: of the batch, to look at alone; None for all.
     """
-    if computed.shape != golden.shape or row is not None and golden.dim() < 2:
+    if computed.shape != golden.shape or (row is not None and golden.dim() < 2):
         return None
-    for dim in (1, 0) if golden.dim() > 1 and row is None else (1,) if row is not None else (0,):
+    dims = (1,) if row is not None else (1, 0) if golden.dim() > 1 else (0,)
+    for dim in dims:
         some = [x.double() if row is None else x.double()[row : row + 1] for x in (computed, golden, *models)]
         found = _first_along(dim, result, *some)
         if found is not None:
@@ -76,6 +78,9 @@ def _first_along(
     if not wrong or wrong[0] == 0:
         return None
     at = wrong[0]
+    # If as many positions are right by chance as behind this one, all before it may be right by chance, too.
+    if (1.0 - len(wrong) / (count - at)) ** at > _LIKELY:
+        return None
     return FirstWrong(dim, at, count, float(errors[at] / sizes[at]), float(expected[at] / sizes[at]))
 
 
@@ -83,7 +88,9 @@ def _norms(x: Tensor, dim: int) -> Tensor:
     return torch.linalg.vector_norm(x.movedim(dim, 0).flatten(1), dim=1)
 
 
-def told(results: Sequence[TensorResult], candidate: Tensors, golden: Tensors, models: Sequence[Tensors]) -> Iterator[str]:
+def told(
+    results: Sequence[TensorResult], candidate: Tensors, golden: Tensors, models: Sequence[Tensors]
+) -> Iterator[str]:
     """Yield a sentence for each failed output that is right up to some position."""
     for result in results:
         if result.kind != "output" or result.passed or not result.finite:

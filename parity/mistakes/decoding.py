@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.attention import Attention, Rearrange, attentions, traced_bias
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall
-from parity.mistakes.masks import HIDDEN, Bias, hidden_keys, is_of_sequences
+from parity.mistakes.masks import HIDDEN, Bias, hidden_keys
 from parity.mistakes.rope import with_angles
 from parity.mistakes.rotation import Rotation, rotations
 from parity.trace.calls import Misfit
@@ -88,8 +88,8 @@ def _of_positions(turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesi
         made = [edit for one in turned for edit in edits(one)]
         if made:
             repair = (
-                "rotate each new token by its place in the whole sequence (start_positions, get_seqlens_pre_step, or an "
-                "offset of rotary_pos_emb)"
+                "rotate each new token by its place in the whole sequence (start_positions, get_seqlens_pre_step, or "
+                "an offset of rotary_pos_emb)"
             )
             yield _hypothesis("rope-position", described, repair, prompt, made)
 
@@ -115,8 +115,8 @@ def later_in_rows(turned: Sequence[Rotation], prompts: dict[int, int], end: int)
     return Hypothesis(
         "rope-position",
         f"rope positions behind {end} in rows {rows}",
-        f"count positions of decoded tokens by each sequence's own length; in row{'s' * (len(prompts) > 1)} {rows} of the "
-        f"batch, whose prompts are shorter, they go on from {end}, as if padding counted",
+        f"count positions of decoded tokens by each sequence's own length; in row{'s' * (len(prompts) > 1)} {rows} of "
+        f"the batch, whose prompts are shorter, they go on from {end}, as if padding counted",
         tuple(edit for one in turned for edit in edits(one)),
     )
 
@@ -140,7 +140,7 @@ def _of_keys(found: Sequence[Attention], prompt: int) -> Iterator[Hypothesis]:
     cache = "write the keys and values of each new token behind those in the cache, before attention reads it"
     length = "let attention read as many keys as the cache holds, the new token's own among them"
     hidden: dict[str, tuple[str, str, _Hides]] = {
-        "each new token sees the prompt and itself alone, as if none were kept": (
+        f"a token sees the first {prompt} and itself: none is kept behind these, or each overwrites the one before": (
             "cache-step",
             cache,
             lambda query, key: (key >= prompt) & (key < query),
@@ -155,11 +155,6 @@ def _of_keys(found: Sequence[Attention], prompt: int) -> Iterator[Hypothesis]:
             "cache-step",
             length,
             lambda query, key: key == query - 1,
-        ),
-        "each new token overwrites the last one in the cache": (
-            "cache-step",
-            cache,
-            lambda query, key: (key >= last) & (key < query),
         ),
         "the first new token overwrote the last one of the prompt": (
             "cache-step",
@@ -216,9 +211,7 @@ def _of_cached_keys(found: Sequence[Attention], turned: Sequence[Rotation], prom
         "keys in the cache are rotated a second time": lambda one: _turn(one, 1.0),
     }
     for described, change in others.items():
-        edits = [
-            edit for one in some for edit in one.edits(since=prompt, cached=change(of_key[one.call.site]))
-        ]
+        edits = [edit for one in some for edit in one.edits(since=prompt, cached=change(of_key[one.call.site]))]
         if edits:
             repair = "keep keys in the cache as attention reads them, rotated once by their own positions"
             yield _hypothesis("cached-before-rope", described, repair, prompt, edits)

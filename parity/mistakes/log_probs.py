@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens: recognised in a trace, and what one side of a trainer and its engine gets wrong."""
+"""Log-probabilities of given tokens: recognised in a trace, and what a trainer or its engine gets wrong about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parity.mistakes.constants import TEMPERATURES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.mistakes.losses import CrossEntropy, cross_entropies
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import RESHAPES, back, users
+from parity.trace.walk import RESHAPES, back, chain
 
 _TAKEN = RESHAPES | {"getitem", "narrow", "neg", "mul", "masked_fill", "where", "index_select", "take_along_dim"}
 """Calls between log-probabilities of all tokens and those that are returned."""
@@ -59,11 +59,10 @@ def returned_log_probs(trace: Trace, outputs: dict[str, Tensor]) -> tuple[str, .
 def _reached(trace: Trace, value: Value) -> Iterator[Tensor]:
     """Yield what is taken of log-probabilities: a number for each place, no longer one for each class."""
     classes = trace.tensor(value).shape[-1]
-    for call, _ in users(trace, value, _TAKEN | set(_GATHERS)):
-        for output in call.outputs:
-            x = trace.tensor(output)
-            if not x.dim() or x.shape[-1] != classes:
-                yield x
+    for made in chain(trace, value, _TAKEN | set(_GATHERS)):
+        x = trace.tensor(made)
+        if x.dim() and x.shape[-1] != classes:
+            yield x
 
 
 # Mistakes in log-probabilities.
@@ -105,7 +104,7 @@ def _temperature_of_loss(value: float) -> Mistake[CrossEntropy]:
 
 @dataclass(frozen=True, eq=False)
 class _Selected:
-    """``call`` takes the log-probabilities of ``ids[:, later : later + count]`` at ``logits[:, first : first + count]``."""
+    """``call`` takes log-probabilities of ``ids[:, later : later + count]`` at ``logits[:, first : first + count]``."""
 
     call: Call
     logits: Value
@@ -150,7 +149,7 @@ def _shifted(one: _Selected) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 "labels-shifted",
                 f"log-probabilities: {described}, {edge} at the end",
-                f"take the log-probability of each token at the logits of the position before it, as the reference does; "
+                f"take each token's log-probability at the logits of the position before it, as the reference does; "
                 f"{described}",
                 one.edits(by_logits, by_ids, edge),
             )

@@ -325,9 +325,7 @@ def run_candidate(
     }
     frozen = tuple(name for name, parameter in parameters.items() if not parameter.requires_grad)
     shapes = transfer.parameter_shapes(prepared.reference)
-    in_reference_layout = (
-        {} if pair.evaluation else transfer.gradients_to_reference(pair.weights, gradients, shapes)
-    )
+    in_reference_layout = {} if pair.evaluation else transfer.gradients_to_reference(pair.weights, gradients, shapes)
     outputs = _shaped(ran.outputs, prepared.golden.outputs)
     tensors = tensors_of(dataclasses.replace(ran, outputs=outputs, weight_gradients=in_reference_layout))
     if prepared.probed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -235,6 +235,7 @@ def remarks(
     not_compared: int,
     dtype: torch.dtype,
     recipe: str | None,
+    log_probs: Collection[str] = (),
 ) -> Iterator[str]:
     """Yield what a comparison leaves unproven though it may pass, a sentence each.
 
@@ -245,6 +246,7 @@ def remarks(
         not_compared: how many tensors the reference returns that are not floating-point.
         dtype: the precision's.
         recipe: the precision's, if it has one.
+        log_probs: names of the outputs that are log-probabilities, which are rightly in FP32.
     """
     zero = [
         tensor.label for tensor in tensors if tensor.numel and not (tensor.errors.golden_rms or tensor.errors.max_abs)
@@ -269,7 +271,8 @@ def remarks(
         yield f"{not_compared} of the reference's outputs hold no floating-point numbers and were not compared"
     for tensor in tensors:
         returned = candidate[tensor.key].dtype
-        is_loss = tensor.numel == 1 and returned == torch.float32  # which is rightly wider than the rest
+        is_loss = tensor.numel == 1 or tensor.name in log_probs
+        is_loss = is_loss and returned == torch.float32  # which is rightly wider than the rest
         if not (tensor.kind.endswith("gradient") or is_loss) and tensor.numel and returned != dtype:
             yield f"the candidate returns {tensor.label} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
     if recipe:

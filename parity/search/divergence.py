@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.codes import finding
+from parity.mistakes.decoding import positions_of
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.trial import outputs_under
 from parity.numerics.freedom import UNFUSED
@@ -30,7 +31,7 @@ from parity.search.failure import Failure
 from parity.te.precision import Precision
 from parity.trace.calls import tracing
 from parity.trace.trace import Site, Trace, Value, edit
-from parity.trace.walk import agree
+from parity.trace.walk import agree, grouped
 
 # What a precision costs each intermediate value of a reference.
 
@@ -300,6 +301,7 @@ class UnreadRows:
 
 _MOVED = 0.5  # the share of rows that must stand elsewhere; with fewer, they are the same rows with an error
 _MOST_ROWS = 512  # rows that are looked for among others
+_WITH_POSITIONS = 3  # dimensions: batch, positions and channels
 
 
 @dataclass(frozen=True)
@@ -329,7 +331,9 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
     unread = UnreadRows(failure.prepared, trace, columns)
     agreed: list[str] = []
     reordered: set[int] = set()  # numbers of rows, of tokens that a mixture of experts has sorted by expert
-    for one in _compared_pass(returned, failure.precision.warmup_passes):
+    passes = failure.precision.warmup_passes
+    is_in_parts = failure.prepared.evaluation
+    for one in _joined(returned, trace) if is_in_parts else _compared_pass(returned, passes):
         failure.prepared.clock.check()
         share = columns.share(one.tensor)
         if (share is not None and share >= MOSTLY) or unread.hide_what_differs(one.tensor):
@@ -385,6 +389,25 @@ def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Retur
         which = f"{one.module} (call {calls[one.module]})" if calls[one.module] > 1 else one.module
         numbered += [replace(one, module=which)] if one.module else []
     return numbered
+
+
+def _joined(returned: Sequence[_Returned], trace: Trace) -> list[_Returned]:
+    """Return what submodules returned token by token, or in other parts, joined as one pass would return it.
+
+    Modules whose parts do not add up to as many positions as the reference's attention has are left out.
+    """
+    seq = positions_of(trace)
+    found = []
+    for name, calls in grouped(returned, lambda one: one.module).items():
+        for dim in (1, 0):
+            parts = [one.tensor for one in calls if one.tensor.dim() == _WITH_POSITIONS]
+            ends = list(accumulate(part.shape[dim] for part in parts))
+            if name and seq in ends:
+                parts = parts[: ends.index(seq) + 1]
+                if len({(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}) == 1:
+                    found.append(_Returned(name, torch.cat(parts, dim), None))
+                    break
+    return found
 
 
 def _has_rows_in_another_order(x: Tensor, trace: Trace) -> bool:

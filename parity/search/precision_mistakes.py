@@ -21,7 +21,7 @@ from parity.case.transfer import parameter_shapes
 from parity.case.weight_map import Side, describe, pack, shape_of, unpack
 from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
-from parity.mistakes.log_probs import returned_log_probs
+from parity.mistakes.log_probs import log_softmaxes, returned_log_probs
 from parity.mistakes.trial import tensors_under
 from parity.numerics.errors import norm_of
 from parity.numerics.formats import Format, Rounding, e4m3, e5m2, largest, spacing, tf32
@@ -101,22 +101,29 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
 
 
 def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if log-probabilities in FP32 are all numbers of 16 bits, and that rounding makes their error."""
+    """Yield a finding if log-probabilities in FP32 are all numbers of 16 bits, and roundings to these make their error.
+
+    The logits may be rounded, the logarithm of the sum of their exponentials, and the difference of the two.
+    """
     names = returned_log_probs(trace, failure.prepared.golden.outputs)
+    logits = [trace.tensor(one.x) for one in log_softmaxes(trace)]
+    if not logits:
+        return
+    largest_terms = torch.stack([torch.stack((x.abs().amax(), x.logsumexp(-1).abs().amax())) for x in logits]).amax(0)
     for result in failure.outputs:
         candidate, golden = failure.candidate[result.key], failure.golden[result.key]
         if result.passed or result.name not in names or candidate.dtype is not torch.float32:
             continue
         for dtype in (torch.bfloat16, torch.float16):
-            steps = spacing(candidate.double(), dtype)
-            rounding = (candidate - golden).abs() <= 0.5 * steps + result.tolerance_max_abs
-            if candidate.numel() >= _FEWEST_LOG_PROBS and _is_held_in(candidate, dtype) and bool(rounding.all()):
+            steps = spacing(candidate.double(), dtype) + spacing(largest_terms.double(), dtype).sum()
+            is_rounding = (candidate - golden).abs() <= 0.5 * steps + result.tolerance_max_abs
+            if candidate.numel() >= _FEWEST_LOG_PROBS and _is_held_in(candidate, dtype) and bool(is_rounding.all()):
                 name = str(dtype).removeprefix("torch.")
                 yield finding(
                     "log-softmax-precision",
-                    f"each number of {result.label} is one of {name}, though it is returned in float32, and is off by no "
-                    f"more than that rounding and what {failure.precision.name} costs: take log-probabilities in FP32, "
-                    "logits.float().log_softmax(-1)",
+                    f"each number of {result.label} is one of {name}, though it is returned in float32, and is off by "
+                    f"no more than such roundings and what {failure.precision.name} costs: take log-probabilities in "
+                    "FP32, logits.float().log_softmax(-1)",
                 )
                 return
 
