@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
 import subprocess
@@ -137,23 +138,31 @@ def test_a_forgotten_weight_is_one_sentence_and_exit_code_2(folder: Path) -> Non
     assert "Traceback" not in ran.stdout + ran.stderr
 
 
-# The examples of docs/pairs.md are a file of pairs that pass.
+# The examples of docs/pairs.md and docs/decoding.md are two files of pairs that pass.
 
 
-PAGE = Path(parity.__file__).parents[1] / "docs" / "pairs.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+PAGES = Path(parity.__file__).parents[1] / "docs"
+BLOCKS = {
+    page: re.findall(
+        r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    for page in ("pairs", "decoding")
+}
 
 
 @pytest.fixture(scope="module")
 def cases_of_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, parity.Case]]:
     before = registry.cases()
-    file = tmp_path_factory.mktemp("page") / "pairs_of_the_page.py"
-    file.write_text("\n\n".join(BLOCKS), encoding="utf-8")
-    yield {case.name: case for case in registry.load_file(file)}
+    cases: dict[str, parity.Case] = {}
+    for page, blocks in BLOCKS.items():
+        file = tmp_path_factory.mktemp("page") / f"pairs_of_{page}.py"
+        file.write_text("\n\n".join(blocks), encoding="utf-8")
+        cases |= {case.name: case for case in registry.load_file(file)}
+    yield cases
     registry.restore(before)
 
 
-@pytest.mark.parametrize("name", re.findall(r'parity\.pair\("(\w+)"', "".join(BLOCKS)))
+@pytest.mark.parametrize("name", re.findall(r'parity\.pair\("(\w+)"', "".join(itertools.chain(*BLOCKS.values()))))
 def test_each_example_passes(cases_of_the_page: dict[str, parity.Case], name: str) -> None:
     precision = "bf16" if cases_of_the_page[name].runs_at("bf16") else "fp8_current"
     results = parity.compare(cases_of_the_page[name], [precision])
