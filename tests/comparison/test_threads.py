@@ -22,6 +22,8 @@ SAID = [
     ("graph_gradient_buffers", "stale-gradient", "the optimizer is given no gradients"),
     ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
     ("last_micro_batch_not_averaged", "state-between-steps", "what your training step does besides one pass"),
+    ("log_probs_at_a_temperature", "temperature", "logits divided by a temperature of 0.6"),
+    ("log_probs_in_16_bits", "log-softmax-precision", "each number of output is one of bfloat16"),
     ("recompute_backward_scales", "scale-not-updated", "the output gradient of weight has a scale"),
     ("recompute_outside_autocast", "recipe-disabled", "as if part of the candidate ran outside of it"),
     ("weight_cache_not_refreshed", "weight-cache-stale", "is_first_microbatch=True"),
