@@ -9,7 +9,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import parity
