@@ -56,8 +56,8 @@ def step_case(case: Case, number: int, weights: Named | None, seed: int) -> Case
         pair = case.factory(te, **size)
         if pair.evaluation:
             raise UserError(
-                f"{case.name} is in evaluation mode, without gradients, and cannot be trained: leave out evaluation=True, "
-                "or compare a single pass of it, without steps"
+                f"{case.name} is in evaluation mode, without gradients, and cannot be trained: leave out "
+                "evaluation=True, or compare a single pass of it, without steps"
             )
         if weights is not None:
             transfer.fill(pair.reference, weights)
