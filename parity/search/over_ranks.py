@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from parity.cpu.user_error import UserError
 from parity.mistakes.codes import finding
 from parity.ranks.layout import AXES, AxisName, Degrees, Over, Split, part, places
 from parity.result import Finding
@@ -243,19 +244,22 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     if not all(torch.equal(one.places, group[0].places) for group in groups for one in group):
         return
     if any(not torch.equal(one.values, group[0].values) for group in groups for one in group):
-        added = [torch.stack([one.values for one in group]).double().sum(0) for group in groups]
+        distinct = [_distinct(group) for group in groups]
+        parts = max(map(len, distinct))
+        some = "" if parts == count else f", though some ranks have added theirs up: {parts} parts are left"
+        added = [torch.stack(list(values)).double().sum(0) for values in distinct]
         sums = [replace(group[0], values=values) for group, values in zip(groups, added, strict=True)]
         yield _Guess(
             "reduction-missing",
-            f"{{what}} is a part on each of the {count} ranks of {axis}, and right once these are added up: all-reduce "
-            f"it over {axis}",
+            f"{{what}} is a part on each of the {count} ranks of {axis}{some}, and right once these are added up: "
+            f"all-reduce it over {axis}",
             sums,
         )
-        means = [replace(one, values=one.values / count) for one in sums]
+        means = [replace(one, values=one.values / parts) for one in sums]
         yield _Guess(
             "reduction-missing",
-            f"{{what}} differs on the {count} ranks of {axis}, and is right once these are averaged: all-reduce it "
-            f"over {axis}, and divide by {count}",
+            f"{{what}} differs on the {count} ranks of {axis}{some}, and is right once these are averaged: all-reduce "
+            f"it over {axis}, and divide by {parts}",
             means,
         )
     times = ((count, f"{count} times what is right"), (count**2, f"{count**2} times what is right"))
@@ -273,6 +277,15 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     )
 
 
+def _distinct(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return what ranks have, once if several have the same."""
+    found: list[Tensor] = []
+    for piece in pieces:
+        if not any(torch.equal(piece.values, other) for other in found):
+            found.append(piece.values)
+    return found
+
+
 def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield what is right if the pieces are parts of the whole in another order than they are said to be."""
     count, shape = made.of(axis), tuple(whole.exact.shape)
@@ -280,19 +293,24 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
     if over is None:
         yield from _gathered_otherwise(whole, count, axis)
         return
-    if count <= _MOST_PERMUTED:
-        for order in list(itertools.permutations(range(count)))[1:]:
-            yield _Guess(
-                "shards-in-another-order",
-                f"{{what}} is divided over {axis} in another order: rank {order.index(0)} has the part of rank 0; "
-                "ranks are counted within their group",
-                [replace(one, places=_at(whole, made, one, {axis: order})) for one in whole.pieces],
-            )
+    orders = list(itertools.permutations(range(count)))[1:] if count <= _MOST_PERMUTED else []
+    for order in orders:
+        yield _Guess(
+            "shards-in-another-order",
+            f"{{what}} is divided over {axis} in another order: rank {order.index(0)} has the part of rank 0; "
+            "ranks are counted within their group",
+            [replace(one, places=_at(whole, made, one, {axis: order})) for one in whole.pieces],
+        )
+    yield _Guess(
+        "shards-in-another-order",
+        f"{{what}} is the part of the first rank on each rank of {axis}: give each its own",
+        [replace(one, places=_at(whole, made, one, {axis: [0] * count})) for one in whole.pieces],
+    )
     for other, text in _variants(over, shape):
         split = tuple(other if one is over else one for one in whole.pieces[0].split)
         try:
             moved = [replace(one, places=places(shape, split, made, one.rank)) for one in whole.pieces]
-        except ValueError:
+        except UserError:  # the whole is not divisible so
             continue
         if all(one.places.numel() == one.values.numel() for one in moved):
             yield _Guess("shard-layout", f"{{what}} is divided over {axis} {text}", moved)
@@ -303,6 +321,7 @@ def _variants(over: Over, shape: Sequence[int]) -> Iterator[tuple[Over, str]]:
         yield replace(over, blocks=1), f"as one block, and not each of its {over.blocks} blocks by itself"
     elif not over.balanced:
         yield replace(over, blocks=2), "as two blocks that are each divided, such as gate and up, and not as one"
+        yield replace(over, blocks=3), "as three blocks that are each divided, such as Q, K and V, and not as one"
     if over.balanced:
         yield replace(over, balanced=False), "in plain order, and not with a part from the front and one from the back"
     else:

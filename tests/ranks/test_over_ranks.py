@@ -17,7 +17,7 @@ import parity
 from parity.case.case import Case
 from parity.lab.studies.ranks.rows import RIGHT, SP, WRONG, case_of
 from parity.ranks.launch import launch
-from parity.ranks.layout import Degrees, degrees
+from parity.ranks.layout import Degrees, degrees, over, part, places
 from parity.search.over_ranks import Piece, Whole, explained_over_ranks
 
 
@@ -130,6 +130,45 @@ def test_what_explains_a_tensor_leaves_only_rounding():
     (found,) = explained_over_ranks([Whole("output", "output", exact + 1, halves)], made, {})
     assert found.title == "reduction-missing"
     assert explained_over_ranks([Whole("output", "output", exact, off)], made, {}) == ()
+
+
+def pieces_of(exact, made, split, values):
+    return [Piece(rank, values(rank), split, places(exact.shape, split, made, rank)) for rank in range(made.count)]
+
+
+EXACT = torch.randn(12, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+PARTS = torch.randn(4, 12, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+PARTS[3] = EXACT - PARTS[:3].sum(0)
+OTHERS = {
+    "added up in pairs alone": (
+        (),
+        lambda r: PARTS[r // 2 * 2] + PARTS[r // 2 * 2 + 1],
+        "reduction-missing",
+        "2 parts",
+    ),
+    "counted four times": ((), lambda r: 4 * EXACT, "reduced-twice", "4 times"),
+    "the next rank's": ((over("tp"),), lambda r: EXACT.chunk(4)[(r + 1) % 4], "shards-in-another-order", "rank 3 has"),
+    "the first rank's": ((over("tp"),), lambda r: EXACT.chunk(4)[0], "shards-in-another-order", "the first rank"),
+    "one block of query, key and value": (
+        (over("tp", blocks=3),),
+        lambda r: EXACT.chunk(4)[r],
+        "shard-layout",
+        "as one block",
+    ),
+    "query, key and value each by itself": (
+        (over("tp"),),
+        lambda r: part(EXACT, [over("tp", blocks=3)], Degrees(tp=4), {"tp": r}),
+        "shard-layout",
+        "as three blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize(("split", "values", "title", "told"), OTHERS.values(), ids=OTHERS)
+def test_pieces_on_four_ranks_that_are_right_otherwise_are_told(split, values, title, told):
+    made = Degrees(tp=4)
+    (found,) = explained_over_ranks([Whole("output", "output", EXACT, pieces_of(EXACT, made, split, values))], made, {})
+    assert (found.title, told in found.message) == (title, True)
 
 
 def test_pytest_makes_an_item_of_each_number_of_ranks_of_the_page_s_example(tmp_path):
