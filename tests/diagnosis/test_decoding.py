@@ -291,10 +291,20 @@ def test_log_probabilities_in_16_bits_are_noted_with_what_that_costs():
 
 
 def test_a_decoder_that_nothing_explains_is_compared_submodule_by_submodule_over_all_its_parts():
-    def with_noise(model: Model, x: Tensor) -> Tensor:
-        noise = torch.randn(1, 1, HIDDEN, generator=torch.Generator().manual_seed(0))
-        model.layers[1].up.register_forward_hook(lambda one, args, result: result + 0.3 * noise.repeat(1, 1, 2))
-        return model.decoded(x, {}, {})
+    noise = 0.3 * torch.randn(FFN, generator=torch.Generator().manual_seed(0))
 
-    told = {finding.title: finding.message for finding in compared({}, decode=with_noise).findings}
-    assert "layers.1.up is the first submodule" in told.get("first-divergence", ""), told
+    def with_noise(model: Model, x: Tensor) -> Tensor:
+        hook = model.layers[1].up.register_forward_hook(
+            lambda one, args, result: result + (noise * result.abs()).to(result)
+        )
+        with hook:
+            return model.decoded(x, {}, {})
+
+    result = compared({}, decode=with_noise)
+    assert result.status == "failed", result.reason
+    told = {finding.title: finding.message for finding in result.findings}
+    # The noise comes behind the hook that sees what ``up`` returns.
+    assert told["first-divergence"].startswith(
+        "layers.1.down is the first submodule of the candidate whose result (4, 16, 64)"
+    )
+    assert told["first-divergence"].endswith("layers.1.up before it agrees")
