@@ -15,7 +15,9 @@ from parity.user_error import printable
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
 Status = Literal["passed", "failed", "skipped", "error"]
-Switch = Literal["", "resume", "resume-dcp", "resume-safetensors", "rollback", "recompute", "micro-batches", "graph"]
+Switch = Literal[
+    "", "resume", "resume-dcp", "resume-safetensors", "rollback", "recompute", "micro-batches", "graph", "compile"
+]
 DeviceError = Literal["", "out of memory", "broken"]
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,11 +33,13 @@ from parity.judge.scaling import wrong_scaling
 from parity.judge.updates import Replay, deviations, holds
 from parity.mistakes.codes import finding
 from parity.passes.capture import NotCaptured
+from parity.passes.compiled import backends, compiled_anew
 from parity.passes.graphed import side_by_side
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
+from parity.search.compiled import compiled_otherwise
 from parity.search.replayed import Replayed, not_captured, replay_explained, replay_frozen
 from parity.search.resumed import lost_state
 from parity.search.steps import Guess, Setting, factor_in_words, gradients_explained, optimizer_explained, scale_of
@@ -48,6 +50,10 @@ from parity.te.state import fresh_caches, fresh_quantization
 from parity.trace.surroundings import undisturbed
 from parity.user_error import UserError, said
 
+_NOT_COMPILED = (
+    "torch.compile compiles nothing of this candidate, so there is nothing to compare: TransformerEngine leaves most "
+    "of its modules to Python (no_torch_dynamo), and what call_candidate does besides calling the candidate is left so"
+)
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
 
@@ -103,7 +109,7 @@ def train_at(
             with a new module that loads it, which must compute the same to the bit; ``rollback`` to load it into the
             module that has gone on; ``recompute`` to make each call by ``te.checkpoint``; ``micro-batches`` to make
             each step's gradients of up to four parts of its batch; ``graph`` to replay CUDA graphs, each step of which
-            must be that of the same training without graphs to the bit.
+            must be that of the same training without graphs to the bit; ``compile`` to call it by ``torch.compile``.
         diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
 
     Returns:
@@ -117,6 +123,7 @@ def train_at(
         return asked.result("skipped", reason=unavailable)
     with (
         usual_modes(),
+        compiled_anew() if switch == "compile" else nullcontext() as graphs_compiled,
         undisturbed(mixed(seed, "everything else")) as disturbed,
         attention_backends(attention),
         ExitStack() as resuming,
@@ -124,6 +131,8 @@ def train_at(
         result = unless_raised(
             lambda: _trained(asked, checked, steps, switch, diagnosis, resuming), partial(_broken_off, asked)
         )
+        if graphs_compiled is not None and result.passed and not graphs_compiled():
+            result = asked.result("skipped", reason=_NOT_COMPILED)
     result = as_printable(noting(result, disturbed))
     return dataclasses.replace(result, seconds=time.perf_counter() - began)
 
@@ -196,14 +205,21 @@ def _trained(
             findings = (lost,)
         elif replayed is not None and replayed.differing:
             explained = partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis)
-            findings = _of_graph(replayed, judged, explained, diagnosis)
-            if judged.status == "passed":
-                judged = dataclasses.replace(judged, status="failed")
+            differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
+            judged = unless_raised(
+                partial(_of_graph, replayed, differing, None if judged.passed else explained, diagnosis),
+                partial(without_cause, differing),
+            )
+            findings = judged.findings
         elif judged.status != "passed":
             judged = unless_raised(
                 partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis),
                 partial(without_cause, judged),
             )
+            if switch == "compile" and [one.title for one in judged.findings] == ["state-between-steps"]:
+                anew = partial(_is_right_anew, step, prepared, asked, checked)
+                tried = () if training.compile else backends(kernels)
+                judged = dataclasses.replace(judged, findings=(compiled_otherwise(number, tried, anew),))
             if scaled is not None and all(one.title == "state-between-steps" for one in judged.findings):
                 judged = dataclasses.replace(judged, findings=(scaled,))
             findings = judged.findings
@@ -216,6 +232,17 @@ def _trained(
         run.weights, run.amaxes = weights, prepared.past.after_step()
         _add(run.gradients, stepped)
     return _result(asked, run, "passed", judged, ())
+
+
+def _is_right_anew(step: Case, prepared: Prepared, asked: Asked, checked: CheckedSize, backend: str) -> bool:
+    """Return whether a new candidate makes a step right if a backend compiles it, or the pair where that is empty."""
+    at = checked, asked.precision, asked.seed, asked.kernels
+    with fresh_caches(), fresh_quantization(), compiled_anew():
+        trainee = Trainee(asked.case, checked, prepared, *at[1:], "compile", backend)
+        trainee.settle()
+        stepped = trainee.step(prepared)
+    made = CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed)
+    return judge_at(step, *at, asked.calibration, asked.attention, made=made).result.status == "passed"
 
 
 def _replay(prepared: Prepared, training: Training, setting: Setting | None = None) -> Replay:
@@ -345,20 +372,20 @@ def _explained(
 
 
 def _of_graph(
-    replayed: Replayed, judged: Result, explained: Callable[[], Result], diagnosis: float | None
-) -> tuple[Finding, ...]:
-    """Return what makes a step of a graph another than without one: something that the graph keeps, else a mistake
-    that any training may have, such as FP8 weights that are cached.
+    replayed: Replayed, judged: Result, explained: Callable[[], Result] | None, diagnosis: float | None
+) -> Result:
+    """Return the verdict with what makes a step of a graph another than without one: something that the graph keeps,
+    else a mistake that any training may have, such as FP8 weights that are cached.
     """
     if diagnosis is None:
-        return ()
+        return judged
     if found := replay_explained(replayed):
-        return (found,)
+        return dataclasses.replace(judged, findings=(found,))
     frozen, is_named = replay_frozen(replayed)
-    told = explained().findings if judged.status == "failed" else ()
+    told = explained().findings if explained else ()
     if not told or told[0].title == "state-between-steps":
-        return (frozen,)
-    return (frozen, *told) if is_named else told
+        return dataclasses.replace(judged, findings=(frozen,))
+    return dataclasses.replace(judged, findings=(frozen, *told) if is_named else told)
 
 
 def prepared_weights(prepared: Prepared) -> Named:

@@ -94,6 +94,8 @@ class Training:
             first step, with ``model`` as a step has it and a batch's inputs. It returns the step that replays them,
             which is called like ``candidate_step``; or None if calling the module replays. By default TE's
             ``make_graphed_callables`` of the candidate.
+        compile: compiles the candidate for the switch ``compile``, called as ``compile(module)``. By default
+            ``module.compile()``, which on the CPU kernels generates no code.
     """
 
     optimizer: MakeOptimizer | None = None
@@ -105,6 +107,7 @@ class Training:
     save: Callable[[nn.Module, Optimizer, BinaryIO], None] | None = None
     load: Callable[[nn.Module, Optimizer, BinaryIO], None] | None = None
     graph: Callable[..., Callable[..., Tensor] | None] | None = None
+    compile: Callable[[nn.Module], object] | None = None
 
 
 @dataclass(frozen=True)

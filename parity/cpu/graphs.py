@@ -322,14 +322,16 @@ def check_not_capturing(what: str) -> None:
 
 @functools.cache
 def recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of TE's kernels as TE calls it; within a capture it is recorded."""
+    """Return one of TE's kernels as TE calls it: within a capture it is recorded, and ``torch.compile`` calls it as it
+    is, like a compiled function, instead of tracing what it computes here.
+    """
 
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder = _recorder.get()
         return kernel(*args, **kwargs) if recorder is None else recorder.call(kernel, args, kwargs)
 
-    return call
+    return cast(Callable[..., Any], torch.compiler.disable(call))
 
 
 class CUDAGraph:

@@ -130,6 +130,7 @@ CODES = {
     "graph-lost-gradient": "PAR608",
     "graph-not-captured": "PAR609",
     "graph-differs": "PAR609",
+    "compiled-differs": "PAR610",
     "reduction-missing": "PAR701",
     "reduced-twice": "PAR702",
     "averaged-over-ranks": "PAR702",

@@ -23,7 +23,7 @@ from parity.case.case import Case, Pair, Rng, draw_inputs
 from parity.case.checkpoints import WAYS
 from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
 from parity.case.validate import CheckedSize
-from parity.passes import capture
+from parity.passes import capture, compiled
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
@@ -216,11 +216,13 @@ class Trainee:
         seed: int,
         kernels: Kernels,
         switch: Switch = "",
+        backend: str = "",
     ) -> None:
         """Build the candidate, with the weights of the prepared step, and its optimizer.
 
         With the switch ``recompute``, each call is made by ``te.checkpoint``, which computes it again in the backward
-        pass; with ``micro-batches``, each step splits its batch.
+        pass; with ``micro-batches``, each step splits its batch; with ``compile``, calls are compiled, by this backend
+        if one is given.
         """
         pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
         self._prepared = prepared
@@ -243,6 +245,9 @@ class Trainee:
         self._replayed: Callable[..., Tensor] | None = None  # a step that is captured
         self._written: Named = {}  # gradients in the memory that it writes
         self._at = checked, precision.dtype, seed, kernels.device
+        if switch == "compile":
+            own = None if backend else training.compile
+            (own or compiled.by_torch(backend or compiled.backends(kernels)[-1]))(pair.candidate)
         self.optimizer = candidate_optimizer(training, kernels.te)(pair.candidate)
         if not isinstance(self.optimizer, Optimizer):
             raise UserError(

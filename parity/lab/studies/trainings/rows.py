@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from parity.case.checkpoints import load
 from parity.case.training import ADAM, Model
 from parity.case.weight_map import stack
 from parity.lab.studies.trainings import graphs
+from parity.lab.studies.trainings.compiled import Glued
 from parity.reference import LlamaLayer
 from parity.result import Switch
 from parity.te.scaling import slots
@@ -90,12 +92,24 @@ def llama(te: ModuleType, training: Declared = plain) -> Pair:
     )
 
 
+def glued(te: ModuleType, training: Declared = plain) -> Pair:
+    """Return the MLP, and a port whose activation PyTorch may compile."""
+    parts = {"0.{}": "first.layer_norm_{}", "1.{}": "first.{}", "3.{}": "second.{}"}
+    return dataclasses.replace(
+        mlp(te, training),
+        candidate=Glued(te, WIDTH, FFN),
+        weights={left.format(x): right.format(x) for left, right in parts.items() for x in ("weight", "bias")},
+    )
+
+
 HOSTS: dict[str, Callable[..., Pair]] = {"mlp": mlp, "llama": llama}
+COMPILED: dict[str, Callable[..., Pair]] = {"glued": glued}
+"""What the switch ``compile`` trains: TE leaves its own modules to Python."""
 
 
 def case_of(host: str, training: Declared = plain) -> Case:
     """Return the case of a host that is trained like this."""
-    return Case(f"trained_{host}", lambda te: HOSTS[host](te, training), sizes=({},))
+    return Case(f"trained_{host}", lambda te: (HOSTS | COMPILED)[host](te, training), sizes=({},))
 
 
 # Training steps.
@@ -372,6 +386,13 @@ def frozen_rate(te: ModuleType) -> Training:
     return Training(graphs.plain_sgd, scheduler=warmed_up, graph=graphs.WholeStep().capture)
 
 
+def doubled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Make a right step, and double the scale that compiled code takes for constant."""
+    loss = step(model, optimizer, x)
+    cast(Any, model.module).scale *= 2.0
+    return loss
+
+
 def loading(load: Callable[[nn.Module, Optimizer, BinaryIO], None]) -> Declared:
     """Return a training that loads its checkpoints like this."""
     return lambda te: Training(load=load)
@@ -516,7 +537,7 @@ class Row:
         told: a text that the message has to have; empty for none.
         switch: how the candidate is trained.
         precisions: at which the mistake exists; empty for all.
-        host: of ``HOSTS``.
+        host: of ``HOSTS`` or ``COMPILED``.
     """
 
     name: str
@@ -536,6 +557,7 @@ SCALED = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 BF16 = torch.bfloat16
 _OPTIMIZER, _LOST, _STALE = ("optimizer",), ("state-not-saved",), ("weight-cache-stale",)
 _STALE_INPUT, _FROZEN, _DIFFERS = ("graph-stale-input",), ("graph-frozen-value",), ("graph-differs",)
+_COMPILED = ("compiled-differs",)
 _ITS_STATE = "the optimizer's state"
 
 WRONG = (
@@ -598,6 +620,7 @@ WRONG = (
     Row("a graph without the recipe", graphs.without_recipe, _DIFFERS, "without the precision's recipe", "graph", FP8),
     Row("a warm-up that trains", graphs.capturing(graphs.Trains), _DIFFERS, "warm up", "graph"),
     Row("a warm-up's amaxes", graphs.capturing(graphs.LeavesAmaxes), _DIFFERS, "the scale of", "graph", DELAYED),
+    Row("a constant that is none", stepping(doubled), _COMPILED, "assume_constant_result", "compile", SCALED, "glued"),
     Row("a layer's amax histories reset", stepping(histories_reset), ("amax-history-lost",), "", "", DELAYED, "llama"),
     Row("gradients of a layer not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), host="llama"),
     Row("a layer's batch before", stepping(OneBatchBehind), ("stale-batch",), host="llama"),

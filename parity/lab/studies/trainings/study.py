@@ -15,7 +15,7 @@ from parity.judge.limits import packaged
 from parity.lab import record
 from parity.lab.campaign import Campaign, FourDigits
 from parity.lab.studies.settings import check_names
-from parity.lab.studies.trainings.rows import GRAPHED, HOSTS, ONLY_AT, RIGHT, WRONG, case_of
+from parity.lab.studies.trainings.rows import COMPILED, GRAPHED, HOSTS, ONLY_AT, RIGHT, WRONG, case_of
 from parity.result import Switch
 from parity.te.precision import PRECISIONS, why_unavailable
 from parity.training import train_at
@@ -51,7 +51,7 @@ class Training:
 
     Attributes:
         name: of ``rows.WRONG`` or ``rows.RIGHT``.
-        host: of ``rows.HOSTS``.
+        host: of ``rows.HOSTS`` or ``rows.COMPILED``.
         precision: of ``parity.te.precision.PRECISIONS``.
         seed: of weights and batches.
         steps: how many.
@@ -121,8 +121,8 @@ def trainings(settings: Settings) -> list[Training]:
         found += [
             Training(right, host, name, seed, settings.steps, switch)
             for right in RIGHT
-            for host in HOSTS
             for switch in {"plain": switches, **dict.fromkeys(GRAPHED, ("graph",))}.get(right, switches[:1])
+            for host in (COMPILED if switch == "compile" else HOSTS)
             for seed in range(settings.seeds)
             if name in ONLY_AT.get(right, (name,))
         ]
