@@ -169,6 +169,7 @@ def _become(arguments: list[str], folder: str, environment: dict[str, str], stre
         os.dup2(stream, number)
         os.close(stream)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Difference:
     @property
     def ratio(self) -> float:
         """The limit over the packaged one."""
-        return self.limit / self.packaged
+        return self.limit / self.packaged if self.packaged else math.inf  # a damaged record may have 0
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
         code: that computed it, of ``code_of``; written where it is not that of the result before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""  # as text, \r would end a line
     lines = [json.dumps({"run": run, "result": result})]
     if code is not None and code != _last_code(text):
         lines.insert(0, json.dumps({"code": code}))

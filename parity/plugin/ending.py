@@ -413,21 +413,27 @@ REASON = "interrupted before all of its seeds were compared"
 def heed_signals(config: pytest.Config) -> None:
     """Have SIGTERM interrupt this process as Ctrl-C does, until pytest is done, and know that it was one of them.
 
-    A worker knows Ctrl-C only, and SIGTERM ends it at once. A handler that somebody else has set stays.
+    A worker knows Ctrl-C only, and SIGTERM ends it at once. A handler that somebody else has set stays. Where Ctrl-C is
+    ignored, as by what a shell runs in the background, it stays so, but for a comparison whose time is up.
     """
     if threading.current_thread() is not threading.main_thread():
         return
 
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
     def interrupt(number: int, frame: FrameType | None) -> None:
         if is_time_up(config):
             raise KeyboardInterrupt("its time is up")
+        if number == signal.SIGINT and is_ignored:
+            return
         config.stash[_ASKED_TO_END] = True
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     def give_back(number: signal.Signals, usual: Any) -> None:
         signal.signal(number, usual)
 
-    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    of_ctrl_c = signal.SIG_IGN if is_ignored else signal.default_int_handler
+    for number, usual in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, of_ctrl_c)):
         is_ours = number == signal.SIGINT or not hasattr(config, "workerinput")
         if is_ours and signal.getsignal(number) is usual:
             signal.signal(number, interrupt)

@@ -164,7 +164,8 @@ class Runs:
         lines = _count(file)
         if _is_alive(target):
             os.kill(target, name)
-            tally.kills[f"{name.name} of {'a worker' if of_workers else 'the run'}, -n {workers}"] += 1
+            a_child = "a worker" if workers else "what waits for its end"
+            tally.kills[f"{name.name} of {a_child if of_workers else 'the run'}, -n {workers}"] += 1
             tally.moments["none yet" if lines <= 1 else "some" if lines <= all_of_them else "all"] += 1
         else:
             tally.kills["came too late: the run had ended"] += 1

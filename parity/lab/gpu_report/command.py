@@ -116,7 +116,7 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
     with files.claimed(folder / "steps.jsonl") as claim:
         outcomes = _made(chosen, ends, claim, why_no_gpu)
     print(summary(chosen, outcomes))
-    print(f"report: {folder / 'md'}")
+    print(f"report: {folder / 'index.md'}")
     return all(outcome.status == "done" for outcome in outcomes)
 
 

@@ -169,6 +169,7 @@ def layouts() -> Iterator[KernelCall]:
         yield KernelCall("Layouts", "convert_bshd_to_thd, convert_thd_to_bshd", text, lengths, run)
         run = partial(_cache, dtype=dtype)
         yield KernelCall("Layouts", "copy_to_kv_cache", text, f"{list(_NEW)} after {list(_CACHED)}", run)
+        yield from _packed_over_ranks(text, dtype)
 
 
 def _fp8_transpose(bench: Bench) -> Mapping[str, Any]:
@@ -207,3 +208,80 @@ def _cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
         *(_SEQUENCES, max(_NEW), _CACHE, 1, True),
     )
     return {"keys": caches[0], "values": caches[1]}
+
+
+# Packed sequences under context parallelism: what a rank holds, and how what each step computes is merged.
+
+
+_CP_LENGTHS, _RANKS = (64, 16, 40), 2
+_CP_PADDED = (64, 24, 40)
+_DONE_WITH_HALVES = (("add", "none"), ("none", "add"), ("copy", "none"), ("copy", "zero"), ("add", "copy"))
+
+
+def _packed_over_ranks(text: str, dtype: torch.dtype) -> Iterator[KernelCall]:
+    lengths = f"lengths {list(_CP_LENGTHS)} on {_RANKS} ranks"
+    moved = "thd_get_partitioned_indices, thd_sequence_order_to_cp_rank_order and back, thd_read_half_tensor"
+    yield KernelCall("Layouts", moved, text, lengths, partial(_divide_over_ranks, dtype=dtype))
+    yield KernelCall(
+        "Layouts",
+        "thd_copy_valid_tokens_from_per_split_to_rank_local",
+        text,
+        lengths,
+        partial(_copy_valid, dtype=dtype),
+    )
+    yield KernelCall("Layouts", "thd_grad_correction", text, lengths, partial(_merge_gradients, dtype=dtype))
+    for is_packed in (True, False):
+        variant = f"{text}, {'packed' if is_packed else 'unpacked'} sums"
+        merged = "thd_out_correction, thd_second_half_lse_correction, thd_read_second_half_lse"
+        yield KernelCall("Layouts", merged, variant, lengths, partial(_merge, dtype=dtype, is_packed=is_packed))
+
+
+def _tokens(bench: Bench, dtype: torch.dtype, count: int = sum(_CP_LENGTHS)) -> torch.Tensor:
+    return bench.normal(count, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype)
+
+
+def _divide_over_ranks(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    tokens, ends, total = _tokens(bench, dtype), _cumulative(bench, _CP_LENGTHS), sum(_CP_LENGTHS)
+    by_rank = bench.tex.thd_sequence_order_to_cp_rank_order(tokens, ends, _RANKS, total)
+    of_ranks = {
+        f"tokens of rank {rank}": bench.tex.thd_get_partitioned_indices(ends, total, _RANKS, rank)
+        for rank in range(_RANKS)
+    }
+    halves = {f"half {half}": bench.tex.thd_read_half_tensor(tokens, ends, half) for half in (0, 1)}
+    back = bench.tex.thd_cp_rank_order_to_sequence_order(by_rank, ends, _RANKS, total)
+    return {**of_ranks, **halves, "by rank": by_rank, "back": back}
+
+
+def _copy_valid(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    into, tokens = (_tokens(bench, dtype, sum(_CP_PADDED)) for _ in range(2))
+    padded, ends = _cumulative(bench, _CP_PADDED), _cumulative(bench, _CP_LENGTHS)
+    bench.tex.thd_copy_valid_tokens_from_per_split_to_rank_local(into, tokens, padded, ends)
+    return {"copied": into}
+
+
+def _merge_gradients(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
+    ends, merged = _cumulative(bench, _CP_LENGTHS), {}
+    for first, second in _DONE_WITH_HALVES:
+        is_half = "none" in (first, second) or "zero" in (first, second)
+        gradient, step = _tokens(bench, dtype), _tokens(bench, dtype, sum(_CP_LENGTHS) // (2 if is_half else 1))
+        bench.tex.thd_grad_correction(gradient, step, ends, first, second)
+        merged[f"{first}, {second}"] = gradient
+    return merged
+
+
+def _merge(bench: Bench, dtype: torch.dtype, is_packed: bool) -> Mapping[str, Any]:
+    """Merge a step of whole sequences, then one of second halves alone."""
+    ends, total, longest = _cumulative(bench, _CP_LENGTHS), sum(_CP_LENGTHS), max(_CP_LENGTHS)
+    sums = [
+        bench.normal(*((_PACKED_HEADS, tokens) if is_packed else (len(_CP_LENGTHS), _PACKED_HEADS, columns)))
+        for tokens, columns in ((total, longest), (total, longest), (total // 2, longest // 2))
+    ]
+    output, whole, half = (_tokens(bench, dtype, count) for count in (total, total, total // 2))
+    both = torch.logaddexp(sums[0], sums[1])
+    bench.tex.thd_out_correction(output, whole, sums[0], both, sums[1], ends, False, is_packed)
+    seen = both.clone()
+    bench.tex.thd_second_half_lse_correction(seen, sums[2], ends, is_packed)
+    bench.tex.thd_out_correction(output, half, both, seen, sums[2], ends, True, is_packed)
+    columns = total // 2 if is_packed else longest // 2
+    second = bench.tex.thd_read_second_half_lse(seen, ends, is_packed, columns)
+    return {"output": output, "sums": seen, "sums of second halves": second}
