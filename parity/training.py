@@ -35,6 +35,7 @@ from parity.mistakes.codes import finding
 from parity.passes.capture import NotCaptured
 from parity.passes.compiled import backends, compiled_anew
 from parity.passes.graphed import side_by_side
+from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
@@ -42,7 +43,16 @@ from parity.result import Finding, Result, Step, Switch, as_printable, label_of_
 from parity.search.compiled import compiled_otherwise
 from parity.search.replayed import Replayed, not_captured, replay_explained, replay_frozen
 from parity.search.resumed import lost_state
-from parity.search.steps import Guess, Setting, factor_in_words, gradients_explained, optimizer_explained, scale_of
+from parity.search.steps import (
+    Guess,
+    Setting,
+    factor_in_words,
+    gradients_explained,
+    listed,
+    micro_batches_explained,
+    optimizer_explained,
+    scale_of,
+)
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import Precision, why_unavailable
@@ -199,12 +209,13 @@ def _trained(
         ).result
         run.history.append(stepped.update.remembered())
         _note(run, number, judged, prepared, stepped)
+        known = prepared, asked, checked, trainee.is_plain, diagnosis
         findings: tuple[Finding, ...] = ()
         scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), trainee.is_plain)
         if lost is not None:
             findings = (lost,)
         elif replayed is not None and replayed.differing:
-            explained = partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis)
+            explained = partial(_explained, run, number, judged, stepped, *known)
             differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
             judged = unless_raised(
                 partial(_of_graph, replayed, differing, None if judged.passed else explained, diagnosis),
@@ -213,7 +224,7 @@ def _trained(
             findings = judged.findings
         elif judged.status != "passed":
             judged = unless_raised(
-                partial(_explained, run, number, judged, stepped, prepared, asked, checked, diagnosis),
+                partial(_explained, run, number, judged, stepped, *known),
                 partial(without_cause, judged),
             )
             if switch == "compile" and [one.title for one in judged.findings] == ["state-between-steps"]:
@@ -225,7 +236,7 @@ def _trained(
             findings = judged.findings
         elif scaled is not None:
             findings = (scaled,)
-        elif wrong := _of_optimizer(run, replay, stepped, training, prepared, precision):
+        elif wrong := _of_optimizer(run, replay, stepped, trainee, prepared, precision):
             findings = (wrong,)
         if judged.status != "passed" or findings:
             return _result(asked, run, "failed" if judged.status == "passed" else judged.status, judged, findings)
@@ -292,6 +303,7 @@ def _explained(
     prepared: Prepared,
     asked: Asked,
     checked: CheckedSize,
+    is_plain: bool,
     diagnosis: float | None,
 ) -> Result:
     """Return the verdict on a step whose loss or gradients are wrong, with what makes them so."""
@@ -321,6 +333,17 @@ def _explained(
             lambda: {name: factor * x for name, x in golden.items()},
         ),
     ]
+    largest = max((float(x.abs().max()) for x in candidate.values() if x.numel()), default=0.0)
+    if any(bool((x.abs() > largest).any()) for x in golden.values()):
+        guesses.append(
+            Guess(
+                "gradient-clipping",
+                f"in step {number} each element of the gradients is clipped to {largest:.2g}, which the reference does "
+                "not do: nn.utils.clip_grad_norm_ multiplies all of them by one number",
+                lambda: {name: x.clamp(-largest, largest) for name, x in golden.items()},
+                keeps_errors=True,
+            )
+        )
     if number > 1:
         sums = run.gradients
         guesses += [
@@ -362,7 +385,17 @@ def _explained(
         told = explain_at(alone, diagnosis)
         return dataclasses.replace(judged, findings=told.findings, notes=(*judged.notes, *told.notes))
     worst = f", first {judged.worst.label}" if judged.worst else ""
-    found = gradients_explained(run.limits, candidate, guesses) or finding(
+    found = gradients_explained(run.limits, candidate, guesses)
+    if found is None and (made := shares_made(prepared, stepped.calls, candidate)):
+        found = micro_batches_explained(number, run.limits, made)
+    if found is None and number == 1 and not is_plain:
+        found = finding(
+            "state-between-steps",
+            f"one pass of a new module with the same weights is right, and the pair's training step does not compute "
+            f"its gradients{worst}: look at what that step does besides one pass, such as micro-batches, or gradients "
+            "that it changes",
+        )
+    found = found or finding(
         "state-between-steps",
         f"a new module with the same weights computes step {number} right, and the one that was trained does "
         f"not{worst}: look at what the steps before have left, such as FP8 scales, cached weights and buffers, and "
@@ -398,9 +431,10 @@ def _matrices(weights: Named) -> Named:
 
 
 def _of_optimizer(
-    run: _Run, replay: Replay, stepped: Stepped, training: Training, prepared: Prepared, precision: Precision
+    run: _Run, replay: Replay, stepped: Stepped, trainee: Trainee, prepared: Prepared, precision: Precision
 ) -> Finding | None:
     """Return why the optimizer's step is not the reference's; None if it is."""
+    training = trainee.training
     expected = 1.0 if training.clip is None else _clipping(training.clip, stepped)
     if abs(stepped.clipped - expected) > _CLIPPING * expected:
         return finding(
@@ -413,7 +447,17 @@ def _of_optimizer(
     made = deviations(stepped.update, replay.step(stepped.update), dtype)
     wrong = [one for one in made if not one.is_right]
     if wrong:
-        return optimizer_explained(run.history, wrong, lambda setting: _replay(prepared, training, setting), dtype)
+        return optimizer_explained(
+            run.history, wrong, lambda setting: _replay(prepared, training, setting), dtype, trainee.settings
+        )
+    if stepped.apart:
+        return finding(
+            "master-weights",
+            f"after step {len(run.history)} the module does not hold the weights that its optimizer has made: "
+            f"{listed(stepped.apart)} {'is' if len(stepped.apart) == 1 else 'are'} not what the FP32 master weights "
+            "are, rounded. Copy these to the module after each step, and let nothing else write its weights, such as "
+            "averages of them",
+        )
     if dtype is not torch.float32 and any(one.rounding > 0.5 for one in made):
         return finding(
             "master-weights",

@@ -48,6 +48,7 @@ class Model:
             the first, unless the pair calls it.
         recipe: of the precision, an object of TE's; None without one.
         cuda: ``torch.cuda``, or what has its streams and graphs on the CPU kernels.
+        calls: the arguments of all calls since the last clearing.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Model:
     ) -> None:
         """Call ``module`` by ``call``, each time in a new context that ``around`` makes, such as TE's autocast."""
         self.module, self.recipe, self.cuda = module, recipe, cuda
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.micro_batch: int | None = None
         self._call, self._loss, self._around = call or nn.Module.__call__, loss or distance_to_targets, around
         self._is_told = call is None and "is_first_microbatch" in inspect.signature(module.forward).parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
+        self.calls.append((args, kwargs))
         if self._is_told and self.micro_batch is not None:
             kwargs = {"is_first_microbatch": self.micro_batch == 0} | kwargs
         with self._around():

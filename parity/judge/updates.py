@@ -47,7 +47,11 @@ class Deviation:
 
 
 class Replay:
-    """The reference's optimizer over a few elements of each parameter, step after step, in FP64."""
+    """The reference's optimizer over a few elements of each parameter, step after step, in FP64.
+
+    Attributes:
+        parameters: what it steps, by name.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class Replay:
             UserError: if ``make`` returns no optimizer.
         """
         self._module = copy.deepcopy(reference).double()
-        self._parameters = dict(self._module.named_parameters())
+        self.parameters = dict(self._module.named_parameters())
         made = make(self._module)
         if not isinstance(made, Optimizer):
             raise UserError(f"a training's optimizer is a torch.optim.Optimizer, not {type(made).__name__}")
@@ -71,7 +75,7 @@ class Replay:
 
     def step(self, update: Update) -> Named:
         """Return the weights that this optimizer makes of the weights and gradients of a step."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 gradient = update.gradients[name].to(parameter.device)
                 parameter.grad = None  # of the shape that the parameter had
@@ -80,7 +84,7 @@ class Replay:
         self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        return {name: one.detach().clone() for name, one in self._parameters.items() if one.requires_grad}
+        return {name: one.detach().clone() for name, one in self.parameters.items() if one.requires_grad}
 
 
 def deviations(update: Update, expected: Named, dtype: torch.dtype) -> list[Deviation]:

@@ -131,6 +131,7 @@ CODES = {
     "graph-not-captured": "PAR609",
     "graph-differs": "PAR609",
     "compiled-differs": "PAR610",
+    "micro-batches": "PAR611",
     "reduction-missing": "PAR701",
     "reduced-twice": "PAR702",
     "averaged-over-ranks": "PAR702",

@@ -1,4 +1,5 @@
-"""Split the batch of a training step into micro-batches whose losses add up to that of the whole batch.
+"""Split the batch of a training step into micro-batches whose losses add up to that of the whole batch, and tell by
+how much each that a port has made counts.
 
 Whether a loss is a sum over a batch or a mean, of tokens that count or of all, only its reference knows. So the
 reference tells: in FP64, the gradient of the whole batch must be a weighted sum of the gradients of its micro-batches,
@@ -7,7 +8,8 @@ and the weights are what a port has to multiply their losses by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity.case.training import MicroBatch
 from parity.numerics.golden import in_fp64
 from parity.passes.build import cast
-from parity.passes.one_pass import Pass, as_arguments, run
+from parity.passes.one_pass import Arguments, Pass, as_arguments, run
 from parity.passes.prepare import Prepared
 from parity.user_error import UserError
 
@@ -69,15 +71,26 @@ def _shares(prepared: Prepared, parts: Sequence[Any]) -> list[float] | None:
     """Return by what the losses of these parts are multiplied; None if they do not add up to that of the whole."""
     columns = []
     for part in parts:
-        try:
-            with in_fp64():
-                ran = run(prepared.reference.double(), prepared.call, part, prepared.input_names, _ones)
-        except (RuntimeError, ValueError, IndexError):  # some input does not fit to the others any more
+        ran = _golden(prepared, part)
+        if ran is None:
             return None
         columns.append(_flat(ran))
-    whole, split = _flat(prepared.golden), torch.stack(columns, 1)
-    shares = torch.linalg.lstsq(split, whole[:, None]).solution
-    off = (split @ shares)[:, 0] - whole
+    return _exact_shares(torch.stack(columns, 1), _flat(prepared.golden))
+
+
+def _golden(prepared: Prepared, inputs: Any) -> Pass | None:
+    """Return the reference's pass in FP64; None if it does not take these inputs, some of which may not fit."""
+    try:
+        with in_fp64():
+            return run(prepared.reference.double(), prepared.call, inputs, prepared.input_names, _ones)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return None
+
+
+def _exact_shares(parts: Tensor, whole: Tensor) -> list[float] | None:
+    """Return by how much each column counts in the whole; None if no shares of them make it."""
+    shares = torch.linalg.lstsq(parts, whole[:, None]).solution
+    off = (parts @ shares)[:, 0] - whole
     if not bool(off.norm() <= _EXACT * whole.norm()):
         return None
     return [float(f"{share:.9g}") for share in shares.flatten().tolist()]
@@ -90,3 +103,69 @@ def _ones(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def _flat(ran: Pass) -> Tensor:
     """Return the loss and the gradients of all weights, as one vector in FP64."""
     return torch.cat([x.reshape(-1) for x in (*ran.outputs.values(), *ran.weight_gradients.values())]).double()
+
+
+# A port's own micro-batches, looked at after they have been made.
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """By how much each of a port's micro-batches counts in its gradients.
+
+    Attributes:
+        made: what the candidate's gradients come nearest to, by least squares.
+        right: what makes the gradients of the whole batch; None if nothing does, as where a part of it is left out.
+        off: how far the candidate's gradients are from those by ``made``, in relation to these, by name.
+    """
+
+    made: list[float]
+    right: list[float] | None
+    off: dict[str, float]
+
+
+_FEW = 4096  # elements of each gradient by which shares are told
+# TE's modules are told by this argument whether to quantize their weights again; no reference takes it.
+_OF_TE = "is_first_microbatch"
+
+
+def shares_made(prepared: Prepared, calls: Sequence[Arguments], gradients: Mapping[str, Tensor]) -> Made | None:
+    """Return by how much each of a step's calls counts in its weight gradients.
+
+    Args:
+        prepared: the step, with the whole batch.
+        calls: the arguments of each call of the candidate in the step.
+        gradients: the candidate's, by the reference's names.
+
+    Returns:
+        None if there is only one call, if the reference cannot be called so, or if two calls have the same gradients.
+    """
+    if len(calls) < 2:
+        return None
+    columns = []
+    for args, kwargs in calls:
+        given = {name: x for name, x in kwargs.items() if name != _OF_TE}
+        if args and given:
+            return None
+        ran = _golden(prepared, cast(given or args, torch.float64))
+        if ran is None:
+            return None
+        columns.append({name: _some(x) for name, x in ran.weight_gradients.items()})
+    known = columns[0].keys() & gradients.keys()
+    parts = {name: torch.stack([column[name] for column in columns], 1) for name in known}
+    all_parts = torch.cat([parts[name] for name in known])
+    if torch.linalg.matrix_rank(all_parts / all_parts.norm(dim=0).clamp(min=1e-300), rtol=1e-6) < len(calls):
+        return None
+    own = {name: _some(gradients[name]) for name in known}
+    made = torch.linalg.lstsq(all_parts, torch.cat([own[name] for name in known])[:, None]).solution[:, 0]
+    whole = torch.cat([_some(prepared.golden.weight_gradients[name]) for name in known])
+    off = {name: _relative(own[name], parts[name] @ made) for name in known}
+    return Made(made.tolist(), _exact_shares(all_parts, whole), off)
+
+
+def _some(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1)[:: max(x.numel() // _FEW, 1) | 1].double()
+
+
+def _relative(x: Tensor, right: Tensor) -> float:
+    size, off = float(right.norm()), float((x - right).norm())
+    return off / size if size else float(off > 0.0)

@@ -23,11 +23,13 @@ from parity.case.case import Case, Pair, Rng, draw_inputs
 from parity.case.checkpoints import WAYS
 from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
 from parity.case.validate import CheckedSize
+from parity.case.weight_map import names
+from parity.cpu.float8 import fp8_dtype, is_float8_tensor
 from parity.passes import capture, compiled
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
-from parity.passes.one_pass import as_arguments, named_inputs, or_zero
+from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero
 from parity.passes.prepare import Prepared, prepare
 from parity.result import Switch
 from parity.te import Kernels, state
@@ -165,6 +167,8 @@ class Stepped:
         scaling: what delayed scaling kept of each tensor before and after the step.
         summed: noise as large as what sums over micro-batches lose of gradients that are held in 16 bits.
         moved: TE's parameters whose gradients the optimizer does not read where a captured step writes them.
+        calls: the arguments of each call of the candidate.
+        apart: TE's parameters that are not what the optimizer's copies of them are, rounded.
     """
 
     tensors: Tensors
@@ -174,6 +178,8 @@ class Stepped:
     scaling: tuple[tuple[Kept, Kept], ...] = ()
     summed: Tensors = field(default_factory=dict)
     moved: tuple[str, ...] = ()
+    calls: tuple[Arguments, ...] = ()
+    apart: tuple[str, ...] = ()
 
 
 # What a training keeps, by what it is and by name, as digests of its bytes.
@@ -374,8 +380,11 @@ class Trainee:
         """
         args, kwargs = as_arguments(_leaves(prepared.inputs))
         before, scaling, step = self._followed_weights(), kept(self._module), self._step_on(prepared)
+        self._model.calls.clear()
         with self._watched() as seen, sums_in_16_bits(self._module) as lost:
             loss = step(self._model, self.optimizer, *args, **kwargs)
+        calls = tuple(tree_map_only(Tensor, Tensor.detach, self._model.calls))
+        self._model.calls.clear()
         if self._replayed and not seen.used:  # the graph has stepped the optimizer, and its gradients are still there
             seen.used.append(_copied(self._stepped))
             seen.moved = self._moved()
@@ -401,17 +410,15 @@ class Trainee:
             self._sampled(self._gradients(given)),
             self._followed_weights(),
             self._moments(),
-            {
-                key: value.dtype
-                for some in self.optimizer.state.values()
-                for key, value in some.items()
-                if isinstance(value, Tensor) and value.dim()
-            },
+            self._kept_in(),
         )
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module, with_weights=False)
         moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
-        return Stepped(tensors, tuple(frozen), _factor(used, raw), update, moves, self._noise(lost), seen.moved)
+        noise = self._noise(lost)
+        return Stepped(
+            *(tensors, tuple(frozen), _factor(used, raw), update, moves, noise, seen.moved, calls, self._apart())
+        )
 
     def _moved(self) -> tuple[str, ...]:
         now = {name: one.grad for name, one in self._module.named_parameters()}
@@ -451,19 +458,82 @@ class Trainee:
         """Return the weights that the optimizer steps, which may be FP32 copies of the module's."""
         held = _held(self._module)
         for name, parameter in self._stepped.items():
-            own = self.optimizer.state.get(parameter, {}).get("master_param")
-            if isinstance(own, Tensor):
-                held[name] = own.detach().reshape(parameter.shape).double()
+            master = self._master(parameter)
+            if master is not None:
+                held[name] = master[1].detach().reshape(parameter.shape).double()
             elif not state.is_quantized(parameter):
                 held[name] = parameter.detach().double()
         return self._sampled(self._to_reference(held))
+
+    def _master(self, parameter: nn.Parameter) -> tuple[str, Tensor] | None:
+        """Return what the optimizer keeps of a parameter in FP32, with its name there; None if it keeps no such copy.
+
+        TE's FusedAdam calls it ``master_param``, and may keep only the bits that BF16 leaves out. Another optimizer's
+        copy is told by its values, which are the parameter's once they are rounded.
+        """
+        kept = self.optimizer.state.get(parameter, {})
+        own = kept.get("master_param")
+        if isinstance(own, Tensor):
+            if own.dtype is torch.int16:  # ``AdamFunctorMasterParamRemainder`` in ``multi_tensor/adam.cu`` of TE 2.20.2
+                upper = parameter.detach().view(torch.int16).int() << 16
+                return "master_param", (upper + own.reshape(parameter.shape).int()).view(torch.float32)
+            return "master_param", self._unscaled(parameter, "master_param", own)
+        if state.is_quantized(parameter) or parameter.dtype.itemsize >= 4:
+            return None
+        for key, value in kept.items():
+            is_wider = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
+            if is_wider and value.shape == parameter.shape and torch.equal(value.to(parameter.dtype), parameter):
+                return key, value
+        return None
+
+    def _apart(self) -> tuple[str, ...]:
+        """Return the parameters that are not what the optimizer's copies of them are, to an ulp.
+
+        Which way a copy is rounded is the port's. A quantized parameter is not looked at.
+        """
+        found = []
+        for name, one in self._module.named_parameters():
+            master = self._master(self._stepped[name])
+            copy = master[1] if master else self._stepped[name]
+            if copy is one or state.is_quantized(one):
+                continue
+            step = max(one.numel() // FOLLOWED, 1) | 1
+            held, right = (x.detach().reshape(-1)[::step].double() for x in (one, copy))
+            ulp = torch.finfo(one.dtype).eps * right.abs().clamp(min=torch.finfo(one.dtype).smallest_normal)
+            if not bool(((held - right).abs() <= ulp).all()):
+                found.append(name)
+        return tuple(found)
+
+    def _kept_in(self) -> dict[str, torch.dtype]:
+        """Return the dtypes of what the optimizer keeps of each element, by its name there."""
+        return {
+            key: fp8_dtype(value) if is_float8_tensor(value) else value.dtype
+            for parameter in self._stepped.values()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and value.dim() and value.dtype is not torch.int16  # bits of master weights
+        }
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's settings for each parameter, by its name in the reference."""
+        groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
+        found = {}
+        for left, right in self._pair.weights.items():
+            own = next((self._stepped[name] for name in names(right) if name in self._stepped), None)
+            for name in names(left):
+                group = groups.get(id(own), {})
+                found[name] = {key: x for key, x in group.items() if isinstance(x, (bool, int, float, tuple))}
+        return found
 
     def _moments(self) -> dict[str, Named]:
         """Return what the optimizer keeps of each element's gradients."""
         found: dict[str, Named] = {}
         for name, parameter in self._stepped.items():
+            master = self._master(parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.numel() == parameter.numel() and key != "master_param":
+                if master and key == master[0]:
+                    continue
+                if isinstance(value, Tensor) and value.numel() == parameter.numel():
                     found.setdefault(key, {})[name] = self._unscaled(parameter, key, value)
         parameters = dict(self._module.named_parameters())
         return {

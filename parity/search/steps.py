@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from parity.judge.updates import Deviation, Replay, deviations
 from parity.mistakes.codes import finding
 from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
+from parity.passes.micro_batches import Made
 from parity.passes.steps import Named, Update
 from parity.result import Finding
 
@@ -29,11 +30,13 @@ class Guess:
         title: of the finding, a key of ``CODES``; empty for the right gradients.
         told: what is wrong and what to do about it.
         gradients: computes them, by the reference's names.
+        keeps_errors: whether they have the errors of the right gradients, though they may be smaller.
     """
 
     title: str
     told: str
     gradients: Callable[[], Mapping[str, Tensor]]
+    keeps_errors: bool = False
 
 
 # In limits of the right gradients: a guess has roundings of its own, such as those of all steps that it adds up.
@@ -56,13 +59,59 @@ def gradients_explained(
 
     def margin(guess: Guess) -> float:
         right = guess.gradients()
-        return max((_off(candidate[name], right[name]) / limit for name, limit in limits.items()), default=math.inf)
+        sizes = guesses[0].gradients() if guess.keeps_errors else right
+        off = {name: _off(candidate[name], right[name], sizes[name]) for name in limits}
+        return max((off[name] / limit for name, limit in limits.items()), default=math.inf)
 
     margins = [margin(guess) for guess in guesses]
     best = min(range(len(guesses)), key=margins.__getitem__)
     if not guesses[best].title or margins[best] > min(_NEAR_ENOUGH, _NEARER * margins[0]):
         return None
     return finding(guesses[best].title, guesses[best].told)
+
+
+def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made) -> Finding | None:
+    """Return which micro-batches of a step count for more or less than they should; None if that does not explain it.
+
+    Args:
+        number: of the step.
+        limits: bounds on the relative errors of the weight gradients, by name.
+        made: by how much each counts.
+    """
+    if max((off / limits[name] for name, off in made.off.items() if name in limits), default=math.inf) > _NEAR_ENOUGH:
+        return None
+    count = len(made.made)
+    if made.right is None:
+        return finding(
+            "micro-batches",
+            f"the gradients of step {number} are those of {count} micro-batches, and these are not the whole batch, "
+            "whatever their losses are multiplied by: a part of it is never given to the module",
+        )
+    shares = list(zip(made.made, made.right, strict=True))
+    most = max(map(abs, made.right))
+    wrong = {i: own / right for i, (own, right) in enumerate(shares) if right and abs(own - right) > 0.02 * most}
+    lost = [i for i, factor in wrong.items() if abs(factor) < 0.02]
+    if not wrong:
+        return None
+    if lost:
+        return finding(
+            "micro-batches",
+            f"of the {count} micro-batches of step {number}, {_numbers(lost)} {'do' if len(lost) > 1 else 'does'} not "
+            "count: make a backward pass of each, and set gradients to zero before the first alone",
+        )
+    factors = ", ".join(factor_in_words(factor) for factor in list(wrong.values())[:4])
+    return finding(
+        "micro-batches",
+        f"of the {count} micro-batches of step {number}, {_numbers(list(wrong))} count {factors} times as much as in "
+        "the gradients of the whole batch: multiply the loss of each by its share of what the whole batch's loss is "
+        "averaged over, such as the tokens that count",
+    )
+
+
+def _numbers(places: Sequence[int]) -> str:
+    """Return the numbers of micro-batches, counted from 1."""
+    more = f" and {len(places) - 4} more" if len(places) > 4 else ""
+    return "number " + ", ".join(str(i + 1) for i in places[:4]) + more
 
 
 def factor_in_words(factor: float) -> str:
@@ -81,8 +130,8 @@ def scale_of(candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> f
     return along / size if size else 1.0
 
 
-def _off(x: Tensor, golden: Tensor) -> float:
-    size, off = float(golden.double().norm()), float((x.double() - golden.double()).norm())
+def _off(x: Tensor, right: Tensor, sized: Tensor) -> float:
+    size, off = float(sized.double().norm()), float((x.double() - right.double()).norm())
     return off / size if size else math.inf if off else 0.0
 
 
@@ -107,6 +156,7 @@ def optimizer_explained(
     wrong: Sequence[Deviation],
     replayed: Callable[[Setting | None], Replay],
     dtype: torch.dtype,
+    settings: Mapping[str, Mapping[str, Any]],
 ) -> Finding:
     """Return what is wrong with an optimizer's last step.
 
@@ -115,22 +165,24 @@ def optimizer_explained(
         wrong: the parameters whose last step is not the reference's.
         replayed: makes the reference's optimizer anew, with another setting if one is given.
         dtype: in which the candidate's optimizer holds its weights.
+        settings: of the candidate's optimizer for each parameter, by its name in the reference.
     """
     own = replayed(None)
-    for setting in _settings(own):
+    for setting in (*_of_the_candidate(own, settings), *_settings(own)):
         replay = replayed(setting)
         made = [replay.step(update) for update in history]
         if all(_fits(update, after, dtype) for update, after in zip(history, made, strict=True)):
             return finding(
-                "optimizer", f"{setting.told}, and then every step is the reference's; give both optimizers the same"
+                "optimizer",
+                f"{setting.told}: with that, the reference's optimizer makes every step as it does; give both the same",
             )
     left_out = [one.name for one in wrong if math.isclose(one.share, 1.0, rel_tol=1e-6) and abs(one.along) < 1e-6]
     if len(left_out) == len(wrong):
-        return finding(
-            "optimizer",
-            f"the candidate's optimizer does not step {_listed(left_out)}: give it all parameters, also those that are "
-            "made after it",
-        )
+        repair = "give it all parameters, also those that are made after it"
+        last = history[-1]
+        if dtype is torch.bfloat16 and all(torch.equal(x, last.before[name]) for name, x in last.after.items()):
+            repair = "TE's FusedSGD, for one, leaves parameters in BF16 alone; take another, or step FP32 copies"
+        return finding("optimizer", f"the candidate's optimizer does not step {listed(left_out)}: {repair}")
     narrow = [
         f"{key} in {str(kept).removeprefix('torch.')}" for key, kept in history[-1].kept_in.items() if kept.itemsize < 4
     ]
@@ -148,8 +200,8 @@ def optimizer_explained(
     if alike:
         return finding(
             "optimizer",
-            f"step {number} is {factor_in_words(factors[0])} times the step that the reference's optimizer makes of "
-            "the same gradients: compare the learning rates, and when their schedules take a step",
+            f"step {number}{_of(wrong, own)} is {factor_in_words(factors[0])} times the step that the reference's "
+            "optimizer makes of the same gradients: compare the learning rates, and when their schedules take a step",
         )
     return finding(
         "optimizer",
@@ -158,13 +210,73 @@ def optimizer_explained(
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _of(wrong: Sequence[Deviation], own: Replay) -> str:
+    """Return whose step it is, if it is not that of all parameters."""
+    return f" of {listed([one.name for one in wrong])}" if len(wrong) < len(own.parameters) else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _fits(update: Update, after: Named, dtype: torch.dtype) -> bool:
     return all(one.is_right for one in deviations(update, after, dtype))
+
+
+# How an optimizer is to compute, which does not change what it computes; and what tells AdamW from Adam, see below.
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
+
+
+def _of_the_candidate(own: Replay, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[Setting]:
+    """Yield settings that the candidate's optimizer says it has and the reference's has not: each, then all of them."""
+    by_id = {id(parameter): name for name, parameter in own.parameters.items()}
+    right = {by_id[id(one)]: group for group in own.optimizer.param_groups for one in group["params"]}
+    differing: dict[str, dict[str, Any]] = {}
+    for name, group in right.items():
+        for key, value in _constants(settings.get(name, {})).items():
+            if key in group and value != _constants(group).get(key, value):
+                differing.setdefault(key, {})[name] = value
+    told = {key: _told(key, values, right) for key, values in differing.items()}
+    together = [differing] if len(differing) > 1 else []
+    for some in (*({key: values} for key, values in differing.items()), *together):
+        yield Setting(f"its optimizer has {'; '.join(told[key] for key in some)}", _each_its_own(list(right), some))
+
+
+def _constants(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's settings that are numbers; the learning rate as it was before a schedule changed it."""
+    found = {key: x for key, x in group.items() if key not in _HOW and isinstance(x, (bool, int, float, tuple))}
+    return found | {"lr": found["initial_lr"]} if "initial_lr" in found else found
+
+
+def _told(key: str, values: Mapping[str, Any], right: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return which values a setting has, and of which parameters."""
+    pairs = {name: (value, _constants(right[name])[key]) for name, value in values.items()}
+    texts = []
+    for both in dict.fromkeys(pairs.values()):
+        of = [name for name, one in pairs.items() if one == both]
+        whose = f" for {listed(of)}" if len(of) < len(right) else ""
+        texts.append(f"{key}={_number(both[0])}{whose}, the reference's {_number(both[1])}")
+    return "; ".join(texts[:3]) + (f"; and {len(texts) - 3} more" if len(texts) > 3 else "")
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _each_its_own(order: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> Callable[[Optimizer], Optimizer]:
+    """Return an edit that gives parameters, in this order, settings of their own."""
+
+    def edit(optimizer: Optimizer) -> Optimizer:
+        stepped = [(group, one) for group in optimizer.param_groups for one in group["params"]]
+        optimizer.param_groups[:] = [
+            {**group, "params": [one], **{key: values[name] for key, values in settings.items() if name in values}}
+            for name, (group, one) in zip(order, stepped, strict=True)
+        ]
+        return optimizer
+
+    return edit
 
 
 def _settings(own: Replay) -> Iterator[Setting]:

@@ -17,7 +17,7 @@ from parity.case.case import Case, Pair, Training
 from parity.case.checkpoints import load
 from parity.case.training import ADAM, Model
 from parity.case.weight_map import stack
-from parity.lab.studies.trainings import graphs
+from parity.lab.studies.trainings import graphs, own_optimizers
 from parity.lab.studies.trainings.compiled import Glued
 from parity.reference import LlamaLayer
 from parity.result import Switch
@@ -161,6 +161,17 @@ def last_part_lost(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     return _over(model, optimizer, x.chunk(4)[:3], 0.25) / 0.75
 
 
+def zeroed_between(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Set gradients to zero before each of four micro-batches."""
+    losses = []
+    for part in x.chunk(4):
+        optimizer.zero_grad()
+        losses.append(model.loss(part) / 4)
+        losses[-1].backward()
+    optimizer.step()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
 def not_zeroed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Add to the gradients of the steps before."""
     loss = model.loss(x)
@@ -205,6 +216,11 @@ def clipped_apart(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 CLIP = 0.1
+
+
+def elements_clipped(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Clip each element of the gradients."""
+    return step(model, optimizer, x, lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01))
 
 
 def other_first(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -556,6 +572,7 @@ DELAYED = ("fp8_delayed",)
 SCALED = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 BF16 = torch.bfloat16
 _OPTIMIZER, _LOST, _STALE = ("optimizer",), ("state-not-saved",), ("weight-cache-stale",)
+_PARTS = ("micro-batches",)
 _STALE_INPUT, _FROZEN, _DIFFERS = ("graph-stale-input",), ("graph-frozen-value",), ("graph-differs",)
 _COMPILED = ("compiled-differs",)
 _ITS_STATE = "the optimizer's state"
@@ -564,37 +581,44 @@ WRONG = (
     Row("gradients not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), "step 2"),
     Row("a sum over micro-batches", stepping(summed), ("loss-scale",), "4 times"),
     Row("micro-batches divided twice", stepping(divided_twice), ("loss-scale",), "1/4 times"),
-    Row("a mean of unequal means", stepping(mean_of_means), ("state-between-steps",)),
-    Row("the last micro-batch lost", stepping(last_part_lost), ("state-between-steps",)),
+    Row("a mean of unequal means", stepping(mean_of_means), _PARTS, "number 1, 2 count 2, 0.667 times"),
+    Row("the last micro-batch lost", stepping(last_part_lost), _PARTS, "never given to the module"),
+    Row("micro-batches zeroed between", stepping(zeroed_between), _PARTS, "number 1, 2, 3 do not count"),
     Row("a loss scale that stays", stepping(scaled), ("loss-scale",), "128 times"),
     Row("no clipping", stepping(step, clip=CLIP), ("gradient-clipping",), "by 1 before"),
     Row("clipping while scaled", stepping(clipped_while_scaled, clip=CLIP), ("gradient-clipping", "loss-scale")),
     Row("clipping each by itself", stepping(clipped_apart, clip=CLIP), ("gradient-clipping",)),
+    Row("clipping of elements", stepping(elements_clipped), ("gradient-clipping",), "each element"),
     Row("a step before backward", stepping(other_first), ("stale-gradient", "no-gradient")),
     Row("a parameter without gradient", stepping(frozen), ("state-between-steps", "no-gradient")),
     Row("the batch before", stepping(OneBatchBehind), ("stale-batch",), "step 2"),
     Row("the weights before", stepping(OldCopy), ("stale-weights",), "step 2"),
     Row("the weight matrices before", old_matrices, ("weight-cache-stale", "stale-weights")),
     Row("cached FP8 weights", cached, ("weight-cache-stale",), precisions=FP8),
-    Row("a learning rate of 2e-3", adam(lr=2e-3), _OPTIMIZER, "2 times"),
-    Row("a learning rate 2 % off", adam(lr=1.02e-3), _OPTIMIZER, "1.02 times"),
+    Row("a learning rate of 2e-3", adam(lr=2e-3), _OPTIMIZER, "lr=0.002,"),
+    Row("a learning rate 2 % off", adam(lr=1.02e-3), _OPTIMIZER, "lr=0.00102,"),
     Row("a schedule a step ahead", stepping(one_ahead, scheduler=warmed_up), _OPTIMIZER, "2 times"),
-    Row("beta1 of 0.8", adam(betas=(0.8, 0.95)), _OPTIMIZER, "beta1=0.8"),
-    Row("beta2 of 0.999", adam(betas=(0.9, 0.999)), _OPTIMIZER, "beta2=0.999"),
+    Row("beta1 of 0.8", adam(betas=(0.8, 0.95)), _OPTIMIZER, "betas=(0.8, 0.95)"),
+    Row("beta2 of 0.999", adam(betas=(0.9, 0.999)), _OPTIMIZER, "betas=(0.9, 0.999)"),
     Row("betas of 0.85 and 0.97", adam(betas=(0.85, 0.97)), _OPTIMIZER),
     Row("eps of 1e-4", adam(eps=1e-4), _OPTIMIZER, "eps=0.0001"),
     Row("no decay", adam(weight_decay=0.0), _OPTIMIZER, "weight_decay=0"),
     Row("a decay of 0.01", adam(weight_decay=0.01), _OPTIMIZER, "weight_decay=0.01"),
     Row("decay of the gradient", adam(adam_w_mode=False), _OPTIMIZER, "as Adam does"),
     Row("no correction of the bias", adam(bias_correction=False), _OPTIMIZER, "correction"),
-    Row("decay of norms and biases", all_decay, _OPTIMIZER, "norms' weights and biases as well"),
+    Row("decay of norms and biases", all_decay, _OPTIMIZER, "weight_decay=0.1 for 0.weight"),
     Row("vectors left out", no_vectors, _OPTIMIZER, "does not step"),
     Row("Adam for AdamW", adam_for_adamw, _OPTIMIZER, "as Adam does", precisions=("fp32",)),
     Row("moments in BF16", adam(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16), _OPTIMIZER, "bfloat16"),
     Row("no master weights", adam(master_weights=False), ("master-weights", "optimizer"), precisions=NARROW),
     Row("SGD without momentum", sgd(momentum=0.0), _OPTIMIZER, "momentum=0", precisions=("fp32",)),
-    Row("SGD with Nesterov's momentum", sgd(nesterov=True), _OPTIMIZER, "Nesterov", precisions=("fp32",)),
+    Row("SGD with Nesterov's momentum", sgd(nesterov=True), _OPTIMIZER, "nesterov=True", precisions=("fp32",)),
     Row("SGD without decay", sgd(weight_decay=0.0), _OPTIMIZER, "weight_decay=0", precisions=("fp32",)),
+    Row("betas of Lion", own_optimizers.lion(betas=(0.95, 0.98)), _OPTIMIZER, "betas=(0.95, 0.98)"),
+    Row("no decay in Lion", own_optimizers.lion(weight_decay=0.0), _OPTIMIZER, "weight_decay=0"),
+    Row("groups exchanged", own_optimizers.groups_exchanged, _OPTIMIZER, "weight_decay=0.1 for"),
+    Row("averages in training", stepping(own_optimizers.Averaging), ("master-weights",), "averages", "", NARROW),
+    Row("averages in FP32", stepping(own_optimizers.Averaging), _OPTIMIZER, "step 2", "", ("fp32",)),
     Row("FP8 scales not loaded", loading(without_fp8_scales), _LOST, "FP8 scales", "resume", DELAYED),
     Row("moments not loaded", loading(without_moments), _LOST, _ITS_STATE, "resume"),
     Row("weights not loaded", loading(without_weights), _LOST, switch="resume"),
@@ -680,6 +704,8 @@ RIGHT: dict[str, Declared] = {
     "clipping": lambda te: Training(clip=CLIP),
     "a schedule": lambda te: Training(scheduler=warmed_up),
     "SGD": sgd(),
+    "Lion": own_optimizers.lion(),
+    "master weights in remainders": own_optimizers.remainders,
     "no decay of norms": only_matrices_of_both,
     "a graph of its own": graphs.capturing(graphs.Passes),
     "a scale that a graph reads": graphs.scaling(scale=torch.tensor(8.0), is_in_place=True),
@@ -688,5 +714,9 @@ RIGHT: dict[str, Declared] = {
 GRAPHED = ("a graph of its own", "a scale that a graph reads")
 """The right trainings that capture graphs by themselves."""
 
-ONLY_AT = {"SGD": ("fp32",), "a scale that a graph reads": SCALED}  # TE's SGD holds no FP32 master weights
+ONLY_AT = {  # TE's SGD holds no FP32 master weights, and remainders are those of BF16
+    "SGD": ("fp32",),
+    "master weights in remainders": tuple(one for one in ("fp32", *NARROW) if one != "fp16"),
+    "a scale that a graph reads": SCALED,
+}
 """The precisions of right trainings that others do not suit."""

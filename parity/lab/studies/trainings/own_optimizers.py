@@ -1,0 +1,100 @@
+"""Trainings whose port has an optimizer of its own, or whose weights something else than an optimizer writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from parity.case.case import Training
+from parity.case.training import ADAM, Model
+
+
+class Lion(Optimizer):
+    """Steps by the sign of a moving average of gradients; keeps FP32 copies of weights in 16 bits, under its own name.
+
+    The algorithm is that of Chen et al., *Symbolic Discovery of Optimization Algorithms*, 2023.
+    """
+
+    def __init__(self, parameters: Iterable[Any], **settings: Any) -> None:
+        """Step these parameters, or groups of them, with ``lr``, ``betas`` and ``weight_decay``."""
+        super().__init__(parameters, dict(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1) | settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Make one step."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    self._step(one, one.grad, **{key: group[key] for key in self.defaults})
+
+    def _step(self, one: Tensor, gradient: Tensor, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        state = self.state[one]
+        if not state:
+            wide = torch.promote_types(one.dtype, torch.float32)
+            state["weights_in_fp32"] = one.detach().to(wide, copy=True)
+            state["average"] = torch.zeros_like(one, dtype=wide)
+        weights, average, gradient = state["weights_in_fp32"], state["average"], gradient.to(state["average"])
+        mixed = betas[0] * average + (1.0 - betas[0]) * gradient
+        weights.mul_(1.0 - lr * weight_decay).sub_(lr * mixed.sign())
+        average.mul_(betas[1]).add_(gradient, alpha=1.0 - betas[1])
+        one.copy_(weights)
+
+
+def lion(**settings: Any) -> Callable[[ModuleType], Training]:
+    """Return a training by Lion whose candidate has other settings than the reference."""
+    return lambda te: Training(
+        lambda model: Lion(model.parameters()), lambda model: Lion(model.parameters(), **settings)
+    )
+
+
+def remainders(te: ModuleType) -> Training:
+    """Return a training by TE's FusedAdam that keeps of master weights only the bits that BF16 leaves out."""
+
+    def make(model: nn.Module) -> Optimizer:
+        narrow = next(model.parameters()).dtype is not torch.float32
+        fused: Optimizer = te.optimizers.FusedAdam(
+            model.parameters(), **ADAM, master_weights=narrow, store_param_remainders=True
+        )
+        return fused
+
+    return Training(lambda model: AdamW(model.parameters(), **ADAM), make)
+
+
+def groups_exchanged(te: ModuleType) -> Training:
+    """Decay the norms and biases, and not the matrices."""
+
+    def groups(model: nn.Module, of_matrices: float, of_others: float) -> list[dict[str, Any]]:
+        matrices = [one for one in model.parameters() if one.dim() > 1]
+        others = [one for one in model.parameters() if one.dim() < 2]
+        return [dict(params=matrices, weight_decay=of_matrices), dict(params=others, weight_decay=of_others)]
+
+    def make(model: nn.Module) -> Optimizer:
+        narrow = next(model.parameters()).dtype is not torch.float32
+        fused: Optimizer = te.optimizers.FusedAdam(groups(model, 0.0, 0.1), **ADAM, master_weights=narrow)
+        return fused
+
+    return Training(lambda model: AdamW(groups(model, 0.1, 0.0), **ADAM), make)
+
+
+class Averaging:
+    """Trains on with moving averages of the weights, which were meant for evaluation."""
+
+    def __init__(self) -> None:
+        self.averages: list[Tensor] = []
+
+    def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        """Make a right step, and leave the averages in the module."""
+        optimizer.zero_grad()
+        loss = model.loss(x)
+        loss.backward()
+        optimizer.step()
+        weights = [one.detach() for one in model.parameters()]
+        self.averages = self.averages or [one.float().clone() for one in weights]
+        for one, average in zip(weights, self.averages, strict=True):
+            one.copy_(average.lerp_(one.float(), 0.1))
+        return loss
