@@ -555,7 +555,7 @@ def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> b
     module's first.
     """
     later = [tensor for tensor in tensors if tensor.probed or not ran.prepared.probed]
-    if asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
+    if asked.made or asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
         return False
     try:
         alone = run_again(asked, ran.prepared, alone=True)

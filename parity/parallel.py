@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from parity.case import transfer
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
-from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised, without_cause
+from parity.comparison import Judged, broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
 from parity.mistakes.codes import finding
@@ -35,6 +35,7 @@ from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, Split, places
 from parity.result import Finding, Result, as_printable, label_of_way
 from parity.search.over_ranks import Piece, Whole, explained_by_inputs, explained_over_ranks, wrong_norm
+from parity.search.steps import listed
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend
 from parity.te.precision import Precision, why_unavailable
@@ -132,7 +133,7 @@ def _compared(
     if result.status != "failed" or diagnosis is None:
         return result
     return unless_raised(
-        lambda: _explained(result, wholes, apart, ran[0].splits, made, prepared, asked, at, diagnosis),
+        lambda: _explained(result, judged, wholes, apart, ran[0].splits, made, prepared, asked, at, diagnosis),
         partial(without_cause, result),
     )
 
@@ -192,7 +193,27 @@ def _put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> l
             held = one.held[name]
             if held.whole in linear:
                 add("weight gradient", held.whole, rank, x, held.split, linear[held.whole])
-    return list(wholes.values())
+    return [_with_parts_joined(one, made) if one.kind == "input gradient" else one for one in wholes.values()]
+
+
+def _with_parts_joined(whole: Whole, made: Degrees) -> Whole:
+    """Return an input's gradient, with what data and context parallel ranks have of it joined.
+
+    An input that is whole on each rank may be divided by the pair itself. Then each rank has the gradient of its part,
+    and zeros elsewhere. What comes before is computed for each part by itself, so nothing need be reduced.
+    """
+    pieces = {one.rank: one for one in whole.pieces}
+    for axis in ("dp", "cp"):
+        for peers in made.peers(axis):
+            group = [pieces[rank] for rank in peers if rank in pieces]
+            is_same_part = all(torch.equal(one.places, group[0].places) for one in group)
+            if len(group) < 2 or not is_same_part:
+                continue
+            values = torch.stack([one.values for one in group])
+            if bool(((values != 0).sum(0) <= 1).all()):
+                joined = values.sum(0)
+                pieces |= {one.rank: dataclasses.replace(one, values=joined) for one in group}
+    return dataclasses.replace(whole, pieces=list(pieces.values()))
 
 
 def _in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
@@ -223,6 +244,7 @@ def _apart(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
 
 def _explained(
     result: Result,
+    judged: Judged,
     wholes: Sequence[Whole],
     apart: Finding | None,
     splits: Mapping[str, Split],
@@ -242,14 +264,21 @@ def _explained(
     if not found:
         named = named_inputs(cast(prepared.inputs, torch.float64), prepared.input_names)
         found = explained_by_inputs(wholes, made, splits, named, partial(_reference_on, prepared))
+    if not found and apart is None:  # else something is computed that no module in one process computes
+        told = explain_at(judged, diagnosis)
+        if told.findings and told.findings[0].title not in ("unexplained", "first-divergence"):
+            notes = (*result.notes, *told.notes, "the candidate is right in one process, and wrong over ranks")
+            return dataclasses.replace(result, findings=told.findings, notes=notes)
     if not found:
-        worst = f": first {result.worst.label}" if result.worst else ""
+        wrong = listed([one.label for one in result.tensors if not one.passed])
+        right = listed([one.label for one in result.tensors if one.passed])
+        besides = f"; right are {right}" if right else ""
         found = (
             apart
             or finding(
                 "wrong-over-ranks",
-                f"the candidate is right in one process, and wrong over {made.count} ranks ({made.label}){worst}; look "
-                "at what is divided, gathered and reduced there",
+                f"the candidate is right in one process, and over {made.count} ranks ({made.label}) {wrong} "
+                f"come out wrong{besides}. Look at what is divided, gathered and reduced there",
             ),
         )
     return dataclasses.replace(result, findings=found)

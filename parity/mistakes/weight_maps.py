@@ -99,6 +99,7 @@ class Mapped:
 _BLOCK = 32  # gate and up take turns in blocks of so many rows, for the kernels of TE's grouped MLP
 GATE_FIRST = ": the gate, which is activated, comes first"
 """The end of the repair for a gated unit's weight whose halves changed places."""
+_GATES_ROWS, _UPS_ROWS = "the gate's rows", "up's"
 
 
 @dataclass(frozen=True)
@@ -345,7 +346,7 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
         if isinstance(left, str):
             repair = f"exchange the halves of {where}{GATE_FIRST}"
             yield Reading("gate-up-swapped", "halves swapped", repair, _moved(dim, lambda x: x.roll(len(x) // 2, 0)))
-        repair = f"put the gate's rows of {where} before up's; they take turns"
+        repair = f"put {_GATES_ROWS} of {where} before {_UPS_ROWS}; they take turns"
         for name, move in (
             ("halves interleaved", lambda x: _transposed_rows(x, 2)),
             ("halves apart", lambda x: _transposed_rows(x, len(x) // 2)),
@@ -496,10 +497,17 @@ def _of_its_subject(reading: Reading, left: Side, of: Mapped) -> Reading:
     parameters = set(names(left))
     is_gated = not parameters.isdisjoint(of.gated)
     is_attentions = of.heads is not None and parameters <= of.heads.rows | of.heads.columns
-    known = {"gate-up-swapped": is_gated, "heads-transposed": is_attentions, "heads-permuted": is_attentions}
+    known = {
+        "gate-up-swapped": is_gated,
+        "gate-up-interleaved": is_gated or _GATES_ROWS not in reading.repair,
+        "heads-transposed": is_attentions,
+        "heads-permuted": is_attentions,
+    }
     if known.get(reading.title, True):
         return reading
-    return replace(reading, title="stacked-in-another-order", repair=reading.repair.removesuffix(GATE_FIRST))
+    repair = reading.repair.removesuffix(GATE_FIRST)
+    repair = repair.replace(_GATES_ROWS, "every second row").replace(_UPS_ROWS, "the others")
+    return replace(reading, title="stacked-in-another-order", repair=repair)
 
 
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:

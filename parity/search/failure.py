@@ -192,10 +192,14 @@ class Failure:
     ) -> Tensors:
         """Run the candidate again, after a change to its newly built module, with other output gradients if any.
 
+        What was computed elsewhere, as by several ranks, cannot be computed again here, and is returned as it is.
+
         Raises:
             OutOfTime: if the limit of real time is reached.
         """
         self.prepared.clock.check()
+        if self.asked.made is not None:
+            return dict(self.candidate)
         tensors = run_again(self.asked, self.run_on, change, cotangents)
         return of_probe(tensors) if self.is_on_probes else tensors
 

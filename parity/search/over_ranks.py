@@ -53,7 +53,7 @@ class Whole:
         kind: as in results, or ``weight``.
         name: of an output, an input or a parameter of the candidate.
         exact: the right one, FP64.
-        pieces: what each rank has of it.
+        pieces: what each rank has of it; none of a rank that has nothing of it.
     """
 
     kind: str
@@ -240,7 +240,8 @@ def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iter
 def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     """Yield what is right if the ranks of an axis, which have the same part, reduce otherwise than they did."""
     count = made.of(axis)
-    groups = [[whole.pieces[rank] for rank in peers] for peers in made.peers(axis)]
+    own = {one.rank: one for one in whole.pieces}  # an expert's weight is on some ranks only
+    groups = [group for peers in made.peers(axis) if (group := [own[rank] for rank in peers if rank in own])]
     if not all(torch.equal(one.places, group[0].places) for group in groups for one in group):
         return
     if any(not torch.equal(one.values, group[0].values) for group in groups for one in group):
@@ -335,8 +336,7 @@ def _at(whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequ
     """Return the places of a piece if it were that of another rank."""
     place = made.place(piece.rank)
     other = {axis: moved[axis][at] if axis in moved else at for axis, at in place.items()}
-    rank = next(rank for rank in range(made.count) if made.place(rank) == other)
-    return next(one.places for one in whole.pieces if one.rank == rank)
+    return next((one.places for one in whole.pieces if made.place(one.rank) == other), piece.places)
 
 
 def _gathered_otherwise(whole: Whole, count: int, axis: AxisName) -> Iterator[_Guess]:
@@ -375,7 +375,7 @@ def _with_biases(whole: Whole, made: Degrees, axis: AxisName, weights: Mapping[s
     """Yield what is right without a bias that each rank of an axis adds."""
     count = made.of(axis)
     for name, bias in weights.items():
-        if bias.dim() != 1 or bias.numel() != whole.exact.shape[-1] or "norm" in name:
+        if bias.dim() != 1 or bias.shape != whole.exact.shape[-1:] or "norm" in name:
             continue
         more = (count - 1) * bias.detach().cpu().double().expand(whole.exact.shape).flatten()
         yield _Guess(

@@ -16,6 +16,7 @@ from torch import nn
 import parity
 from parity.case.case import Case
 from parity.lab.studies.ranks.rows import RIGHT, SP, WRONG, case_of
+from parity.parallel import _with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees, over, part, places
 from parity.search.over_ranks import Piece, Whole, explained_over_ranks
@@ -179,3 +180,26 @@ def test_pytest_makes_an_item_of_each_number_of_ranks_of_the_page_s_example(tmp_
     assert ran.returncode == 0, ran.stdout + ran.stderr
     items = [f"mlp_over_ranks[bf16-32x2x64{ranks}] PASSED" for ranks in ("", "-tp2", "-tp2-sp")]
     assert [item for item in items if item not in ran.stdout] == []
+
+
+def test_what_only_one_rank_holds_and_a_loss_are_looked_at_as_well():
+    made = Degrees(ep=2)
+    expert = Whole("weight gradient", "weight0", EXACT, [Piece(0, EXACT, (), places(EXACT.shape, (), made, 0))])
+    router = Whole(
+        "weight gradient", "router", EXACT, pieces_of(EXACT, made, (), lambda r: PARTS[2 * r] + PARTS[2 * r + 1])
+    )
+    assert [one.title for one in explained_over_ranks([expert, router], made, {})] == ["reduction-missing"]
+    loss = torch.tensor(3.0, dtype=torch.float64)
+    parts = pieces_of(loss, made, (), lambda r: loss * (0.25 + 0.5 * r))
+    (found,) = explained_over_ranks([Whole("output", "output", loss, parts)], made, {"bias": torch.zeros(3)})
+    assert found.title == "reduction-missing"
+
+
+def test_gradients_of_an_input_that_data_parallel_ranks_divide_by_themselves_are_joined():
+    made = Degrees(dp=4)
+    own = pieces_of(EXACT, made, (), lambda r: EXACT * (torch.arange(12) // 3 == r)[:, None])
+    assert torch.equal(_with_parts_joined(Whole("input gradient", "x", EXACT, own), made).joined(), EXACT)
+    parts = pieces_of(EXACT, made, (), lambda r: PARTS[r])
+    assert _with_parts_joined(Whole("input gradient", "x", EXACT, parts), made).pieces == parts
+    tensor_parallel = Degrees(tp=4)  # what comes before computes the same on each of these ranks, of the whole gradient
+    assert _with_parts_joined(Whole("input gradient", "x", EXACT, own), tensor_parallel).pieces == own
