@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from parity.case import transfer
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
+from parity.case.weight_map import names
 from parity.comparison import Judged, broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
@@ -34,7 +35,14 @@ from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, Split, places
 from parity.result import Finding, Result, as_printable, label_of_way
-from parity.search.over_ranks import Piece, Whole, explained_by_inputs, explained_over_ranks, wrong_norm
+from parity.search.over_ranks import (
+    Piece,
+    Whole,
+    explained_by_inputs,
+    explained_by_positions,
+    explained_over_ranks,
+    wrong_norm,
+)
 from parity.search.steps import listed
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend
@@ -260,10 +268,13 @@ def _explained(
         told = explain_at(alone, diagnosis)
         notes = (*result.notes, *told.notes, "the candidate is wrong in one process as well")
         return dataclasses.replace(result, findings=told.findings, notes=notes)
+    wholes = _with_limits(wholes, result, prepared)
     found = explained_over_ranks(wholes, made, prepared.candidate_weights)
     if not found:
         named = named_inputs(cast(prepared.inputs, torch.float64), prepared.input_names)
         found = explained_by_inputs(wholes, made, splits, named, partial(_reference_on, prepared))
+    if not found:
+        found = explained_by_positions(wholes, made, splits, prepared)
     if not found and apart is None:  # else something is computed that no module in one process computes
         told = explain_at(judged, diagnosis)
         if told.findings and told.findings[0].title not in ("unexplained", "first-divergence"):
@@ -282,6 +293,18 @@ def _explained(
             ),
         )
     return dataclasses.replace(result, findings=found)
+
+
+def _with_limits(wholes: Sequence[Whole], result: Result, prepared: Prepared) -> list[Whole]:
+    """Return the tensors with the bounds on their errors; of one that the reference has in parts, the largest."""
+    limits: dict[tuple[str, str], float] = {}
+    of_parameter = {
+        left: right for side, own in prepared.weights.items() for left in names(side) for right in names(own)
+    }
+    for tensor in result.tensors:
+        name = of_parameter.get(tensor.name, tensor.name) if tensor.kind == "weight gradient" else tensor.name
+        limits[tensor.kind, name] = max(limits.get((tensor.kind, name), 0.0), tensor.tolerance_relative_l2)
+    return [dataclasses.replace(one, limit=limits.get((one.kind, one.name), 0.0)) for one in wholes]
 
 
 def _reference_on(prepared: Prepared, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -103,6 +103,11 @@ def counted_from(starts: Sequence[int]) -> Edits:
     return with_angles(phases)
 
 
+def counted_as(own: Tensor) -> Edits:
+    """Return the edits that give each token of the sequence this position, ``[seq]``."""
+    return with_angles(lambda positions, frequency: own.to(positions)[:, None] * frequency)
+
+
 def _divided_by(factor: float) -> Mistake[Rotation]:
     return Mistake(
         "rope-position",

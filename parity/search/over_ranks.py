@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from parity.cpu.user_error import UserError
+from parity.mistakes.catalogue import calls_of
 from parity.mistakes.codes import finding
+from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.rope import counted_as
+from parity.mistakes.rotation import rotations
+from parity.mistakes.trial import outputs_under
+from parity.passes.prepare import Prepared
 from parity.ranks.layout import AXES, AxisName, Degrees, Over, Split, part, places
 from parity.result import Finding
 
 # What explains an error leaves this share of it at most. Rounding leaves of a mistake's error what it leaves of a right
-# tensor, and nothing makes a right tensor, whose error is rounding alone, so much better.
-_LEFT = 0.2
+# tensor, and nothing makes a right tensor, whose error is rounding alone, so much better. Or it leaves no more than
+# the tensor's limit, and is not that near to it already: what FP8 costs may be a good part of a mistake's error.
+_LEFT, _LEFT_WITHIN_LIMIT = 0.2, 0.7
 _MOST_PERMUTED = 4  # ranks, whose orders are tried
 # Weights that are right are off by no more, in a dtype of 16 bits.
 _ROUNDED = 2.0**-8
@@ -54,12 +61,14 @@ class Whole:
         name: of an output, an input or a parameter of the candidate.
         exact: the right one, FP64.
         pieces: what each rank has of it; none of a rank that has nothing of it.
+        limit: the bound on its relative error; 0 if there is none.
     """
 
     kind: str
     name: str
     exact: Tensor
     pieces: list[Piece] = field(default_factory=list)
+    limit: float = 0.0
 
     def joined(self) -> Tensor:
         """Return the tensor as the ranks have it; where they disagree, what is farther off."""
@@ -79,6 +88,11 @@ class Whole:
         """Return how far off pieces are together, the ranks' own by default, relative to the whole."""
         some = self.pieces if pieces is None else pieces
         return max((self._off(piece.values, piece.places) for piece in some), default=math.inf)
+
+    def may_be_left(self) -> float:
+        """Return how far off what explains this tensor's error may leave it, relative to the whole."""
+        off = self.off()
+        return max(_LEFT * off, min(self.limit, _LEFT_WITHIN_LIMIT * off))
 
     def _off(self, values: Tensor, at: Tensor) -> float:
         right = self.exact.flatten().to("cpu", torch.float64)[at.flatten()]
@@ -156,10 +170,7 @@ def explained_by_inputs(
             )
         other = {name: tuple(_toggled(over, axis) for over in split) for name, split in splits.items()}
         moved = {name: _moved(x, splits.get(name, ()), other.get(name, ()), made) for name, x in inputs.items()}
-        of_moved = {
-            name: [part(x, other.get(name, ()), made, made.place(rank)) for rank in range(made.count)]
-            for name, x in reference(moved).items()
-        }
+        of_moved = {name: _parts_of(x, other.get(name, ()), made) for name, x in reference(moved).items()}
         if all(_is_as(one, of_moved[one.name]) for one in outputs):
             is_balanced = any(over.balanced for split in splits.values() for over in split if over.axis == axis)
             given, taken = ("balanced", "plain") if is_balanced else ("plain", "balanced")
@@ -172,6 +183,64 @@ def explained_by_inputs(
                 ),
             )
     return ()
+
+
+def explained_by_positions(
+    wholes: Sequence[Whole], made: Degrees, splits: Mapping[str, Split], prepared: Prepared
+) -> tuple[Finding, ...]:
+    """Return which positions explain the outputs, if ranks that divide a sequence rotate by others than its own.
+
+    Args:
+        wholes: the tensors.
+        made: how many ranks there are.
+        splits: how inputs and outputs are divided, by name.
+        prepared: the whole comparison.
+    """
+    turned = [one for one in rotations(calls_of(prepared).trace) if one.phases is not None]
+    seq = {len(one.angles) for one in turned}
+    outputs = [one for one in wholes if one.kind == "output"]
+    if len(seq) != 1 or not outputs:
+        return ()
+    for over, told, positions in _positions(seq.pop(), splits, made):
+        counted = tuple(edit for one in turned for edit in counted_as(positions)(one))
+        mistake = Hypothesis("rope-position", told, told, counted)
+        right = outputs_under(prepared, [mistake], torch.float64) if counted else None
+        if right is None:
+            continue
+        if all(_is_as(one, _parts_of(right[one.name], splits.get(one.name, ()), made)) for one in outputs):
+            return (
+                finding(
+                    "rope-position",
+                    f"ranks of {over.axis} rotate their parts of a sequence by other positions than these have in it: "
+                    f"{told}; give each rank the positions of its own tokens, or the whole sequence's angles to "
+                    "TE, which takes a rank's part of them",
+                ),
+            )
+    return ()
+
+
+def _positions(seq: int, splits: Mapping[str, Split], made: Degrees) -> Iterator[tuple[Over, str, Tensor]]:
+    """Yield positions that ranks may take for those of their tokens, with how they come to count so."""
+    everywhere = torch.arange(seq)
+    divided = {replace(one, dim=0) for split in splits.values() for one in split if one.axis in ("cp", "tp")}
+    for one in divided:
+        if made.of(one.axis) < 2 or seq % (2 * made.of(one.axis)):
+            continue
+        own, other = _parts_of(everywhere, (one,), made), replace(one, blocks=1, balanced=not one.balanced)
+        order = "plain" if one.balanced else "balanced"
+        for told, taken in (
+            ("each counts its tokens from 0", [torch.arange(len(tokens)) for tokens in own]),
+            (f"as if tokens were in {order} order", _parts_of(everywhere, (other,), made)),
+        ):
+            positions = everywhere.clone()
+            for tokens, counted in zip(own, taken, strict=True):
+                positions[tokens] = counted
+            yield one, told, positions
+
+
+def _parts_of(x: Tensor, split: Split, made: Degrees) -> list[Tensor]:
+    """Return each rank's part of a whole tensor."""
+    return [part(x, split, made, made.place(rank)) for rank in range(made.count)]
 
 
 def _alone(
@@ -203,7 +272,7 @@ def _moved(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
 
 def _is_as(whole: Whole, right: Sequence[Tensor | None]) -> bool:
     """Return whether each rank's piece is what explains it, by rank, up to what rounding leaves."""
-    limit = _LEFT * whole.off()
+    limit = whole.may_be_left()
     for piece in whole.pieces:
         explained = right[piece.rank]
         if explained is None or explained.numel() != piece.values.numel():
@@ -221,12 +290,11 @@ def _found(title: str, text: str, kind: str, names: Sequence[str]) -> Finding:
 
 
 def _best(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
-    off = whole.off()
-    if not off:
+    if not whole.off():
         return None
     offs = [(whole.off(guess.pieces), guess) for guess in _guesses(whole, made, weights)]
     left, best = min(offs, key=lambda entry: entry[0], default=(math.inf, None))
-    return best if left <= _LEFT * off else None
+    return best if left <= whole.may_be_left() else None
 
 
 def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:

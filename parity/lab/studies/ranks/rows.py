@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,8 @@ from torch.distributed import ReduceOp
 
 from parity.case.case import Case, Pair
 from parity.case.weight_map import WeightMap, stack
-from parity.ranks.layout import Over, Parallel, Ranks, over
-from parity.reference import Attention, LlamaLayer
+from parity.ranks.layout import Degrees, Over, Parallel, Ranks, over, part
+from parity.reference import Attention, LlamaLayer, RotaryEmbedding, rotate_halves
 
 HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2
 SEQ, BATCH = 32, 4
@@ -461,6 +462,40 @@ def attention(te: ModuleType, ranks: Ranks, mistake: str = "p2p") -> Pair:
     )
 
 
+class _RotatedAttention(_Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rope = RotaryEmbedding(16)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Rotate queries and keys by their positions, and attend."""
+        return super().forward(self.rope(q), self.rope(k), v)
+
+
+class _RotatedPart(nn.Module):
+    """Rotates a rank's queries and keys by given positions, and attends by TE."""
+
+    def __init__(self, core: nn.Module, positions: Tensor) -> None:
+        super().__init__()
+        self.core, self.rope, self.positions = core, RotaryEmbedding(16), positions
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        angles = self.positions[:, None] * self.rope.inv_freq.float()
+        turned = (rotate_halves(x.float(), angles).to(x) for x in (q, k))
+        y: Tensor = self.core(*turned, v)
+        return y
+
+
+def rotated(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return attention whose queries and keys the port rotates, each rank its part of the sequence."""
+    plain, split, seq = attention(te, ranks), over("cp", 0, balanced=mistake != "positions in plain order"), 64
+    positions = part(torch.arange(seq), [split], Degrees(cp=ranks.cp.size), {"cp": ranks.cp.rank})
+    if mistake == "positions from 0":
+        positions = torch.arange(len(positions))
+    candidate = _RotatedPart(plain.candidate, positions)
+    return dataclasses.replace(plain, reference=_RotatedAttention(), candidate=candidate, call_candidate=None)
+
+
 CONTEXT_PARALLEL = ("p2p", "all_gather", "a2a")
 
 HOSTS: dict[str, Callable[..., Pair]] = {
@@ -474,6 +509,7 @@ HOSTS: dict[str, Callable[..., Pair]] = {
     "fsdp": fsdp,
     "experts": experts,
     "attention": attention,
+    "rotated": rotated,
 }
 
 
@@ -543,6 +579,8 @@ WRONG = (
     Row("batches", "averaged twice", DP, _AVERAGED),
     Row("attention", "order not undone", CP, _ORDER, precisions=HALF),
     Row("attention", "not balanced", CP, ("sequence-order",), precisions=HALF),
+    Row("rotated", "positions from 0", CP, ("rope-position",), precisions=HALF),
+    Row("rotated", "positions in plain order", CP, ("rope-position",), precisions=HALF),
     Row("attention", "each rank by itself", CP, ("nothing-exchanged",), precisions=HALF),
     Row("experts", "tokens in another order", EP, _ORDER),
 )
@@ -573,6 +611,7 @@ RIGHT = (
     *(Row("attention", way, CP, precisions=HALF) for way in CONTEXT_PARALLEL),
     Row("attention", "gathered", CP, precisions=HALF),
     Row("attention", "p2p", dict(cp=4), precisions=HALF),
+    Row("rotated", "", CP, precisions=HALF),
     Row("experts", "", EP),
     Row("experts", "gathered", EP),
 )
