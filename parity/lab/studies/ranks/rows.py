@@ -477,10 +477,11 @@ class _RotatedPart(nn.Module):
 
     def __init__(self, core: nn.Module, positions: Tensor) -> None:
         super().__init__()
-        self.core, self.rope, self.positions = core, RotaryEmbedding(16), positions
+        self.core = core
+        self.angles = positions[:, None] * RotaryEmbedding(16).inv_freq  # no buffer, which would be rounded to BF16
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        angles = self.positions[:, None] * self.rope.inv_freq.float()
+        angles = self.angles.to(q.device)
         turned = (rotate_halves(x.float(), angles).to(x) for x in (q, k))
         y: Tensor = self.core(*turned, v)
         return y
