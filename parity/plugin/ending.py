@@ -176,16 +176,20 @@ def time_limit(
         with forks_ended():
             yield
         return
+    # Locks alone, and no event: an interruption may raise at any call of a function that is written in Python, and an
+    # event whose ``set`` it leaves keeps its own lock for ever.
     over = threading.Lock()  # held from when the time is over, or from when the context was left in time
-    left, leaving, grace = threading.Event(), threading.Lock(), GRACE_SECONDS
+    within = threading.Lock()  # held until the context is left
+    leaving, grace = threading.Lock(), GRACE_SECONDS
+    within.acquire()
 
     with open(stacks, "w", closefd=not isinstance(stacks, int)) as file:
 
         def end() -> None:
             with leaving:
-                if interrupt is not None and not left.is_set():
+                if interrupt is not None and within.locked():
                     interrupt()
-            if interrupt is not None and left.wait(grace):
+            if interrupt is not None and within.acquire(timeout=grace):
                 return
             if over.acquire(blocking=False):
                 faulthandler.dump_traceback_later(10 * GRACE_SECONDS, exit=True, file=file)
@@ -202,12 +206,15 @@ def time_limit(
         finally:
             try:
                 with leaving:  # an interruption that has begun raises here at the latest
-                    left.set()
+                    within.release()
             finally:
-                left.set()
-                over.acquire()  # waits for ever if the time is over
-                timer.cancel()
-                faulthandler.cancel_dump_traceback_later()
+                try:
+                    if within.locked():
+                        within.release()
+                    over.acquire()  # waits for ever if the time is over
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+                    timer.cancel()
 
 
 _EXIT = os._exit  # the name is another function's while a case runs
