@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parity.mistakes.codes import CODES, finding
 from parity.mistakes.trial import tensors_under
-from parity.numerics.errors import Tolerance, difference, margin, measure, norm_of, relative_l2
+from parity.numerics.errors import difference, margin, measure, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs
 from parity.result import Finding, Kind, TensorResult
@@ -23,6 +23,7 @@ from parity.search.screen import TINY
 from parity.te.precision import Precision
 from parity.te.state import own_recipes
 from parity.trace.effects import other_numbers
+from parity.trace.walk import grouped
 
 # Mistakes in how a candidate is run, found by running it again without them.
 
@@ -108,6 +109,32 @@ def microbatch_findings(failure: Failure) -> Iterator[Finding]:
             f"the candidate agrees without is_first_microbatch ({where}); with False TE computes with the quantized "
             "weights of an earlier microbatch, so pass True for the first one after each optimizer step",
         )
+
+
+def shared_cache_findings(failure: Failure) -> Iterator[Finding]:
+    """Yield a finding if a port that decodes agrees once each attention has a ``layer_number`` of its own, by which TE
+    keeps their keys and values apart.
+    """
+    ran = run_changed(failure, _numbered_apart) if failure.prepared.evaluation else None
+    if ran is not None and agree(failure, ran[0], _telling(failure)):
+        yield finding(
+            "cache-shared",
+            f"the candidate agrees if each attention has a cache of its own; {', '.join(ran[1])}: give each layer "
+            "another layer_number",
+        )
+
+
+def _numbered_apart(module: nn.Module) -> Iterator[str]:
+    """Give each core attention, and the module that calls it, a number of its own; yield which had the same."""
+    cores = {name: one for name, one in module.named_modules() if type(one).__name__ == "DotProductAttention"}
+    alike = grouped(cores, lambda name: cores[name].layer_number)
+    for number, (name, core) in enumerate(cores.items(), 1):
+        owner = module.get_submodule(name.rpartition(".")[0])
+        for one in (core, owner if hasattr(owner, "layer_number") else core):
+            one.layer_number = number
+    for number, names in alike.items():
+        if len(names) > 1:
+            yield f"layer_number is {number} of {' and of '.join(names[:3])}"
 
 
 def _telling(failure: Failure) -> tuple[Kind, ...]:
@@ -426,31 +453,6 @@ def _outermost_of_te(module: nn.Module) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _outermost_of_te(child)
-
-
-# Outputs that a port returns in another order.
-
-
-def exchange_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if every failed output is another one of the reference's, within that one's tolerance."""
-    failed = [result for result in failure.outputs if not result.passed]
-    if len(failed) < 2:
-        return
-    stands_for = {one.label: [other.label for other in failed if _is(failure, one, other)] for one in failed}
-    if all(len(labels) == 1 for labels in stands_for.values()):
-        told = ", ".join(f"{label} is the reference's {labels[0]}" for label, labels in stands_for.items())
-        if len({labels[0] for labels in stands_for.values()}) == len(failed):
-            yield finding("outputs-exchanged", f"{told}; return them in the reference's order")
-
-
-def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
-    """Return whether the candidate's output is another one of the reference's."""
-    candidate = failure.candidate[one.key]
-    right = failure.golden[other.key]
-    if one is other or candidate.shape != right.shape:
-        return False
-    bound = Tolerance(other.tolerance_relative_l2, other.tolerance_max_abs)
-    return margin(measure(candidate, right, failure.precision.dtype), bound) <= 1.0
 
 
 # Findings about values that cannot be judged: NaN, infinities, missing gradients.

@@ -1,0 +1,108 @@
+"""Find outputs that are right but stand elsewhere: in the place of another output, or with rows in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from parity.case.case import Rng
+from parity.mistakes.codes import finding
+from parity.numerics.errors import Tolerance, margin, measure
+from parity.result import Finding, TensorResult
+from parity.search.failure import Failure
+
+# An output in the place of another.
+
+
+def exchange_findings(failure: Failure) -> Iterator[Finding]:
+    """Yield a finding if every failed output is another one of the reference's, within that one's tolerance."""
+    failed = [result for result in failure.outputs if not result.passed]
+    if len(failed) < 2:
+        return
+    stands_for = {one.label: [other.label for other in failed if _is(failure, one, other)] for one in failed}
+    if all(len(labels) == 1 for labels in stands_for.values()):
+        told = ", ".join(f"{label} is the reference's {labels[0]}" for label, labels in stands_for.items())
+        if len({labels[0] for labels in stands_for.values()}) == len(failed):
+            yield finding("outputs-exchanged", f"{told}; return them in the reference's order")
+
+
+def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
+    """Return whether the candidate's output is another one of the reference's."""
+    candidate = failure.candidate[one.key]
+    right = failure.golden[other.key]
+    if one is other or candidate.shape != right.shape:
+        return False
+    bound = Tolerance(other.tolerance_relative_l2, other.tolerance_max_abs)
+    return margin(measure(candidate, right, failure.precision.dtype), bound) <= 1.0
+
+
+# Rows in another order: those of a batch, or the positions of a sequence.
+
+
+_MOST = 2048  # rows; each is held against each
+_LEAST = 8  # elements that a row must have: fewer are near to those of some other row by chance
+_FEW = 4096  # elements of a row by which rows are told apart
+
+
+def shift_findings(failure: Failure) -> Iterator[Finding]:
+    """Yield a finding if the rows of every failed output, such as a sequence's positions, are moved by some places."""
+    yield from order_findings(failure, only_shifted=True)
+
+
+def order_findings(failure: Failure, only_shifted: bool = False) -> Iterator[Finding]:
+    """Yield a finding if every failed output is the reference's with rows, along one dimension, in another order."""
+    failed = [result for result in failure.outputs if not result.passed]
+    told: dict[str, list[str]] = {}
+    for result in failed:
+        given = failure.candidate[result.key], failure.golden[result.key], result.tolerance_relative_l2
+        found = _moved(*given, only_shifted)
+        if not found:
+            return
+        told.setdefault(found, []).append(result.label)
+    for text, labels in told.items():
+        yield finding("rows-exchanged", f"{' and '.join(labels)}: {text}; return rows in the reference's places")
+
+
+def _moved(candidate: Tensor, golden: Tensor, limit: float, only_shifted: bool) -> str:
+    """Return which rows are in the place of which, if that leaves no more than the limit; else an empty text."""
+    if candidate.shape != golden.shape:
+        return ""
+    for dim in range(golden.dim() - only_shifted):
+        count = golden.shape[dim]
+        if not 2 <= count <= _MOST or golden.numel() < _LEAST * count:
+            continue
+        own, right = (x.double().movedim(dim, 0).reshape(count, -1) for x in (candidate, golden))
+        if own.shape[1] > _FEW:
+            some = Rng(0, "elements of a row").integers(_FEW, high=own.shape[1]).to(own.device)
+            own, right = own[:, some], right[:, some]
+        of = torch.cdist(own, right).argmin(1)
+        by = _shift(of)
+        if only_shifted and not by:
+            continue
+        kept = slice(max(-by, 0), count - max(by, 0)) if by else slice(None)
+        off = (own - right[of])[kept].norm() / right[of][kept].norm()
+        if bool((of != torch.arange(count, device=of.device)).any()) and bool(off <= limit):
+            return _in_words(of.tolist(), dim, by)
+    return ""
+
+
+def _shift(of: Tensor) -> int:
+    """Return by how much all rows are moved but for those that have nowhere to come from; 0 if that differs."""
+    by = of - torch.arange(len(of), device=of.device)
+    shift = int(by.median())
+    kept = by[max(-shift, 0) : len(of) - max(shift, 0)]
+    return shift if abs(shift) < len(of) // 2 and bool((kept == shift).all()) else 0
+
+
+def _in_words(of: list[int], dim: int, by: int) -> str:
+    count = len(of)
+    if by:
+        at = max(-by, 0)
+        return f"dimension {dim} is moved by {abs(by)}: its place {at} has what belongs to place {at + by}, and so on"
+    if of == list(range(count))[::-1]:
+        return f"dimension {dim} is in reverse"
+    wrong = [(i, j) for i, j in enumerate(of) if i != j]
+    some = ", ".join(f"place {i} has what belongs to place {j}" for i, j in wrong[:3])
+    return f"along dimension {dim}, {some}{f' and so on, {len(wrong)} of {count}' if len(wrong) > 3 else ''}"
