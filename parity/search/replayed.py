@@ -13,11 +13,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from parity.mistakes.codes import finding
 from parity.passes.capture import NotCaptured
 from parity.passes.graphed import Computed, Ungraphed
+from parity.passes.one_pass import Arguments, as_arguments
 from parity.passes.steps import Batch, Stepped, Trainee
 from parity.result import Finding
 from parity.search.held_by_python import Value, values
@@ -77,11 +78,24 @@ class Replayed:
         """Return whether the step without a graph is then the graph's."""
         return not self.without_graph(change).differs_in(self.computed)
 
+    def other_shapes(self) -> tuple[str, str] | None:
+        """Return the shapes of the inputs that TE's graph was captured with, and those of a call with others."""
+        with self.ungraphed.begun() as trainee:
+            if trainee.training.graph is not None:
+                return None
+            captured = _shapes(as_arguments(trainee.batch(self.number).inputs))
+        return next(((captured, own) for call in self.stepped.calls if (own := _shapes(call)) != captured), None)
+
     @property
     def is_reproducible(self) -> bool:
         """Return whether the training without graphs is the same to the bit if it is made again."""
         again = self.without_graph(lambda trainee, at_capture: None)
         return not again.differs_in(self.ungraphed.steps[self.number - 1])
+
+
+def _shapes(arguments: Arguments) -> str:
+    shapes = [tuple(x.shape) for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    return " and ".join("x".join(map(str, shape)) for shape in shapes)
 
 
 def replay_explained(replayed: Replayed) -> Finding | None:
@@ -93,6 +107,13 @@ def replay_explained(replayed: Replayed) -> Finding | None:
             f"the capture has changed {_listed(replayed.ungraphed.changed_by_capture)}: what runs before a capture to "
             "warm up must leave no trace, so step no optimizer there, and put back the scales of delayed scaling, as "
             "make_graphed_callables does",
+        )
+    if shapes := replayed.other_shapes():
+        return finding(
+            "graph-differs",
+            f"step {number} calls the candidate with inputs of {shapes[1]}, and its graph was captured with the batch's, "
+            f"of {shapes[0]}: a graph has the shapes of its capture, and what is copied there is broadcast. Capture with "
+            "a micro-batch, by parity.Training(graph=...), or give each call inputs of the batch's shapes",
         )
     if replayed.stepped.moved:
         return finding(

@@ -642,6 +642,7 @@ WRONG = (
     Row("a graph's gradients let go", graphs.capturing(graphs.LetGo), ("graph-lost-gradient",), "step 2", "graph"),
     Row("a loss read in a capture", graphs.capturing(graphs.Read), ("graph-not-captured",), "item()", "graph"),
     Row("a graph without the recipe", graphs.without_recipe, _DIFFERS, "without the precision's recipe", "graph", FP8),
+    Row("a graph of another batch", stepping(in_micro_batches), _DIFFERS, "broadcast", "graph"),
     Row("a warm-up that trains", graphs.capturing(graphs.Trains), _DIFFERS, "warm up", "graph"),
     Row("a warm-up's amaxes", graphs.capturing(graphs.LeavesAmaxes), _DIFFERS, "the scale of", "graph", DELAYED),
     Row("a constant that is none", stepping(doubled), _COMPILED, "assume_constant_result", "compile", SCALED, "glued"),
