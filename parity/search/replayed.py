@@ -111,9 +111,9 @@ def replay_explained(replayed: Replayed) -> Finding | None:
     if shapes := replayed.other_shapes():
         return finding(
             "graph-differs",
-            f"step {number} calls the candidate with inputs of {shapes[1]}, and its graph was captured with the batch's, "
-            f"of {shapes[0]}: a graph has the shapes of its capture, and what is copied there is broadcast. Capture with "
-            "a micro-batch, by parity.Training(graph=...), or give each call inputs of the batch's shapes",
+            f"step {number} calls the candidate with inputs of {shapes[1]}, and its graph was captured with the "
+            f"batch's, of {shapes[0]}: a graph has the shapes of its capture, and what is copied there is broadcast. "
+            "Capture with a micro-batch, by parity.Training(graph=...), or give each call inputs of the batch's shapes",
         )
     if replayed.stepped.moved:
         return finding(
