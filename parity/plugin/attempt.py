@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from parity.machine.forks import withheld
 from parity.plugin.options import Workplace
+from parity.plugin.slots import Slots
 
 if TYPE_CHECKING:
     from parity.result import Result
@@ -83,6 +84,7 @@ def attempt(
     time_limit: Callable[[], AbstractContextManager[None]],
     need: Callable[[], int | None],
     workplace: Workplace,
+    processes: int = 1,
 ) -> Result:
     """Compare and, if memory runs out, compare once more with the device to itself.
 
@@ -91,6 +93,7 @@ def attempt(
         time_limit: entered around each comparison and the question what it needs, not while waiting for others.
         need: says about how many bytes it takes; one that takes more than the worker's share starts alone.
         workplace: this process's.
+        processes: in how many it computes; it waits for as many workers' cores.
 
     Returns:
         The result; a skip with the reason if memory runs out again.
@@ -99,7 +102,7 @@ def attempt(
     from parity.passes import memory
 
     def run(alone: bool) -> Result:
-        with _device(workplace, alone), time_limit():
+        with _cores(workplace, processes), _device(workplace, alone), time_limit():
             return compare()
 
     def needed() -> int | None:
@@ -123,6 +126,13 @@ def attempt(
 
 def _lacks_memory(result: Result) -> bool:
     return result.status == "error" and result.device_error == "out of memory"
+
+
+def _cores(workplace: Workplace, processes: int) -> AbstractContextManager[None]:
+    """Hold the cores of as many workers; a process without others has them anyway."""
+    if workplace.folder is None or workplace.workers == 1:
+        return nullcontext()
+    return Slots(workplace.folder, workplace.workers).taken(processes)
 
 
 def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:

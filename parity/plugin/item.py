@@ -136,6 +136,7 @@ class ParityItem(pytest.Item):
                 self._time_limit,
                 lambda: memory.estimate(self.case, self.checked, self.kernels.te),
                 self.workplace,
+                self.ranks.count if self.ranks else 1,
             )
         except KeyboardInterrupt as error:
             if not ending.is_time_up(self.config):

@@ -12,6 +12,7 @@ from typing import Literal, cast
 
 import pytest
 
+from parity.machine import host
 from parity.plugin.ending import Diary
 from parity.settings import LONGEST, MOST_STEPS, PRECISION_NAMES, default_seconds, seconds_of
 from parity.user_error import UserError
@@ -32,12 +33,14 @@ class Workplace:
         folder: shared by the run's workers; None without workers, or if it cannot be reached.
         device: the device's identifier, or ``cpu``.
         share: bytes of its memory for each of its workers; None if it is unknown or all of it.
+        workers: how many the run has.
     """
 
     worker: str = ""
     folder: Path | None = None
     device: str = "cpu"
     share: int | None = None
+    workers: int = 1
 
     @property
     def diary(self) -> Diary | None:
@@ -58,7 +61,8 @@ def of(config: pytest.Config) -> Workplace:
         return Workplace(worker=given.get("workerid", ""))
     told = given[KEY]
     folder = Path(told["folder"])
-    return Workplace(given["workerid"], folder if folder.is_dir() else None, told["device"], told["share"])
+    shared = folder if folder.is_dir() else None
+    return Workplace(given["workerid"], shared, told["device"], told["share"], host.workers())
 
 
 # Can files be written where they are to go? This is asked before hours of work, and not after them.
