@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity test te-matrix mutants torture lint clean
+.PHONY: parity parity-ranks test te-matrix mutants torture lint clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
+
+parity-ranks: $(VENV)/ready  ## compare TE's modules over ranks and write reports/parity_ranks.md; a quarter of an hour on two cores
+	$(VENV)/bin/parity run examples/over_ranks.py -n auto -p fp32,bf16,fp8_delayed,fp8_current,fp8_block --name parity_ranks
 
 test: $(VENV)/ready  ## the harness's own tests, and every case
 	$(VENV)/bin/python -m pytest -n auto

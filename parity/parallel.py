@@ -7,7 +7,6 @@ those of any comparison. What the ranks computed is put together, and judged lik
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,7 +28,7 @@ from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors
 from parity.passes.build import cast
 from parity.passes.modes import usual_modes
-from parity.passes.on_rank import AsItIs, FromFile, Given, OnRank, pass_on_rank
+from parity.passes.on_rank import AsItIs, Given, OnRank, pass_on_rank, source_of
 from parity.passes.one_pass import named_inputs, outputs_of, with_inputs
 from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
@@ -80,16 +79,16 @@ def compare_over_ranks_at(
     whole = dataclasses.replace(case, probe=False)
     asked = Asked(whole, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_unavailable(precision, kernels)
+    if unavailable is None and kernels.backend == "gpu":
+        unavailable = "ranks are compared on the CPU kernels alone: --parity-backend=cpu"
     if unavailable is not None:
-        return asked.result("skipped", reason=unavailable)
-    if kernels.backend == "gpu":
-        return asked.result("skipped", reason="ranks are compared on the CPU kernels alone: --parity-backend=cpu")
+        return dataclasses.replace(asked.result("skipped", reason=unavailable), ranks=made.label)
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         result = unless_raised(
             lambda: _compared(asked, case, checked, made, diagnosis, timeout), partial(_broken_off, asked)
         )
     result = as_printable(noting(result, disturbed))
-    return dataclasses.replace(result, seconds=time.perf_counter() - began)
+    return dataclasses.replace(result, ranks=made.label, seconds=time.perf_counter() - began)
 
 
 def _broken_off(asked: Asked, error: BaseException) -> Result:
@@ -105,7 +104,7 @@ def _compared(
     prepared = prepare(asked.case, checked, precision.dtype, seed, kernels)
     is_rank = distributed.is_available() and distributed.is_initialized()
     given = Given(
-        AsItIs(case) if is_rank else _source(case),
+        AsItIs(case) if is_rank else source_of(case),
         made,
         checked,
         precision.name,
@@ -158,24 +157,6 @@ def _on_these_ranks(given: Given) -> list[OnRank]:
     ran: list[Any] = [None] * count
     distributed.all_gather_object(ran, pass_on_rank(given))
     return ran
-
-
-def _source(case: Case) -> AsItIs | FromFile:
-    """Return where another process finds a case.
-
-    Raises:
-        UserError: if it cannot.
-    """
-    try:
-        pickle.dumps(case)
-        return AsItIs(case)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        pass
-    if case.path.suffix == ".py" and case.path.is_file():
-        return FromFile(case.path, case.name)
-    raise UserError(
-        "a pair that is computed over ranks is built in each of them: declare it with @parity.pair in a file of its own"
-    )
 
 
 def _put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[Whole]:

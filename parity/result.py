@@ -243,6 +243,7 @@ class Result:
         cut_short: whether the run's interruption or the end of a process ended the comparison, so that a resumed run
             makes it again.
         steps: of a training, as far as it went; empty for a single pass.
+        ranks: over which ranks the candidate was computed, such as ``tp2-sp``; empty for one process.
     """
 
     case: str
@@ -265,6 +266,7 @@ class Result:
     traceback: str = ""
     cut_short: bool = False
     steps: tuple[Step, ...] = ()
+    ranks: str = ""
 
     @property
     def passed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,6 +55,24 @@ class AsItIs:
     def case(self) -> Case:
         """Return the case."""
         return self.itself
+
+
+def source_of(case: Case) -> AsItIs | FromFile:
+    """Return where another process finds a case.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    if case.path.is_file() and any(declared.factory is case.factory for declared in registry.cases()):
+        return FromFile(case.path, case.name)
+    try:
+        pickle.dumps(case)
+        return AsItIs(case)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass
+    raise UserError(
+        "a pair that is computed over ranks is built in each of them: declare it with @parity.pair in a file of its own"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +142,7 @@ def pass_on_rank(given: Given) -> OnRank:
     kernels, precision, made = te.kernels(given.backend), PRECISIONS[given.precision], given.made
     ranks = joined(made)
     place = made.place(ranks.world.rank)
-    case = dataclasses.replace(given.source.case(), at=ranks)
+    case = dataclasses.replace(given.source.case(), at=ranks, ranks=(made,))
     with usual_modes(), attention_backends(given.attention) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same in each rank and each comparison
         pair = build(case, given.checked, given.seed, kernels)
@@ -139,6 +158,7 @@ def pass_on_rank(given: Given) -> OnRank:
                     whole = given.weights[held[name].whole].to(parameter.device)
                     parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
         whole_inputs = named_inputs(given.inputs, given.input_names)
+        pair.parallel.check([*whole_inputs, *given.cotangents])
         parts = {name: part(x, pair.parallel.split(name), made, place) for name, x in whole_inputs.items()}
         inputs = with_inputs(given.inputs, given.input_names, parts)
         inputs = tree_map_only(Tensor, lambda x: x.to(kernels.device), inputs)

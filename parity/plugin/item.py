@@ -213,13 +213,12 @@ class ParityItem(pytest.Item):
         """Return the result, an error, for the next seed."""
         from parity.result import Result, label_of_way
 
+        ranks = self.ranks.label if self.ranks else ""
         return Result(
             case=self.case.name,
             precision=self.precision.name,
             size=dict(self.checked.size),
-            size_label=label_of_way(
-                self.checked.label, self.steps, self.switch, self.ranks.label if self.ranks else ""
-            ),
+            size_label=label_of_way(self.checked.label, self.steps, self.switch, ranks),
             seed=self.options.seeds[min(len(self.results), len(self.options.seeds) - 1)],
             backend=self.kernels.backend,
             status="error",
@@ -227,6 +226,7 @@ class ParityItem(pytest.Item):
             path=self._path_to_show(),
             forced_attention=self.attention or "",
             device_error=device_error,
+            ranks=ranks,
         )
 
     def note_failure(self, when: str, error: BaseException) -> None:

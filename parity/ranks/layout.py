@@ -250,14 +250,10 @@ class Held:
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
-def held_by(
-    module: nn.Module,
-    shapes: Mapping[str, tuple[int, ...]],
-    declared: Mapping[str, Split],
-    made: Degrees,
-    place: Mapping[AxisName, int],
+def marked(
+    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], made: Degrees, place: Mapping[AxisName, int]
 ) -> dict[str, Held]:
-    """Return what each of a rank's parameters is a part of.
+    """Return what each of a rank's parameters is a part of, by its name and by TE's marks.
 
     TE marks parameters that tensor parallel ranks divide (``set_tensor_model_parallel_attributes`` in
     ``pytorch/distributed.py`` of TE 2.20.2). A gated linear unit's first weight holds two projections, each of which is
@@ -266,12 +262,11 @@ def held_by(
     Args:
         module: the rank's candidate.
         shapes: of the whole candidate's parameters, by name.
-        declared: how the pair says that whole parameters are divided, by their names.
         made: how many ranks there are.
         place: where this one is.
 
     Raises:
-        UserError: if a parameter's shape does not follow from that.
+        UserError: if the whole candidate has no such parameter.
     """
     parameters = dict(module.named_parameters())
     whole_names = _whole_names(list(parameters), list(shapes), made.ep, place["ep"])
@@ -281,15 +276,36 @@ def held_by(
         whole = whole_names.get(name, "")
         if whole not in shapes:
             raise UserError(f"a rank's candidate has a parameter {name} that the candidate in one process lacks")
-        split = declared.get(whole)
-        if split is None:
-            split = _of_te(parameter, shapes[whole], made, 2 if name in gated else 1)
-        held = places(shapes[whole], split, made, 0).shape
-        if tuple(parameter.shape) != tuple(held):
+        found[name] = Held(whole, _of_te(parameter, shapes[whole], made, 2 if name in gated else 1))
+    return found
+
+
+def held_by(
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    declared: Mapping[str, Split],
+    made: Degrees,
+    place: Mapping[AxisName, int],
+) -> dict[str, Held]:
+    """Return what each of a rank's parameters is a part of: as the pair says, else as TE marks it.
+
+    Args:
+        module, shapes, made, place: see ``marked``.
+        declared: how the pair says that whole parameters are divided, by their names.
+
+    Raises:
+        UserError: as ``marked``, and if a parameter's shape does not follow from that.
+    """
+    found: dict[str, Held] = {}
+    for name, held in marked(module, shapes, made, place).items():
+        whole, parameter = held.whole, module.get_parameter(name)
+        split = declared.get(whole, held.split)
+        expected = places(shapes[whole], split, made, 0).shape
+        if tuple(parameter.shape) != tuple(expected):
             told = f"is {tuple(parameter.shape)} on a rank, and {shapes[whole]} in one process"
             raise UserError(
                 f"{name} {told}; say how it is divided, as in "
-                f"parity.Parallel(weights={{{whole!r}: [parity.over('tp', dim=0)]}})"
+                f"parity.Parallel(weights={{{whole!r}: [parity.over('tp', dim=0)]}}); parity suggest-map proposes it"
             )
         found[name] = Held(whole, split)
     return found
@@ -366,6 +382,16 @@ class Parallel:
     finish: Callable[[nn.Module], None] | None = None
     averages: bool = False
     gradient_norm: Callable[[nn.Module], Tensor | float] | None = None
+
+    def check(self, names: Sequence[str]) -> None:
+        """Make sure that what is divided is among the inputs and outputs of these names.
+
+        Raises:
+            UserError: if not.
+        """
+        unknown = [name for name in self.splits if name not in names]
+        if unknown:
+            raise UserError(f"splits names {unknown[0]!r}, and inputs and outputs are called {', '.join(names)}")
 
     def split(self, name: str) -> Split:
         """Return how an input or output is divided."""

@@ -61,6 +61,10 @@ class Item:
     def size_label(self) -> str:
         return self.results[0].size_label
 
+    @property
+    def ranks(self) -> str:
+        return self.results[0].ranks
+
 
 def in_order(items: Iterable[Item]) -> list[Item]:
     """Order items by file, case, precision, size and attention, whichever worker was faster."""
@@ -92,16 +96,17 @@ PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
 
 
 def draw_matrix(items: Sequence[Item]) -> str:
-    """Return a markdown table; a cell is empty if the case does not ask for the precision."""
+    """Return a markdown table, with a row for each case and one for each of its numbers of ranks; a cell is empty if
+    the case does not ask for the precision.
+    """
     columns = precisions(items)
-    cases = dict.fromkeys(item.case for item in items)
     rows = []
-    for case in cases:
-        by_precision = {
-            precision: [item for item in items if item.case == case and item.precision == precision]
-            for precision in columns
-        }
-        rows.append([shown.code(case), *(_cell(by_precision[precision]) for precision in columns)])
+    for case in dict.fromkeys(item.case for item in items):
+        of_case = [item for item in items if item.case == case]
+        for ranks in dict.fromkeys(item.ranks for item in of_case):
+            alike = [item for item in of_case if item.ranks == ranks]
+            cells = [_cell([item for item in alike if item.precision == precision]) for precision in columns]
+            rows.append([shown.code(case) + (f", {ranks}" if ranks else ""), *cells])
     return markdown_table(rows, ["case", *map(shown.prose, columns)])
 
 

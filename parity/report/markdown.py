@@ -155,6 +155,8 @@ _COLUMNS = (
     *("max abs", "its tolerance", "max ulps", "cosine", "SQNR dB", "NaN/Inf", "margin"),
 )
 _TEXT_COLUMNS = 3
+# Beyond so many tensors, an item that passed shows its worst alone: a page of some hundred kilobytes is still drawn.
+MOST_ROWS = 2_500
 
 
 def draw(run: Digest, name: str) -> str:
@@ -167,6 +169,7 @@ def draw(run: Digest, name: str) -> str:
     items = run.items
     failed = [item for item in items if item.status in ("failed", "error")]
     skipped = [item for item in items if item.status == "skipped"]
+    tensors = sum(len(item.worst.tensors) for item in items)
     sections = [
         f"# Parity report: {shown.prose(name)}",
         f"**{verdict(run)}**",
@@ -182,7 +185,7 @@ def draw(run: Digest, name: str) -> str:
         *_determinism([result for item in items for result in item.results]),
         "## Every tensor",
         *_omitted(run),
-        *_cases(items),
+        *_cases(items, tensors <= MOST_ROWS),
     ]
     return shown.text("\n\n".join(sections) + "\n")
 
@@ -340,7 +343,9 @@ def _omitted(run: Digest) -> Iterator[str]:
         )
 
 
-def _cases(items: Sequence[Item]) -> Iterator[str]:
+def _cases(items: Sequence[Item], in_full: bool) -> Iterator[str]:
+    if not in_full:
+        yield "Of items that passed, the worst tensor is shown; the record has the others as well."
     for case in dict.fromkeys(item.case for item in items):
         of_case = [item for item in items if item.case == case and item.worst.tensors]
         if not of_case:
@@ -355,7 +360,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
         trained = [result for item in of_case for result in item.results if result.steps]
         if trained:
             yield trainings.summary(trained)
-        rows = [row for item in of_case for row in _rows(item, many_seeds)]
+        rows = [row for item in of_case for row in _rows(item, many_seeds, in_full or item.status != "passed")]
         headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
         yield markdown_table(rows, headers, left=_TEXT_COLUMNS)
         yield "</details>"
@@ -393,13 +398,17 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
         )
 
 
-def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
-    """Yield a row for each tensor, at the seed where its own margin is worst."""
+def _rows(item: Item, many_seeds: bool, every_tensor: bool) -> Iterator[list[str]]:
+    """Yield a row for each tensor, or for the worst, at the seed where its own margin is worst."""
     compared = [result for result in item.results if result.tensors]
-    for label in dict.fromkeys(tensor.label for result in compared for tensor in result.tensors):
-        at_seeds = [(result, tensor) for result in compared for tensor in result.tensors if tensor.label == label]
-        result, tensor = max(at_seeds, key=lambda pair: pair[1].margin)
-        yield _row(result, tensor) + ([f"{result.seed} of {len(at_seeds)}"] if many_seeds else [])
+    at_seeds: dict[str, list[tuple[Result, TensorResult]]] = {}
+    for result in compared:
+        for tensor in result.tensors:
+            at_seeds.setdefault(tensor.label, []).append((result, tensor))
+    worst = [max(each, key=lambda pair: pair[1].margin) for each in at_seeds.values()]
+    for result, tensor in worst if every_tensor else [max(worst, key=lambda pair: pair[1].margin)]:
+        seeds = len(at_seeds[tensor.label])
+        yield _row(result, tensor) + ([f"{result.seed} of {seeds}"] if many_seeds else [])
 
 
 def _row(result: Result, tensor: TensorResult) -> list[str]:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import parity
+from parity.case import registry
 from parity.case.case import Case
-from parity.lab.studies.ranks.rows import RIGHT, SP, WRONG, case_of
+from parity.lab.studies.ranks.rows import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.parallel import _with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees, over, part, places
@@ -63,7 +64,7 @@ def linear(te, ranks, mishap=""):
         inputs=lambda rng: rng.normal(16, 32),
         weights={"weight": "weight", "bias": "bias"},
         call_candidate=call,
-        parallel=parity.Parallel(splits={"x": [], "output": []}),
+        parallel=parity.Parallel(splits={"x": []} if mishap == "names no input" else {}),
     )
 
 
@@ -80,7 +81,12 @@ def test_a_mistake_of_the_module_itself_is_told_as_such():
 
 
 @pytest.mark.parametrize(
-    ("mishap", "told"), [("raises", "rank 1 of 2 (tp2) raised: RuntimeError: no memory left"), ("dies", "rank 1 of 2")]
+    ("mishap", "told"),
+    [
+        ("raises", "rank 1 of 2 (tp2) raised: RuntimeError: no memory left"),
+        ("dies", "rank 1 of 2"),
+        ("names no input", "splits names 'x', and inputs and outputs are called input, output"),
+    ],
 )
 def test_a_rank_that_breaks_is_an_error_with_its_number(mishap, told):
     result = over_ranks(mishap)
@@ -203,3 +209,26 @@ def test_gradients_of_an_input_that_data_parallel_ranks_divide_by_themselves_are
     assert _with_parts_joined(Whole("input gradient", "x", EXACT, parts), made).pieces == parts
     tensor_parallel = Degrees(tp=4)  # what comes before computes the same on each of these ranks, of the whole gradient
     assert _with_parts_joined(Whole("input gradient", "x", EXACT, own), tensor_parallel).pieces == own
+
+
+# The file of pairs that shows how TE's modules are declared; all of it is compared by ``make parity-ranks``.
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "over_ranks.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "ranks"),
+    [
+        ("layernorm_linear", "fp32", dict(tp=2, cp=2)),
+        ("transformer_layer_gpt", "fp8_current", SP),
+        ("llama_2_layers_a2a_p2p", "bf16", dict(cp=4)),
+        ("multihead_attention_gqa_fsdp2", "fp8_block", DP),
+        ("grouped_linear_experts", "bf16", EP),
+    ],
+)
+def test_the_example_s_ports_are_right(name, precision, ranks):
+    case = registry.load_case(EXAMPLE, name)
+    assert degrees(ranks) in case.ranks
+    (result,) = parity.compare(case, [precision], ranks=ranks)
+    assert (result.status, result.reason, result.ranks) == ("passed", "", degrees(ranks).label)

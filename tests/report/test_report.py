@@ -25,7 +25,7 @@ from parity.report import changes, environment, failure, markdown, numbers, reco
 from parity.report.changes import Comparison, Kind, between
 from parity.report.environment import Environment
 from parity.report.items import Item, draw_matrix
-from parity.report.markdown import MOST_RESULTS, Digest, digest
+from parity.report.markdown import MOST_RESULTS, MOST_ROWS, Digest, digest
 from parity.report.record import Record, Uncollected
 from parity.result import Finding, Result
 
@@ -276,6 +276,17 @@ def test_the_report_of_a_long_run_says_how_many_items_it_leaves_out() -> None:
     assert f"{MOST_RESULTS + 1} of {MOST_RESULTS + 1} items passed" in text
 
 
+def test_the_report_of_many_tensors_shows_the_worst_of_each_item_that_passed() -> None:
+    tensors = tuple(tensor(f"output[{i}]", margin=(i + 1) / MOST_ROWS) for i in range(MOST_ROWS - 1))
+    passed = result("passes", tensors=tensors)
+    fails = result("fails", margin=140.0)
+    shown = section(markdown.draw(digest_of(passed, fails), "run"), "Every tensor")
+    assert f"`output[{MOST_ROWS - 2}]`" in shown
+    assert "`output[0]`" not in shown
+    assert "`d fc1.weight`" in shown  # of the item that failed, each
+    assert "`output[0]`" in section(markdown.draw(digest_of(passed), "run"), "Every tensor")
+
+
 def test_the_matrix_shows_the_worst_margin_over_sizes_and_seeds() -> None:
     text = draw_matrix(
         gathered(
@@ -295,6 +306,13 @@ def test_the_matrix_shows_the_worst_margin_over_sizes_and_seeds() -> None:
     assert rows[0] == ["case", "fp32", "bf16", "fp16", "fp8_current"]
     assert rows[2] == ["`mlp`", "❌ 140", "✅ 0.43", "–", "💥 error"]
     assert rows[3] == ["`norm`", "", "✅ 0.43", "", ""]
+
+
+def test_the_matrix_has_a_row_for_each_number_of_ranks() -> None:
+    over = [result(size_label=f"2x64-{ranks}", ranks=ranks, margin=0.3) for ranks in ("tp2", "tp2-sp")]
+    text = draw_matrix(gathered(result(), *over, result(size_label="4x64-tp2", ranks="tp2", margin=140.0)))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert rows[2:] == [["`mlp`", "✅ 0.43"], ["`mlp`, tp2", "❌ 140"], ["`mlp`, tp2-sp", "✅ 0.3"]]
 
 
 def test_the_verdict_counts_items_that_ran() -> None:

@@ -273,7 +273,7 @@ def self_attention(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         weights=weights,
         call_reference=lambda module, x: module(x.transpose(0, 1)).transpose(0, 1),
         call_candidate=lambda module, x: module(x, rotary_pos_emb=rope(SEQ)),
-        parallel=Parallel({"x": along, "input": along, "output": along}),
+        parallel=Parallel({"input": along, "output": along}),
     )
 
 
@@ -321,7 +321,7 @@ def layers(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         weights={left: right for i in range(2) for left, right in _of_layer(i).items()},
         call_reference=lambda module, x: module(x.transpose(0, 1)).transpose(0, 1),
         call_candidate=call,
-        parallel=Parallel({"x": along, "input": along, "output": along}, finish=finish),
+        parallel=Parallel({"input": along, "output": along}, finish=finish),
     )
 
 
@@ -413,7 +413,7 @@ def experts(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         weights={f"experts.{i}.weight": f"weight{i}" for i in range(EXPERTS)},
         call_candidate=call,
         parallel=Parallel(
-            {"x": [over("ep", 0)], "input": [over("ep", 0)], "output": [] if "gathered" in mistake else output}
+            {"input": [over("ep", 0)], "output": [] if "gathered" in mistake else output}
             | ({"output": []} if mistake == "tokens in another order" else {})
         ),
     )
