@@ -87,11 +87,12 @@ def suggest_map(
     backend: BackendName = "auto",
     afresh: Annotated[bool, typer.Option("--afresh", help="Ignore the entries that the pair has.")] = False,
     max_runs: Annotated[int, typer.Option(help="Run at most so many alternatives.", min=1)] = 300,
+    ranks: Annotated[list[str] | None, typer.Option(help="tp=2,dp=2: how ranks divide weights; repeatable.")] = None,
 ) -> None:
     """Propose a weight map for a pair that has none, or complete it; exit code 1 if something is left open."""
     from parity.cli import reports
 
-    raise typer.Exit(0 if reports.suggest(target, size, seed, backend, not afresh, max_runs) else 1)
+    raise typer.Exit(0 if reports.suggest(target, size, seed, backend, not afresh, max_runs, ranks or ()) else 1)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from parity.report.markdown import digest
 from parity.report.numbers import plural
 from parity.report.record import Record
 from parity.suggest import suggest_map
-from parity.suggest.suggestion import explain, python
+from parity.suggest.suggestion import explain, python, python_over_ranks
 from parity.user_error import UserError
 
 # Draw reports of runs from their records.
@@ -104,7 +104,9 @@ def _write(target: Path, text: str, records: Sequence[Path]) -> None:
 # Find the pair whose weight map is to be suggested, and print the suggestion.
 
 
-def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_runs: int) -> bool:
+def suggest(
+    target: str, size: int, seed: int, backend: str, keep: bool, max_runs: int, ranks: Sequence[str] = ()
+) -> bool:
     """Print a map for one pair; return whether it fits and nothing is left open.
 
     Args:
@@ -114,18 +116,23 @@ def suggest(target: str, size: int, seed: int, backend: str, keep: bool, max_run
         backend: ``auto``, ``gpu`` or ``cpu``.
         keep: whether the entries that the pair has stay.
         max_runs: how many alternatives are run at most.
+        ranks: over which ranks the candidate is computed, each as ``tp=2,sequence_parallel``; none for those that the
+            pair is declared with.
 
     Raises:
         UserError: if there is no such pair or size, the backend cannot be had, or the pair cannot be built.
     """
     case = _case(target)
     chosen = _size(case, size)
-    suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs)
+    asked = [_ranks(text) for text in ranks] or None
+    suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs, asked)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     print(f"{case}{f' at {at}' if at else ''}\n")
     for hint in suggestion.hints:
         print(f"{hint}\n")
     print(f"{python(suggestion.weights)}\n")
+    if suggestion.divided:
+        print(f"{python_over_ranks(suggestion.divided)}\n")
     print(explain(suggestion))
     return suggestion.settled
 
@@ -136,6 +143,24 @@ def _case(target: str) -> Case:
         ids = ", ".join(f"{target}::{case.name}" for case in cases)
         raise UserError(f"{target} declares {len(cases)} pairs; name one of {ids}")
     return cases[0]
+
+
+def _ranks(text: str) -> dict[str, int]:
+    """Read ``tp=2,dp=2`` or ``tp=2,sequence_parallel``.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    asked: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, number = part.strip().partition("=")
+        if axis == "sequence_parallel" and not number:
+            asked[axis] = True
+        elif number.isdecimal():
+            asked[axis] = int(number)
+        else:
+            raise UserError(f"--ranks is {text!r}, but must be such as tp=2 or tp=2,sequence_parallel")
+    return asked
 
 
 def _size(case: Case, index: int) -> Size:

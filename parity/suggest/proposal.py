@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Literal
@@ -21,12 +21,14 @@ from parity.case.map_check import (
     other_names,
     tied_elsewhere,
 )
+from parity.case.registry import checked_ranks
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import build, located
 from parity.case.weight_map import Constant, Side, WeightMap, names
 from parity.passes.modes import usual_modes
 from parity.suggest.layouts import Entries, Shapes, geometry_of
 from parity.suggest.matching import Group, Matching, match
+from parity.suggest.over_ranks import divided
 from parity.suggest.settle import CLEARLY, Choice, Picks, Settled, Trial, choices, prepare_trial, settle
 from parity.suggest.stored import stored
 from parity.suggest.suggestion import Alternative, Decision, Suggestion
@@ -144,11 +146,13 @@ def suggest_map(
     backend: Backend | Literal["auto"] = "auto",
     keep: bool = True,
     max_runs: int = MAX_RUNS,
+    ranks: Sequence[Mapping[str, int]] | Mapping[str, int] | None = None,
 ) -> Suggestion:
     """Suggest a weight map for a pair that has none, or complete the one that it has.
 
     Both modules run in FP32 on the pair's inputs, in evaluation mode, once for each alternative; the one with the
-    smallest error of the outputs is taken.
+    smallest error of the outputs is taken. If ranks compute the candidate, it is built on them, and how they divide its
+    parameters is suggested as well.
 
     Args:
         pair: a ``parity.Pair`` or a function decorated with ``@parity.pair``; its ``weights`` may lack entries.
@@ -157,12 +161,18 @@ def suggest_map(
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
         keep: whether the entries that the pair's ``weights`` has are to stay.
         max_runs: how many alternatives are run at most; twice as many if none of the usual ones fits.
+        ranks: over which ranks the candidate is computed, such as ``dict(tp=2)`` or several of these; None for those
+            that the pair is declared with.
 
     Raises:
         UserError: if the pair cannot be built, or an entry that is to stay does not fit the modules.
         parity.te.BackendUnavailable: if the backend cannot be had on this machine.
     """
     case = as_case(pair)
+    if ranks is not None:
+        if not isinstance(pair, Case):
+            raise UserError("a pair over ranks is built for each of them: declare its function with @parity.pair")
+        case = replace(case, ranks=checked_ranks(ranks))
     chosen = case.sizes[0] if size is None else size
     kernels = te.kernels(backend)
     with located(case, chosen), torch.random.fork_rng(), usual_modes():
@@ -179,7 +189,11 @@ def suggest_map(
         with usual_modes():
             suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
     hints = () if suggestion.fits else tuple(hints_at_norms(suggestion.weights, reference, candidate))
-    return replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)), hints=hints)
+    suggestion = replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)), hints=hints)
+    if not case.ranks:
+        return suggestion
+    parts, unknown = divided(case, chosen, case.ranks, suggestion.weights, shapes)
+    return replace(suggestion, divided=parts, problems=(*suggestion.problems, *unknown))
 
 
 def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Choice], list[str]]:

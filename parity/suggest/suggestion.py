@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from parity.case.weight_map import Reorder, Side, WeightMap, describe
+from parity.ranks.layout import Over
 from parity.suggest.layouts import Entries
+from parity.suggest.over_ranks import Divided
 from parity.suggest.settle import CLEARLY
 
 # The data.
@@ -68,6 +70,7 @@ class Suggestion:
         expected: what FP32 costs the reference itself (TE multiplies in TF32); NaN if it could not be run.
         limit: the map fits if the error is at most this.
         runs: how many maps were run.
+        divided: how ranks divide the candidate's parameters, if that was asked for.
     """
 
     weights: WeightMap
@@ -78,6 +81,7 @@ class Suggestion:
     expected: float = math.nan
     limit: float = math.nan
     runs: int = 0
+    divided: tuple[Divided, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -101,6 +105,19 @@ def python(weight_map: WeightMap) -> str:
     """Return the argument ``weights=`` of ``parity.Pair``, one entry per line."""
     entries = "".join(f"    {_entry(left, right)},\n" for left, right in weight_map.items())
     return f"weights={{\n{entries}}},"
+
+
+def python_over_ranks(divided: Sequence[Divided]) -> str:
+    """Return the argument ``parallel=`` of ``parity.Pair``, one parameter per line."""
+    entries = [(f'"{one.name}": [{", ".join(map(_over, one.split))}],', one.reason) for one in divided]
+    width = max(len(entry) for entry, _ in entries)
+    lines = "".join(f"        {entry:<{width}}  # {reason}\n" for entry, reason in entries)
+    return f"parallel=parity.Parallel(\n    weights={{\n{lines}    }},\n),"
+
+
+def _over(one: Over) -> str:
+    blocks = f", blocks={one.blocks}" if one.blocks > 1 else ""
+    return f'parity.over("{one.axis}", dim={one.dim}{blocks})'
 
 
 def explain(suggestion: Suggestion) -> str:
