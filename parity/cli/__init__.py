@@ -60,6 +60,8 @@ def run(
     last_failed: Annotated[bool, typer.Option("--lf", help="Only what failed last; all if nothing did.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
     steps: Annotated[str | None, typer.Option(help="Train every pair for so many steps, 0 for none.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, or ray for the nodes of a Ray cluster [local].")] = None,
+    address: Annotated[str | None, typer.Option(help="The Ray cluster's; local starts one here.")] = None,
 ) -> None:
     """Compare pairs and write a report; exit code 1 if one fails."""
     from parity.cli import suite
@@ -67,6 +69,7 @@ def run(
     arguments = suite.as_plugins(
         precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name, resume, steps
     )
+    arguments += suite.engine(engine, address)
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     raise typer.Exit(suite.run(suite.files(paths), arguments))
 

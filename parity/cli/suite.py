@@ -291,6 +291,20 @@ def as_plugins(
     return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
 
 
+def engine(name: str | None, address: str | None) -> list[str]:
+    """Return the plugin's arguments for where items are compared.
+
+    Raises:
+        UserError: if there is no such engine, or it has no address.
+    """
+    if name is not None:
+        options.parse_engine(name)
+    if address is not None and name != "ray":
+        raise UserError("--address is that of a Ray cluster: add --engine ray")
+    given = {"engine": name, "address": address}
+    return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
+
+
 def workers(text: str) -> list[str]:
     """Return pytest-xdist's argument for so many processes, or ``auto``.
 

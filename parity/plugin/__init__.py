@@ -24,6 +24,7 @@ from parity.plugin.collecting import collected_in_time, too_late
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import FINISHED, Options
+from parity.plugin.part import ITEMS, narrow
 from parity.plugin.recorder import Recorder
 from parity.plugin.uncollected import unknown_pairs
 from parity.plugin.workers import Workers, files_of_cases, gpus_of, has_cases, how_many, withhold_pipes
@@ -39,6 +40,7 @@ _OPTIONS = pytest.StashKey[Options]()
 _KERNELS = pytest.StashKey["Kernels"]()
 _GPUS = pytest.StashKey[list[Device]]()
 _KILLER = pytest.StashKey[str]()
+_MOST_TASKS = pytest.StashKey["int | None"]()
 _RESUMED = pytest.StashKey["tuple[Claim, resume.Unfinished | None]"]()
 _OF_PAIRS = pytest.StashKey[set[Path]]()
 
@@ -55,11 +57,16 @@ def pytest_configure(config: pytest.Config) -> None:
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     ending.keep_stderr(config)
+    if ITEMS in (given := getattr(config, "workerinput", {})):
+        narrow(config, given[ITEMS])
     if has_cases(config):
         if not hasattr(config, "workerinput"):
             _check_surroundings(config.stash[_OPTIONS])
             _go_on(config)
         ending.heed_signals(config)
+    if config.stash[_OPTIONS].engine == "ray" and not config.option.collectonly:
+        _go_to_ray(config)
+        return
     _place(config)
     if config.stash[_OPTIONS].backend == "gpu":
         from parity import te
@@ -71,8 +78,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give a worker to a resumed run that has none, if an item may end its process: the run then goes on after it."""
+    """Give a worker to a resumed run that has none, if an item may end its process: the run then goes on after it.
+
+    A run on other machines has none here.
+    """
     option = config.option
+    if _is_elsewhere(config):
+        given = getattr(option, "numprocesses", None)
+        config.stash[_MOST_TASKS] = given if isinstance(given, int) and given else None
+        option.numprocesses, option.dist, option.tx = 0, "no", []  # as xdist reads -n 0
+        return
     without_workers = not getattr(option, "numprocesses", 0) and getattr(option, "dist", "") == "no"
     if without_workers and not (hasattr(config, "workerinput") or option.usepdb or option.collectonly):
         try:
@@ -83,6 +98,29 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         if killer:
             config.stash[_KILLER] = killer
             option.numprocesses, option.dist, option.tx = 1, "load", ["popen"]  # as xdist reads -n 1, which it may have
+
+
+def _is_elsewhere(config: pytest.Config) -> bool:
+    """Return whether items are compared on other machines, before options are in the stash."""
+    if hasattr(config, "workerinput") or config.option.collectonly:
+        return False
+    try:
+        return options.read(config).engine == "ray"
+    except UserError:  # is told when pytest is configured
+        return False
+
+
+def _go_to_ray(config: pytest.Config) -> None:
+    """Connect to the Ray cluster that collects and compares for this run."""
+    from parity.plugin.ray_engine import RayEngine
+
+    if config.option.usepdb:
+        raise pytest.UsageError("--pdb needs the comparison in this process: leave out the engine ray")
+    try:
+        engine = RayEngine(config, config.stash[_OPTIONS], config.stash.get(_MOST_TASKS, None), _finished(config))
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(engine, "parity-ray")
 
 
 def _go_on(config: pytest.Config) -> None:
@@ -155,6 +193,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Choose the number of workers for runs with cases; a number that the user's environment sets stays."""
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or not has_cases(config):
         return None
+    if _is_elsewhere(config):
+        return 0
     gpus = _gpus(config)
     return how_many(gpus, largest_need(files_of_cases(config)) if gpus else None)
 
@@ -367,8 +407,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Register the recorder, which writes results, in the one process that all workers send theirs to."""
-    if not hasattr(session.config, "workerinput"):
-        stash = session.config.stash
+    stash = session.config.stash
+    if not (hasattr(session.config, "workerinput") or ending.RECORDED_ELSEWHERE in stash):
         claim, unfinished = stash.get(_RESUMED, (None, None))
         recorder = Recorder(stash[_OPTIONS], claim, unfinished, stash[ending.STDERR], stash.get(_KILLER, ""))
         session.config.pluginmanager.register(recorder, ending.RECORDER)

@@ -412,6 +412,7 @@ def too_long(seconds: float) -> str:
 
 
 RECORDER = "parity-recorder"
+RECORDED_ELSEWHERE = pytest.StashKey[bool]()  # where another process writes this run's record
 _ASKED_TO_END = pytest.StashKey[bool]()
 _TIME_IS_UP = pytest.StashKey[bool]()
 REASON = "interrupted before all of its seeds were compared"

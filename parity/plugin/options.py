@@ -121,6 +121,7 @@ def _why(error: OSError) -> str:
 
 
 BACKENDS = ("auto", "gpu", "cpu")
+ENGINES = ("local", "ray")
 PARITY_BACKEND = "PARITY_BACKEND"
 _LONGEST_NAME = 100
 _MOST_SEEDS = 1_000_000
@@ -145,6 +146,8 @@ class Options:
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
         resume: whether the run goes on with the record that is there.
         steps: for how many steps every pair is trained, 0 for none; None for what each declares.
+        engine: where items are compared: on this machine, or on the nodes of a Ray cluster.
+        address: the cluster's; empty for the one that Ray finds.
     """
 
     precisions: tuple[str, ...] | None
@@ -159,6 +162,8 @@ class Options:
     diagnosis: float | None = 30.0
     resume: bool = False
     steps: int | None = None
+    engine: Literal["local", "ray"] = "local"
+    address: str = ""
 
     @property
     def record(self) -> Path:
@@ -196,6 +201,13 @@ def declare(parser: pytest.Parser) -> None:
         ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
         ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
         ("resume", "no", "yes|no", "go on with the record of a run that did not end (default: no)"),
+        ("engine", "local", "local|ray", "compare on this machine, or on the nodes of a Ray cluster (default: local)"),
+        (
+            "address",
+            "",
+            "ADDRESS",
+            "the Ray cluster's; local starts one (default: RAY_ADDRESS, or what runs here)",
+        ),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)
         parser.addini(f"parity_{name}", f"the same as --parity-{name}", default=default)
@@ -230,6 +242,8 @@ def read(config: pytest.Config) -> Options:
         diagnosis=parse_diagnosis(value("diagnosis"), "--parity-diagnosis"),
         resume=_parse_yes("resume", value("resume")),
         steps=parse_steps(value("steps"), "--parity-steps"),
+        engine=parse_engine(value("engine"), "--parity-engine"),
+        address=value("address"),
     )
 
 
@@ -307,6 +321,17 @@ def parse_backend(text: str, option: str = "--backend (or PARITY_BACKEND)") -> L
     if text not in BACKENDS:
         raise UserError(f"{option} is {text!r}, but must be one of {', '.join(BACKENDS)}")
     return cast(Literal["auto", "gpu", "cpu"], text)
+
+
+def parse_engine(text: str, option: str = "--engine") -> Literal["local", "ray"]:
+    """Return one of ``ENGINES``.
+
+    Raises:
+        UserError: if it is none.
+    """
+    if text not in ENGINES:
+        raise UserError(f"{option} is {text!r}, but must be one of {', '.join(ENGINES)}")
+    return cast(Literal["local", "ray"], text)
 
 
 def parse_attention(text: str, option: str = "--attention") -> str:

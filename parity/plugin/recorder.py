@@ -83,14 +83,19 @@ class Recorder:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Claim the record if there is something to write."""
         if ending.planned(session) and not session.config.option.collectonly:
-            self._claim_record()
+            self.claim_record()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         if any(map(is_item, ids)):
-            self._claim_record()
+            self.claim_record()
 
-    def _claim_record(self) -> None:
+    def claim_record(self) -> None:
+        """Let no other run write the record, before anything is compared.
+
+        Raises:
+            pytest.UsageError: if another one does.
+        """
         if self._claim is not None:
             return
         try:
@@ -180,7 +185,7 @@ class Recorder:
 
         if self._begun and self._digest is not None:
             return self._digest
-        self._claim_record()
+        self.claim_record()
         here = record.environment_of(environment)
         if self._unfinished is not None and self._digest is not None:
             self._check(here)

@@ -1,0 +1,328 @@
+"""Compare on the nodes of a Ray cluster: hand parts of the run to tasks, and record here what they report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from parity.plugin import ending
+from parity.plugin.options import Options
+from parity.plugin.ray_cluster import Cluster, LostError, variables
+from parity.plugin.ray_task import Job
+from parity.plugin.workers import first_input, group_of
+from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.report.environment import Environment
+
+# What there is to compare, as a process on a node has collected it, and how it is divided.
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An item of the run.
+
+    Attributes:
+        node_id: pytest's.
+        key: its id in a record; empty if it is a test that is not parity's.
+        processes: in how many it computes.
+        line: the record's line for it, an error without a reason, if it is never compared.
+    """
+
+    node_id: str
+    key: str
+    processes: int
+    line: str
+
+
+_TASKS_FOR_EACH_PLACE = 3  # the last ones keep the others waiting
+_FULL = 20  # items that outweigh the start of a task's processes
+_TASKS_AHEAD = 2  # for each place, so that none waits for this process
+
+
+def divided(items: Sequence[Planned], places: int) -> list[list[Planned]]:
+    """Divide items into tasks: those that share golden together, the largest first, as many for each place.
+
+    Args:
+        items: all of them compute in as many processes.
+        places: how many tasks the cluster runs at the same time.
+    """
+    groups: dict[str, list[Planned]] = {}
+    for item in items:
+        groups.setdefault(group_of(item.node_id), []).append(item)
+    fair = math.ceil(len(items) / places)
+    most = max(math.ceil(fair / _TASKS_FOR_EACH_PLACE), min(fair, _FULL))
+    tasks: list[list[Planned]] = []
+    for group in sorted(groups.values(), key=lambda group: -first_input(group[0].node_id)):
+        if not tasks or len(tasks[-1]) + len(group) > most:
+            tasks.append([])
+        tasks[-1] += group
+    return tasks
+
+
+# A task that runs, and the run.
+
+
+@dataclass
+class _Running:
+    """A task.
+
+    Attributes:
+        left: what it has not reported yet, by id.
+        begun: the item that it compares; empty for none.
+        started: whether it has begun any.
+        node: the node's address.
+    """
+
+    left: dict[str, Planned]
+    begun: str = ""
+    started: bool = False
+    node: str = "?"
+
+
+_MOST_LOSSES = 3  # with so many processes or nodes, an item is taken for the cause
+_ON_EVERY_NODE = (
+    "what a run needs has to be on every node: the folder in which it starts, with the files of pairs and what they "
+    "import, at the same path, or brought by `ray job submit --working-dir`; and Python with parity and the same "
+    "versions"
+)
+
+
+class RayEngine:
+    """A pytest plugin that takes the place of collecting and of comparing here.
+
+    Args:
+        config: of this run.
+        options: its.
+        most: how many tasks are to run at the same time; None for as many as the cluster can.
+        finished: ids of items that a run before this one has finished.
+    """
+
+    def __init__(self, config: pytest.Config, options: Options, most: int | None, finished: Collection[str]) -> None:
+        self._config, self._most, self._finished = config, most, finished
+        self._cluster = Cluster(options.address, options.backend)
+        config.add_cleanup(self._cluster.leave)
+        self._start = config.invocation_params.dir
+        self._waiting: deque[list[Planned]] = deque()
+        self._running: dict[Any, _Running] = {}
+        self._losses: Counter[str] = Counter()
+        self._environment: Environment | None = None
+        self._environment_line = ""
+        self._told: list[str] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self, session: pytest.Session) -> bool:
+        """Have a node collect, which has the devices; this process need not have any."""
+        planned = list(self._planned())
+        left = [item for item in planned if item.key not in self._finished]
+        session.testscollected = len(left)
+        recorder = self._config.pluginmanager.getplugin(ending.RECORDER)
+        if recorder is not None and self._environment is not None:
+            recorder.claim_record()
+        places = min(self._cluster.at_once, self._most or self._cluster.at_once)
+        for processes in sorted({item.processes for item in left}, reverse=True):
+            alike = [item for item in left if item.processes == processes]
+            self._waiting.extend(divided(alike, max(1, places // processes)))
+        gpus = f" and {self._cluster.gpus} GPUs" if self._cluster.with_gpus else ""
+        self._tell(
+            f"{len(left)} items in {len(self._waiting)} tasks, for {self._cluster.nodes} nodes with "
+            f"{self._cluster.cpus} CPUs{gpus}"
+        )
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self._leave_out_what_no_node_can()
+        try:
+            while self._waiting or self._running:
+                self._start_tasks()
+                for stream in self._cluster.heard(list(self._running)):
+                    self._hear(stream)
+                    if session.shouldfail:
+                        raise session.Failed(session.shouldfail)
+                    if session.shouldstop:
+                        raise session.Interrupted(session.shouldstop)
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from None
+        finally:
+            self._cluster.stop(list(self._running))
+        return True
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for sentence in self._told[1:]:
+            terminalreporter.write_line(f"ray: {sentence}")
+
+    def _planned(self) -> Iterator[Planned]:
+        """Yield the run's items, as a task has collected them, and report what that could not collect.
+
+        Raises:
+            pytest.UsageError: if it could not collect at all.
+        """
+        stream, node = self._cluster.start(self._job(None, []), 1), "?"
+        while True:
+            try:
+                lines = self._cluster.messages(stream)
+            except (UserError, LostError) as error:
+                raise pytest.UsageError(f"the items were not collected: {error}") from None
+            for message in map(json.loads, lines or ()):
+                node = message.get("node", node)
+                if "uncollected" in message:
+                    self._config.hook.pytest_collectreport(report=self._report(message["uncollected"]))
+                yield from (Planned(*item) for item in message.get("planned", ()))
+                if message.get("environment"):
+                    self._know(message["environment"])
+                if message.get("exit_code", 0) not in (
+                    pytest.ExitCode.OK,
+                    pytest.ExitCode.TESTS_FAILED,
+                    pytest.ExitCode.NO_TESTS_COLLECTED,
+                ):
+                    raise pytest.UsageError(f"node {node} could not collect the items: {message['told']}")
+            if lines is None:
+                return
+
+    def _know(self, line: str) -> None:
+        from parity.report import record
+
+        self._environment_line, self._environment = line, record.environment_of(line)
+
+    def _job(self, node_ids: Sequence[str] | None, files: Sequence[str]) -> Job:
+        given = (*self._config.invocation_params.args, "--parity-engine=local", "--parity-resume=no")
+        return Job(
+            start="" if self._cluster.brings_files() else str(self._start),
+            files=files,
+            variables=variables(),
+            arguments=[*map(str, given), "-n", "0" if node_ids is None else "1"],
+            node_ids=node_ids,
+        )
+
+    def _leave_out_what_no_node_can(self) -> None:
+        """Report items that take more GPUs than a node has as errors, since Ray would wait for such a node for ever."""
+        if not self._cluster.with_gpus:
+            return
+        most = self._cluster.most_gpus
+        for task in [task for task in self._waiting if task[0].processes > most]:
+            self._waiting.remove(task)
+            for item in task:
+                self._give_up(
+                    item, f"it takes {item.processes} GPUs, but no node of the Ray cluster has more than {most}"
+                )
+
+    def _start_tasks(self) -> None:
+        most = self._most or _TASKS_AHEAD * self._cluster.at_once
+        while self._waiting and len(self._running) < most:
+            task = self._waiting.popleft()
+            ids = [item.node_id for item in task]
+            job = self._job(ids, sorted({node_id.partition("::")[0] for node_id in ids}))
+            self._running[self._cluster.start(job, task[0].processes)] = _Running({i.node_id: i for i in task})
+
+    def _hear(self, stream: Any) -> None:
+        """Take what a task says next, or its end."""
+        task = self._running[stream]
+        try:
+            lines = self._cluster.messages(stream)
+        except LostError as lost:
+            del self._running[stream]
+            self._lose(task, str(lost))
+            return
+        if lines is None:
+            del self._running[stream]
+        for message in map(json.loads, lines or ()):
+            self._take(task, message)
+
+    def _take(self, task: _Running, message: dict[str, Any]) -> None:
+        if "node" in message:
+            task.node = message["node"]
+        elif "begun" in message:
+            task.begun, task.started = message["begun"], True
+        elif "ended" in message:
+            task.begun = ""
+            if task.left.pop(message["ended"], None) is not None:
+                self._replay(message["ended"], message["reports"], task.node)
+        elif task.left:  # its process has ended
+            code, told = message["exit_code"], message["told"]
+            if not task.started and code > 0:
+                raise UserError(f"node {task.node} compares nothing: {told}; {_ON_EVERY_NODE}")
+            self._lose(task, f"its process on node {task.node} ended with exit code {code}: {told}")
+
+    def _replay(self, node_id: str, reports: Sequence[dict[str, Any]], node: str) -> None:
+        """Report an item here as it was reported there."""
+        from parity.report import record
+
+        hook = self._config.hook
+        location = (node_id.partition("::")[0], None, node_id)
+        hook.pytest_runtest_logstart(nodeid=node_id, location=location)
+        for report in map(self._report, reports):
+            lines = getattr(report, "parity_lines", None)
+            if lines is not None:
+                if "environment" in lines:
+                    self._check(record.environment_of(lines["environment"]), node)
+                lines["environment"] = self._environment_line
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=node_id, location=location)
+
+    def _report(self, data: dict[str, Any]) -> Any:
+        """Return a report that was JSON, which has no tuples."""
+        report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
+        if isinstance(report.longrepr, list):
+            report.longrepr = tuple(report.longrepr)
+        return report
+
+    def _check(self, there: Environment, node: str) -> None:
+        """Make sure that a node computes what the others do.
+
+        Raises:
+            UserError: if not; the run ends, since its record has one environment.
+        """
+        from parity.report import identity
+
+        here = self._environment
+        if here is None or here.asked is None or there.asked is None:
+            return
+        asked = dataclasses.replace(there.asked, items=here.asked.items)
+        cpu = here.cpu if here.backend == "gpu" else there.cpu
+        differ = identity.differences(here, dataclasses.replace(there, items=here.items, cpu=cpu, asked=asked))
+        if differ:
+            raise UserError(
+                f"node {node} is another machine than the one that collected: {'; '.join(differ)}. A record is of one "
+                "kind of machine, with the same files and versions; --resume goes on where this run ends, once they "
+                "are alike"
+            )
+
+    def _lose(self, task: _Running, cause: str) -> None:
+        """Hand what a lost task has not reported to another, but for what has cost too many of them."""
+        blamed = [task.begun] if task.begun in task.left else list(task.left)
+        self._losses.update(blamed)
+        left = []
+        for node_id, item in task.left.items():
+            if self._losses[node_id] >= _MOST_LOSSES:
+                self._give_up(item, f"its process was lost {_MOST_LOSSES} times, the last time since: {cause}")
+            else:
+                left.append(item)
+        self._tell(f"{cause} ({len(left)} items go to another task)")
+        if left:
+            self._waiting.appendleft(left)
+
+    def _give_up(self, item: Planned, reason: str) -> None:
+        """Report an item as an error that a resumed run compares again."""
+        file, _, name = item.node_id.partition("::")
+        report = pytest.TestReport(item.node_id, (file, None, name), {}, "failed", reason, "call")
+        if item.line:
+            line = json.loads(item.line)
+            line["result"]["reason"] = reason
+            lines = [json.dumps(line, ensure_ascii=False) + "\n"]
+            report.parity_lines = {"environment": self._environment_line, "results": lines}  # type: ignore[attr-defined]
+        self._config.hook.pytest_runtest_logreport(report=report)
+
+    def _tell(self, sentence: str) -> None:
+        self._told.append(sentence)
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")
+        if terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(f"ray: {sentence}")

@@ -1,0 +1,102 @@
+"""Hand a part of a run to a process on a node, and what that says back to the run, as long as both live.
+
+Ray takes this file's code to its nodes, so that a node without parity can say so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypedDict
+
+_LAST_WORDS = 4_000  # bytes
+_SECONDS_TO_END = 20.0
+
+
+class Job(TypedDict):
+    """What a task is asked for.
+
+    Attributes:
+        start: the folder in which pytest starts; empty for the one in which Ray has put the run's files.
+        files: what has to be there, beside the folder.
+        variables: of the environment.
+        arguments: pytest's.
+        node_ids: the items; None to find out which there are.
+    """
+
+    start: str
+    files: Sequence[str]
+    variables: Mapping[str, str]
+    arguments: Sequence[str]
+    node_ids: Sequence[str] | None
+
+
+def work(job: Job) -> Iterator[list[str]]:
+    """Yield messages of ``part`` in JSON, as they come; the first tells the node, the last how the process ended."""
+    import ray
+
+    yield [json.dumps({"node": ray.util.get_node_ip_address()})]
+    start = Path(job["start"] or os.getcwd())
+    missing = [path for path in (start, *(start / file for file in job["files"])) if not path.exists()]
+    if missing:
+        yield [_last(1, f"there is no {missing[0]}")]
+        return
+    paths = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "parity.plugin.part"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            cwd=start,
+            env={**os.environ, **job["variables"], "PYTHONPATH": paths},
+        )
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            asked = {"arguments": job["arguments"], "node_ids": job["node_ids"]}
+            process.stdin.write(f"{json.dumps(asked)}\n".encode())
+            process.stdin.flush()
+            yield from _lines(process.stdout)
+            yield [_last(process.wait(), _end_of(said))]
+        except BrokenPipeError:
+            yield [_last(process.wait(), _end_of(said))]
+        finally:
+            _end(process)
+
+
+def _last(code: int, told: str) -> str:
+    return json.dumps({"exit_code": code, "told": told})
+
+
+def _lines(pipe: IO[bytes]) -> Iterator[list[str]]:
+    """Yield the whole lines that are there, several at once if the run does not keep up."""
+    rest = b""
+    while read := os.read(pipe.fileno(), 2**20):
+        *lines, rest = (rest + read).split(b"\n")
+        if lines:
+            yield [line.decode() for line in lines]
+
+
+def _end_of(said: IO[bytes]) -> str:
+    """Return what the process printed last: what pytest says is wrong, if it says so, or the last line."""
+    said.seek(max(0, said.seek(0, os.SEEK_END) - _LAST_WORDS))
+    lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+    wrong = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return "; ".join(wrong) or "".join(lines[-1:])
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End the process with all that it has started, which ends with it."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
