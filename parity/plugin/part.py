@@ -1,7 +1,7 @@
 """Run pytest in a process of its own for a run that is elsewhere: find out what there is to compare, or compare a part.
 
 What it is asked for is a line of JSON on standard input, and what it has to say are lines of JSON on standard output:
-``python -m parity.plugin.part`` is at the other end of ``ray_task``. Whatever else prints goes to standard error.
+``ray_task`` is at their other end. Whatever else prints goes to standard error.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -141,7 +140,3 @@ def main() -> int:
     node_ids = asked["node_ids"]
     plugin = Plan(messages) if node_ids is None else Part(messages, node_ids)
     return pytest.main(asked["arguments"], plugins=[plugin])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

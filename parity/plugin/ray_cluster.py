@@ -14,7 +14,7 @@ from parity.plugin.ray_task import Job
 from parity.user_error import UserError
 
 LOCAL = "local"  # the address of a cluster that is started for the run, on this machine
-_PREFIXES = ("NVTE_", "PARITY_")
+_PREFIXES = ("NVTE_", "PARITY_", "PYTEST_ADDOPTS")
 _OF_THIS_MACHINE = "PARITY_DEVICES"
 
 
@@ -111,7 +111,7 @@ class Cluster:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables of the environment on which a comparison depends."""
+    """Return the variables of the environment that a run's own workers would have, and on which comparisons depend."""
     return {
         name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) and name != _OF_THIS_MACHINE
     }

@@ -49,7 +49,7 @@ def work(job: Job) -> Iterator[list[str]]:
     paths = os.pathsep.join(dict.fromkeys(filter(None, sys.path)))
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
-            [sys.executable, "-m", "parity.plugin.part"],
+            [sys.executable, "-c", "import sys; from parity.plugin import part; sys.exit(part.main())"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,
