@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import fakes
 import forked
 import pytest
 
+from parity.plugin import ray_task
+from parity.plugin.ray_cluster import Cluster, LostError
 from parity.plugin.ray_engine import Planned, divided
+from parity.report import environment as environments
 from parity.report import record
+from parity.report.identity import Asked
+from parity.user_error import UserError
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'te-parity[ray]'")
+pytest_plugins = ["pytester"]
 
 PAIRS = """
     import parity
 
-    @parity.pair("sound", sizes=[dict(n=n) for n in range(2, 14)], precisions=["fp32", "bf16"])
+    @parity.pair("sound", sizes=[dict(n=n) for n in range(2, 9)], precisions=["fp32", "bf16"])
     def sound(te, n): ...
 
     @parity.pair("fails", sizes=[dict(n=2)], precisions=["fp32", "fp8_current"])
@@ -49,20 +58,19 @@ CONFTEST = f"""
 
     patch.setattr(comparison, "judge_at", judge_slowly)
 """
-LONGEST = 240.0  # seconds that a run may take before the test fails
+LONGEST = 500.0  # seconds that a run may take before the test fails
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes on this machine, with a core each."""
-    from ray.cluster_utils import Cluster
-
+    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'te-parity[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PYTEST_")]:
             patch.delenv(name)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-        started = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        started = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         try:
             started.add_node(num_cpus=1)
             yield started
@@ -99,7 +107,7 @@ def wait_for_lines(folder: Path, name: str, count: int, process: forked.Process)
         time.sleep(0.01)
         try:
             process.wait(0)
-        except forked.subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired:
             continue
 
 
@@ -115,7 +123,7 @@ def report(folder: Path, name: str) -> str:
 
 
 def test_each_item_ends_once_though_the_run_is_killed_and_then_a_node(cluster: Any, folder: Path) -> None:
-    assert begin(folder, "-n", "2", "--parity-name=here").wait(LONGEST) == 1
+    assert begin(folder, "-n", "1", "--parity-name=here").wait(LONGEST) == 1
     over_nodes = "--parity-engine=ray", f"--parity-address={cluster.address}", "--parity-name=there"
 
     killed = begin(folder, *over_nodes)
@@ -126,13 +134,13 @@ def test_each_item_ends_once_though_the_run_is_killed_and_then_a_node(cluster: A
     assert "This run has not ended" in report(folder, "there")
 
     resumed = begin(folder, *over_nodes, "--parity-resume=yes")
-    wait_for_lines(folder, "there", before + 8, resumed)
+    wait_for_lines(folder, "there", before + 4, resumed)
     (lost,) = (node for node in cluster.list_all_nodes() if not node.is_head())
     cluster.remove_node(lost, allow_graceful=False)
     assert resumed.wait(LONGEST) == 1
 
     output = (folder / "output").read_text()
-    assert re.search(r"went on with \S+/there.jsonl, which had \d+ of 27 items", output)
+    assert re.search(r"went on with \S+/there.jsonl, which had \d+ of 17 items", output)
     assert "items go to another task" in output
     assert set(results(folder, "there").values()) == {1}
     assert results(folder, "there") == results(folder, "here")
@@ -140,30 +148,178 @@ def test_each_item_ends_once_though_the_run_is_killed_and_then_a_node(cluster: A
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("address", "options", "told"),
     [
-        (["--parity-backend=gpu"], "the Ray cluster has no GPU"),
-        (["pairs.py::absent"], "not found: .*pairs.py::absent"),
-        (["--pdb"], "--pdb needs the comparison in this process"),
+        ("", ["--parity-backend=gpu"], "the Ray cluster has no GPU, on 1 nodes with 1 CPUs"),
+        ("127.0.0.1:1", [], "no Ray cluster answers at 127.0.0.1:1"),
+        ("ray://127.0.0.1:10001", [], "is that of Ray's client server"),
+        ("", ["--pdb"], "--pdb needs the comparison in this process"),
     ],
 )
-def test_what_the_cluster_cannot_do_is_told(cluster: Any, folder: Path, options: list[str], told: str) -> None:
-    run = begin(folder, "--parity-engine=ray", f"--parity-address={cluster.address}", *options)
+def test_a_run_that_cannot_begin_says_why(
+    cluster: Any, folder: Path, address: str, options: list[str], told: str
+) -> None:
+    run = begin(folder, "--parity-engine=ray", f"--parity-address={address or cluster.address}", *options)
     assert run.wait(LONGEST) == pytest.ExitCode.USAGE_ERROR
-    assert re.search(told, (folder / "output").read_text())
+    assert told in (folder / "output").read_text()
+
+
+def test_without_ray_the_package_is_named(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'te-parity\[ray\]'"):
+        Cluster("", "auto")
+
+
+# What a node does for a task.
 
 
 @pytest.mark.parametrize(
-    ("address", "told"),
+    ("job", "told"),
     [
-        ("127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1"),
-        ("ray://127.0.0.1:10001", "is that of Ray's client server"),
+        ({"files": ["absent.py"]}, "there is no .*/absent.py"),
+        ({"start": "/absent"}, "there is no /absent"),
+        ({"arguments": ["absent.py"]}, "file or directory not found: absent.py"),
     ],
+    ids=["no file", "no folder", "pytest refuses"],
 )
-def test_an_address_without_a_cluster_is_told(folder: Path, address: str, told: str) -> None:
-    run = begin(folder, "--parity-engine=ray", f"--parity-address={address}")
-    assert run.wait(LONGEST) == pytest.ExitCode.USAGE_ERROR
-    assert told in (folder / "output").read_text()
+def test_a_node_that_can_compare_nothing_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], told: str
+) -> None:
+    node = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "10.0.0.5"))
+    monkeypatch.setitem(sys.modules, "ray", node)
+    asked = {"start": str(tmp_path), "files": [], "variables": {}, "arguments": [], "node_ids": None, **job}
+    first, *_, last = (json.loads(line) for lines in ray_task.work(cast(ray_task.Job, asked)) for line in lines)
+    assert first == {"node": "10.0.0.5"}
+    assert last["exit_code"] > 0
+    assert re.search(told, last["told"])
+
+
+# What the run makes of what tasks say. The tasks of a stand-in for a cluster say what they are told to.
+
+
+HERE = environments.measure("cpu", (0,), 2, asked=Asked({}, "items", {}))
+ELSEWHERE = dataclasses.replace(HERE, torch="1.0")
+
+
+class Script:
+    """Stands for a cluster: each task says the next of these messages, and is lost where they end with None."""
+
+    def __init__(self, *tasks: list[dict[str, Any] | None], gpus: int = 0) -> None:
+        self.cpus, self.gpus, self.most_gpus, self.nodes, self.at_once = 4, gpus, gpus, 1, 1
+        self.with_gpus = gpus > 0
+        self.started: list[tuple[Sequence[str] | None, int]] = []
+        self._tasks = list(tasks)
+        self._said: dict[int, list[dict[str, Any] | None]] = {}
+
+    def start(self, job: ray_task.Job, processes: int) -> int:
+        self.started.append((job["node_ids"], processes))
+        self._said[len(self.started)] = self._tasks.pop(0)
+        return len(self.started)
+
+    def heard(self, streams: Sequence[int]) -> list[int]:
+        return [streams[0]]
+
+    def messages(self, stream: int) -> list[str] | None:
+        if not self._said[stream]:
+            return None
+        message = self._said[stream].pop(0)
+        if message is None:
+            raise LostError("the node 10.0.0.5 is dead")
+        return [json.dumps({"node": "10.0.0.5"}), json.dumps(message)]
+
+    def stop(self, streams: Sequence[int]) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def brings_files(self) -> bool:
+        return False
+
+
+def plan(**processes: int) -> list[dict[str, Any] | None]:
+    """What the task says that collects: two items, in so many processes each."""
+    unknown = {
+        name: record.result_line(fakes.result(name, "bf16", size_label="2", path="pairs.py")) for name in processes
+    }
+    items = [(node_id(name), node_id(name), count, unknown[name]) for name, count in processes.items()]
+    return [{"planned": items}, {"environment": record.environment_line(HERE)}, {"exit_code": 0, "told": ""}]
+
+
+def node_id(name: str) -> str:
+    return f"pairs.py::{name}[bf16-2]"
+
+
+def ended(name: str, environment: environments.Environment = HERE) -> dict[str, Any]:
+    """What a task says when an item has passed."""
+    result = fakes.result(name, "bf16", size_label="2", path="pairs.py")
+    lines = {"results": [record.result_line(result)], "environment": record.environment_line(environment)}
+    report = pytest.TestReport(node_id(name), ("pairs.py", 1, name), {}, "passed", None, "call")
+    data = report._to_json() | {"$report_type": "TestReport", "parity_lines": lines}
+    return {"ended": node_id(name), "reports": [data]}
+
+
+END = {"exit_code": 0, "told": ""}
+
+
+def run(pytester: pytest.Pytester, script: Script) -> pytest.RunResult:
+    pytester.makepyfile(pairs="import parity")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parity.plugin.ray_engine.Cluster", lambda address, backend: script)
+        return pytester.runpytest_inprocess("-p", "parity.plugin", "-p", "no:hypothesispytest", "--parity-engine=ray")
+
+
+def recorded(pytester: pytest.Pytester) -> dict[str, str]:
+    """The reason of each result, empty for one that passed, by case."""
+    found = record.read(pytester.path / "reports/parity.jsonl").results
+    return {each.case: each.reason for each in found}
+
+
+def test_a_lost_task_is_repeated_without_what_it_had_reported(pytester: pytest.Pytester) -> None:
+    script = Script(plan(a=1, b=1), [ended("a"), None], [ended("b"), END])
+    assert run(pytester, script).ret == 0
+    assert recorded(pytester) == {"a": "", "b": ""}
+    assert [ids for ids, _ in script.started] == [None, [node_id("a"), node_id("b")], [node_id("b")]]
+
+
+def test_an_item_that_loses_three_tasks_is_an_error_and_the_others_are_compared(pytester: pytest.Pytester) -> None:
+    lost = [{"begun": node_id("a")}, None]
+    script = Script(plan(a=1, b=1), *(list(lost) for _ in range(3)), [ended("b"), END])
+    assert run(pytester, script).ret == 1
+    lost_three_times = "its process was lost 3 times, the last time since: the node 10.0.0.5 is dead"
+    assert recorded(pytester) == {"a": lost_three_times, "b": ""}
+
+
+def test_an_item_takes_a_core_for_each_of_its_processes(pytester: pytest.Pytester) -> None:
+    script = Script(plan(a=1, over_ranks=2), [ended("over_ranks"), END], [ended("a"), END])
+    assert run(pytester, script).ret == 0
+    assert script.started[1:] == [([node_id("over_ranks")], 2), ([node_id("a")], 1)]
+
+
+def test_an_item_that_takes_more_gpus_than_a_node_has_is_an_error(pytester: pytest.Pytester) -> None:
+    script = Script(plan(a=1, over_ranks=8), [ended("a"), END], gpus=4)
+    assert run(pytester, script).ret == 1
+    assert recorded(pytester) == {
+        "over_ranks": "it takes 8 GPUs, but no node of the Ray cluster has more than 4",
+        "a": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ([{"exit_code": 1, "told": "there is no /home/me"}], "node 10.0.0.5 compares nothing: there is no /home/me"),
+        ([ended("a", ELSEWHERE)], f"node 10.0.0.5 is another machine .* torch was {HERE.torch}, now it is 1.0"),
+    ],
+    ids=["no files", "other versions"],
+)
+def test_a_node_that_is_not_like_the_others_ends_the_run(
+    pytester: pytest.Pytester, said: list[dict[str, Any]], told: str
+) -> None:
+    ran = run(pytester, Script(plan(a=1), said))
+    assert ran.ret == pytest.ExitCode.USAGE_ERROR
+    assert re.search(told, " ".join(ran.errlines))
+
+
+# How a run is divided.
 
 
 def planned(*node_ids: str) -> list[Planned]:
