@@ -1,6 +1,8 @@
-"""Measure what the run itself costs for each item over a Ray cluster: recording, Ray's messages, and tasks.
+"""Measure what an item of a run over a Ray cluster costs the one process that records: recording, messages, tasks.
 
-Times are those of this process's processors, so that others on the machine matter little: ``python ... [ITEMS]``.
+    python benchmarks/ray_engine.py [ITEMS]
+
+Times are processor time of that process, so that others on the machine matter little. Needs Ray.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ def rays(messages: int, tasks: int, size: int) -> None:
 
     begun, wall = time.process_time(), time.monotonic()
     _, count = heard([task.remote(messages // 2, size) for _ in range(2)])
-    print(f"{1e3 * (time.process_time() - begun) / count:.2f} ms a message ({time.monotonic() - wall:.1f} s for {count})")
+    spent = time.process_time() - begun
+    print(f"{1e3 * spent / count:.2f} ms a message ({time.monotonic() - wall:.1f} s for {count})")
     begun, wall = time.process_time(), time.monotonic()
     heard([task.remote(1, size) for _ in range(tasks)])
     spent = time.process_time() - begun
@@ -142,7 +145,8 @@ def rays(messages: int, tasks: int, size: int) -> None:
     heard(queue[:2], 10)
     begun = time.process_time()
     waits, count = heard(queue, 100)
-    print(f"{1e3 * (time.process_time() - begun) / waits:.2f} ms to wait for one of {len(queue)} tasks ({count} messages)")
+    spent = time.process_time() - begun
+    print(f"{1e3 * spent / waits:.2f} ms to wait for one of {len(queue)} tasks ({count} messages)")
     ray.shutdown()
 
 
