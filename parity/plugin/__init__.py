@@ -19,7 +19,7 @@ from parity.machine import host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
-from parity.plugin import ending, options, resume, uncollected
+from parity.plugin import ending, options, resume, threads, uncollected
 from parity.plugin.collecting import collected_in_time, too_late
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
@@ -415,7 +415,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Release what a finished worker keeps on the GPU, since it lives on until all are finished."""
+    """Release what a finished worker keeps on the GPU, since it lives on until all are finished.
+
+    Threads that a pair has left may keep a process for ever that has no controller, which would end it.
+    """
+    if not hasattr(session.config, "workerinput"):
+        session.config.add_cleanup(lambda: threads.end_without(session.config, int(session.exitstatus)))
     kernels = session.config.stash.get(_KERNELS, None)
     if kernels is not None and kernels.backend == "gpu":
         from parity.passes import memory

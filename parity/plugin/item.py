@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity.plugin import ending
+from parity.plugin import ending, threads
 from parity.plugin.attempt import attempt
 from parity.plugin.ending import Entry, time_limit
 from parity.plugin.options import Options, Workplace, of
@@ -131,13 +131,11 @@ class ParityItem(pytest.Item):
             return self.without_comparison(f"not compared, since {broken}; {ending.USE_WORKERS}")
         self._write_diary()
         try:
-            result = attempt(
-                lambda: self._compare(seed, calibration),
-                self._time_limit,
-                lambda: memory.estimate(self.case, self.checked, self.kernels.te),
-                self.workplace,
-                self.ranks.count if self.ranks else 1,
-            )
+            with threads.noted(self.config, self.nodeid):
+                ranks = self.ranks.count if self.ranks else 1
+                result = attempt(
+                    lambda: self._compare(seed, calibration), self._time_limit, self._need, self.workplace, ranks
+                )
         except KeyboardInterrupt as error:
             if not ending.is_time_up(self.config):
                 raise
@@ -147,6 +145,17 @@ class ParityItem(pytest.Item):
         if result.device_error == "broken":
             stash[ending.BROKEN_BY] = self.nodeid
         return as_printable(dataclasses.replace(result, path=self._path_to_show()))
+
+    def _need(self) -> int | None:
+        """Estimate the memory that a comparison needs; return None if it cannot be known, whatever is raised."""
+        from parity.passes import memory
+
+        try:
+            return memory.estimate(self.case, self.checked, self.kernels.te)
+        except KeyboardInterrupt:
+            if ending.is_asked_to_end(self.config):
+                raise
+            return None
 
     def _compare(self, seed: int, calibration: Table) -> Result:
         """Return the comparison's result; whatever raises, there is one.

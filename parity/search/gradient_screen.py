@@ -105,7 +105,7 @@ class GradientScreen:
 
 def _mean(values: Mapping[tuple[Kind, str], float]) -> float:
     """Return the root mean square."""
-    return math.sqrt(sum(value**2 for value in values.values()) / max(len(values), 1))
+    return math.hypot(*values.values()) / math.sqrt(max(len(values), 1))  # squares of infinite margins overflow
 
 
 # Find the constant of a mistake that is about one: the eps or factor that leaves the smallest error.

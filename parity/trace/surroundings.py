@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import random
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
@@ -192,6 +193,8 @@ def _numbers() -> Iterator[_Entry]:
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
     )
+    yield _flag("filling of uninitialized memory", torch.utils.deterministic, "fill_uninitialized_memory")
+    yield _Entry("the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
     yield _flag("torch.backends.mkldnn.enabled", torch.backends.mkldnn, "enabled")
     for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
         if name != "allow_tf32" or not has_fp32_settings():
@@ -223,11 +226,45 @@ def _surroundings() -> Iterator[_Entry]:
     yield _list("sys.path", lambda: sys.path)
     yield _list("the filters of warnings", lambda: warnings.filters)  # type: ignore[arg-type, return-value]
     yield _Entry("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
+    yield _Entry("what NumPy does with overflow and the like", _numpy_errors, _set_numpy_errors)
+    yield _Entry("the mask of new files", _umask, os.umask, shown=False)
+    for name in ("SIGINT", "SIGTERM"):  # without which a run cannot be ended early
+        number = getattr(signal, name)
+        yield _Entry(f"the handler of {name}", partial(signal.getsignal, number), partial(signal.signal, number), False)
+    yield _Entry("an alarm that rings later", _has_alarm, _set_alarm, shown=False)
     yield _Entry(
         "whether Python collects garbage", gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
     )
     for stream in ("stdin", "stdout", "stderr"):
         yield _Entry(f"sys.{stream}", partial(getattr, sys, stream), partial(setattr, sys, stream), shown=False)
+
+
+def _numpy_errors() -> dict[str, str] | None:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.geterr()
+
+
+def _set_numpy_errors(errors: dict[str, str] | None) -> None:
+    if errors is not None:
+        sys.modules["numpy"].seterr(**errors)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # it can only be read by being set
+    os.umask(mask)
+    return mask
+
+
+def _has_alarm() -> bool:
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def _set_alarm(is_set: bool) -> None:
+    """Take an alarm back that a pair has set; one that it has taken back cannot be set again, since it is not known
+    when it was to ring.
+    """
+    if not is_set:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _default_device() -> torch.device | None:

@@ -262,3 +262,38 @@ def test_a_file_that_exits_when_it_is_collected_is_an_error(tmp_path: Path, work
     assert code == 1
     assert "os._exit(0), which would have ended the run" in printed
     assert [(result.case, result.status) for result in results] == [("sound", "passed")]
+
+
+LEAVES_A_THREAD = """
+import threading, time
+from torch import nn
+import parity
+
+
+class Leaving(nn.Linear):
+    def forward(self, x):
+        threading.Thread(target=time.sleep, args=(1000,), name="sleeper").start()
+        return super().forward(x)
+
+
+@parity.pair("leaving", precisions=["fp32"])
+def leaving(te):
+    weights = {"weight": "weight", "bias": "bias"}
+    return parity.Pair(Leaving(16, 16), te.Linear(16, 16), inputs=lambda rng: rng.normal(8, 16), weights=weights)
+"""
+
+
+def test_a_thread_that_a_case_leaves_does_not_keep_the_run_from_ending(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    write(pytester, LEAVES_A_THREAD)
+    ended = pytester.runpython_c(
+        "import sys, pytest\n"
+        "from parity.plugin import threads\n"
+        "threads._SECONDS = 0.1\n"
+        "sys.exit(pytest.main(['-q', '-p', 'parity.plugin', 'my_pairs.py']))"
+    )
+    assert ended.ret == 0
+    ended.stderr.fnmatch_lines(["parity: my_pairs.py::leaving* left sleeper running, which has not ended; *"])
+    assert recorded(pytester).results[0].status == "passed"

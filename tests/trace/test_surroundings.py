@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import parity
 from parity.result import to_json
-from parity.trace.surroundings import undisturbed
+from parity.trace.surroundings import _umask, undisturbed
 
 
 def set_to(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -79,6 +80,18 @@ MISCHIEFS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "the current folder": (lambda: os.chdir("/"), os.getcwd),
     "sys.path": (lambda: sys.path.append("/of/a/pair"), lambda: list(sys.path)),
     "sys.stdout": (set_to(sys, "stdout", None), lambda: sys.stdout),
+    "what NumPy does with overflow and the like": (lambda: np.seterr(all="raise"), np.geterr),
+    "the mask of new files": (lambda: os.umask(0o777), _umask),
+    "the handler of SIGINT": (
+        lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        lambda: signal.getsignal(signal.SIGINT),
+    ),
+    "the handler of SIGTERM": (
+        lambda: signal.signal(signal.SIGTERM, lambda number, frame: None),
+        lambda: signal.getsignal(signal.SIGTERM),
+    ),
+    "an alarm that rings later": (lambda: signal.alarm(1000), lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0),
+    "the detection of anomalies": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
     "the recursion limit": (lambda: sys.setrecursionlimit(5000), sys.getrecursionlimit),
 }
 
