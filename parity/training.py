@@ -52,11 +52,12 @@ from parity.search.steps import (
     micro_batches_explained,
     optimizer_explained,
     scale_of,
+    stale_transposes,
 )
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import Precision, why_unavailable
-from parity.te.state import fresh_caches, fresh_quantization
+from parity.te.state import fresh_caches, fresh_quantization, is_quantized
 from parity.trace.surroundings import undisturbed
 from parity.user_error import UserError, said
 
@@ -178,7 +179,8 @@ def _trained(
     replay = _replay(prepared, training)
     for number in range(1, steps + 1):
         weights = trainee.weights
-        step = first if number == 1 else step_case(case, number, weights, seed)
+        held = trainee.quantized  # which scales that have settled may have changed before the first step
+        step = step_case(case, number, weights, seed, held) if held or number > 1 else first
         prepared = prepare(step, checked, precision.dtype, seed, kernels)
         if precision.warmup_passes:
             prepared.past.is_followed, prepared.past.before = True, run.amaxes
@@ -222,6 +224,8 @@ def _trained(
                 partial(without_cause, differing),
             )
             findings = judged.findings
+        elif stepped.stale:
+            findings = (stale_transposes(number, stepped.stale),)
         elif judged.status != "passed":
             judged = unless_raised(
                 partial(_explained, run, number, judged, stepped, *known),
@@ -380,7 +384,9 @@ def _explained(
             ),
         ]
     at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
-    alone = judge_at(step_case(asked.case, number, None if number == 1 else prepared_weights(prepared), seed), *at)
+    held = {name: x for name, x in prepared.candidate_weights.items() if is_quantized(x)}
+    weights = prepared_weights(prepared) if held or number > 1 else None
+    alone = judge_at(step_case(asked.case, number, weights, seed, held), *at)
     if alone.result.status != "passed":
         told = explain_at(alone, diagnosis)
         return dataclasses.replace(judged, findings=told.findings, notes=(*judged.notes, *told.notes))

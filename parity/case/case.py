@@ -168,6 +168,7 @@ class Case:
             ``ranks=`` as well.
         at: what it is called with: this process's place among the ranks.
         is_step: whether what both return is the loss of a training step, so that gradients begin with 1.
+        held: the candidate's quantized parameters before that step, by name, if it has any.
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
     """
@@ -187,6 +188,7 @@ class Case:
     ranks: tuple[Degrees, ...] = ()
     at: Ranks = WHOLE
     is_step: bool = False
+    held: Mapping[str, Tensor] = field(default_factory=dict)
     part_of: Case | None = None
     outputs: tuple[str, ...] = ()
 

@@ -124,6 +124,7 @@ class PastAmaxes:
             without one is scaled by its own, as in a step that settled its scales.
         seen: this step's.
         names: of weights, by the address of their memory.
+        held: addresses of weights that the step finds quantized, and whose values a GEMM reads as they are.
         multiplied: the largest magnitude in this step of what each weight is multiplied by, by its name and by whether
             that is a gradient.
     """
@@ -131,6 +132,7 @@ class PastAmaxes:
     def __init__(self) -> None:
         self.is_followed = False
         self.names: dict[int, str] = {}
+        self.held: set[int] = set()
         self.multiplied: dict[tuple[str, bool], Tensor] = {}
         self.before: dict[int, Tensor] = {}
         self.seen: dict[int, Tensor] = {}
@@ -235,8 +237,11 @@ class LinearOperands:
         to_format = self._storing.rounding.operand_format(part)
         self._place += 1
         place = self._place
+        is_held = self._past is not None and address(whole) in self._past.held and is_alike_both_ways(to_format)
 
         def read(matrix: Tensor, dim: int) -> Tensor:
+            if is_held:
+                return matrix
             stored = matrix if self._storing.is_stored(whole) else self._storing.store(matrix, part)
             if is_rotated:
                 stored = hadamard(stored, dim)

@@ -233,6 +233,7 @@ def under_model(
     together = _scaled_together(prepared.weights, parameters)
     # Experts' weights in one tensor have an amax each.
     prepared.past.names = {address(one): name for name, one in parameters.items() if one.dim() == 2}
+    prepared.past.held = {address(parameters[name]) for name in prepared.quantized}
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
     return rounded(rounding, parameters.values(), freedom, together, plain, kinks, read, choices, stored, prepared.past)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from parity.case.weight_map import linear_part, names
 from parity.passes.draws import draws_of
 from parity.passes.refusals import check_inputs_fit, check_weights_fit
 from parity.te import Kernels
-from parity.te.state import dequantized_tensor, is_quantized, moved
+from parity.te.state import dequantized_tensor, is_quantized, moved, over_quantization
 from parity.user_error import UserError
 
 # The weights that a candidate already holds: which of them are what the map says, and which are not.
@@ -70,7 +69,7 @@ def held_weights(pair: Pair) -> Held:
     def fits(name: str) -> bool:
         held = parameters[name]
         if is_quantized(held):
-            return _is_quantized_from(held, expected[name])
+            return over_quantization(held, expected[name]) <= _QUANTIZATIONS
         dtype = max(precise, held_in[held.dtype], key=lambda dtype: torch.finfo(dtype).eps)
         return _is_rounded(held, expected[name], unshifted[name], dtype)
 
@@ -100,15 +99,6 @@ def _is_rounded(held: Tensor, expected: Tensor, unshifted: Tensor, dtype: torch.
     before_shift = unshifted.abs() * (unshifted != expected)
     size = (expected.abs() + before_shift).clamp_min(info.tiny)
     return bool(((held.double() - expected).abs() <= _ROUNDED_TWICE * info.eps / 2 * size).all())
-
-
-def _is_quantized_from(held: Tensor, expected: Tensor) -> bool:
-    """Return whether a quantized parameter is off by no more than its format costs."""
-    filled = copy.deepcopy(held)
-    with torch.no_grad():
-        filled.copy_(expected.to(filled.dtype))
-    off, costs = ((dequantized_tensor(x).double() - expected).norm() for x in (held, filled))
-    return bool(off <= _QUANTIZATIONS * costs)
 
 
 # Trees of tensors and modules in another dtype or on another device, and how much memory they take.
@@ -205,10 +195,11 @@ def share_rounded_weights(
     Args:
         pair: its reference is in FP64.
         dtype: the dtype to which they are rounded.
-        held: parameters of the candidate that take the place of what the map makes of the reference's.
+        held: parameters of the candidate that take the place of what the map makes of the reference's; the values of
+            quantized ones are not rounded.
 
     Returns:
-        The candidate's parameters by name, in the dtype; the candidate itself is left as it is.
+        The candidate's parameters by name, in the dtype or quantized; the candidate itself is left as it is.
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     candidate_shapes = transfer.parameter_shapes(pair.candidate)
@@ -218,13 +209,17 @@ def share_rounded_weights(
         entry = {left: right}
         mapped = transfer.to_candidate(entry, reference, candidate_shapes)
         check_weights_fit(mapped, dtype)
-        rounded = {name: held.get(name, tensor).to(dtype) for name, tensor in mapped.items()}
+        rounded = {name: _rounded(held.get(name, tensor), dtype) for name, tensor in mapped.items()}
         candidate |= rounded
-        doubled = {name: tensor.double() for name, tensor in rounded.items()}
+        doubled = {name: dequantized_tensor(tensor, torch.float32).double() for name, tensor in rounded.items()}
         with torch.no_grad():
             for name, tensor in transfer.to_reference(entry, doubled, reference_shapes).items():
                 reference[name].copy_(tensor)
     return candidate
+
+
+def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight if is_quantized(weight) else weight.to(dtype)
 
 
 def rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:

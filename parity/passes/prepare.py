@@ -22,6 +22,7 @@ from parity.case.case import Case, Pair, Rng
 from parity.case.map_check import untied
 from parity.case.validate import CheckedSize, parameters_outside_te
 from parity.case.weight_map import WeightMap
+from parity.case.weight_map import names as names_in
 from parity.machine import devices, host
 from parity.numerics.golden import golden_device, in_fp64
 from parity.numerics.operands import PastAmaxes
@@ -43,6 +44,7 @@ from parity.passes.one_pass import Pass, outputs_of, positional_names, run
 from parity.passes.refusals import check_golden, check_reproducible, check_state_stays, check_weights_stay
 from parity.result import Kind
 from parity.te import Kernels
+from parity.te.state import is_quantized
 from parity.trace.calls import tracing
 from parity.trace.effects import RandomState, attributes_of, changed_attributes, other_numbers
 from parity.trace.private_functions import clips_recorded
@@ -132,6 +134,13 @@ class Prepared:
     past: PastAmaxes = field(default_factory=PastAmaxes)
 
     @property
+    def quantized(self) -> Iterator[str]:
+        """Yield the names of the reference's parameters that the candidate holds quantized, with just these values."""
+        for left, right in self.weights.items():
+            if all(is_quantized(self.candidate_weights[name]) for name in names_in(right)):
+                yield from names_in(left)
+
+    @property
     def bytes(self) -> int:
         """The memory that this takes, and what is kept with it."""
         own = [list(self.reference.parameters()), *vars(self).values(), vars(self.golden)]
@@ -209,7 +218,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         held = held_weights(pair)
     elif case.vary_constants:
         vary_constants(pair.reference, Rng(seed, "weights"))
-    candidate_weights = share_rounded_weights(pair, dtype, held.alike)
+    candidate_weights = share_rounded_weights(pair, dtype, {**held.alike, **case.held})
     drawn = draws_of((case.whole, checked), seed, kernels)
     with drawn.repeated():
         inputs = rounded_inputs(pair, checked, dtype, seed, kernels.device)

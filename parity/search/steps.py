@@ -108,6 +108,24 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
     )
 
 
+def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
+    """Return the finding of a step that computes with FP8 parameters whose transposed copies are stale.
+
+    Args:
+        number: of the step.
+        stale: the names of these parameters.
+    """
+    is_one = len(stale) == 1
+    return finding(
+        "weight-cache-stale",
+        f"step {number} computes gradients of inputs from {'a copy' if is_one else 'copies'} of {listed(list(stale))} "
+        f"that {'is' if is_one else 'are'} not the transpose of the FP8 weight{'' if is_one else 's'}: TE's optimizers "
+        "write FP8 parameters under delayed scaling (te.quantized_model_init) without their transposes, which GPUs "
+        "before Blackwell read (TE 2.14 to 2.20.2). Call parameter._reset_caches() after each optimizer.step(), or "
+        "step FP32 copies of your own and copy_ them to the parameters",
+    )
+
+
 def _numbers(places: Sequence[int]) -> str:
     """Return the numbers of micro-batches, counted from 1."""
     more = f" and {len(places) - 4} more" if len(places) > 4 else ""

@@ -7,13 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
-
-from parity.te.state import dequantized_tensor
 
 Role = Literal["input", "weight", "output", "output gradient", "input gradient"]
 
@@ -98,7 +96,7 @@ class Kept:
         slot: the tensor.
         history: a copy.
         scale: a copy.
-        weight: if the tensor is a weight, the largest magnitude of what the module held; None if it was not asked for.
+        weight: the largest magnitude of what a weight is quantized from; None if that is not known, or it is none.
     """
 
     slot: Slot
@@ -107,14 +105,21 @@ class Kept:
     weight: float | None
 
 
-def kept(module: nn.Module, with_weights: bool = True) -> dict[tuple[str, tuple[str, int]], Kept]:
-    """Return what delayed scaling keeps now, by module and place, with the magnitudes of weights or without."""
-    parameters = dict(module.named_parameters())
+def kept(
+    module: nn.Module, quantized_from: Callable[[str], Tensor | None] | None = None
+) -> dict[tuple[str, tuple[str, int]], Kept]:
+    """Return what delayed scaling keeps now, by module and place.
+
+    Args:
+        quantized_from: returns of what numbers a weight is quantized, by its name, None where that is not known; left
+            out if magnitudes of weights are not asked for.
+    """
 
     def largest(slot: Slot) -> float | None:
-        names = slot.weights if with_weights and slot.role == "weight" else ()
-        held = [dequantized_tensor(parameters[name].detach()) for name in names]
-        return max(float(x.abs().max()) for x in held) if held else None
+        names = slot.weights if quantized_from and slot.role == "weight" else ()
+        found = [quantized_from(name) for name in names] if quantized_from else []
+        known = [float(x.detach().abs().max()) for x in found if x is not None]
+        return max(known) if known and len(known) == len(names) else None
 
     return {
         (one.module, one.place): Kept(one, one.history.detach().cpu().clone(), float(one.scale), largest(one))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import sys
@@ -441,6 +442,36 @@ def check(candidate: nn.Module, precision: Precision) -> None:
 def is_quantized(parameter: Tensor) -> bool:
     """Return whether a parameter is a quantized tensor of TE's."""
     return type(parameter).__module__.startswith("transformer_engine.")
+
+
+def over_quantization(held: Tensor, values: Tensor) -> float:
+    """Return how far a quantized parameter is from the values that it should stand for, over what its format costs."""
+    filled = copy.deepcopy(held)
+    with torch.no_grad():
+        filled.copy_(values.to(torch.float32))
+    off, costs = (
+        float((dequantized_tensor(x.detach(), torch.float32).double() - values).norm()) for x in (held, filled)
+    )
+    return off / costs if costs else math.inf if off else 1.0
+
+
+def stale_transposes(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of FP8 parameters whose transposed copy is not their transpose, though TE takes it for valid.
+
+    GPUs before Blackwell compute gradients of inputs from this copy. ``Float8Tensor`` keeps it until something tells
+    it that its numbers have changed (``_transpose_invalid`` in ``pytorch/tensor/storage/float8_tensor_storage.py`` of
+    TE 2.20.2).
+    """
+    found = []
+    for name, parameter in module.named_parameters():
+        held: Any = parameter
+        numbers, transposed = getattr(held, "_data", None), getattr(held, "_transpose", None)
+        if not isinstance(numbers, Tensor) or not isinstance(transposed, Tensor) or held._transpose_invalid:
+            continue
+        wide = numbers.reshape(-1, numbers.shape[-1])
+        if not torch.equal(wide.t().view(torch.uint8), transposed.reshape(wide.shape[::-1]).view(torch.uint8)):
+            found.append(name)
+    return tuple(found)
 
 
 def _some(names: list[str]) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from parity import Training
 from parity.case import registry
 from parity.case.case import Rng
 from parity.case.training import Model
+from parity.cpu import cuda
+from parity.lab.studies.trainings.quantized import RECIPES, with_caches
 from parity.lab.studies.trainings.rows import (
+    OF_QUANTIZED,
     RIGHT,
     WRONG,
     Declared,
-    adam,
     case_of,
     plain,
     step,
@@ -31,6 +33,7 @@ from parity.result import Result, from_json, to_json
 from parity.search.steps import Guess, gradients_explained
 
 KEPT = ("resume", "resume-dcp", "resume-safetensors", "rollback")
+BLACKWELLS = ("mxfp8", "nvfp4")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
 
 
@@ -50,9 +53,9 @@ def test_a_right_training_passes_at_every_step(precision):
     assert from_json(to_json(results[0])) == results[0]
 
 
-@pytest.mark.parametrize("training", RIGHT.values(), ids=RIGHT)
-def test_a_training_in_another_way_is_right_as_well(training):
-    result = trained(training)
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in OF_QUANTIZED])
+def test_a_training_in_another_way_is_right_as_well(name):
+    result = trained(RIGHT[name])
     assert (result.status, result.findings) == ("passed", ())
 
 
@@ -86,15 +89,43 @@ def test_a_port_may_step_fp32_copies_of_its_own(precision):
     assert (result.status, result.findings) == ("passed", ())
 
 
-@pytest.mark.parametrize("switch", ["", *KEPT])
-def test_fp8_weights_with_fp32_master_weights_are_trained(switch):
-    def quantized(te):
-        recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling()
-        with te.quantized_model_init(enabled=True, recipe=recipe):
-            return case_of("mlp", adam(master_weights=True)).factory(te)
-
-    (result,) = parity.compare(parity.Case("fp8", quantized, sizes=({},)), ["fp8_current"], steps=4, switch=switch)
+@pytest.mark.parametrize("gpu", ["hopper", "blackwell"])
+@pytest.mark.parametrize("precision", RECIPES)
+@pytest.mark.parametrize("name", OF_QUANTIZED)
+def test_weights_that_are_held_quantized_are_trained(name, precision, gpu):
+    if precision in BLACKWELLS and gpu == "hopper":
+        pytest.skip("needs a Blackwell")
+    with cuda.emulated(cuda.GPUS[gpu]):
+        result = trained(RIGHT[name], precision, steps=4, host=f"quantized in {precision}")
     assert (result.status, result.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize("switch", KEPT)
+@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current", "fp8_block"])
+def test_weights_that_are_held_quantized_are_saved_and_loaded(precision, switch):
+    host = f"quantized in {precision}"
+    result = trained(RIGHT["quantized weights"], precision, steps=4, host=host, switch=switch)
+    assert (result.status, result.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize(("gpu", "status"), [("ada", "failed"), ("hopper", "failed"), ("blackwell", "passed")])
+def test_transposes_of_fp8_weights_that_tes_optimizer_leaves_stale_matter_where_gemms_read_them(gpu, status):
+    with cuda.emulated(cuda.GPUS[gpu]):
+        result = trained(with_caches, "fp8_delayed", host="quantized in fp8_delayed")
+    assert result.status == status
+    assert [one.title for one in result.findings] == ["weight-cache-stale"] * (status == "failed")
+
+
+def test_quantized_weights_that_are_not_loaded_are_told():
+    def without_weights(module, optimizer, file):
+        states = torch.load(file, weights_only=False)
+        scales = {name: x for name, x in states["model"].items() if "_extra_state" in name}
+        module.load_state_dict(scales, strict=False)
+        optimizer.load_state_dict(states["optimizer"])
+
+    training = lambda te: dataclasses.replace(RIGHT["quantized weights"](te), load=without_weights)  # noqa: E731
+    result = trained(training, "fp8_current", host="quantized in fp8_current", switch="resume")
+    assert [one.title for one in result.findings] == ["state-not-saved"]
 
 
 @pytest.mark.parametrize("switch", [*KEPT, "recompute", "micro-batches"])
@@ -168,7 +199,9 @@ TOLD += [(row, "fp8_delayed") for row in WRONG[:15] if not row.precisions or "fp
 
 @pytest.mark.parametrize(("row", "precision"), TOLD, ids=[f"{row.name}, {precision}" for row, precision in TOLD])
 def test_what_goes_wrong_in_a_training_is_told(row, precision):
-    result = trained(row.training, precision, steps=4, host=row.host, switch=row.switch)
+    gpu = cuda.BLACKWELL if precision in BLACKWELLS else cuda.HOPPER
+    with cuda.emulated(gpu):
+        result = trained(row.training, precision, steps=4, host=row.host, switch=row.switch)
     assert result.status == "failed"
     assert result.reason.startswith("step ")
     assert result.findings[0].title in row.titles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, BinaryIO, cast
 
@@ -18,6 +19,7 @@ from parity.case.checkpoints import load
 from parity.case.training import ADAM, Model
 from parity.case.weight_map import stack
 from parity.lab.studies.trainings import graphs, own_optimizers
+from parity.lab.studies.trainings import quantized as quantized_weights
 from parity.lab.studies.trainings.compiled import Glued
 from parity.reference import LlamaLayer
 from parity.result import Switch
@@ -102,14 +104,24 @@ def glued(te: ModuleType, training: Declared = plain) -> Pair:
     )
 
 
+def quantized(precision: str, te: ModuleType, training: Declared = plain) -> Pair:
+    """Return the MLP, and TE's with weights that are held as the precision's recipe quantizes them."""
+    make = partial(te.LayerNormMLP, WIDTH, FFN, params_dtype=torch.bfloat16)
+    return quantized_weights.quantized(precision, mlp(te, training), te, make)
+
+
 HOSTS: dict[str, Callable[..., Pair]] = {"mlp": mlp, "llama": llama}
 COMPILED: dict[str, Callable[..., Pair]] = {"glued": glued}
 """What the switch ``compile`` trains: TE leaves its own modules to Python."""
+QUANTIZED: dict[str, Callable[..., Pair]] = {
+    f"quantized in {name}": partial(quantized, name) for name in quantized_weights.RECIPES
+}
+"""The MLPs with quantized weights, each for its own precision."""
 
 
 def case_of(host: str, training: Declared = plain) -> Case:
     """Return the case of a host that is trained like this."""
-    return Case(f"trained_{host}", lambda te: (HOSTS | COMPILED)[host](te, training), sizes=({},))
+    return Case(f"trained_{host}", lambda te: (HOSTS | COMPILED | QUANTIZED)[host](te, training), sizes=({},))
 
 
 # Training steps.
@@ -409,6 +421,11 @@ def doubled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss
 
 
+def unwritten(te: ModuleType) -> Training:
+    """Step FP32 copies, and write those of vectors alone to the parameters."""
+    return quantized_weights.copied(lambda copy: copy.dim() < 2)(te)
+
+
 def loading(load: Callable[[nn.Module, Optimizer, BinaryIO], None]) -> Declared:
     """Return a training that loads its checkpoints like this."""
     return lambda te: Training(load=load)
@@ -553,7 +570,7 @@ class Row:
         told: a text that the message has to have; empty for none.
         switch: how the candidate is trained.
         precisions: at which the mistake exists; empty for all.
-        host: of ``HOSTS`` or ``COMPILED``.
+        host: of ``HOSTS``, ``COMPILED`` or ``QUANTIZED``.
     """
 
     name: str
@@ -575,6 +592,7 @@ _OPTIMIZER, _LOST, _STALE = ("optimizer",), ("state-not-saved",), ("weight-cache
 _PARTS = ("micro-batches",)
 _STALE_INPUT, _FROZEN, _DIFFERS = ("graph-stale-input",), ("graph-frozen-value",), ("graph-differs",)
 _COMPILED = ("compiled-differs",)
+_TRANSPOSES = quantized_weights.with_caches, ("weight-cache-stale",), "transpose"
 _ITS_STATE = "the optimizer's state"
 
 WRONG = (
@@ -646,6 +664,12 @@ WRONG = (
     Row("a warm-up that trains", graphs.capturing(graphs.Trains), _DIFFERS, "warm up", "graph"),
     Row("a warm-up's amaxes", graphs.capturing(graphs.LeavesAmaxes), _DIFFERS, "the scale of", "graph", DELAYED),
     Row("a constant that is none", stepping(doubled), _COMPILED, "assume_constant_result", "compile", SCALED, "glued"),
+    Row("transposes that are kept", *_TRANSPOSES, "", DELAYED, "quantized in fp8_delayed"),
+    *(
+        Row(f"FP8 weights not written ({name})", unwritten, ("master-weights",), "_weight", "", (name,), host)
+        for name, host in zip(quantized_weights.RECIPES, QUANTIZED, strict=True)
+        if name != "nvfp4"  # what FP4 rounds hides four steps
+    ),
     Row("a layer's amax histories reset", stepping(histories_reset), ("amax-history-lost",), "", "", DELAYED, "llama"),
     Row("gradients of a layer not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), host="llama"),
     Row("a layer's batch before", stepping(OneBatchBehind), ("stale-batch",), host="llama"),
@@ -708,12 +732,17 @@ RIGHT: dict[str, Declared] = {
     "Lion": own_optimizers.lion(),
     "master weights in remainders": own_optimizers.remainders,
     "no decay of norms": only_matrices_of_both,
+    "quantized weights": quantized_weights.caches_reset,
+    "copies of quantized weights": quantized_weights.copied(),
     "a graph of its own": graphs.capturing(graphs.Passes),
     "a scale that a graph reads": graphs.scaling(scale=torch.tensor(8.0), is_in_place=True),
 }
 
 GRAPHED = ("a graph of its own", "a scale that a graph reads")
 """The right trainings that capture graphs by themselves."""
+
+OF_QUANTIZED = ("quantized weights", "copies of quantized weights")
+"""The right trainings of ``QUANTIZED``."""
 
 ONLY_AT = {  # TE's SGD holds no FP32 master weights, and remainders are those of BF16
     "SGD": ("fp32",),

@@ -15,7 +15,17 @@ from parity.judge.limits import packaged
 from parity.lab import record
 from parity.lab.campaign import Campaign, FourDigits
 from parity.lab.studies.settings import check_names
-from parity.lab.studies.trainings.rows import COMPILED, GRAPHED, HOSTS, ONLY_AT, RIGHT, WRONG, case_of
+from parity.lab.studies.trainings.rows import (
+    COMPILED,
+    GRAPHED,
+    HOSTS,
+    OF_QUANTIZED,
+    ONLY_AT,
+    QUANTIZED,
+    RIGHT,
+    WRONG,
+    case_of,
+)
 from parity.result import Switch
 from parity.te.precision import PRECISIONS, why_unavailable
 from parity.training import train_at
@@ -51,7 +61,7 @@ class Training:
 
     Attributes:
         name: of ``rows.WRONG`` or ``rows.RIGHT``.
-        host: of ``rows.HOSTS`` or ``rows.COMPILED``.
+        host: of ``rows.HOSTS``, ``rows.COMPILED`` or ``rows.QUANTIZED``.
         precision: of ``parity.te.precision.PRECISIONS``.
         seed: of weights and batches.
         steps: how many.
@@ -122,11 +132,18 @@ def trainings(settings: Settings) -> list[Training]:
             Training(right, host, name, seed, settings.steps, switch)
             for right in RIGHT
             for switch in {"plain": switches, **dict.fromkeys(GRAPHED, ("graph",))}.get(right, switches[:1])
-            for host in (COMPILED if switch == "compile" else HOSTS)
+            for host in _hosts(right, name, switch)
             for seed in range(settings.seeds)
             if name in ONLY_AT.get(right, (name,))
         ]
     return found
+
+
+def _hosts(right: str, precision: str, switch: Switch) -> list[str]:
+    """Return what a right training trains at a precision."""
+    if right in OF_QUANTIZED:
+        return [host for host in QUANTIZED if host.endswith(f" {precision}")]
+    return list(COMPILED if switch == "compile" else HOSTS)
 
 
 @functools.cache
