@@ -19,6 +19,7 @@ from parity.cpu import cuda, distributed
 # ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
 # ``tensor.cuda()``                      ``tensor.cpu()``                       stays where the kernels run
 # ``torch.is_autocast_enabled()``        the same of ``"cpu"``                  without a device it asks about the GPU
+# ``torch.empty(..., pin_memory=...)``   that argument left out                 memory is pinned for a GPU
 # =====================================  =====================================  =======================================
 #
 # Other source than TransformerEngine's says it in more ways, which ``normalize_devices`` reduces to these:
@@ -29,7 +30,7 @@ from parity.cpu import cuda, distributed
 # ``x.to(place)``, ``f(device=place)``,  the CPU if the value is a device of    a rank is a device's number, as in
 # ``torch.device(place, ...)``           CUDA, or a number                      ``model.to(rank)``
 # ``DDP(model, device_ids=[rank])``      ``DDP(model)``                         those are of GPUs
-# ``x.pin_memory()``, ``pin_memory=``    ``x``, left out                        memory is pinned for a GPU
+# ``x.pin_memory()``                     ``x``                                  memory is pinned for a GPU
 # ``x.record_stream(stream)``            nothing                                work is done when it is asked for
 # ``"torch.cuda.FloatTensor"``           ``"torch.FloatTensor"``
 # =====================================  =====================================  =======================================
@@ -86,6 +87,8 @@ class _CudaMeansCpu(ast.NodeTransformer):
                 node.args = [ast.copy_location(ast.Constant("cpu"), node)]
             case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
                 method.attr = "cpu"
+        if _is_torch(_root(node.func)):
+            node.keywords = [each for each in node.keywords if each.arg != "pin_memory"]
         return node
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
@@ -135,9 +138,8 @@ class _AnyDevice(ast.NodeTransformer):
                 return _ask_cuda("pinned", node, owner)
             case ast.Call(func=ast.Attribute(attr="record_stream", value=owner), args=[stream], keywords=[]):
                 return _ask_cuda("record_stream", node, owner, stream)
-        dropped = {"pin_memory"} if _is_torch(_root(node.func)) else set()
-        if _last(node.func) in ("DistributedDataParallel", "DDP"):
-            dropped |= {"device_ids", "output_device"}
+        is_ddp = _last(node.func) in ("DistributedDataParallel", "DDP")
+        dropped = {"device_ids", "output_device"} if is_ddp else set()
         node.keywords = [each for each in node.keywords if each.arg not in dropped]
         for each in node.keywords:
             if each.arg == "device":

@@ -146,6 +146,40 @@ def test_offloading_activations_changes_no_bit() -> None:
     assert torch.equal(*gradients)
 
 
+@FROM_2_20
+@pytest.mark.parametrize("recipe", [None, "Float8CurrentScaling"])
+@pytest.mark.parametrize("path", ["v1", "v2"])
+def test_activations_that_are_large_enough_to_be_offloaded_are_reloaded_to_the_bit(
+    path: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    te, size = te_on_cpu(), 512
+    for module in ("cpu_offload", "attention.dot_product_attention.backends"):
+        loaded = importlib.import_module(f"transformer_engine.pytorch.{module}")
+        monkeypatch.setattr(loaded, "NVTE_CPU_OFFLOAD_V1", path == "v1")
+    made = recipe and getattr(importlib.import_module("transformer_engine.common.recipe"), recipe)()
+    layers = [te.LayerNormMLP(size, size, params_dtype=torch.bfloat16) for _ in range(3)]
+    x, gradients = torch.randn(size, size, dtype=torch.bfloat16), []
+    copied: list[float] = []
+    for enabled in (False, True):
+        context, synchronize = te.get_cpu_offload_context(enabled=enabled, num_layers=2, model_layers=3)
+        leaf = x.clone().requires_grad_()
+        hidden = leaf
+        with te.autocast(enabled=recipe is not None, recipe=made):
+            for layer in layers:
+                with context:
+                    hidden = layer(hidden)
+                hidden = synchronize(hidden)
+        copied.append(getattr(context, "offload_synchronizer", None) and total_size(context))
+        hidden.float().sum().backward()
+        gradients.append(gradient(leaf))
+    assert torch.equal(*gradients)
+    assert path == "v1" or copied[1] > 1.0  # TE offloads no tensor of less than 256k elements
+
+
+def total_size(context: Any) -> float:
+    return float(context.offload_synchronizer.get_offloaded_total_size_mb())
+
+
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_modules_in_onnx_export_compute_the_same_up_to_tf32(name: str) -> None:
     te, x = te_on_cpu(), torch.randn(ROWS, WIDTH)
