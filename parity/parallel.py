@@ -29,18 +29,19 @@ from parity.passes.all_passes import Tensors
 from parity.passes.build import cast
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import AsItIs, Given, OnRank, pass_on_rank, source_of
-from parity.passes.one_pass import named_inputs, outputs_of, with_inputs
+from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
 from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, Split, places
 from parity.result import Finding, Result, as_printable, label_of_way
+from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import (
     Piece,
     Whole,
     explained_by_inputs,
+    explained_by_outputs,
     explained_by_positions,
     explained_over_ranks,
-    wrong_norm,
 )
 from parity.search.steps import listed
 from parity.te import Kernels
@@ -256,6 +257,8 @@ def _explained(
         found = explained_by_inputs(wholes, made, splits, named, partial(_reference_on, prepared))
     if not found:
         found = explained_by_positions(wholes, made, splits, prepared)
+    if not found:
+        found = explained_by_outputs(wholes, partial(_flowing_back_from, prepared))
     if not found and apart is None:  # else something is computed that no module in one process computes
         told = explain_at(judged, diagnosis)
         if told.findings and told.findings[0].title not in ("unexplained", "first-divergence"):
@@ -286,6 +289,25 @@ def _with_limits(wholes: Sequence[Whole], result: Result, prepared: Prepared) ->
         name = of_parameter.get(tensor.name, tensor.name) if tensor.kind == "weight gradient" else tensor.name
         limits[tensor.kind, name] = max(limits.get((tensor.kind, name), 0.0), tensor.tolerance_relative_l2)
     return [dataclasses.replace(one, limit=limits.get((one.kind, one.name), 0.0)) for one in wholes]
+
+
+def _flowing_back_from(prepared: Prepared, output: str) -> Mapping[tuple[str, str], Tensor]:
+    """Return the gradients that the reference has of one output alone, by kind and name of the candidate, in FP64."""
+    with in_fp64():
+        ran = run(
+            prepared.reference.double(),
+            prepared.call,
+            cast(prepared.inputs, torch.float64),
+            prepared.input_names,
+            lambda outputs: {
+                name: prepared.cotangents[name].double() * (name == output) for name, one in outputs.items()
+            },
+        )
+    shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
+    weights = transfer.gradients_to_candidate(prepared.weights, ran.weight_gradients, shapes)
+    return {("input gradient", name): x for name, x in ran.input_gradients.items()} | {
+        ("weight gradient", name): x for name, x in weights.items()
+    }
 
 
 def _reference_on(prepared: Prepared, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

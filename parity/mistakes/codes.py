@@ -146,6 +146,8 @@ CODES = {
     "nothing-exchanged": "PAR707",
     "gradient-norm": "PAR708",
     "wrong-over-ranks": "PAR709",
+    "ranks-weighted": "PAR710",
+    "parts-added-up": "PAR711",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

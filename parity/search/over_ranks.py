@@ -140,6 +140,40 @@ def _other_weights(whole: Whole) -> str:
     )
 
 
+def explained_by_outputs(
+    wholes: Sequence[Whole], gradients_of: Callable[[str], Mapping[tuple[str, str], Tensor]]
+) -> tuple[Finding, ...]:
+    """Return how often each of several outputs counts in the gradients, if that explains them.
+
+    Args:
+        wholes: the tensors.
+        gradients_of: returns what flows back from the output of this name alone, by kind and name, FP64.
+    """
+    names = [one.name for one in wholes if one.kind == "output"]
+    gradients = [one for one in wholes if one.kind in ("input gradient", "weight gradient")]
+    joined = [one.joined().double().flatten() for one in gradients]
+    if len(names) < 2 or not gradients or not bool(torch.cat(joined).isfinite().all()):
+        return ()
+    alone = [gradients_of(name) for name in names]
+    if any((one.kind, one.name) not in each for one in gradients for each in alone):
+        return ()
+    columns = [torch.stack([each[one.kind, one.name].flatten().cpu() for each in alone], 1) for one in gradients]
+    factors = torch.linalg.lstsq(torch.cat(columns), torch.cat(joined)[:, None]).solution
+    for one, computed, column in zip(gradients, joined, columns, strict=True):
+        left = float((computed - (column @ factors).flatten()).norm())
+        if not left <= max(one.may_be_left(), one.limit) * float(one.exact.norm()):
+            return ()
+    return tuple(
+        finding(
+            "gradient-scale",
+            f"gradients are right if what flows back from {name} counts {factor:.3g} times: a loss is scaled by a "
+            "number of ranks, or of a rank's own tokens, by which others are not",
+        )
+        for name, factor in zip(names, factors.flatten().tolist(), strict=True)
+        if abs(factor - 1) > _ROUNDED
+    )
+
+
 def explained_by_inputs(
     wholes: Sequence[Whole],
     made: Degrees,
@@ -301,6 +335,8 @@ def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iter
     for axis in (axis for axis in AXES if made.of(axis) > 1):
         yield from _reduced(whole, made, axis)
         yield from _in_another_order(whole, made, axis)
+        yield from _weighted(whole, made, axis)
+        yield from _added_to_other_parts(whole, made, axis)
         if whole.kind == "output":
             yield from _with_biases(whole, made, axis, weights)
 
@@ -353,6 +389,63 @@ def _distinct(pieces: Sequence[Piece]) -> list[Tensor]:
         if not any(torch.equal(piece.values, other) for other in found):
             found.append(piece.values)
     return found
+
+
+def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+    """Yield what is right if each rank of an axis has its own part of the whole, times a factor of its own."""
+    if whole.kind != "input gradient" or all(one.axis != axis for one in whole.pieces[0].split):
+        return
+    exact, factors = whole.exact.flatten().to("cpu", torch.float64), [0.0] * made.of(axis)
+    for at in range(made.of(axis)):
+        mine = [one for one in whole.pieces if made.place(one.rank)[axis] == at]
+        right = torch.cat([exact[one.places.flatten()] for one in mine])
+        square = float(right.square().sum())
+        factors[at] = (
+            float(torch.cat([one.values.flatten().double() for one in mine]) @ right) / square if square else 1.0
+        )
+    if not all(factors):
+        return
+    scaled = [replace(one, values=one.values.double() / factors[made.place(one.rank)[axis]]) for one in whole.pieces]
+    if max(factors) - min(factors) < _LEFT * max(map(abs, factors)):
+        yield from _multiplied(scaled, sum(factors) / len(factors), made.of(axis), axis)
+        return
+    told = ", ".join(f"{factor:.3g}" for factor in factors)
+    yield _Guess(
+        "ranks-weighted",
+        f"{{what}} is, on the ranks of {axis}, {told} times what is right: each divides its loss by a count of its "
+        "own, such as of its tokens; divide by the count of all ranks",
+        scaled,
+    )
+
+
+def _multiplied(pieces: Sequence[Piece], factor: float, count: int, axis: AxisName) -> Iterator[_Guess]:
+    for right, title, told in (
+        (count, "reduced-twice", f"{count} times what is right: a loss is multiplied by the number of ranks"),
+        (1 / count, "averaged-over-ranks", f"1/{count} of what is right: a loss is divided by the number of ranks"),
+    ):
+        if abs(factor / right - 1) < _ROUNDED:
+            yield _Guess(
+                title, f"{{what}} is, on each rank of {axis}, {told}, whose gradients are not averaged", pieces
+            )
+
+
+def _added_to_other_parts(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
+    """Yield what is right without what the ranks of an axis that divides the tensor have of other parts of it."""
+    if all(one.axis != axis for one in whole.pieces[0].split):
+        return
+    exact, others = whole.exact.flatten().to("cpu", torch.float64), []
+    for one in whole.pieces:
+        (peers,) = (peers for peers in made.peers(axis) if one.rank in peers)
+        parts = [each for each in whole.pieces if each.rank in peers and each.rank != one.rank]
+        if any(each.places.shape != one.places.shape for each in parts):
+            return
+        others.append(torch.stack([exact[each.places] for each in parts]).sum(0) if parts else torch.zeros(()))
+    yield _Guess(
+        "parts-added-up",
+        f"{{what}} is divided over {axis}, and each rank has the sum of all parts: leave it out of the reduction over "
+        f"{axis}, whose ranks have other parts of it",
+        [replace(one, values=one.values.double() - more) for one, more in zip(whole.pieces, others, strict=True)],
+    )
 
 
 def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
@@ -455,53 +548,3 @@ def _with_biases(whole: Whole, made: Degrees, axis: AxisName, weights: Mapping[s
                 for one in whole.pieces
             ],
         )
-
-
-# The norm to which gradients are clipped. It is held against the gradients that the ranks have, whatever their errors.
-
-
-# How exact a norm is: summed in FP32, or in the gradients' own 16 bits, as torch.nn.utils.get_total_norm does it.
-_NORM, _NARROW_NORM = 1e-4, 1e-2
-
-
-def wrong_norm(norms: Sequence[float | None], wholes: Sequence[Whole], made: Degrees) -> Finding | None:
-    """Return what is wrong with the norm of all gradients that ranks computed; None if nothing is, or none did.
-
-    Args:
-        norms: by rank.
-        wholes: the tensors.
-        made: how many ranks there are.
-    """
-    gradients = [one for one in wholes if one.kind == "weight gradient"]
-    right = math.sqrt(sum(_square(one.joined()) for one in gradients))
-    known = {rank: norm for rank, norm in enumerate(norms) if norm is not None}
-    wrong = [rank for rank, norm in known.items() if not _is_norm(norm, right)]
-    if not wrong:
-        return None
-    rank = wrong[0]
-    own = [0.0] * made.count
-    for piece in (piece for one in gradients for piece in one.pieces):
-        own[piece.rank] += _square(piece.values)
-    guesses = {f"rank {rank}'s gradients alone: add the squares up over ranks": own[rank]}
-    for axis in (axis for axis in AXES if made.of(axis) > 1):
-        (peers,) = (peers for peers in made.peers(axis) if rank in peers)
-        guesses[
-            f"what all ranks of {axis} have, and counts a weight as often as there are ranks that hold it: count each "
-            "once, as on the first of these ranks alone"
-        ] = sum(own[peer] for peer in peers)
-    found = (text for text, square in guesses.items() if _is_norm(known[rank], math.sqrt(square)))
-    told = next(found, "neither one rank's nor that of all gradients, each counted once")
-    return finding(
-        "gradient-norm",
-        f"on rank {rank} the norm of all gradients is {known[rank]:.5g}, and {right:.5g} is right: it is {told}",
-    )
-
-
-def _is_norm(norm: float, right: float) -> bool:
-    held = torch.tensor(norm)
-    is_narrow = any(bool(held.to(dtype).float() == held) for dtype in (torch.bfloat16, torch.float16))
-    return abs(norm - right) <= (_NARROW_NORM if is_narrow else _NORM) * right
-
-
-def _square(x: Tensor) -> float:
-    return float(x.double().square().sum())

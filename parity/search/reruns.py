@@ -54,9 +54,10 @@ def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) 
             raise _NothingToChange
 
     try:
-        return failure.rerun(to_candidate), changed
+        tensors = failure.rerun(to_candidate)
     except _NothingToChange:
         return None
+    return (tensors, changed) if changed else None  # what ranks have computed is not computed again
 
 
 def dropout_findings(failure: Failure) -> Iterator[Finding]:

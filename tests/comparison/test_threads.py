@@ -16,16 +16,42 @@ THREADS = Path(__file__).parents[2] / "examples" / "threads"
 
 SAID = [
     ("adam_in_bf16", "master-weights", "weights are held in bfloat16 alone"),
+    ("auxiliary_loss_of_own_tokens", "gradient-scale", "what flows back from output[1] counts 0.5 times"),
     ("cached_weight_scale", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
     ("cross_entropy_first_gradient", "gradient-scale", "every gradient is 0; nothing flows back there"),
+    ("expert_gradients_over_the_dense_group", "parts-added-up", "each rank has the sum of all parts"),
     ("fp8_state_lost_in_conversion", "state-not-saved", "TE keeps FP8 scales and histories in _extra_state"),
     ("graph_gradient_buffers", "stale-gradient", "the optimizer is given no gradients"),
     ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
     ("last_micro_batch_not_averaged", "state-between-steps", "what your training step does besides one pass"),
     ("log_probs_at_a_temperature", "temperature", "logits divided by a temperature of 0.6"),
     ("log_probs_in_16_bits", "log-softmax-precision", "each number of output is one of bfloat16"),
+    ("loss_times_context_ranks", "reduced-twice", "a loss is multiplied by the number of ranks"),
+    ("masked_loss_by_own_tokens", "ranks-weighted", "each divides its loss by a count of its own"),
+    (
+        "norm_gradient_of_a_shard",
+        "reduction-missing",
+        "the weight gradient layer_norm_weight is a part on each",
+    ),
+    (
+        "odd_lengths_over_context_ranks",
+        "wrong-over-ranks",
+        "right in one process, and over 2 ranks (cp2) output",
+    ),
+    ("packed_rows_rolled_at_real_ends", "unexplained", "no known mistake explains output"),
+    (
+        "query_norm_of_own_heads",
+        "reduction-missing",
+        "the weight gradient norm.weight is a part on each",
+    ),
     ("recompute_backward_scales", "scale-not-updated", "the output gradient of weight has a scale"),
     ("recompute_outside_autocast", "recipe-disabled", "as if part of the candidate ran outside of it"),
+    (
+        "router_gradient_of_own_experts",
+        "reduction-missing",
+        "the weight gradient router.weight is a part on each",
+    ),
+    ("sink_left_out_of_the_norm", "gradient-norm", "with attend.softmax_offset as the first rank has it"),
     ("weight_cache_not_refreshed", "weight-cache-stale", "is_first_microbatch=True"),
 ]
 PASSES_WITH_A_NOTE = {"recompute_outside_autocast"}
@@ -34,7 +60,8 @@ PASSES_WITH_A_NOTE = {"recompute_outside_autocast"}
 def compared(file: str, which: str) -> Result:
     case: Case = load_case(THREADS / f"{file}.py", f"{file}_{which}")
     switch = case.switches[0] if case.switches else ""
-    (result,) = parity.compare(case, case.precisions, steps=case.steps, switch=switch)
+    over = case.ranks[0] if case.ranks else None
+    (result,) = parity.compare(case, case.precisions, steps=case.steps, switch=switch, ranks=over)
     return result
 
 

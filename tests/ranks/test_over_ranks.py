@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from parity.lab.studies.ranks.rows import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.parallel import _with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees, over, part, places
-from parity.search.over_ranks import Piece, Whole, explained_over_ranks
+from parity.search.norm_over_ranks import wrong_norm
+from parity.search.over_ranks import Piece, Whole, explained_by_outputs, explained_over_ranks
 
 
 def named(entry):
@@ -162,6 +164,7 @@ OTHERS = {
         "shard-layout",
         "as one block",
     ),
+    "the sum of all parts": ((over("tp"),), lambda r: sum(EXACT.chunk(4)), "parts-added-up", "leave it out"),
     "query, key and value each by itself": (
         (over("tp"),),
         lambda r: part(EXACT, [over("tp", blocks=3)], Degrees(tp=4), {"tp": r}),
@@ -176,6 +179,65 @@ def test_pieces_on_four_ranks_that_are_right_otherwise_are_told(split, values, t
     made = Degrees(tp=4)
     (found,) = explained_over_ranks([Whole("output", "output", EXACT, pieces_of(EXACT, made, split, values))], made, {})
     assert (found.title, told in found.message) == (title, True)
+
+
+@pytest.mark.parametrize(
+    ("factors", "title", "told"),
+    [
+        ((1.5, 0.5, 0.5, 1.5), "ranks-weighted", "1.5, 0.5, 0.5, 1.5 times"),
+        ((4.0, 4.0, 4.0, 4.0), "reduced-twice", "multiplied by the number of ranks"),
+        ((0.25, 0.25, 0.25, 0.25), "averaged-over-ranks", "divided by the number of ranks"),
+        ((1.1, 1.1, 1.1, 1.1), "", ""),
+    ],
+)
+def test_factors_of_the_ranks_gradients_are_told(factors, title, told):
+    made, split = Degrees(cp=4), (over("cp"),)
+    pieces = pieces_of(EXACT, made, split, lambda r: factors[r] * EXACT.chunk(4)[r])
+    found = explained_over_ranks([Whole("input gradient", "x", EXACT, pieces)], made, {})
+    assert [one.title for one in found] == ([title] if title else [])
+    assert all(told in one.message for one in found)
+
+
+@pytest.mark.parametrize(
+    ("counted", "told"),
+    [
+        (lambda a, b, c: a + c, "without b"),
+        (lambda a, b, c: 4 * a + b + c, "counts a weight as often as there are ranks that hold it"),
+        (lambda a, b, c: a + float(PARTS[0][:3].square().sum()) + c, "b as the first rank has it alone"),
+        (lambda a, b, c: 10 * (a + b + c), "neither one rank's nor that of all gradients"),
+        (lambda a, b, c: a + b + c, None),
+    ],
+)
+def test_what_a_norm_of_all_gradients_counts_wrongly_is_named(counted, told):
+    made, b, c = Degrees(tp=4), PARTS[0], PARTS[1]
+    splits = {"a": (EXACT, ()), "b": (b, (over("tp"),)), "c": (c, (over("tp"),))}
+    wholes = [
+        Whole(
+            "weight gradient", name, x, pieces_of(x, made, split, lambda r, x=x, s=split: part(x, s, made, {"tp": r}))
+        )
+        for name, (x, split) in splits.items()
+    ]
+    squares = [float(x.square().sum()) for x in (EXACT, b, c)]
+    found = wrong_norm([math.sqrt(counted(*squares))] * 4, wholes, made)
+    assert (found is None) if told is None else (told in found.message)
+
+
+def test_how_often_each_of_several_outputs_counts_is_told():
+    made = Degrees(cp=2)
+    of_each = {"loss": EXACT, "balance": PARTS[0]}
+
+    def told(**counts):
+        computed = sum(counts[name] * x for name, x in of_each.items())
+        whole = Whole("weight gradient", "w", sum(of_each.values()), pieces_of(EXACT, made, (), lambda r: computed))
+        scalars = [Whole("output", name, torch.ones(()), []) for name in of_each]
+        found = explained_by_outputs([*scalars, whole], lambda name: {("weight gradient", "w"): of_each[name]})
+        return [one.message.split(":")[0] for one in found]
+
+    assert told(loss=1, balance=0.5) == ["gradients are right if what flows back from balance counts 0.5 times"]
+    of_each["balance"] = PARTS[1]  # of which the gradients that ranks have are then no multiple
+    whole = Whole("weight gradient", "w", EXACT, pieces_of(EXACT, made, (), lambda r: PARTS[2]))
+    scalars = [Whole("output", name, torch.ones(()), []) for name in of_each]
+    assert explained_by_outputs([*scalars, whole], lambda name: {("weight gradient", "w"): of_each[name]}) == ()
 
 
 def test_pytest_makes_an_item_of_each_number_of_ranks_of_the_page_s_example(tmp_path):

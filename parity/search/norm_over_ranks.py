@@ -1,0 +1,79 @@
+"""Find what is wrong with the norm to which ranks clip their gradients.
+
+It is held against the gradients that the ranks have, whatever their errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parity.mistakes.codes import finding
+from parity.ranks.layout import AXES, Degrees
+from parity.result import Finding
+from parity.search.over_ranks import Whole
+
+# How exact a norm is: summed in FP32, or in the gradients' own 16 bits, as torch.nn.utils.get_total_norm does it.
+_NORM, _NARROW_NORM = 1e-4, 1e-2
+
+
+def wrong_norm(norms: Sequence[float | None], wholes: Sequence[Whole], made: Degrees) -> Finding | None:
+    """Return what is wrong with the norm of all gradients that ranks computed; None if nothing is, or none did.
+
+    Args:
+        norms: by rank.
+        wholes: the tensors.
+        made: how many ranks there are.
+    """
+    gradients = [one for one in wholes if one.kind == "weight gradient"]
+    right = math.sqrt(sum(_square(one.joined()) for one in gradients))
+    known = {rank: norm for rank, norm in enumerate(norms) if norm is not None}
+    wrong = [rank for rank, norm in known.items() if not _is_norm(norm, right)]
+    if not wrong:
+        return None
+    rank = wrong[0]
+    own = [0.0] * made.count
+    for piece in (piece for one in gradients for piece in one.pieces):
+        own[piece.rank] += _square(piece.values)
+    guesses = {f"rank {rank}'s gradients alone: add the squares up over ranks": own[rank]}
+    for axis in (axis for axis in AXES if made.of(axis) > 1):
+        (peers,) = (peers for peers in made.peers(axis) if rank in peers)
+        guesses[
+            f"what all ranks of {axis} have, and counts a weight as often as there are ranks that hold it: count each "
+            "once, as on the first of these ranks alone"
+        ] = sum(own[peer] for peer in peers)
+    for one in gradients:
+        guesses |= _counted_otherwise(one, rank, right**2)
+    found = (text for text, square in guesses.items() if _is_norm(known[rank], math.sqrt(max(square, 0.0))))
+    told = next(found, "neither one rank's nor that of all gradients, each counted once")
+    return finding(
+        "gradient-norm",
+        f"on rank {rank} the norm of all gradients is {known[rank]:.5g}, and {right:.5g} is right: it is {told}",
+    )
+
+
+def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, float]:
+    """Return what the square of the norm is if one gradient is counted otherwise, by what is wrong with it."""
+    once, held = _square(one.joined()), [_square(piece.values) for piece in one.pieces]
+    own = next((_square(piece.values) for piece in one.pieces if piece.rank == rank), 0.0)
+    first = _square(one.pieces[0].values)
+    found = {f"without {one.name}": 0.0, f"with {one.name} as often as there are ranks that hold it": sum(held)}
+    if one.pieces[0].split:
+        found |= {
+            f"with {one.name} as the first rank has it alone, as if all had the same: it is divided": first,
+            f"with {one.name} as this rank has it alone, as if all had the same: it is divided": own,
+        }
+    return {f"that of all gradients, but {text}": right - once + square for text, square in found.items()}
+
+
+def _is_norm(norm: float, right: float) -> bool:
+    held = torch.tensor(norm)
+    is_narrow = any(bool(held.to(dtype).float() == held) for dtype in (torch.bfloat16, torch.float16))
+    return abs(norm - right) <= (_NARROW_NORM if is_narrow else _NORM) * right
+
+
+def _square(x: Tensor) -> float:
+    return float(x.double().square().sum())
