@@ -74,8 +74,8 @@ def compare(
     checked_steps(steps)
     checked_switches([switch] if switch else [], steps)
     made = degrees(ranks) if ranks is not None else None
-    if made is not None and steps:
-        raise UserError("a training is not compared over ranks yet; leave steps or ranks out")
+    if made is not None and switch:
+        raise UserError(f"a training over ranks is made in one way, without switches; leave {switch!r} or ranks out")
     if made is not None and not isinstance(pair, Case):
         raise UserError("a pair over ranks is built for each of them: declare its function with @parity.pair")
     case = case if made is None else dataclasses.replace(case, ranks=(made,))
@@ -83,14 +83,14 @@ def compare(
 
     def judged(checked: CheckedSize, precision: Precision, forced: AttentionBackend | None, seed: int) -> Result:
         at = case, checked, precision, seed, kernels, table
+        if steps:
+            from parity.training import train_at
+
+            return train_at(*at, steps, switch, forced, diagnosis, made)
         if made is not None:
             from parity.parallel import compare_over_ranks_at
 
             return compare_over_ranks_at(*at, made, forced, diagnosis)
-        if steps:
-            from parity.training import train_at
-
-            return train_at(*at, steps, switch, forced, diagnosis)
         return compare_at(*at, forced, determinism, diagnosis)
 
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,7 @@ from parity.user_error import UserError, said
 
 # Seconds that ranks may take for their passes.
 TIMEOUT = 300.0
+NO_RANKS = "ranks are compared on the CPU kernels alone: --parity-backend=cpu"
 
 
 def compare_over_ranks_at(
@@ -81,7 +82,7 @@ def compare_over_ranks_at(
     asked = Asked(whole, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_unavailable(precision, kernels)
     if unavailable is None and kernels.backend == "gpu":
-        unavailable = "ranks are compared on the CPU kernels alone: --parity-backend=cpu"
+        unavailable = NO_RANKS
     if unavailable is not None:
         return dataclasses.replace(asked.result("skipped", reason=unavailable), ranks=made.label)
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
@@ -103,35 +104,18 @@ def _compared(
 ) -> Result:
     precision, seed, kernels = asked.precision, asked.seed, asked.kernels
     prepared = prepare(asked.case, checked, precision.dtype, seed, kernels)
-    is_rank = distributed.is_available() and distributed.is_initialized()
-    given = Given(
-        AsItIs(case) if is_rank else source_of(case),
-        made,
-        checked,
-        precision.name,
-        seed,
-        kernels.backend,
-        asked.attention,
-        tree_map_only(Tensor, lambda x: x.detach().cpu(), prepared.inputs),
-        prepared.input_names,
-        {name: x.cpu() for name, x in prepared.candidate_weights.items()},
-        {name: x.cpu() for name, x in prepared.cotangents.items()},
-    )
     try:
-        ran = _on_these_ranks(given) if is_rank else launch(pass_on_rank, made.count, [given], timeout=timeout)
+        ran = on_all_ranks(pass_on_rank, given_of(case, asked, checked, prepared, made), made, timeout)
     except RanksFailed as error:
-        first = error.failures[0]
-        told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
-        others = f"; so did {len(error.failures) - 1} more" if len(error.failures) > 1 else ""
-        return asked.result("error", reason=told + others, traceback=first.where)
-    wholes = _put_together(ran, made, prepared)
-    tensors = _in_reference_layout(wholes, prepared)
+        return ended(asked, error, made)
+    wholes = put_together(ran, made, prepared)
+    tensors = in_reference_layout(wholes, prepared)
     unreached = tuple(sorted({ran[0].held[name].whole for name in ran[0].unreached}))
     attention = ", ".join(dict.fromkeys(one.attention for one in ran if one.attention))
     at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
     judged = judge_at(asked.case, *at, made=CandidateRun(tensors, unreached, attention=attention))
     result = dataclasses.replace(judged.result, size_label=asked.checked.label)
-    apart = _apart(wholes, made)
+    apart = replicas_apart(wholes)
     if apart is not None and result.status == "passed":
         return dataclasses.replace(result, status="failed", reason="ranks do not agree", findings=(apart,))
     norm = wrong_norm([one.norm for one in ran], wholes, made)
@@ -146,21 +130,63 @@ def _compared(
     )
 
 
-def _on_these_ranks(given: Given) -> list[OnRank]:
-    """Return what all ranks of the default process group computed, of which this process is one.
+def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared, made: Degrees) -> Given:
+    """Return what every rank is given.
 
     Raises:
-        UserError: if they are not as many as asked for.
+        UserError: if another process cannot find the case.
     """
+    return Given(
+        AsItIs(case) if _is_rank() else source_of(case),
+        made,
+        checked,
+        asked.precision.name,
+        asked.seed,
+        asked.kernels.backend,
+        asked.attention,
+        on_cpu(prepared.inputs),
+        prepared.input_names,
+        on_cpu(prepared.candidate_weights),
+        on_cpu(prepared.cotangents),
+    )
+
+
+def on_cpu(tensors: Any) -> Any:
+    """Return the same with all tensors on the CPU."""
+    return tree_map_only(Tensor, lambda x: x.detach().cpu(), tensors)
+
+
+def on_all_ranks(function: Callable[[Any], Any], given: Any, made: Degrees, timeout: float) -> list[Any]:
+    """Return what a function returns on each rank: of this process's own group, if it is one of these, else of new
+    ones.
+
+    Raises:
+        RanksFailed: if a rank raised, died or did not return in time.
+        UserError: if this process's group is not of as many ranks as asked for.
+    """
+    if not _is_rank():
+        return launch(function, made.count, [given], timeout=timeout)
     count = distributed.get_world_size()
-    if count != given.made.count:
-        raise UserError(f"{given.made.label} are {given.made.count} ranks, and this process group has {count}")
+    if count != made.count:
+        raise UserError(f"{made.label} are {made.count} ranks, and this process group has {count}")
     ran: list[Any] = [None] * count
-    distributed.all_gather_object(ran, pass_on_rank(given))
+    distributed.all_gather_object(ran, function(given))
     return ran
 
 
-def _put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[Whole]:
+def _is_rank() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def ended(asked: Asked, error: RanksFailed, made: Degrees) -> Result:
+    """Return the result of ranks that have not answered."""
+    first = error.failures[0]
+    told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
+    others = f"; so did {len(error.failures) - 1} more" if len(error.failures) > 1 else ""
+    return asked.result("error", reason=told + others, traceback=first.where)
+
+
+def put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[Whole]:
     """Return each whole tensor of the candidate, with the ranks' pieces of it."""
     golden = prepared.golden
     shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
@@ -183,10 +209,10 @@ def _put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> l
             held = one.held[name]
             if held.whole in linear:
                 add("weight gradient", held.whole, rank, x, held.split, linear[held.whole])
-    return [_with_parts_joined(one, made) if one.kind == "input gradient" else one for one in wholes.values()]
+    return [with_parts_joined(one, made) if one.kind == "input gradient" else one for one in wholes.values()]
 
 
-def _with_parts_joined(whole: Whole, made: Degrees) -> Whole:
+def with_parts_joined(whole: Whole, made: Degrees) -> Whole:
     """Return an input's gradient, with what data and context parallel ranks have of it joined.
 
     An input that is whole on each rank may be divided by the pair itself. Then each rank has the gradient of its part,
@@ -206,7 +232,8 @@ def _with_parts_joined(whole: Whole, made: Degrees) -> Whole:
     return dataclasses.replace(whole, pieces=list(pieces.values()))
 
 
-def _in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
+def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
+    """Return the ranks' outputs and gradients as a candidate in one process has them."""
     tensors: Tensors = {
         (kind, one.name): one.joined() for one in wholes for kind in ("output", "input gradient") if one.kind == kind
     }
@@ -218,7 +245,7 @@ def _in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors
     return tensors | {("weight gradient", name): x for name, x in moved.items()}
 
 
-def _apart(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
+def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
     """Return which tensors are not the same on ranks that hold the same part of them."""
     found = [(one, ranks) for one in wholes if (ranks := one.apart())]
     if not found:
@@ -250,7 +277,7 @@ def _explained(
         told = explain_at(alone, diagnosis)
         notes = (*result.notes, *told.notes, "the candidate is wrong in one process as well")
         return dataclasses.replace(result, findings=told.findings, notes=notes)
-    wholes = _with_limits(wholes, result, prepared)
+    wholes = with_limits(wholes, result, prepared)
     found = explained_over_ranks(wholes, made, prepared.candidate_weights)
     if not found:
         named = named_inputs(cast(prepared.inputs, torch.float64), prepared.input_names)
@@ -279,7 +306,7 @@ def _explained(
     return dataclasses.replace(result, findings=found)
 
 
-def _with_limits(wholes: Sequence[Whole], result: Result, prepared: Prepared) -> list[Whole]:
+def with_limits(wholes: Sequence[Whole], result: Result, prepared: Prepared) -> list[Whole]:
     """Return the tensors with the bounds on their errors; of one that the reference has in parts, the largest."""
     limits: dict[tuple[str, str], float] = {}
     of_parameter = {

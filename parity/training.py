@@ -30,8 +30,9 @@ from parity.comparison import broken_off, explain_at, judge_at, noting, unless_r
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
 from parity.judge.scaling import wrong_scaling
-from parity.judge.updates import Replay, deviations, holds
+from parity.judge.updates import Replay, deviations, holds, not_as
 from parity.mistakes.codes import finding
+from parity.parallel import NO_RANKS, ended
 from parity.passes.capture import NotCaptured
 from parity.passes.compiled import backends, compiled_anew
 from parity.passes.graphed import side_by_side
@@ -39,6 +40,8 @@ from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
+from parity.ranks.launch import RanksFailed
+from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
 from parity.search.compiled import compiled_otherwise
 from parity.search.replayed import Replayed, not_captured, replay_explained, replay_frozen
@@ -59,6 +62,7 @@ from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import Precision, why_unavailable
 from parity.te.state import fresh_caches, fresh_quantization, is_quantized
 from parity.trace.surroundings import undisturbed
+from parity.training_over_ranks import TraineeOverRanks
 from parity.user_error import UserError, said
 
 _NOT_COMPILED = (
@@ -109,6 +113,7 @@ def train_at(
     switch: Switch = "",
     attention: AttentionBackend | None = None,
     diagnosis: float | None = 0.0,
+    made: Degrees | None = None,
 ) -> Result:
     """Train the candidate for some steps, judge each, and say what is wrong with the first that is.
 
@@ -122,16 +127,21 @@ def train_at(
             each step's gradients of up to four parts of its batch; ``graph`` to replay CUDA graphs, each step of which
             must be that of the same training without graphs to the bit; ``compile`` to call it by ``torch.compile``.
         diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
+        made: how many ranks train it together; None for this process alone.
 
     Returns:
         One result, whose tensors are those with the largest margins of all steps.
     """
     began = time.perf_counter()
-    labelled = dataclasses.replace(checked, label=label_of_way(checked.label, steps, switch))
+    labelled = dataclasses.replace(
+        checked, label=label_of_way(checked.label, steps, switch, made.label if made else "")
+    )
     asked = Asked(case, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_unavailable(precision, kernels)
     if unavailable is not None:
         return asked.result("skipped", reason=unavailable)
+    if made is not None and kernels.backend == "gpu":
+        return asked.result("skipped", reason=NO_RANKS)
     with (
         usual_modes(),
         compiled_anew() if switch == "compile" else nullcontext() as graphs_compiled,
@@ -140,12 +150,12 @@ def train_at(
         ExitStack() as resuming,
     ):
         result = unless_raised(
-            lambda: _trained(asked, checked, steps, switch, diagnosis, resuming), partial(_broken_off, asked)
+            lambda: _trained(asked, checked, steps, switch, diagnosis, resuming, made), partial(_broken_off, asked)
         )
         if graphs_compiled is not None and result.passed and not graphs_compiled():
             result = asked.result("skipped", reason=_NOT_COMPILED)
     result = as_printable(noting(result, disturbed))
-    return dataclasses.replace(result, seconds=time.perf_counter() - began)
+    return dataclasses.replace(result, ranks=made.label if made else "", seconds=time.perf_counter() - began)
 
 
 def _broken_off(asked: Asked, error: BaseException) -> Result:
@@ -156,7 +166,13 @@ def _broken_off(asked: Asked, error: BaseException) -> Result:
 
 
 def _trained(
-    asked: Asked, checked: CheckedSize, steps: int, switch: Switch, diagnosis: float | None, resuming: ExitStack
+    asked: Asked,
+    checked: CheckedSize,
+    steps: int,
+    switch: Switch,
+    diagnosis: float | None,
+    resuming: ExitStack,
+    made: Degrees | None,
 ) -> Result:
     case, precision, seed, kernels = asked.case, asked.precision, asked.seed, asked.kernels
     run, at = _Run(), (checked, precision, seed, kernels, asked.calibration, asked.attention)
@@ -164,7 +180,13 @@ def _trained(
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
     make = partial(Trainee, case, checked, prepared, precision, seed, kernels, switch)
     ungraphed = None
-    if switch == "graph":
+    trainee: Trainee | TraineeOverRanks
+    if made is not None:
+        try:
+            trainee = TraineeOverRanks(asked, checked, prepared, steps, made)
+        except RanksFailed as error:
+            return ended(asked, error, made)
+    elif switch == "graph":
         try:
             trainee, ungraphed = side_by_side(make, steps, seed, resuming)
         except NotCaptured as error:
@@ -185,7 +207,9 @@ def _trained(
         if precision.warmup_passes:
             prepared.past.is_followed, prepared.past.before = True, run.amaxes
         lost = replayed = None
-        if ungraphed is not None:
+        if isinstance(trainee, TraineeOverRanks):
+            stepped = trainee.step(prepared)
+        elif ungraphed is not None:
             stepped, computed = ungraphed.made(trainee, number, prepared)
             replayed = Replayed(number, stepped, computed, ungraphed)
             if replayed.differing and not replayed.is_reproducible:
@@ -213,9 +237,16 @@ def _trained(
         _note(run, number, judged, prepared, stepped)
         known = prepared, asked, checked, trainee.is_plain, diagnosis
         findings: tuple[Finding, ...] = ()
-        scaled = wrong_scaling(stepped.scaling, _multiplied(prepared), trainee.is_plain)
+        multiplied = _multiplied(prepared)
+        if isinstance(trainee, TraineeOverRanks):
+            scale = trainee.gradients_scale
+            multiplied = {key: scale * amax if key[1] else amax for key, amax in multiplied.items()}
+        scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain)
+        between = trainee.between_ranks(judged, prepared) if isinstance(trainee, TraineeOverRanks) else None
         if lost is not None:
             findings = (lost,)
+        elif between is not None:
+            findings = (between,)
         elif replayed is not None and replayed.differing:
             explained = partial(_explained, run, number, judged, stepped, *known)
             differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
@@ -437,7 +468,12 @@ def _matrices(weights: Named) -> Named:
 
 
 def _of_optimizer(
-    run: _Run, replay: Replay, stepped: Stepped, trainee: Trainee, prepared: Prepared, precision: Precision
+    run: _Run,
+    replay: Replay,
+    stepped: Stepped,
+    trainee: Trainee | TraineeOverRanks,
+    prepared: Prepared,
+    precision: Precision,
 ) -> Finding | None:
     """Return why the optimizer's step is not the reference's; None if it is."""
     training = trainee.training
@@ -450,8 +486,13 @@ def _of_optimizer(
         )
     run.is_narrow = run.is_narrow and holds(precision.dtype, stepped.update)
     dtype = precision.dtype if run.is_narrow else torch.float32
-    made = deviations(stepped.update, replay.step(stepped.update), dtype)
+    expected = replay.step(stepped.update)
+    made = deviations(stepped.update, expected, dtype)
     wrong = [one for one in made if not one.is_right]
+    if wrong and isinstance(trainee, TraineeOverRanks):
+        apart = trainee.of_shards({one.name: not_as(stepped.update, expected, one.name, dtype) for one in wrong})
+        if apart is not None:
+            return apart
     if wrong:
         return optimizer_explained(
             run.history, wrong, lambda setting: _replay(prepared, training, setting), dtype, trainee.settings

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from parity.case.case import MakeOptimizer, Pair, Rng, Training, signed_as_call
+from parity.ranks.layout import Parallel
 from parity.te import state
 from parity.user_error import UserError
 
@@ -106,13 +108,26 @@ def distance_to_targets(returned: Any, *_: Any, **__: Any) -> Tensor:
             "a training needs a loss, and its module returns nothing in floating point; give one as "
             "training=parity.Training(loss=...)"
         )
-    losses = []
-    for i, output in enumerate(outputs):
-        wide = output if output.dtype is torch.float64 else output.float()
-        tokens = output.numel() // output.shape[-1] if output.dim() else 1
-        target = _target(i, output.shape[-1:], wide.device, wide.dtype)
-        losses.append((wide - target).square().sum() / (2 * max(tokens, 1)))
-    return torch.stack(losses).sum()
+    return torch.stack([distance_of_part(i, one, one.shape) for i, one in enumerate(outputs)]).sum()
+
+
+def distance_of_part(
+    number: int, output: Tensor, whole: torch.Size, part_of: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Return what a part of an output adds to that distance.
+
+    Args:
+        number: of the output, from 0.
+        output: the part.
+        whole: the shape of the whole output.
+        part_of: returns the part of a whole tensor; None for a part that is the whole.
+    """
+    wide = output if output.dtype is torch.float64 else output.float()
+    tokens = whole.numel() // whole[-1] if whole else 1
+    target = _target(number, whole[-1:], wide.device, wide.dtype)
+    if part_of is not None:
+        target = part_of(target.expand(whole)).reshape(output.shape)
+    return (wide - target).square().sum() / (2 * max(tokens, 1))
 
 
 # A CUDA graph that captures the loss cannot draw them on the host, or copy them from there.
@@ -135,12 +150,17 @@ class MicroBatch:
     kwargs: dict[str, Any]
 
 
-def plain_step(clip: float | None, split: Callable[[Any], Sequence[MicroBatch]] | None = None) -> Callable[..., Tensor]:
+def plain_step(
+    clip: float | None,
+    split: Callable[[Any], Sequence[MicroBatch]] | None = None,
+    between_ranks: Parallel | None = None,
+) -> Callable[..., Tensor]:
     """Return a training step without any trick: gradients of one batch, clipped if they are to be, and an update.
 
     Args:
         clip: the largest norm of all gradients; None for any.
         split: splits the inputs into micro-batches, whose gradients are added up.
+        between_ranks: what the port does after a backward pass, and how it computes that norm, on one of several ranks.
     """
 
     def step(model: Model, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
@@ -159,7 +179,12 @@ def plain_step(clip: float | None, split: Callable[[Any], Sequence[MicroBatch]] 
             gradient = state.gradient(parameter)
             if gradient is not None and gradient is not parameter.grad:  # TE added it to main_grad
                 parameter.grad = gradient.to(parameter.dtype)
-        if clip is not None:
+        if between_ranks is not None and between_ranks.finish is not None:
+            between_ranks.finish(model.module)
+        if clip is not None and between_ranks is not None and between_ranks.gradient_norm is not None:
+            norm = torch.as_tensor(between_ranks.gradient_norm(model.module))
+            clip_grad._clip_grads_with_norm_(model.parameters(), clip, norm)  # where a step's watcher sees it
+        elif clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         return loss

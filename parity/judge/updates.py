@@ -109,6 +109,17 @@ def _deviation(name: str, update: Update, right: Tensor, dtype: torch.dtype) -> 
     return Deviation(name, float((made - step).norm()) / size, 1.01 * rounding, along)
 
 
+def not_as(update: Update, expected: Named, name: str, dtype: torch.dtype) -> Tensor:
+    """Return which elements of a parameter are not stepped as the reference's optimizer steps them.
+
+    Of a single element, arithmetic may move much of a small step, and a rounding more than that: so a tenth of the
+    parameter's largest step counts, and more than an ulp.
+    """
+    before, after, right = update.before[name], update.after[name], expected[name]
+    ulp = torch.finfo(dtype).eps * right.abs()
+    return (after - right).abs() > torch.maximum(0.1 * (right - before).abs().max(), ulp)
+
+
 def holds(dtype: torch.dtype, update: Update) -> bool:
     """Return whether the dtype holds every weight that the optimizer made in this step."""
     return all(torch.equal(x.to(dtype).double(), x) for x in update.after.values())

@@ -148,6 +148,10 @@ CODES = {
     "wrong-over-ranks": "PAR709",
     "ranks-weighted": "PAR710",
     "parts-added-up": "PAR711",
+    "shares-of-ranks": "PAR712",
+    "optimizer-shards": "PAR713",
+    "amax-group": "PAR714",
+    "reduced-in-16-bits": "PAR715",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

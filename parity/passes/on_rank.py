@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_map_only
 
 from parity import te
 from parity.case import registry
-from parity.case.case import Case
+from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize
 from parity.passes.build import build
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, run, with_inputs
-from parity.ranks.layout import Degrees, Held, Split, held_by, joined, part
-from parity.te import Backend
+from parity.ranks.layout import AxisName, Degrees, Held, Ranks, Split, held_by, joined, part
+from parity.te import Backend, Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
-from parity.te.precision import PRECISIONS
+from parity.te.precision import PRECISIONS, Precision
 from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
 from parity.user_error import UserError
 
@@ -142,26 +142,13 @@ def pass_on_rank(given: Given) -> OnRank:
     kernels, precision, made = te.kernels(given.backend), PRECISIONS[given.precision], given.made
     ranks = joined(made)
     place = made.place(ranks.world.rank)
-    case = dataclasses.replace(given.source.case(), at=ranks, ranks=(made,))
     with usual_modes(), attention_backends(given.attention) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same in each rank and each comparison
-        pair = build(case, given.checked, given.seed, kernels)
+        pair, held = built_on_rank(given, ranks, kernels, precision)
         candidate = pair.candidate
-        check(moved(candidate, dtype=precision.dtype), precision)
-        shapes = {name: tuple(x.shape) for name, x in given.weights.items()}
-        declared = {name: tuple(split) for name, split in pair.parallel.weights.items()}
-        held = held_by(candidate, shapes, declared, made, place)
         parameters = dict(candidate.named_parameters())
-        if pair.fill is not False:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    whole = given.weights[held[name].whole].to(parameter.device)
-                    parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
-        whole_inputs = named_inputs(given.inputs, given.input_names)
-        pair.parallel.check([*whole_inputs, *given.cotangents])
-        parts = {name: part(x, pair.parallel.split(name), made, place) for name, x in whole_inputs.items()}
-        inputs = with_inputs(given.inputs, given.input_names, parts)
-        inputs = tree_map_only(Tensor, lambda x: x.to(kernels.device), inputs)
+        pair.parallel.check([*named_inputs(given.inputs, given.input_names), *given.cotangents])
+        inputs = parts_of_inputs(given.inputs, given.input_names, pair, made, place, kernels.device)
         scale = float(made.dp) if pair.parallel.averages else 1.0
 
         def cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,11 +177,11 @@ def pass_on_rank(given: Given) -> OnRank:
                 inputs,
                 given.input_names,
                 cotangents,
-                forward_context=precision.autocast(kernels, ranks.world.group),
+                forward_context=precision.autocast(kernels, pair.parallel.amax_group or ranks.world.group),
                 after_backward=finish,
             )
 
-        ran = settled(once, precision.warmup_passes, _is_so_on_all)
+        ran = settled(once, precision.warmup_passes, is_so_on_all)
         attention = ", ".join(seen)
         norm = pair.parallel.gradient_norm
         told = None if norm is None else float(norm(candidate))
@@ -210,6 +197,37 @@ def pass_on_rank(given: Given) -> OnRank:
         attention,
         told,
     )
+
+
+def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Precision) -> tuple[Pair, dict[str, Held]]:
+    """Return this rank's pair, its candidate with its part of the whole weights, and which parts these are.
+
+    Raises:
+        UserError: if the candidate's parameters are not the parts that the pair says.
+    """
+    made = given.made
+    place = made.place(ranks.world.rank)
+    case = dataclasses.replace(given.source.case(), at=ranks, ranks=(made,))
+    pair = build(case, given.checked, given.seed, kernels)
+    check(moved(pair.candidate, dtype=precision.dtype), precision)
+    shapes = {name: tuple(x.shape) for name, x in given.weights.items()}
+    declared = {name: tuple(split) for name, split in pair.parallel.weights.items()}
+    held = held_by(pair.candidate, shapes, declared, made, place)
+    if pair.fill is not False:
+        with torch.no_grad():
+            for name, parameter in pair.candidate.named_parameters():
+                whole = given.weights[held[name].whole].to(parameter.device)
+                parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
+    return pair, held
+
+
+def parts_of_inputs(
+    inputs: Any, names: tuple[str, ...], pair: Pair, made: Degrees, place: Mapping[AxisName, int], device: torch.device
+) -> Any:
+    """Return a rank's parts of whole inputs, on its device."""
+    whole = named_inputs(inputs, names)
+    parts = {name: part(x, pair.parallel.split(name), made, place) for name, x in whole.items()}
+    return tree_map_only(Tensor, lambda x: x.to(device), with_inputs(inputs, names, parts))
 
 
 def _as_held(parameter: Tensor, value: Tensor) -> Tensor:
@@ -228,7 +246,8 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.detach().cpu().clone() for name, x in gathered.items()}
 
 
-def _is_so_on_all(here: bool) -> bool:
+def is_so_on_all(here: bool) -> bool:
+    """Return whether something is so on every rank."""
     here_and_there = torch.tensor(int(here))
     distributed.all_reduce(here_and_there, distributed.ReduceOp.MIN)
     return bool(here_and_there)

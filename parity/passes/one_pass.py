@@ -133,7 +133,7 @@ def run(
     with _restored_buffers(module):
         with forward_context or nullcontext():
             returned = _call(module, call, (args, kwargs))
-        outputs = _named_outputs(returned)
+        outputs = named_outputs(returned)
         changed = given.changed() if watch_inputs else ()
         if differentiated:
             before_backward()
@@ -182,7 +182,7 @@ def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Contain
 
     def selected(module: nn.Module, *args: Any, **kwargs: Any) -> Selected:
         returned = call(module, *args, **kwargs) if call else module(*args, **kwargs)
-        outputs = {name: x for name, x in _named_outputs(returned).items() if name in names}
+        outputs = {name: x for name, x in named_outputs(returned).items() if name in names}
         others = [x for x in leaves_of(returned) if isinstance(x, Tensor) and not x.is_floating_point()]
         return Selected(outputs, others)
 
@@ -193,7 +193,7 @@ def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) 
     """Return the outputs of a forward pass by name; arguments as for ``run``, and left as they were as well."""
     fresh = tree_map_only(Tensor, torch.clone, inputs)
     with _restored_buffers(module):
-        return _named_outputs(_call(module, call, as_arguments(fresh)))
+        return named_outputs(_call(module, call, as_arguments(fresh)))
 
 
 def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
@@ -273,7 +273,8 @@ def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -
     return positional, {name: copied(name, value) for name, value in kwargs.items()}
 
 
-def _named_outputs(returned: Any) -> dict[str, Tensor]:
+def named_outputs(returned: Any) -> dict[str, Tensor]:
+    """Return the floating-point tensors of what a module returned, as results call them."""
     if isinstance(returned, Selected):
         return returned.outputs
     if _is_record(returned):

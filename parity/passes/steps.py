@@ -31,6 +31,7 @@ from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
 from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero
 from parity.passes.prepare import Prepared, prepare
+from parity.ranks.layout import Parallel
 from parity.result import Switch
 from parity.te import Kernels, state
 from parity.te.attention_backend import te_variables
@@ -76,6 +77,7 @@ def step_case(
 
 def _with_inputs_of(pair: Pair, size: Mapping[str, Any], number: int, seed: int) -> Pair:
     """Return the pair with the batch of one step as its inputs."""
+    size = {name: value for name, value in size.items() if name != "ranks"}
 
     def inputs(rng: Rng) -> Any:
         return draw_inputs(pair, size, rng if number == 1 else Rng(seed, f"inputs of step {number}"))
@@ -93,6 +95,20 @@ class Batch(NamedTuple):
 
     inputs: Any
     input_names: tuple[str, ...]
+
+
+def batch_of(
+    pair: Pair,
+    number: int,
+    checked: CheckedSize,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device,
+    input_names: tuple[str, ...],
+) -> Batch:
+    """Return the inputs of one step of a pair, counted from 1, as ``prepare`` has them."""
+    drawn = _with_inputs_of(pair, checked.size, number, seed)
+    return Batch(rounded_inputs(drawn, checked, dtype, seed, device), input_names)
 
 
 # The reference, trained by itself in FP64: where a training without any rounding goes.
@@ -220,6 +236,9 @@ class Trainee:
         is_plain: whether its steps are parity's own, without any trick.
     """
 
+    _between_ranks: Parallel | None = None  # what a plain step does between ranks
+    _fits: Callable[[bool], bool] = staticmethod(lambda fits: fits)  # whether the scales of all ranks fit
+
     def __init__(
         self,
         case: Case,
@@ -238,11 +257,26 @@ class Trainee:
         if one is given.
         """
         pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
+        self._begin(pair, checked, prepared, precision, seed, kernels, switch, backend)
+
+    def _begin(
+        self,
+        pair: Pair,
+        checked: CheckedSize,
+        prepared: Prepared | Batch,
+        precision: Precision,
+        seed: int,
+        kernels: Kernels,
+        switch: Switch = "",
+        backend: str = "",
+        group: Any = None,
+    ) -> None:
+        """Make the optimizer of a pair that is built; ``group`` is that over which amaxes are reduced."""
         self._prepared = prepared
         self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
         self.training = training = pair.training
         self._module = pair.candidate
-        around = partial(precision.autocast, kernels)
+        around = partial(precision.autocast, kernels, group)
         call = _recomputed(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
         self._model = Model(
             pair.candidate, call, training.loss, around, precision.new_recipe(), capture.cuda_of(kernels)
@@ -268,12 +302,13 @@ class Trainee:
             )
         self._stepped = _stepped(pair.candidate, self.optimizer)
         self._scheduler = training.scheduler(self.optimizer) if training.scheduler else None
-        self._places = {name: _places(name, shape) for name, shape in self._shapes.items()}
+        self._places = {name: followed_places(name, shape) for name, shape in self._shapes.items()}
         self._warmup_passes = precision.warmup_passes
 
     def _step_on(self, prepared: Prepared | Batch) -> Callable[..., Tensor]:
         split = micro_batches(prepared) if self._in_micro_batches and isinstance(prepared, Prepared) else None
-        return self._replayed or self.training.candidate_step or plain_step(self.training.clip, split)
+        plain = plain_step(self.training.clip, split, self._between_ranks)
+        return self._replayed or self.training.candidate_step or plain
 
     def settle(self) -> None:
         """Let delayed scaling find its scales, as a training that goes on has them.
@@ -291,7 +326,7 @@ class Trainee:
 
         if self._warmup_passes:
             with _standing_still(self.optimizer):
-                state.settled(once, self._warmup_passes)
+                state.settled(once, self._warmup_passes, self._fits)
 
     def capture(self) -> None:
         """Capture the candidate in CUDA graphs, which later steps replay.
@@ -381,8 +416,7 @@ class Trainee:
     def batch(self, number: int) -> Batch:
         """Return the inputs of one step, counted from 1, as ``prepare`` has them."""
         checked, dtype, seed, device = self._at
-        pair = _with_inputs_of(self._pair, checked.size, number, seed)
-        return Batch(rounded_inputs(pair, checked, dtype, seed, device), self._prepared.input_names)
+        return batch_of(self._pair, number, checked, dtype, seed, device, self._prepared.input_names)
 
     def step(self, prepared: Prepared | Batch) -> Stepped:
         """Make one step with a prepared batch.
@@ -524,7 +558,7 @@ class Trainee:
                     found.append(name)
                 continue
             step = max(one.numel() // FOLLOWED, 1) | 1
-            held, right = (x.detach().reshape(-1)[::step].double() for x in (one, copy))
+            held, right = (gathered(x.detach()).reshape(-1)[::step].double() for x in (one, copy))
             ulp = torch.finfo(one.dtype).eps * right.abs().clamp(min=torch.finfo(one.dtype).smallest_normal)
             if not bool(((held - right).abs() <= ulp).all()):
                 found.append(name)
@@ -569,7 +603,8 @@ class Trainee:
 
     def _unscaled(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
         read = getattr(self.optimizer, "get_unscaled_state", None)  # TE's FusedAdam may hold it in FP8
-        return (read(parameter, key) if read else value).detach().reshape(parameter.shape).double()
+        own = (read(parameter, key) if read else value).detach()
+        return _divided_as(parameter, own).reshape(parameter.shape).double()
 
     def _sampled(self, tensors: Mapping[str, Tensor]) -> Named:
         return {name: x.detach().reshape(-1)[self._places[name]].double() for name, x in tensors.items()}
@@ -667,7 +702,23 @@ def _stepped(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
 def _copied(parameters: Mapping[str, nn.Parameter]) -> Named:
     """Return copies of the gradients that there are."""
     found = {name: state.gradient(parameter) for name, parameter in parameters.items()}
-    return {name: x.detach().clone() for name, x in found.items() if x is not None}
+    return {name: gathered(x.detach()).clone() for name, x in found.items() if x is not None}
+
+
+def _divided_as(parameter: Any, value: Tensor) -> Tensor:
+    """Return what TE's FusedAdam keeps of a rank's part of a parameter that FSDP divides, divided likewise."""
+    if not hasattr(parameter, "to_local") or hasattr(value, "to_local"):
+        return value
+    from torch.distributed.tensor import DTensor
+
+    own, how = value.reshape(parameter.to_local().shape), (parameter.device_mesh, parameter.placements)
+    return DTensor.from_local(own, *how, shape=parameter.shape, stride=parameter.stride())
+
+
+def gathered(x: Any) -> Tensor:
+    """Return the whole of a tensor that FSDP divides, for which every rank has to call it; any other as it is."""
+    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole
 
 
 def _held(module: nn.Module) -> Named:
@@ -688,7 +739,8 @@ def _leaves(inputs: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), inputs)
 
 
-def _places(name: str, shape: tuple[int, ...]) -> Tensor:
+def followed_places(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return which elements of a parameter are followed, seen as a vector."""
     count = torch.Size(shape).numel()
     if count <= FOLLOWED:
         return torch.arange(count)

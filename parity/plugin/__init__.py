@@ -329,7 +329,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     trained = case.steps if options.steps is None else options.steps
     ways: list[tuple[int, Switch, Degrees | None]] = [(0, "", None)]
     ways += [(trained, switch, None) for switch in ("", *case.switches)] if trained else []
-    ways += [(0, "", ranks) for ranks in case.ranks]
+    ways += [(steps, "", ranks) for ranks in case.ranks for steps in ((0, trained) if trained else (0,))]
     for checked in check_case(case, kernels.te) if chosen else ():
         forced = attention_of(case, checked, options.attention)
         for precision in chosen:

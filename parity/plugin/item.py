@@ -188,7 +188,7 @@ class ParityItem(pytest.Item):
         if self.steps:
             from parity.training import train_at
 
-            result = train_at(*at, self.steps, self.switch, self.attention, self.options.diagnosis)
+            result = train_at(*at, self.steps, self.switch, self.attention, self.options.diagnosis, self.ranks)
         elif self.ranks is not None:
             from parity.parallel import compare_over_ranks_at
 

@@ -225,6 +225,14 @@ def part(x: Tensor, split: Iterable[Over], made: Degrees, place: Mapping[AxisNam
     return x
 
 
+def whole_shape(shape: Sequence[int], split: Split, made: Degrees) -> torch.Size:
+    """Return the shape of the whole tensor of which each rank has a part of this shape."""
+    whole = list(shape)
+    for one in split:
+        whole[one.dim] *= made.of(one.axis)
+    return torch.Size(whole)
+
+
 def places(shape: Sequence[int], split: Split, made: Degrees, rank: int) -> Tensor:
     """Return where in the whole tensor, seen as a vector, each element of a rank's part is."""
     everywhere = torch.arange(math.prod(shape)).view(tuple(shape))
@@ -375,6 +383,8 @@ class Parallel:
             gradients, over all ranks, as the port computes it on each.
         averages: whether the port averages gradients over data parallel ranks, and does not add them up. The gradient
             with respect to each rank's outputs is multiplied by their number then, as that of a mean of means is.
+        amax_group: the process group that the port gives ``te.autocast`` as ``amax_reduction_group``; all ranks by
+            default.
     """
 
     splits: Mapping[str, Sequence[Over]] = field(default_factory=dict)
@@ -382,6 +392,7 @@ class Parallel:
     finish: Callable[[nn.Module], None] | None = None
     averages: bool = False
     gradient_norm: Callable[[nn.Module], Tensor | float] | None = None
+    amax_group: Any = None
 
     def check(self, names: Sequence[str]) -> None:
         """Make sure that what is divided is among the inputs and outputs of these names.

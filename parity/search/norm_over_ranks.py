@@ -20,18 +20,21 @@ from parity.search.over_ranks import Whole
 _NORM, _NARROW_NORM = 1e-4, 1e-2
 
 
-def wrong_norm(norms: Sequence[float | None], wholes: Sequence[Whole], made: Degrees) -> Finding | None:
+def wrong_norm(
+    norms: Sequence[float | None], wholes: Sequence[Whole], made: Degrees, exact: float = _NORM
+) -> Finding | None:
     """Return what is wrong with the norm of all gradients that ranks computed; None if nothing is, or none did.
 
     Args:
         norms: by rank.
         wholes: the tensors.
         made: how many ranks there are.
+        exact: how exact these norms are, in relation to themselves.
     """
     gradients = [one for one in wholes if one.kind == "weight gradient"]
     right = math.sqrt(sum(_square(one.joined()) for one in gradients))
     known = {rank: norm for rank, norm in enumerate(norms) if norm is not None}
-    wrong = [rank for rank, norm in known.items() if not _is_norm(norm, right)]
+    wrong = [rank for rank, norm in known.items() if not _is_norm(norm, right, exact)]
     if not wrong:
         return None
     rank = wrong[0]
@@ -47,7 +50,7 @@ def wrong_norm(norms: Sequence[float | None], wholes: Sequence[Whole], made: Deg
         ] = sum(own[peer] for peer in peers)
     for one in gradients:
         guesses |= _counted_otherwise(one, rank, right**2)
-    found = (text for text, square in guesses.items() if _is_norm(known[rank], math.sqrt(max(square, 0.0))))
+    found = (text for text, square in guesses.items() if _is_norm(known[rank], math.sqrt(max(square, 0.0)), exact))
     told = next(found, "neither one rank's nor that of all gradients, each counted once")
     return finding(
         "gradient-norm",
@@ -69,10 +72,10 @@ def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, float]:
     return {f"that of all gradients, but {text}": right - once + square for text, square in found.items()}
 
 
-def _is_norm(norm: float, right: float) -> bool:
+def _is_norm(norm: float, right: float, exact: float) -> bool:
     held = torch.tensor(norm)
     is_narrow = any(bool(held.to(dtype).float() == held) for dtype in (torch.bfloat16, torch.float16))
-    return abs(norm - right) <= (_NARROW_NORM if is_narrow else _NORM) * right
+    return abs(norm - right) <= (_NARROW_NORM if is_narrow else exact) * right
 
 
 def _square(x: Tensor) -> float:

@@ -18,7 +18,7 @@ import parity
 from parity.case import registry
 from parity.case.case import Case
 from parity.lab.studies.ranks.rows import DP, EP, RIGHT, SP, WRONG, case_of
-from parity.parallel import _with_parts_joined
+from parity.parallel import with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees, over, part, places
 from parity.search.norm_over_ranks import wrong_norm
@@ -266,11 +266,11 @@ def test_what_only_one_rank_holds_and_a_loss_are_looked_at_as_well():
 def test_gradients_of_an_input_that_data_parallel_ranks_divide_by_themselves_are_joined():
     made = Degrees(dp=4)
     own = pieces_of(EXACT, made, (), lambda r: EXACT * (torch.arange(12) // 3 == r)[:, None])
-    assert torch.equal(_with_parts_joined(Whole("input gradient", "x", EXACT, own), made).joined(), EXACT)
+    assert torch.equal(with_parts_joined(Whole("input gradient", "x", EXACT, own), made).joined(), EXACT)
     parts = pieces_of(EXACT, made, (), lambda r: PARTS[r])
-    assert _with_parts_joined(Whole("input gradient", "x", EXACT, parts), made).pieces == parts
+    assert with_parts_joined(Whole("input gradient", "x", EXACT, parts), made).pieces == parts
     tensor_parallel = Degrees(tp=4)  # what comes before computes the same on each of these ranks, of the whole gradient
-    assert _with_parts_joined(Whole("input gradient", "x", EXACT, own), tensor_parallel).pieces == own
+    assert with_parts_joined(Whole("input gradient", "x", EXACT, own), tensor_parallel).pieces == own
 
 
 # The file of pairs that shows how TE's modules are declared; all of it is compared by ``make parity-ranks``.

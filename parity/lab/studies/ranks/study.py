@@ -15,13 +15,16 @@ from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.lab import record
 from parity.lab.campaign import Campaign, FourDigits
-from parity.lab.studies.ranks.rows import RIGHT, WRONG, Row, case_of
+from parity.lab.studies.ranks import rows, trained
+from parity.lab.studies.ranks.rows import Row
 from parity.lab.studies.settings import check_names
 from parity.parallel import compare_over_ranks_at
 from parity.ranks.layout import degrees
 from parity.te.precision import PRECISIONS, why_unavailable
+from parity.training import train_at
 
 RECORD = "ranks.jsonl"
+WRONG, RIGHT = (*rows.WRONG, *trained.WRONG), (*rows.RIGHT, *trained.RIGHT)
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,10 @@ class Port:
     """One port over ranks.
 
     Attributes:
-        host: of ``rows.HOSTS``.
+        host: of ``rows.HOSTS``, or of ``trained.HOSTS``.
         variant: the mistake, or which right port it is.
         ranks: how many ranks there are by axis, as items are called.
-        is_wrong: whether it is in ``rows.WRONG``.
+        is_wrong: whether it is in ``WRONG``.
         precision: of ``parity.te.precision.PRECISIONS``.
         seed: of weights and inputs.
     """
@@ -137,10 +140,12 @@ def said_of(port: Port) -> Said:
         for row in (*WRONG, *RIGHT)
         if (row.host, row.variant, degrees(row.ranks).label) == (port.host, port.variant, port.ranks)
     )
+    is_trained = port.host in trained.HOSTS
+    case_of = trained.case_of if is_trained else rows.case_of
     case = dataclasses.replace(case_of(port.host, port.variant), ranks=(made,))
     (checked,) = check_case(case, kernels.te)
     began = time.perf_counter()
     at = case, checked, PRECISIONS[port.precision], port.seed, kernels, _limits()
-    result = compare_over_ranks_at(*at, made)
+    result = train_at(*at, trained.STEPS, made=made) if is_trained else compare_over_ranks_at(*at, made)
     findings = tuple((found.title, found.message) for found in result.findings)
     return Said(result.status, result.reason, result.margin, findings, time.perf_counter() - began)

@@ -1,0 +1,390 @@
+"""Train a candidate over ranks, and hand out its steps like those of a candidate that one process trains.
+
+The ranks make all steps by themselves, as the port does. Here what they had before and after each step is put together,
+by how the pair says that it is divided, and held against each other where ranks hold the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity.case import transfer
+from parity.case.validate import CheckedSize
+from parity.case.weight_map import names
+from parity.judge.asked import Asked
+from parity.mistakes.codes import finding
+from parity.parallel import (
+    TIMEOUT,
+    given_of,
+    in_reference_layout,
+    on_all_ranks,
+    on_cpu,
+    put_together,
+    replicas_apart,
+    with_limits,
+)
+from parity.passes.all_passes import Tensors
+from parity.passes.build import build
+from parity.passes.micro_batches import shares_made
+from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
+from parity.passes.prepare import Prepared
+from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places
+from parity.passes.steps_on_rank import GivenSteps, StepOnRank, steps_on_rank
+from parity.ranks.layout import Degrees, part, places
+from parity.result import Finding, Result
+from parity.search.norm_over_ranks import wrong_norm
+from parity.search.over_ranks import Whole, explained_over_ranks
+from parity.search.steps import listed
+from parity.te.scaling import Kept
+
+# By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
+_CLIPPING = 1e-2
+# By how much a rank's share of a batch may be off, in relation to itself, as for micro-batches.
+_SHARES = 0.02
+
+
+class TraineeOverRanks:
+    """A candidate that ranks have trained.
+
+    Attributes:
+        training: how its pair is trained.
+        made: how many ranks there are.
+        is_plain: whether its steps are parity's own, without any trick.
+    """
+
+    def __init__(self, asked: Asked, checked: CheckedSize, prepared: Prepared, steps: int, made: Degrees) -> None:
+        """Let the ranks make all steps.
+
+        Raises:
+            RanksFailed: if a rank raised, died or did not answer in time.
+        """
+        case, dtype, seed, kernels = asked.case, asked.precision.dtype, asked.seed, asked.kernels
+        pair = build(case, checked, seed, kernels)
+        self.training, self.made = pair.training, made
+        self.is_plain = pair.training.candidate_step is None
+        self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
+        self._whole_shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
+        self._elements = {name: followed_places(name, shape) for name, shape in self._shapes.items()}
+        given = given_of(case, asked, checked, prepared, made)
+        batches = tuple(
+            on_cpu(batch_of(pair, number, checked, dtype, seed, kernels.device, prepared.input_names).inputs)
+            for number in range(1, steps + 1)
+        )
+        by_rank = on_all_ranks(steps_on_rank, GivenSteps(given, batches), made, TIMEOUT * steps)
+        self._steps: list[tuple[StepOnRank, ...]] = list(zip(*by_rank, strict=True))
+        self._next = 0
+        self._wholes: list[Whole] = []
+
+    @property
+    def weights(self) -> Named:
+        """The weights that the ranks hold before the next step, in the reference's layout, in FP64."""
+        held = self._whole(self._steps[self._next], lambda one: one.weights)
+        return transfer.to_reference(self._pair.weights, held, self._shapes)
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The settings of the ranks' optimizers for each parameter, by its name in the reference."""
+        own = {one.ran.held[name].whole: some for one in self._made for name, some in one.settings.items() if some}
+        found: dict[str, dict[str, Any]] = {}
+        for left, right in self._pair.weights.items():
+            settings = next((own[name] for name in names(right) if name in own), {})
+            found |= {name: dict(settings) for name in names(left)}
+        return found
+
+    @property
+    def _made(self) -> tuple[StepOnRank, ...]:
+        """Return what the ranks have of the last step that was asked for."""
+        return self._steps[self._next - 1]
+
+    def step(self, prepared: Prepared) -> Stepped:
+        """Return what the next step computed."""
+        self._next += 1
+        step, shapes, weights = self._made, self._shapes, self._pair.weights
+        wholes = put_together([one.ran for one in step], self.made, prepared)
+        self._wholes = [self._added_up(one) if one.kind == "output" else one for one in wholes]
+        tensors = in_reference_layout(self._wholes, prepared)
+        if self.training.candidate_step is not None:  # it may scale the loss, and undo that where gradients are used
+            tensors = {key: x for key, x in tensors.items() if key[0] != "input gradient"}
+        before, after, gradients = (self._whole(step, partial(_followed, i)) for i in range(3))
+        update = Update(
+            self._sampled(transfer.to_reference(weights, before, shapes)),
+            self._sampled(transfer.gradients_to_reference(weights, gradients, shapes)),
+            self._sampled(transfer.to_reference(weights, after, shapes)),
+            {},
+            {key: dtype for one in step for key, dtype in one.kept_in.items()},
+        )
+        held = step[0].ran.held
+        unreached = tuple(sorted({held[name].whole for name in step[0].ran.unreached}))
+        apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))
+        noise = self._noise(step)
+        return Stepped(tensors, unreached, step[0].clipped, update, self._scaling(step), noise, apart=apart)
+
+    def _scaling(self, step: Sequence[StepOnRank]) -> tuple[tuple[Kept, Kept], ...]:
+        """Return what the first rank's delayed scaling kept, with the magnitudes of the weights of all ranks."""
+        largest: dict[Any, float] = {}
+        for before, _ in (move for one in step for move in one.scaling):
+            if before.weight is not None:
+                key = before.slot.module, before.slot.place
+                largest[key] = max(largest.get(key, 0.0), before.weight)
+        return tuple(
+            (replace(before, weight=largest.get((before.slot.module, before.slot.place))), after)
+            for before, after in step[0].scaling
+        )
+
+    @property
+    def gradients_scale(self) -> float:
+        """Return by what ranks multiply their gradients, which they then average."""
+        return float(self.made.dp) if self._made[0].loss_over.get("dp") else 1.0
+
+    def _added_up(self, loss: Whole) -> Whole:
+        """Return the loss of the whole batch on each rank.
+
+        Ranks that divide a batch or a sequence have parts of it, which add up, or the means of their parts, unless the
+        port has reduced it already: then all of them have the same.
+        """
+        values = {one.rank: one.values.double() for one in loss.pieces}
+        for axis, is_mean in self._made[0].loss_over.items():
+            for peers in self.made.peers(axis):
+                parts = torch.stack([values[rank] for rank in peers])
+                if bool((parts != parts[0]).any()):
+                    values |= dict.fromkeys(peers, parts.mean(0) if is_mean else parts.sum(0))
+        return replace(loss, pieces=[replace(one, values=values[one.rank].to(one.values)) for one in loss.pieces])
+
+    def _noise(self, step: Sequence[StepOnRank]) -> Tensors:
+        noise = self._whole(step, lambda one: one.summed)
+        if not noise:
+            return {}
+        noise = {name: noise.get(name, torch.zeros(shape)) for name, shape in self._whole_shapes.items()}
+        moved = transfer.gradients_to_reference(self._pair.weights, noise, self._shapes)
+        return {("weight gradient", name): x for name, x in moved.items() if bool(x.any())}
+
+    def _sampled(self, tensors: Mapping[str, Tensor]) -> Named:
+        return {name: x.reshape(-1)[self._elements[name]].double() for name, x in tensors.items()}
+
+    def _whole(self, step: Sequence[StepOnRank], parts: Callable[[StepOnRank], Mapping[str, Tensor]]) -> Named:
+        """Return whole tensors in the candidate's layout, FP64: of elements that a rank's optimizer steps, that rank's.
+
+        Args:
+            step: what each rank has.
+            parts: returns what a rank has of its parameters.
+        """
+        found: Named = {}
+        for is_owner, (rank, one) in itertools.product((False, True), reversed(list(enumerate(step)))):
+            for name, x in parts(one).items():
+                held = one.ran.held[name]
+                shape = self._whole_shapes[held.whole]
+                whole = found.setdefault(held.whole, torch.full(shape, math.nan, dtype=torch.float64)).view(-1)
+                at = places(shape, held.split, self.made, rank).flatten()
+                mine = one.owned.get(name, at[:0]) if is_owner else torch.arange(len(at))
+                whole[at[mine]] = x.flatten().double()[mine]
+        return found
+
+    # What ranks that hold the same must agree in.
+
+    def between_ranks(self, judged: Result, prepared: Prepared) -> Finding | None:
+        """Return what is wrong between the ranks in the last step; None if nothing is, or it is something else.
+
+        Args:
+            judged: the verdict on the step's loss and gradients.
+            prepared: the step.
+        """
+        step = f"in step {self._next} " if self._next > 1 else ""
+        begun = self._apart(lambda one: one.weights) if self._next == 1 else None
+        if begun is not None:
+            return finding(
+                "replicas-differ",
+                f"before the first step {begun}: begin with one seed, or broadcast the weights of the first of them",
+            )
+        if judged.status == "failed":
+            wholes = with_limits(self._wholes, judged, prepared)
+            found = explained_over_ranks(wholes, self.made, prepared.candidate_weights)
+            if found:
+                return replace(found[0], message=step + found[0].message)
+            if not replicas_apart(self._wholes):
+                return self._of_shares(judged, prepared) or self._of_reduction(judged)
+        if told := replicas_apart(self._wholes):
+            return replace(told, message=step + told.message + self._which_is_right(judged, prepared))
+        moved = self._exchanged() if any(one.apart for one in self._made) else None
+        return self._of_amaxes() or self._of_clipping() or moved or self._of_weights()
+
+    def _which_is_right(self, judged: Result, prepared: Prepared) -> str:
+        """Return which of the ranks that disagree have the right numbers, if some have."""
+        wholes = with_limits(self._wholes, judged, prepared)
+        differing = [one for one in wholes if one.apart() and one.limit]
+        right = {one.rank for one in differing[0].pieces} if differing else set()
+        for one in differing:
+            right -= {piece.rank for piece in one.pieces if one.off([piece]) > one.limit}
+        wrong = sorted({one.rank for whole in differing for one in whole.pieces} - right)
+        if not right or not wrong:
+            return ""
+        return f"; those of {_numbers(sorted(right))} are right, and of {_numbers(wrong)} wrong"
+
+    def _of_shares(self, judged: Result, prepared: Prepared) -> Finding | None:
+        """Return which ranks' parts of a batch count for more or less than they should in gradients that all share."""
+        ranks, whole = self.made.peers("dp")[0], named_inputs(prepared.inputs, prepared.input_names)
+        splits = self._made[0].ran.splits
+        of_dp = {name: [one for one in splits.get(name, ()) if one.axis == "dp"] for name in whole}
+        calls = []
+        for rank in ranks:
+            own = {name: part(x, of_dp[name], self.made, self.made.place(rank)) for name, x in whole.items()}
+            calls.append(as_arguments(with_inputs(prepared.inputs, prepared.input_names, own)))
+        candidate = in_reference_layout(self._wholes, prepared)
+        gradients = {name: x for (kind, name), x in candidate.items() if kind == "weight gradient"}
+        made = shares_made(prepared, calls, gradients)
+        limits = {
+            one.name: one.tolerance_relative_l2 for one in judged.tensors if one.kind == "weight gradient" and one.numel
+        }
+        if made is None or max((off / limits[name] for name, off in made.off.items() if name in limits), default=9) > 2:
+            return None
+        factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
+        if all(abs(factor - 1.0) < _SHARES for factor in factors):
+            return None
+        told = " and ".join(f"of rank {rank} {factor:.3g}" for rank, factor in zip(ranks[:4], factors, strict=False))
+        return finding(
+            "shares-of-ranks",
+            f"in step {self._next} the parts of the batch count otherwise than in the whole batch's gradients: that "
+            f"{told} times as much. A mean over ranks of their means is not the mean of all where they have different "
+            "numbers of tokens: reduce the number of what counts over dp, and divide each rank's sum by that",
+        )
+
+    def _of_reduction(self, judged: Result) -> Finding | None:
+        """Return whether gradients that ranks hold in FP32 have numbers of 16 bits alone, and are wrong."""
+        gradients = {one.name: one for one in self._wholes if one.kind == "weight gradient"}
+        narrow = [
+            name
+            for name, one in gradients.items()
+            if all(
+                x.values.dtype is torch.float32 and torch.equal(x.values.bfloat16().float(), x.values)
+                for x in one.pieces
+            )
+        ]
+        wrong = [one.name for one in judged.tensors if one.kind == "weight gradient" and not one.passed]
+        if not narrow or not wrong or any(not one.passed for one in judged.tensors if one.kind != "weight gradient"):
+            return None
+        return finding(
+            "reduced-in-16-bits",
+            f"in step {self._next} {listed(narrow)} {'is' if len(narrow) == 1 else 'are'} held in FP32, and each "
+            "element is a number of BF16: the ranks' gradients are reduced in 16 bits, which rounds what they add up. "
+            "Reduce them in FP32, as MixedPrecisionPolicy(reduce_dtype=torch.float32) does",
+        )
+
+    def _of_amaxes(self) -> Finding | None:
+        """Return which ranks that compute one tensor together do not share its scale."""
+        for axis in ("tp", "cp"):
+            for a, b in (pair for peers in self.made.peers(axis) for pair in itertools.pairwise(peers)):  # type: ignore[arg-type]
+                for (_, x), (_, y) in zip(self._made[a].scaling, self._made[b].scaling, strict=False):
+                    if x.scale != y.scale or not torch.equal(x.history[1:], y.history[1:]):
+                        return finding(
+                            "amax-group",
+                            f"after step {self._next} ranks {a} and {b} have other FP8 scales of {x.slot.name}: "
+                            f"{x.scale:.4g} and {y.scale:.4g}. Amaxes are not reduced over {axis}: give te.autocast an "
+                            "amax_reduction_group that has all ranks which compute a tensor together",
+                        )
+        return None
+
+    def of_shards(self, wrong: Mapping[str, Tensor]) -> Finding | None:
+        """Return whose parts an optimizer steps wrongly that ranks divide; None if it is not divided, or all are wrong.
+
+        Args:
+            wrong: whether each followed element is stepped as the reference's optimizer does not, by parameter.
+        """
+        step = self._made
+        owned = [sum(len(x) for x in one.owned.values()) for one in step]
+        held = [sum(x.numel() for x in one.weights.values()) for one in step]
+        if all(own in (0, all_of_them) for own, all_of_them in zip(owned, held, strict=True)) and len(set(owned)) < 2:
+            return None
+        if told := self._exchanged():
+            return told
+        owners = self._whole(step, lambda one: {n: torch.full_like(x, step.index(one)) for n, x in one.weights.items()})
+        by = self._sampled(transfer.gradients_to_reference(self._pair.weights, owners, self._shapes))
+        ranks = sorted({int(rank) for name, x in wrong.items() for rank in by[name][x].unique()})
+        right = sorted({int(rank) for x in by.values() for rank in x.unique()} - set(ranks))
+        others = f"; those of {_numbers(right)} are right" if right else ""
+        return finding(
+            "optimizer-shards",
+            f"in step {self._next} the parts of the weights that {_numbers(ranks)} stepped are not what the reference's"
+            f" optimizer makes of the same gradients{others}. Look at which part of the gradients, the weights and the "
+            "moments these ranks take, and whether their state was loaded from their own file",
+        )
+
+    def _exchanged(self) -> Finding | None:
+        """Return which part of a weight holds after the step what another part was."""
+        for one in self._made:
+            for name, x in one.weights.items():
+                size = len(one.owned.get(name, ()))
+                if not 0 < size < x.numel() or x.numel() % size:
+                    continue
+                was, now = (y.double().flatten().view(-1, size) for y in (x, one.after[name]))
+                apart = torch.cdist(now, was)
+                nearest = apart.argmin(1)
+                moved = (nearest != torch.arange(len(was))) & (apart.amin(1) < 0.5 * apart.diagonal())
+                if bool(moved.any()):
+                    to = int(moved.nonzero()[0])
+                    return finding(
+                        "optimizer-shards",
+                        f"after step {self._next} part {to} of {one.ran.held[name].whole} is what part "
+                        f"{int(nearest[to])} was, stepped: each rank's part must be gathered to its own place",
+                    )
+        return None
+
+    def _of_clipping(self) -> Finding | None:
+        """Return which ranks have clipped by a norm that is not that of all gradients."""
+        clip = self.training.clip
+        if clip is None:
+            return None
+        told = wrong_norm([one.ran.norm for one in self._made], self._wholes, self.made)
+        made = [clip / one.clipped if one.clipped < 1.0 - _CLIPPING else None for one in self._made]
+        return told or wrong_norm(made, self._wholes, self.made, _CLIPPING)
+
+    def _of_weights(self) -> Finding | None:
+        """Return which ranks have other weights after the step, though they had the same and the same gradients."""
+        told = self._apart(lambda one: one.after)
+        if told is None:
+            return None
+        if (shards := self._not_taken_over()) is not None:
+            return shards
+        return finding("replicas-differ", f"after step {self._next} {told}, though they had the same before")
+
+    def _not_taken_over(self) -> Finding | None:
+        """Return which rank still has a part of a weight from before the step that another rank's optimizer stepped."""
+        for owner, other in itertools.permutations(range(self.made.count), 2):
+            one, stale = self._made[owner], self._made[other]
+            for name, at in one.owned.items():
+                now, was, same = (x[name].flatten()[at] for x in (stale.after, stale.weights, one.after))
+                if bool((now != same).any()) and torch.equal(now, was):
+                    return finding(
+                        "optimizer-shards",
+                        f"after step {self._next} rank {other} still has the part of {one.ran.held[name].whole} from "
+                        f"before the step that rank {owner} stepped: gather it after each step, before the next pass",
+                    )
+        return None
+
+    def _apart(self, parts: Callable[[StepOnRank], Mapping[str, Tensor]]) -> str | None:
+        """Return what ranks have not the same of that they should have; None if all do."""
+        held: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        for rank, one in enumerate(self._made):
+            for name, x in parts(one).items():
+                whole = one.ran.held[name].whole
+                at = places(self._whole_shapes[whole], one.ran.held[name].split, self.made, rank)
+                held.setdefault(whole, []).append((rank, at, x))
+        for name, some in held.items():
+            for (a, at, x), (b, other, y) in itertools.combinations(some, 2):
+                if torch.equal(at, other) and not torch.equal(x, y):
+                    return f"ranks {a} and {b} hold other numbers of {name}"
+        return None
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _followed(which: int, one: StepOnRank) -> dict[str, Tensor]:
+    return {name: some[which] for name, some in one.followed.items()}
