@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,7 +40,8 @@ from parity.passes.graphed import side_by_side
 from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
-from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
+from parity.passes.refusals import NothingToJudge
+from parity.passes.steps import Named, Stepped, Trainee, Update, reference_losses, step_case
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
@@ -49,6 +51,7 @@ from parity.search.resumed import lost_state
 from parity.search.steps import (
     Guess,
     Setting,
+    diverging,
     factor_in_words,
     gradients_explained,
     listed,
@@ -203,7 +206,12 @@ def _trained(
         weights = trainee.weights
         held = trainee.quantized  # which scales that have settled may have changed before the first step
         step = step_case(case, number, weights, seed, held) if held or number > 1 else first
+        if number > 1 and (why := _too_large("its weights", weights.values(), precision.dtype)):
+            return _diverged(asked, checked, run, number, why)
         prepared = prepare(step, checked, precision.dtype, seed, kernels)
+        golden = (*prepared.golden.outputs.values(), *prepared.golden.weight_gradients.values())
+        if number > 1 and (why := _too_large("the reference's loss and gradients", golden, torch.float32)):
+            return _diverged(asked, checked, run, number, why)
         if precision.warmup_passes:
             prepared.past.is_followed, prepared.past.before = True, run.amaxes
         lost = replayed = None
@@ -269,6 +277,9 @@ def _trained(
             if scaled is not None and all(one.title == "state-between-steps" for one in judged.findings):
                 judged = dataclasses.replace(judged, findings=(scaled,))
             findings = judged.findings
+            if number > 1 and {one.title for one in findings} == {"precision-overflows"}:
+                why = f"a faithful {precision.name} computation of the step overflows"
+                return _diverged(asked, checked, run, number, why)
         elif scaled is not None:
             findings = (scaled,)
         elif wrong := _of_optimizer(run, replay, stepped, trainee, prepared, precision):
@@ -278,6 +289,31 @@ def _trained(
         run.weights, run.amaxes = weights, prepared.past.after_step()
         _add(run.gradients, stepped)
     return _result(asked, run, "passed", judged, ())
+
+
+def _too_large(what: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> str:
+    """Say of tensors that one is not finite, or larger than any number of a dtype; an empty text if none is."""
+    limit = torch.finfo(dtype).max
+    largest = max((float(x.abs().max()) for x in tensors if x.numel()), key=lambda one: math.inf if one != one else one)
+    if largest <= limit:
+        return ""
+    name = str(dtype).removeprefix("torch.")
+    return f"{what} reach {largest:.2g}, and the largest number of {name} is {limit:.2g}"
+
+
+def _diverged(asked: Asked, checked: CheckedSize, run: _Run, number: int, why: str) -> Result:
+    """Return the verdict on a training of which no further step can be judged."""
+    own: list[float] | None = None
+    with suppress(NothingToJudge):
+        own = reference_losses(asked.case, checked, asked.precision, asked.seed, asked.kernels, number)
+    return asked.result(
+        "failed",
+        reason=f"step {number} is the first that cannot be judged",
+        tensors=tuple(run.worst.values()),
+        findings=(diverging(number, why, own),),
+        notes=tuple(run.notes),
+        steps=tuple(run.steps),
+    )
 
 
 def _is_right_anew(step: Case, prepared: Prepared, asked: Asked, checked: CheckedSize, backend: str) -> bool:

@@ -10,6 +10,7 @@ that a GPU's kernels may have are, on demand (``parity.cpu.kernel_choices``).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -284,7 +285,7 @@ def _compute(
     if emulated is None and not splits and _fits_native_bf16(left, right, epilogue, result_dtype):
         return _in_native_bf16(left, right, epilogue), None
     multiply = emulated or functools.partial(_product, left, right, dtype)
-    scale = epilogue.alpha * left.scale_inv * right.scale_inv
+    scale = _scale(left, right, epilogue)
 
     def scaled(part: slice) -> Tensor:
         value = multiply(part)
@@ -344,9 +345,15 @@ def _fits_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue, resu
     )
 
 
+def _scale(left: _Operand, right: _Operand, epilogue: _Epilogue) -> float:
+    """Return by what sums are multiplied, infinite beyond FP32, in which a GPU has it."""
+    scale = epilogue.alpha * left.scale_inv * right.scale_inv
+    return math.copysign(math.inf, scale) if abs(scale) > torch.finfo(torch.float32).max else scale
+
+
 def _in_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue) -> Tensor:
     a, b = left.matrix, right.matrix
-    scale = epilogue.alpha * left.scale_inv * right.scale_inv
+    scale = _scale(left, right, epilogue)
     if epilogue.addend is not None:
         return torch.addmm(epilogue.addend, b, a.t(), beta=epilogue.beta, alpha=scale)
     if epilogue.bias is not None:

@@ -134,6 +134,7 @@ CODES = {
     "graph-differs": "PAR609",
     "compiled-differs": "PAR610",
     "micro-batches": "PAR611",
+    "training-diverges": "PAR612",
     "reduction-missing": "PAR701",
     "reduced-twice": "PAR702",
     "averaged-over-ranks": "PAR702",

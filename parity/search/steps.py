@@ -108,6 +108,35 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
     )
 
 
+def diverging(number: int, why: str, own: Sequence[float] | None) -> Finding:
+    """Return the finding of a training whose numbers have outgrown what can be judged.
+
+    Args:
+        number: of the first step that cannot be judged.
+        why: what is too large.
+        own: the losses of the reference's own training in FP64 up to that step; None if that outgrows the precision.
+    """
+    if own is None:
+        told = "the reference, trained by itself in FP64, diverges as well: its weights outgrow the precision, too"
+    elif not own[-1] <= own[0]:
+        told = (
+            "the reference, trained by itself in FP64, diverges as well: its loss goes from "
+            f"{own[0]:.4g} to {own[-1]:.4g}"
+        )
+    else:
+        told = (
+            "the reference, trained by itself in FP64, does not diverge: its loss goes from "
+            f"{own[0]:.4g} to {own[-1]:.4g}, so that rounding, or what it does to early steps, is too much for this "
+            "training"
+        )
+    before = "the step before is right" if number == 2 else f"the {number - 1} steps before are right"
+    return finding(
+        "training-diverges",
+        f"from step {number} on nothing can be judged, since {why}; {before}, and {told}. Lower the learning rate or "
+        "clip gradients in both, or compare fewer steps",
+    )
+
+
 def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
     """Return the finding of a step that computes with FP8 parameters whose transposed copies are stale.
 

@@ -28,9 +28,10 @@ from parity.lab.studies.trainings.rows import (
     plain,
     step,
     stepping,
+    too_fast,
 )
 from parity.result import Result, from_json, to_json
-from parity.search.steps import Guess, gradients_explained
+from parity.search.steps import Guess, diverging, gradients_explained
 
 KEPT = ("resume", "resume-dcp", "resume-safetensors", "rollback")
 BLACKWELLS = ("mxfp8", "nvfp4")
@@ -287,3 +288,19 @@ def test_steps_are_a_whole_number(steps):
 def test_a_switch_is_a_known_one_of_two_steps(switch, steps, told):
     with pytest.raises(parity.UserError, match=told):
         parity.compare(case_of("mlp"), ["fp32"], steps=steps, switch=switch)
+
+
+def test_a_training_that_diverges_ends_with_the_step_from_which_on_nothing_can_be_judged():
+    result = trained(too_fast, "bf16", steps=6)
+    assert (result.status, result.reason) == ("failed", "step 4 is the first that cannot be judged")
+    assert [one.number for one in result.steps] == [1, 2, 3]
+    assert [one.title for one in result.findings] == ["training-diverges"]
+    assert all(one.margin <= 1 for one in result.steps)
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [(None, "its weights outgrow"), ([1.0, 1e9], "diverges as well: its loss"), ([1.0, 0.9], "does not diverge")],
+)
+def test_a_training_that_diverges_is_told_beside_the_reference_s_own(own, told):
+    assert told in diverging(2, "its weights reach 1e+39", own).message

@@ -421,6 +421,11 @@ def doubled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     return loss
 
 
+def too_fast(te: ModuleType) -> Training:
+    """Train with a learning rate at which the loss grows by many powers of ten in each step."""
+    return Training(optimizer=lambda model: SGD(model.parameters(), lr=5.0))
+
+
 def unwritten(te: ModuleType) -> Training:
     """Step FP32 copies, and write those of vectors alone to the parameters."""
     return quantized_weights.copied(lambda copy: copy.dim() < 2)(te)
@@ -587,6 +592,7 @@ FP8 = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
 DELAYED = ("fp8_delayed",)
 # A scale that doubles saturates what delayed scaling quantizes.
 SCALED = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+DIVERGING = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block")
 BF16 = torch.bfloat16
 _OPTIMIZER, _LOST, _STALE = ("optimizer",), ("state-not-saved",), ("weight-cache-stale",)
 _PARTS = ("micro-batches",)
@@ -664,6 +670,7 @@ WRONG = (
     Row("a warm-up that trains", graphs.capturing(graphs.Trains), _DIFFERS, "warm up", "graph"),
     Row("a warm-up's amaxes", graphs.capturing(graphs.LeavesAmaxes), _DIFFERS, "the scale of", "graph", DELAYED),
     Row("a constant that is none", stepping(doubled), _COMPILED, "assume_constant_result", "compile", SCALED, "glued"),
+    Row("a learning rate of 5", too_fast, ("training-diverges",), "diverges as well", "", DIVERGING),
     Row("transposes that are kept", *_TRANSPOSES, "", DELAYED, "quantized in fp8_delayed"),
     *(
         Row(f"FP8 weights not written ({name})", unwritten, ("master-weights",), "_weight", "", (name,), host)
