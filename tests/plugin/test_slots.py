@@ -162,6 +162,7 @@ PAIRS = """
 """
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_in_a_run_the_others_wait_while_an_item_computes_over_as_many_ranks(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     run_with_workers(pytester, 2, "my_pairs.py").assert_outcomes(passed=16)
