@@ -141,10 +141,10 @@ def train_at(
     )
     asked = Asked(case, labelled, precision, seed, kernels, calibration, attention)
     unavailable = why_unavailable(precision, kernels)
+    if unavailable is None and made is not None and kernels.backend == "gpu":
+        unavailable = NO_RANKS
     if unavailable is not None:
-        return asked.result("skipped", reason=unavailable)
-    if made is not None and kernels.backend == "gpu":
-        return asked.result("skipped", reason=NO_RANKS)
+        return dataclasses.replace(asked.result("skipped", reason=unavailable), ranks=made.label if made else "")
     with (
         usual_modes(),
         compiled_anew() if switch == "compile" else nullcontext() as graphs_compiled,
