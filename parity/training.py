@@ -522,11 +522,11 @@ def _of_optimizer(
         )
     run.is_narrow = run.is_narrow and holds(precision.dtype, stepped.update)
     dtype = precision.dtype if run.is_narrow else torch.float32
-    expected = replay.step(stepped.update)
-    made = deviations(stepped.update, expected, dtype)
+    right = replay.step(stepped.update)
+    made = deviations(stepped.update, right, dtype)
     wrong = [one for one in made if not one.is_right]
     if wrong and isinstance(trainee, TraineeOverRanks):
-        apart = trainee.of_shards({one.name: not_as(stepped.update, expected, one.name, dtype) for one in wrong})
+        apart = trainee.of_shards({one.name: not_as(stepped.update, right, one.name, dtype) for one in wrong})
         if apart is not None:
             return apart
     if wrong:

@@ -90,6 +90,11 @@ class TraineeOverRanks:
         return transfer.to_reference(self._pair.weights, held, self._shapes)
 
     @property
+    def quantized(self) -> Named:
+        """Return nothing: weights that ranks hold quantized are put together by their values."""
+        return {}
+
+    @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """The settings of the ranks' optimizers for each parameter, by its name in the reference."""
         own = {one.ran.held[name].whole: some for one in self._made for name, some in one.settings.items() if some}
@@ -242,7 +247,11 @@ class TraineeOverRanks:
         limits = {
             one.name: one.tolerance_relative_l2 for one in judged.tensors if one.kind == "weight gradient" and one.numel
         }
-        if made is None or max((off / limits[name] for name, off in made.off.items() if name in limits), default=9) > 2:
+        if (
+            made is None
+            or made.right is None
+            or max((off / limits[name] for name, off in made.off.items() if name in limits), default=9) > 2
+        ):
             return None
         factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
         if all(abs(factor - 1.0) < _SHARES for factor in factors):
@@ -279,7 +288,7 @@ class TraineeOverRanks:
     def _of_amaxes(self) -> Finding | None:
         """Return which ranks that compute one tensor together do not share its scale."""
         for axis in ("tp", "cp"):
-            for a, b in (pair for peers in self.made.peers(axis) for pair in itertools.pairwise(peers)):  # type: ignore[arg-type]
+            for a, b in (pair for peers in self.made.peers(axis) for pair in itertools.pairwise(peers)):
                 for (_, x), (_, y) in zip(self._made[a].scaling, self._made[b].scaling, strict=False):
                     if x.scale != y.scale or not torch.equal(x.history[1:], y.history[1:]):
                         return finding(

@@ -121,7 +121,7 @@ class Zero(Optimizer):
         for one in self.whole:
             one.grad = None
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step this rank's part, and gather all parts."""
         mine, size, group = self.ranks.dp.rank, self.ranks.dp.size, self.ranks.dp.group
         of = size - 1 - mine if self.mistake == "gradients of another part" else mine
