@@ -25,7 +25,7 @@ def test_a_right_training_passes(right):
 def test_a_mistake_is_named(wrong):
     precision = "bf16" if wrong.exists_at("bf16") else wrong.precisions[0]
     (result,) = parity.compare(case_of(wrong.host, wrong.variant), [precision], ranks=wrong.ranks, steps=STEPS)
-    assert (result.status, result.findings[0].title) == ("failed", wrong.titles[0])
+    assert (result.status, result.findings[0].title in wrong.titles) == ("failed", True)
     assert "rank" in result.findings[0].message
 
 
