@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from parity.user_error import UserError
 
 LOCAL = "local"  # the address of a cluster that is started for the run, on this machine
 _PREFIXES = ("NVTE_", "PARITY_", "PYTEST_ADDOPTS")
+_SECONDS_TO_ANSWER = 10.0
 _OF_THIS_MACHINE = "PARITY_DEVICES"
 
 
@@ -137,6 +139,9 @@ def _connected(address: str) -> Any:
     in_main_thread = threading.current_thread() is threading.main_thread()
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=_SECONDS_TO_ANSWER).close()
         ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = f"at {address}" if address else "on this machine, and RAY_ADDRESS names none"

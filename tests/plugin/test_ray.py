@@ -58,7 +58,7 @@ CONFTEST = f"""
 
     patch.setattr(comparison, "judge_at", judge_slowly)
 """
-LONGEST = 500.0  # seconds that a run may take before the test fails
+LONGEST = 1000.0  # seconds that a run may take before the test fails
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_each_item_ends_once_though_the_run_is_killed_and_then_a_node(cluster: A
 @pytest.mark.parametrize(
     ("address", "options", "told"),
     [
-        ("", ["--parity-backend=gpu"], "the Ray cluster has no GPU, on 1 nodes with 1 CPUs"),
+        ("", ["--parity-backend=gpu"], "the Ray cluster has no GPU"),
         ("127.0.0.1:1", [], "no Ray cluster answers at 127.0.0.1:1"),
         ("ray://127.0.0.1:10001", [], "is that of Ray's client server"),
         ("", ["--pdb"], "--pdb needs the comparison in this process"),
