@@ -101,8 +101,9 @@ def _of_soak(results: int, folder: Path) -> Iterator[str]:
     found = mishaps.soak(results, folder)
     yield (
         f"{results:,} items were compared in one process, on stand-ins for the comparison, and their record read back: "
-        f"{found.megabytes:.0f} MiB. In its last third, the run kept {found.kept / 1000:.2f} kB of each result, "
-        f"{found.by_pytest / 1000:.2f} kB of these in objects that pytest itself makes for any test."
+        f"{found.megabytes:.0f} MiB. In the run's last third, what pytest itself makes for any test grew by "
+        f"{found.by_pytest / 1000:.2f} kB a result, and all other objects of Python's by "
+        f"{(found.kept - found.by_pytest) / 1000:.2f} kB."
     )
 
 

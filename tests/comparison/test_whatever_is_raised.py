@@ -170,3 +170,15 @@ def test_names_of_outputs_are_shown_as_text_that_can_be_printed_and_written() ->
     assert_says(result, "failed")
     assert "output[a\\udcff\\x1b[31m]" in {tensor.label for tensor in result.tensors}
     assert record.result_line(result).encode()
+
+
+class WithoutGrad(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        return super().forward(x)
+
+
+def test_an_infinite_error_is_searched_for_like_others() -> None:
+    result = result_of(linear(reference=WithoutGrad(WIDTH, WIDTH)))
+    assert_says(result, "failed", "relative error is inf")
+    assert not any("raised" in note for note in result.notes)
