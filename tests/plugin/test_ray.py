@@ -70,12 +70,15 @@ def cluster() -> Iterator[Any]:
             patch.delenv(name)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        started = None
         try:
             started = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+            started.add_node(num_cpus=1)
         except Exception as error:  # a sandbox may allow no ports, or no shared memory
+            if started is not None:
+                started.shutdown()
             pytest.skip(f"Ray cannot start a cluster on this machine: {error}")
         try:
-            started.add_node(num_cpus=1)
             yield started
         finally:
             started.shutdown()
