@@ -23,7 +23,7 @@ SAID = [
     ("fp8_state_lost_in_conversion", "state-not-saved", "TE keeps FP8 scales and histories in _extra_state"),
     ("graph_gradient_buffers", "stale-gradient", "the optimizer is given no gradients"),
     ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
-    ("last_micro_batch_not_averaged", "state-between-steps", "what your training step does besides one pass"),
+    ("last_micro_batch_not_averaged", "state-between-steps", "what that step does besides one pass"),
     ("log_probs_at_a_temperature", "temperature", "logits divided by a temperature of 0.6"),
     ("log_probs_in_16_bits", "log-softmax-precision", "each number of output is one of bfloat16"),
     ("loss_times_context_ranks", "reduced-twice", "a loss is multiplied by the number of ranks"),
