@@ -23,7 +23,7 @@ from parity.search.failure import Budget, Failure, few_outputs, in_time
 from parity.search.gradient_screen import outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.localise import output_scale_findings, where_the_error_is, whole_scale_findings
-from parity.search.orders import exchange_findings, order_findings, shift_findings
+from parity.search.orders import exchange_findings, order_findings
 from parity.search.other_operands import other_operand_hypotheses
 from parity.search.precision_mistakes import log_prob_findings, precision_findings, scale_hypotheses
 from parity.search.reruns import (
@@ -146,11 +146,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     if outputs_passed:
         causes += [lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST))]
     else:
-        causes += [
-            lambda: exchange_findings(failure),
-            lambda: shift_findings(failure),
-            lambda: buffer_findings(failure),
-        ]
+        causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
         # A cached weight whose scale is inverted is also a cached weight; the inverted scale says more than the cache.
         lambda: _by_scale(failure, search),
@@ -160,11 +156,11 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: log_prob_findings(failure, trace),
         lambda: _told(decoding_explanations(failure, trace, failure.budget(CHECKS_FOR_DECODING)), failure),
         lambda: _told(explanations(failure, known(), search, screened, first_order if tells else None), failure),
+        # A mistake that moves rows or columns, such as one of a weight map, says more than that they are moved.
+        lambda: order_findings(failure),
         lambda: _of_other_operands(failure, trace, first_order) if tells else (),
         lambda: _told(border_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
         lambda: _told(restart_explanations(failure, trace, failure.budget(CHECKS_FOR_BORDERS)), failure),
-        # A mistake that moves rows or columns, such as one of a weight map, says more than that they are moved.
-        lambda: order_findings(failure),
         lambda: output_scale_findings(failure),
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if outputs_passed else (),

@@ -47,18 +47,12 @@ _FEW = 4096  # elements of a row by which rows are told apart
 _HELPS = 0.3  # of the error may be left; rows that are alike, such as near zero, are as near to others as to their own
 
 
-def shift_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if the rows of every failed output, such as a sequence's positions, are moved by some places."""
-    yield from order_findings(failure, only_shifted=True)
-
-
-def order_findings(failure: Failure, only_shifted: bool = False) -> Iterator[Finding]:
+def order_findings(failure: Failure) -> Iterator[Finding]:
     """Yield a finding if every failed output is the reference's with rows, along one dimension, in another order."""
     failed = [result for result in failure.outputs if not result.passed]
     told: dict[str, list[str]] = {}
     for result in failed:
-        given = failure.candidate[result.key], failure.golden[result.key], result.tolerance_relative_l2
-        found = _moved(*given, only_shifted)
+        found = _moved(failure.candidate[result.key], failure.golden[result.key], result.tolerance_relative_l2)
         if not found:
             return
         told.setdefault(found, []).append(result.label)
@@ -66,11 +60,11 @@ def order_findings(failure: Failure, only_shifted: bool = False) -> Iterator[Fin
         yield finding("rows-exchanged", f"{' and '.join(labels)}: {text}; return rows in the reference's places")
 
 
-def _moved(candidate: Tensor, golden: Tensor, limit: float, only_shifted: bool) -> str:
+def _moved(candidate: Tensor, golden: Tensor, limit: float) -> str:
     """Return which rows are in the place of which, if that leaves no more than the limit; else an empty text."""
     if candidate.shape != golden.shape:
         return ""
-    for dim in range(golden.dim() - only_shifted):
+    for dim in range(golden.dim()):
         count = golden.shape[dim]
         if not 2 <= count <= _MOST or golden.numel() < _LEAST * count:
             continue
@@ -80,8 +74,6 @@ def _moved(candidate: Tensor, golden: Tensor, limit: float, only_shifted: bool) 
             own, right = own[:, some], right[:, some]
         of = torch.cdist(own, right).argmin(1)
         by = _shift(of)
-        if only_shifted and not by:
-            continue
         kept = slice(max(-by, 0), count - max(by, 0)) if by else slice(None)
         off = (own - right[of])[kept].norm() / right[of][kept].norm()
         if bool(off <= limit) and bool(off <= _HELPS * (own - right)[kept].norm() / right[kept].norm()):

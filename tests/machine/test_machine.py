@@ -210,7 +210,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     try:
         with processes(2) as pool:
-            pool.submit(os.getpid).result()
+            begun = [pool.submit(time.sleep, 2) for _ in range(2)]  # both processes, which an interruption may now meet
+            [job.result() for job in begun]
             jobs = [pool.submit(time.sleep, 600) for _ in range(4)]
             print("began", flush=True)
             jobs[0].result()

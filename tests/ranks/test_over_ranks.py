@@ -290,7 +290,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "over_ranks.py"
     ],
 )
 def test_the_example_s_ports_are_right(name, precision, ranks):
-    case = registry.load_case(EXAMPLE, name)
+    declared = registry.cases()
+    registry.restore([])  # the built-in cases have pairs of these names, too
+    try:
+        case = registry.load_case(EXAMPLE, name)
+        (result,) = parity.compare(case, [precision], ranks=ranks)
+    finally:
+        registry.restore(declared)
     assert degrees(ranks) in case.ranks
-    (result,) = parity.compare(case, [precision], ranks=ranks)
     assert (result.status, result.reason, result.ranks) == ("passed", "", degrees(ranks).label)
