@@ -558,9 +558,7 @@ class Trainee:
                     found.append(name)
                 continue
             step = max(one.numel() // FOLLOWED, 1) | 1
-            held, right = (gathered(x.detach()).reshape(-1)[::step].double() for x in (one, copy))
-            ulp = torch.finfo(one.dtype).eps * right.abs().clamp(min=torch.finfo(one.dtype).smallest_normal)
-            if not bool(((held - right).abs() <= ulp).all()):
+            if not is_rounded(*(gathered(x.detach()).reshape(-1)[::step] for x in (one, copy))):
                 found.append(name)
         return tuple(found)
 
@@ -614,6 +612,13 @@ class Trainee:
 
     def _gradients(self, tensors: Mapping[str, Tensor]) -> Named:
         return transfer.gradients_to_reference(self._pair.weights, tensors, self._shapes)
+
+
+def is_rounded(held: Tensor, right: Tensor) -> bool:
+    """Return whether these numbers are the others in their own dtype, rounded either way: to an ulp of that."""
+    numbers = torch.finfo(held.dtype)
+    ulp = numbers.eps * right.double().abs().clamp(min=numbers.smallest_normal)  # below that, the grid of FP16 is even
+    return bool(((held.double() - right.double()).abs() <= ulp).all())
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from parity.case.weight_map import WeightMap
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import Given, OnRank, built_on_rank, is_so_on_all, parts_of_inputs
 from parity.passes.one_pass import named_inputs, named_outputs
-from parity.passes.steps import Batch, Named, Trainee, gathered
+from parity.passes.steps import Batch, Named, Trainee, gathered, is_rounded
 from parity.ranks.layout import AXES, AxisName, Degrees, Ranks, joined, part, whole_shape
 from parity.te import Kernels
 from parity.te.attention_backend import attention_backends
@@ -199,8 +199,7 @@ class TraineeOnRank(Trainee):
     def _apart(self) -> tuple[str, ...]:
         found, parameters = list(super()._apart()), dict(self._of_pair.candidate.named_parameters())
         for name, (copy, at) in self._slices.items():
-            held, right = (x.detach().flatten().double() for x in (parameters[name], copy))
-            if not bool(((held[at] - right).abs() <= torch.finfo(parameters[name].dtype).eps * right.abs()).all()):
+            if not is_rounded(parameters[name].detach().flatten()[at], copy.detach().flatten()):
                 found.append(name)
         return tuple(found)
 

@@ -39,3 +39,9 @@ def test_gradients_that_one_rank_does_not_share_are_told_with_the_step_and_the_r
 def test_a_training_over_ranks_has_no_switches():
     with pytest.raises(parity.UserError, match="without switches"):
         parity.compare(case_of("trained"), ["bf16"], ranks=DP, steps=3, switch="resume")
+
+
+def test_small_weights_in_fp16_are_rounded_to_its_even_grid():
+    """FP32 parts of an optimizer are held against weights below FP16's normal numbers, whose ulps do not shrink."""
+    (result,) = parity.compare(case_of("divided optimizer"), ["fp16"], ranks=DP, steps=STEPS)
+    assert (result.status, result.findings) == ("passed", ())
