@@ -42,7 +42,7 @@ from parity.ranks.layout import Degrees, part, places
 from parity.result import Finding, Result
 from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import Whole, explained_over_ranks
-from parity.search.steps import listed
+from parity.search.steps import are_made_of, listed
 from parity.te.scaling import Kept
 
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
@@ -247,11 +247,7 @@ class TraineeOverRanks:
         limits = {
             one.name: one.tolerance_relative_l2 for one in judged.tensors if one.kind == "weight gradient" and one.numel
         }
-        if (
-            made is None
-            or made.right is None
-            or max((off / limits[name] for name, off in made.off.items() if name in limits), default=9) > 2
-        ):
+        if made is None or made.right is None or not are_made_of(made, limits):
             return None
         factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
         if all(abs(factor - 1.0) < _SHARES for factor in factors):

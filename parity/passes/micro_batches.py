@@ -110,7 +110,7 @@ def _flat(ran: Pass) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """By how much each of a port's micro-batches counts in its gradients.
+    """Hold by how much each of a port's micro-batches counts in its gradients.
 
     Attributes:
         made: what the candidate's gradients come nearest to, by least squares.

@@ -30,7 +30,7 @@ from parity.te.state import fresh_caches, fresh_quantization
 
 @dataclass(frozen=True, eq=False)
 class GivenSteps:
-    """What every rank is given of a training.
+    """Hold what every rank is given of a training.
 
     Attributes:
         given: as for a single pass; its inputs are those of the first step.
@@ -43,7 +43,7 @@ class GivenSteps:
 
 @dataclass(frozen=True, eq=False)
 class StepOnRank:
-    """What one rank has of one step.
+    """Hold what one rank has of one step.
 
     Attributes:
         ran: its loss, as the output, and gradients, before they are clipped.

@@ -26,7 +26,7 @@ _GRACE_SECONDS = 60.0  # for what is left of this process when nobody listens an
 
 
 class Messages:
-    """What this process has to say to the run, a line for each message."""
+    """Write what this process has to say to the run, a line for each message."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = withheld(file)

@@ -19,7 +19,7 @@ _SECONDS_TO_END = 20.0
 
 
 class Job(TypedDict):
-    """What a task is asked for.
+    """Hold what a task is asked for.
 
     Attributes:
         start: the folder in which pytest starts; empty for the one in which Ray has put the run's files.

@@ -253,8 +253,8 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
     # What a filter finds in a loud error, and the search has not confirmed, is a part of another mistake's.
-    known_by_filter = () if is_loud(of_drawn) else by_filter
-    known_by_filter = known_by_filter or tuple(in_time(lambda: local_filter_findings(of_drawn)))
+    quiet = () if is_loud(of_drawn) else by_filter
+    known_by_filter = quiet or tuple(in_time(lambda: local_filter_findings(of_drawn)))
     if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
         return known_by_filter or found
     # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most

@@ -70,6 +70,12 @@ def gradients_explained(
     return finding(guesses[best].title, guesses[best].told)
 
 
+def are_made_of(made: Made, limits: Mapping[str, float]) -> bool:
+    """Return whether a candidate's weight gradients are, near enough, a sum of parts that count as was fitted."""
+    margins = (off / limits[name] for name, off in made.off.items() if name in limits)
+    return not max(margins, default=math.inf) > _NEAR_ENOUGH
+
+
 def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made) -> Finding | None:
     """Return which micro-batches of a step count for more or less than they should; None if that does not explain it.
 
@@ -78,7 +84,7 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
         limits: bounds on the relative errors of the weight gradients, by name.
         made: by how much each counts.
     """
-    if max((off / limits[name] for name, off in made.off.items() if name in limits), default=math.inf) > _NEAR_ENOUGH:
+    if not are_made_of(made, limits):
         return None
     count = len(made.made)
     if made.right is None:

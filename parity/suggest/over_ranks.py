@@ -21,7 +21,7 @@ from parity.user_error import UserError
 
 @dataclass(frozen=True)
 class Divided:
-    """How ranks divide one parameter of the candidate.
+    """Tell how ranks divide one parameter of the candidate.
 
     Attributes:
         name: the whole parameter's.
@@ -47,7 +47,7 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a rank has of a whole parameter.
+    """Hold what a rank has of a whole parameter.
 
     Attributes:
         shape: of its part.

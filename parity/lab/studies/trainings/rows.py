@@ -112,7 +112,7 @@ def quantized(precision: str, te: ModuleType, training: Declared = plain) -> Pai
 
 HOSTS: dict[str, Callable[..., Pair]] = {"mlp": mlp, "llama": llama}
 COMPILED: dict[str, Callable[..., Pair]] = {"glued": glued}
-"""What the switch ``compile`` trains: TE leaves its own modules to Python."""
+"""Hosts of the switch ``compile``: TE leaves its own modules to Python."""
 QUANTIZED: dict[str, Callable[..., Pair]] = {
     f"quantized in {name}": partial(quantized, name) for name in quantized_weights.RECIPES
 }
