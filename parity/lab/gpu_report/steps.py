@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from parity.case import files as built_in
-from parity.lab.gpu_report import limits
+from parity.lab.gpu_report import facts, limits
 from parity.lab.kernel_table import table
 from parity.lab.throughput.record import read
 from parity.machine import host
@@ -176,6 +176,11 @@ def on_limits(folder: Path) -> str:
     return limits.verdict(limits.read(folder / "suite.jsonl"))
 
 
+def kernel_facts(folder: Path) -> str:
+    """Return how operands are read, and how many bits FP8's sums keep."""
+    return facts.verdict(facts.read(folder / "facts.jsonl"))
+
+
 def kernels(folder: Path) -> str:
     """Return how much of the table is equal to the bit, and where it is not."""
     return table.verdict(table.read_lines(folder / "kernel-table.jsonl"))
@@ -222,6 +227,15 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
     backend = ("--backend", "gpu" if on_gpu else "cpu")
     return [
         Step("doctor", "What can this machine run?", _parity("doctor"), 1.2, (), doctor),
+        Step(
+            "facts",
+            "How do its kernels read operands and add products?",
+            ("-m", facts.__name__, backend[1], str(folder / "facts.md")),
+            0.6,
+            ("facts.md", "facts.jsonl"),
+            kernel_facts,
+            caveat,
+        ),
         Step(
             "suite",
             "Is TE right, on its real kernels, at every precision of this GPU?",
