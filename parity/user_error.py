@@ -32,10 +32,17 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+# What PyTorch adds to each of CUDA's errors: where to search for it, and how to debug (``c10/cuda/CUDAException.cpp``).
+_ADVICE = re.compile(r"\n(Search for `\w+' in https|CUDA kernel errors might be asynchronously).*", re.DOTALL)
+
+
 def said(error: BaseException) -> str:
-    """Return what an exception says; the code that says it may be a user's, and raise as well."""
+    """Return what an exception says, without PyTorch's advice on CUDA's errors.
+
+    The code that says it may be a user's, and raise as well.
+    """
     try:
-        return printable(str(error))
+        return printable(_ADVICE.sub("", str(error)))
     except KeyboardInterrupt:
         raise
     except BaseException as another:

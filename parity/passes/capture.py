@@ -39,13 +39,58 @@ def captured(
     Raises:
         NotCaptured: if what runs in the capture cannot be captured.
     """
-    with _undone_if_it_raises(model.module):
+    with _undone_if_it_raises(model.module), _pools_known() as pools:
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         try:
             return capture(model, optimizer, *args, **kwargs)
         except RuntimeError as error:  # CUDA's errors speak of a stream that is capturing, or of its capture
             if "captur" not in said(error):
                 raise
-            raise NotCaptured(said(error)) from error
+            if stream is not None:
+                _end(stream, pools)
+            raise NotCaptured(said(error)) from _first(error)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error that a capture met first: the one at its end only says that there was one."""
+    while isinstance(error.__context__, RuntimeError) and "captur" in said(error.__context__):
+        error = error.__context__
+    return error
+
+
+# What PyTorch leaves of a capture that CUDA refuses to end (``CUDAGraph::capture_end`` in ``aten/src/ATen/cuda`` of
+# 2.11): its stream is the current one, its pool takes allocations, and its generator counts numbers for it. The next
+# draw raises "Offset increment outside graph capture".
+
+
+@contextmanager
+def _pools_known() -> Iterator[list[Any]]:
+    """Within the context, give each capture on a GPU a pool that is known here."""
+    kind: Any = torch.cuda.CUDAGraph
+    begins = vars(kind).get("capture_begin")
+    pools: list[Any] = []
+    if begins is None or not torch.cuda.is_initialized():
+        yield pools
+        return
+
+    def begin(self: Any, pool: Any = None, *args: Any, **kwargs: Any) -> Any:
+        pools.append(pool or torch.cuda.graph_pool_handle())
+        return begins(self, pools[-1], *args, **kwargs)
+
+    kind.capture_begin = begin
+    try:
+        yield pools
+    finally:
+        kind.capture_begin = begins
+
+
+def _end(stream: torch.cuda.Stream, pools: list[Any]) -> None:
+    """End what a capture has begun, and return to the stream from which it was begun."""
+    torch.cuda.set_stream(stream)
+    if pools:
+        torch._C._cuda_endAllocateToPool(stream.device_index, pools[-1])
+    fresh = torch.Generator(stream.device).graphsafe_get_state()
+    torch.cuda.default_generators[stream.device_index].graphsafe_set_state(fresh)
 
 
 @contextmanager

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as modules
 
+from parity.user_error import one_line
+
 # How FP32 products, convolutions and recurrent layers are computed: a backend's operations each have a setting.
 
 
@@ -320,13 +322,18 @@ class _Generators:
             torch.get_rng_state(), gpus, random.getstate(), None if numpy is None else numpy.random.get_state()
         )
 
-    def restore(self) -> None:
+    def restore(self) -> list[str]:
+        """Let all draw what they would have drawn, and say what could not be restored."""
         torch.set_rng_state(self.cpu)
-        if self.gpus:
-            torch.cuda.set_rng_state_all(self.gpus)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+        try:
+            if self.gpus:
+                torch.cuda.set_rng_state_all(self.gpus)
+        except RuntimeError as error:  # the code has broken CUDA, and its own error is on the way
+            return [f"the GPU's random numbers ({one_line(error)})"]
+        return []
 
 
 def _seed(seed: int) -> None:
@@ -395,7 +402,7 @@ def undisturbed(seed: int | None = None) -> Iterator[Disturbed]:
         disturbed.changed = [told for entry, value in before for told in _changes(entry, value)]
         for entry, value in before if disturbed.changed else ():
             disturbed.kept += _undone(entry, value)
-        generators.restore()
+        disturbed.kept += generators.restore()
 
 
 def _changes(entry: _Entry, before: Any) -> list[str]:

@@ -14,7 +14,7 @@ from parity.cpu.kernel_choices import (
     kernel_choices,
 )
 from parity.lab.gpu_report import facts
-from parity.lab.gpu_report.facts import KEPT, PARTS, PROMOTED, READ, ROUNDED, STEP, Fact
+from parity.lab.gpu_report.facts import ALIGNED, KEPT, PARTS, PROMOTED, READ, ROUNDED, STEP, Fact
 
 FP8 = "FP8, TE, no split accumulator"
 SPLIT = "FP8, TE, split accumulator"
@@ -60,6 +60,7 @@ def test_each_way_into_tf32_is_told(choice: str | None, answer: str, layout: str
         (KEPT, FP8, "13"),
         (KEPT, SPLIT, "13 within an instruction, 23 across instructions"),
         (ROUNDED, FP8, "toward zero; across instructions toward zero"),
+        (ALIGNED, FP8, "13"),
         (STEP, FP8, "32"),
         (STEP, SPLIT, "32"),
         (PROMOTED, FP8, "none shows: more than all"),

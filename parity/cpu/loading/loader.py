@@ -16,6 +16,7 @@ import marshal
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -208,13 +209,14 @@ class CpuFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self._wanted = wanted
+        self._asking = threading.local()  # true in a thread whose ``wanted`` looks for TE itself, which asks here again
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] not in (_ROOT, extension.NAME):
             return None
-        if not (self._wanted() if fullname == _ROOT else is_loaded()):
+        if not (self._is_wanted() if fullname == _ROOT else is_loaded()):
             return None
         if fullname == extension.NAME:
             return importlib.machinery.ModuleSpec(fullname, _ExtensionLoader())
@@ -222,6 +224,15 @@ class CpuFinder(importlib.abc.MetaPathFinder):
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _CpuLoader(fullname, spec.loader.path)
         return spec
+
+    def _is_wanted(self) -> bool:
+        if getattr(self._asking, "now", False):
+            return False
+        self._asking.now = True
+        try:
+            return self._wanted()
+        finally:
+            self._asking.now = False
 
 
 def _import_dynamo_without_triton() -> None:

@@ -49,6 +49,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 READ = "How are FP32 operands read?"
 KEPT = "How many fraction bits of the largest term does a sum keep?"
+ALIGNED = "How many fraction bits of the largest term do the others keep in its instruction?"
 ROUNDED = "How is a sum rounded that has more bits than it keeps?"
 STEP = "How many products does one instruction add?"
 PROMOTED = "After how many products does a sum in FP32 take over?"
@@ -82,7 +83,10 @@ def facts(kernels: Kernels, shapes: Sequence[tuple[int, int]] | None = None) -> 
             if kept.answer[0].isdigit():
                 bits = int(kept.answer.split()[0])
                 yield asker.ask(ROUNDED, name, product, shape, partial(_rounded, bits=bits))
-                yield asker.ask(STEP, name, product, shape, partial(_step, bits=bits))
+                aligned = asker.ask(ALIGNED, name, product, shape, _aligned_bits)
+                yield aligned
+                if aligned.answer.isdigit():
+                    yield asker.ask(STEP, name, product, shape, partial(_step, bits=int(aligned.answer)))
                 if name.startswith("FP8"):
                     yield asker.ask(PROMOTED, name, product, shape, partial(_promoted, bits=bits))
     for name, product in asker.sixteen_bit_products().items():
@@ -123,6 +127,7 @@ class _Asker:
             "TE, FP16 operands": self.gemm(torch.float16, result=torch.float32),
             "FP8, TE, no split accumulator": self.fp8_gemm(split=False),
             "FP8, TE, split accumulator": self.fp8_gemm(split=True),
+            "FP8, TE, a scale a block": self.block_gemm(),
         }
 
     def sixteen_bit_products(self) -> dict[str, Product]:
@@ -158,6 +163,23 @@ class _Asker:
             )
 
         return multiply
+
+    def block_gemm(self) -> Product:
+        """Return TE's GEMM of E4M3 operands with scales of 1 by 128 inputs and 128 by 128 weights, powers of two."""
+        pytorch = importlib.import_module("transformer_engine.pytorch")
+        codes = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
+
+        def quantize(x: Tensor, dimensions: int) -> Tensor:
+            quantizer = pytorch.Float8BlockQuantizer(codes, rowwise=True, columnwise=True, block_scaling_dim=dimensions)
+            result: Tensor = quantizer(x)
+            return result
+
+        return lambda inputs, weights: _general_gemm(
+            *(quantize(weights, 2), quantize(inputs, 1)),
+            out_dtype=torch.float32,
+            layout="TN",
+            use_split_accumulator=True,
+        )
 
     def _quantizer(self) -> Callable[[Tensor], Tensor]:
         pytorch = importlib.import_module("transformer_engine.pytorch")
@@ -229,7 +251,7 @@ def _name_of_rounding(given: Tensor, result: Tensor) -> str:
 
 # Sums of a large term, 2^16, and of small ones. FP8's numbers (E4M3) reach from 2^-9 to 2^8, so that a term may be 34
 # bits below the large one if the weights of all but the first two places are small as well.
-_LARGE = 16
+_LARGE, _RANGE = 16, 33
 
 
 def _sums(product: Product, shape: tuple[int, int, int], device: torch.device, rows: Tensor, bits: int) -> Tensor:
@@ -287,13 +309,23 @@ def _direction(units: float) -> str:
     return {0.0: "toward zero", 1.0: "to nearest"}.get(units, f"to {units:g} units for 0.75")
 
 
+def _aligned_bits(product: Product, shape: tuple[int, int, int], device: torch.device) -> str:
+    """Let a large term and its negative leave ever smaller ones behind, until they are lost."""
+    for bits in range(1, _RANGE + 1):
+        row = torch.zeros(1, shape[1])
+        row[0, :3] = torch.tensor([1.0, -1.0, 2.0**-bits])
+        if not _sums(product, shape, device, row, bits).item():
+            return str(bits - 1)
+    return f"all of {_RANGE}"
+
+
 def _step(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
     """Let a large term and its negative hide a small one: where it shows, another instruction adds it."""
     inner = shape[1]
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0], rows[:, 1] = 1.0, -1.0
-    rows[torch.arange(inner - 2), torch.arange(2, inner)] = 2.0 ** -(bits + 2)
-    return _first_that_shows(_sums(product, shape, device, rows, bits + 2), start=2)
+    rows[torch.arange(inner - 2), torch.arange(2, inner)] = 2.0 ** -(bits + 1)
+    return _first_that_shows(_sums(product, shape, device, rows, bits + 1), start=2)
 
 
 def _promoted(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:

@@ -23,6 +23,7 @@ class Passes:
     def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
         """Warm up, capture, and return the step that replays."""
         self.static = x.detach().clone()
+        self.prepare(x.device)
         scaling = [(one, one.clone()) for slot in slots(model.module) for one in (slot.scale, slot.history)]
         for _ in range(2):
             self.passes(model)
@@ -40,6 +41,9 @@ class Passes:
             return loss
 
         return step
+
+    def prepare(self, device: torch.device) -> None:
+        """Put what the graph reads on the device."""
 
     def passes(self, model: Model) -> Tensor:
         """Compute what is captured."""
@@ -114,6 +118,11 @@ class Scaled(Passes):
 
     def __init__(self, scale: float | Tensor = 8.0, is_in_place: bool = False) -> None:
         self.scale, self.is_in_place = scale, is_in_place
+
+    def prepare(self, device: torch.device) -> None:
+        """Put a scale that is a tensor on the device: a graph would keep a number of the CPU's as it was."""
+        if isinstance(self.scale, Tensor):
+            self.scale = self.scale.to(device)
 
     def passes(self, model: Model) -> Tensor:
         """Scale the loss."""
