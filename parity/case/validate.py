@@ -24,6 +24,7 @@ from parity.case.case import Case, Pair, Rng, Size, draw_inputs
 from parity.case.map_check import check_map, other_names
 from parity.case.registry import are_same
 from parity.case.weight_map import WeightMapError, names
+from parity.te import refusing_meta_tensors
 from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
 from parity.trace.surroundings import undisturbed
 from parity.trace.whose import first_paragraph, is_of_te, users_frame, users_line
@@ -46,7 +47,7 @@ def without_memory() -> Iterator[None]:
 
     Code that reads a tensor's values, or mixes in real tensors, raises as it does for any meta tensor.
     """
-    with torch.device("meta"), _EveryDeviceIsMeta():
+    with torch.device("meta"), _EveryDeviceIsMeta(), refusing_meta_tensors():
         yield
 
 

@@ -158,7 +158,7 @@ def _score(first_order: FirstOrder, one: Hypothesis) -> tuple[float, _Way | None
     elements = first_order.elements(one) if len(first_order.error) else None
     if not elements:
         return 0.0, None
-    error, tried = first_order.error, 0
+    error, tried = first_order.error.to(next(iter(elements.values())).device), 0
     best: tuple[float, _Way | None] = 0.0, None
     for where in _groupings(list(elements)):
         for dim in (None, *range(max(x.dim() - 1 for x in elements.values()))):

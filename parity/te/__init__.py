@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from parity.cpu import versions
 from parity.cpu.loading import loader
@@ -73,12 +75,25 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
         raise BackendUnavailable("this process has already loaded TransformerEngine on the CPU kernels")
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        return Kernels("gpu", device, _import())
+        te = _import()
+        _as_if_compiled()
+        return Kernels("gpu", device, te)
     except Exception as error:  # each of TE's libraries, and its checks of them, raises something else
         raise BackendUnavailable(
             f"TransformerEngine's compiled kernels are installed, but do not load: {type(error).__name__}: {error}; "
             "install a build for this PyTorch and its CUDA, or choose the backend cpu"
         ) from error
+
+
+def _as_if_compiled() -> None:
+    """Change what PyTorch's compiler changes for good in a process that compiles, as TE's fused functions do on a GPU.
+
+    Else the first pair that meets one would be told to have changed it (``torch/_inductor/compile_fx.py`` and
+    ``torch/_dynamo/mutation_guard.py`` of 2.11 and 2.13).
+    """
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))
+    if "torch._dynamo" in sys.modules:
+        importlib.import_module("torch._dynamo.mutation_guard").install_generation_tagging_init()
 
 
 @contextmanager
@@ -106,6 +121,38 @@ def on_cpu() -> Iterator[None]:
     finally:
         if not loader.is_loaded():  # else TE's modules still import some of their own when they are first used
             sys.meta_path.remove(finder)
+
+
+@contextmanager
+def refusing_meta_tensors() -> Iterator[None]:
+    """Within the context, TE's compiled functions raise if they are given a tensor on the meta device.
+
+    They would read its address, which is 0: an illegal access, after which CUDA answers nothing. A module whose weights
+    are quantized where they are made gives them such tensors. The CPU kernels compute shapes of them.
+
+    Raises:
+        TypeError: within the context.
+    """
+    compiled = None if loader.is_loaded() else sys.modules.get("transformer_engine_torch")
+    functions = {name: one for name, one in vars(compiled).items() if inspect.isbuiltin(one)} if compiled else {}
+
+    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(one, torch.Tensor) and one.is_meta for one in tree_leaves((args, kwargs))):
+                raise TypeError(
+                    f"{name} of TransformerEngine's compiled kernels needs memory, and has a tensor on meta"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, function in functions.items():
+        setattr(compiled, name, refusing(name, function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(compiled, name, function)
 
 
 def serve_imports() -> None:

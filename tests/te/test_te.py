@@ -1,9 +1,11 @@
 """TE on the CPU: it loads, and nothing of it leaks."""
 
 import json
+import operator
 import subprocess
 import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch
@@ -52,6 +54,31 @@ def test_compiled_kernels_that_do_not_load_are_told_in_te_s_words_with_what_to_d
     )
     assert "kernels are installed, but do not load: RuntimeError: Found empty `transformer-engine`" in run.stdout
     assert "or choose the backend cpu" in run.stdout
+
+
+def test_whether_te_s_kernels_are_installed_is_found_out_while_its_imports_are_served():
+    """The wheel of the kernels lies inside TE's folder, so that TE itself is looked for."""
+    run = run_python(
+        "import torch; torch.cuda.is_available = lambda: True\n"
+        "from parity import te; te.serve_imports(); print(te.why_no_gpu())\n"
+        "import transformer_engine.pytorch; print(transformer_engine.pytorch.Linear.__name__)"
+    )
+    assert "compiled extension is not installed" in run.stdout
+    assert "Linear" in run.stdout
+
+
+def test_compiled_kernels_get_no_tensor_without_memory(monkeypatch):
+    kernels = ModuleType("transformer_engine_torch")
+    kernels.quantize = operator.neg  # a compiled function
+    kernels.Python = max_of = lambda x: x
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", kernels)
+    monkeypatch.setattr(te.loader, "is_loaded", lambda: False)
+    with te.refusing_meta_tensors():
+        assert kernels.quantize(torch.ones(2)).tolist() == [-1, -1]
+        assert kernels.Python is max_of
+        with pytest.raises(TypeError, match="compiled quantize needs memory"):
+            kernels.quantize(torch.ones(2, device="meta"))
+    assert kernels.quantize is operator.neg
 
 
 def test_cuda_is_as_absent_after_a_forward_and_backward_pass_as_before(linear):

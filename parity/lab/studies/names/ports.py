@@ -162,7 +162,7 @@ class Rotation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take and return ``[batch, seq, heads, head_dim]``."""
-        angles = torch.arange(x.shape[1], dtype=self.frequencies.dtype)[:, None] * self.frequencies
+        angles = torch.arange(x.shape[1], dtype=self.frequencies.dtype, device=x.device)[:, None] * self.frequencies
         cos, sin = (torch.cat((each, each), -1)[:, None].to(x.dtype) for each in (angles.cos(), angles.sin()))
         turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
         first, second = turned.chunk(2, dim=-1)
@@ -191,7 +191,8 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-1, -2) * self.settings.scaled_by
         if self.settings.softcap is not None:
             scores = self.settings.softcap * torch.tanh(scores / self.settings.softcap)
-        distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+        place = torch.arange(x.shape[1], device=x.device)
+        distance = place[:, None] - place
         hidden = distance < 0
         if self.settings.window is not None:
             hidden = hidden | (distance > self.settings.window)
@@ -285,7 +286,7 @@ class Model(nn.Module):
         """Map ``[batch, seq]`` to logits."""
         x = self.tokens(tokens) * self.settings.multiplier
         if not self.settings.rotated:
-            x = x + self.positions(torch.arange(tokens.shape[1]))
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             for part in layer.children():
                 x = part(x)
@@ -445,7 +446,7 @@ class TEAttention(Steps):
         if k.shape[2] == GROUPS:
             k, v = (each.repeat_interleave(HEADS // GROUPS, dim=2) for each in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k).float() * settings.scaled_by
-        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         if settings.causal:
             visible = visible.tril(settings.diagonal)
         if settings.window is not None:
