@@ -139,9 +139,7 @@ def refusing_meta_tensors() -> Iterator[None]:
     def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if any(isinstance(one, torch.Tensor) and one.is_meta for one in tree_leaves((args, kwargs))):
-                raise TypeError(
-                    f"{name} of TransformerEngine's compiled kernels needs memory, and has a tensor on meta"
-                )
+                raise TypeError(f"TransformerEngine's compiled {name} needs memory, and a tensor on meta has none")
             return function(*args, **kwargs)
 
         return call
