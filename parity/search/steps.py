@@ -221,6 +221,11 @@ def optimizer_explained(
         settings: of the candidate's optimizer for each parameter, by its name in the reference.
     """
     own = replayed(None)
+    # Moments in 16 bits are a fact, and explain what their rounding costs before any setting that would fit as well.
+    narrow = {key: kept for key, kept in history[-1].kept_in.items() if kept.itemsize < 4}
+    largest = max(one.share for one in wrong)
+    if narrow and largest <= sum(_eps(kept) for kept in narrow.values()):
+        return _narrow_moments(narrow, largest)
     for setting in (*_of_the_candidate(own, settings), *_settings(own)):
         replay = replayed(setting)
         made = [replay.step(update) for update in history]
@@ -236,15 +241,8 @@ def optimizer_explained(
         if dtype is torch.bfloat16 and all(torch.equal(x, last.before[name]) for name, x in last.after.items()):
             repair = "TE's FusedSGD, for one, leaves parameters in BF16 alone; take another, or step FP32 copies"
         return finding("optimizer", f"the candidate's optimizer does not step {listed(left_out)}: {repair}")
-    narrow = [
-        f"{key} in {str(kept).removeprefix('torch.')}" for key, kept in history[-1].kept_in.items() if kept.itemsize < 4
-    ]
     if narrow:
-        return finding(
-            "optimizer",
-            f"the candidate's optimizer keeps {' and '.join(narrow)}, and its steps differ from the reference's by up "
-            f"to {max(one.share for one in wrong):.2g}; keep both in FP32, unless you want to save their memory",
-        )
+        return _narrow_moments(narrow, largest)
     factors = [one.along for one in wrong]
     alike = max(factors) - min(factors) <= 1e-3 * abs(factors[0]) and all(
         abs(one.share - abs(one.along - 1.0)) <= 1e-3 for one in wrong
@@ -260,6 +258,19 @@ def optimizer_explained(
         "optimizer",
         f"in step {number} the candidate's optimizer makes another step of the same gradients than the reference's: "
         f"{len(wrong)} parameters differ, {worst.name} by {worst.share:.2g} of its step",
+    )
+
+
+def _eps(kept: torch.dtype) -> float:
+    return torch.finfo(kept if kept.is_floating_point else torch.float8_e4m3fn).eps  # TE keeps E4M3 codes as bytes
+
+
+def _narrow_moments(narrow: Mapping[str, torch.dtype], largest: float) -> Finding:
+    told = " and ".join(f"{key} in {str(kept).removeprefix('torch.')}" for key, kept in narrow.items())
+    return finding(
+        "optimizer",
+        f"the candidate's optimizer keeps {told}, and its steps differ from the reference's by up to {largest:.2g}; "
+        "keep both in FP32, unless you want to save their memory",
     )
 
 
