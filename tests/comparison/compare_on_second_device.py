@@ -15,6 +15,7 @@ from typing import Any
 import second_device
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from parity import api, comparison, reference, te
@@ -49,6 +50,43 @@ def up_over_gate(te: Any, **_: int) -> Pair:
         },
         inputs=lambda rng, batch, seq: rng.normal(batch, seq, 64),
     )
+
+
+def swapped_in_a_part(te: Any, **_: int) -> Pair:
+    """A bug in one sequence of two, for which mistakes are tried in parts of their places."""
+    hidden, ffn = 64, 128
+
+    class Port(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1 = te.Linear(hidden, 2 * ffn, bias=False)
+            self.fc2 = te.Linear(ffn, hidden, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.fc1(x).chunk(2, dim=-1)
+            one, other = F.silu(gate) * up, F.silu(up) * gate
+            result: Tensor = self.fc2(torch.cat([one[:1], other[1:]]))
+            return result
+
+    return Pair(
+        Plain(hidden, ffn),
+        Port(),
+        weights={weight_map.stack("gate.weight", "up.weight"): "fc1.weight", "down.weight": "fc2.weight"},
+        inputs=lambda rng, batch, seq: rng.normal(batch, seq, hidden),
+    )
+
+
+class Plain(nn.Module):
+    """A gated MLP."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return result
 
 
 def moved(tensors: Any, device: torch.device) -> Any:
@@ -89,6 +127,7 @@ def main() -> None:
     files = folder().glob("[!_]*.py")
     cases = [case for file in sorted(files) for case in registry.load_file(file) if case.name in BUILT_IN]
     cases = [dataclasses.replace(case, sizes=(BUILT_IN[case.name],)) for case in cases]
+    cases.append(Case("swapped_in_a_part", swapped_in_a_part, sizes=(dict(batch=2, seq=32),), path=Path(__file__)))
     cases.append(Case("up_over_gate", up_over_gate, sizes=(dict(batch=2, seq=32),), path=Path(__file__)))
     for blocks in (False, True):
         blocked_attention.WRITTEN_OUT = 2**8 if blocks else 2**25
