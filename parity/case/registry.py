@@ -299,15 +299,24 @@ def load_file(path: str | Path) -> list[Case]:
         raise UserError(f"{path}: there is no such file")
     if path.suffix != ".py":
         raise UserError(f"{path}: a file of pairs is a Python file, its name ends in .py")
+    found = _cases_of(module_of(path))
+    if not found:
+        raise NoPairError(f"{path}: the file declares no pair; decorate a function with @parity.pair(...)")
+    return found
+
+
+def module_of(path: Path) -> ModuleType:
+    """Return the module of a file of pairs, which is imported unless it was before.
+
+    Raises:
+        UserError: if it cannot be imported.
+    """
     module = _imported_from(path)
     if module is None:
         te.serve_imports()  # since the file, or a model that it imports, may import TransformerEngine
         with _undone_on_failure(), _on_sys_path(path.parent):
             module = _import_file(path)
-    found = _cases_of(module)
-    if not found:
-        raise NoPairError(f"{path}: the file declares no pair; decorate a function with @parity.pair(...)")
-    return found
+    return module
 
 
 def load_case(path: str | Path, name: str) -> Case:

@@ -20,7 +20,7 @@ from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
 from parity.plugin import ending, options, resume, threads, uncollected
-from parity.plugin.collecting import collected_in_time, too_late
+from parity.plugin.collecting import Module, collected_in_time, too_late
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import FINISHED, Options
@@ -220,7 +220,7 @@ def _is_told(argument: str, error: pytest.UsageError) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     """Let a file of pairs, or a model it imports, import TransformerEngine; without a GPU that needs
     the CPU kernels.
     """
@@ -230,6 +230,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
         te.serve_imports()
         parent.config.stash.setdefault(_OF_PAIRS, set()).add(module_path)
+        module: pytest.Module = Module.from_parent(parent, path=module_path)
+        return module
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parity.plugin import ending, uncollected
 from parity.plugin.alone import exit_heard, exit_refused
 from parity.plugin.options import of
+
+
+class Module(pytest.Module):
+    """A file of pairs, which may have the name of another folder's: ``llama/pairs.py`` beside ``mixtral/pairs.py``.
+
+    pytest gives both the module name ``pairs``, and refuses the second one.
+    """
+
+    def _getobj(self) -> Any:
+        taken = getattr(sys.modules.get(self.path.stem), "__file__", None)
+        if taken is None or Path(taken).resolve() == self.path.resolve() or (self.path.parent / "__init__.py").exists():
+            return super()._getobj()
+        from parity.case.registry import module_of
+
+        return module_of(self.path.resolve())
 
 
 @contextmanager

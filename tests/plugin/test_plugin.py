@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from plugin_runs import (
     AVAILABLE,
+    CASE,
     COMPARED,
     ITEMS_OF_FAILS,
     PAIRS,
@@ -302,6 +303,15 @@ def test_marks_are_registered(pytester: pytest.Pytester) -> None:
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py", "--strict-markers", "-W", "error", "-k", "mlp")
     result.assert_outcomes(passed=2 * len(AVAILABLE), skipped=2 * len(UNAVAILABLE), deselected=2)
+
+
+def test_folders_may_have_files_of_pairs_of_the_same_name(pytester: pytest.Pytester) -> None:
+    for model in ("llama", "mixtral"):
+        folder = pytester.mkdir(model)
+        (folder / f"{model}_sizes.py").write_text("N = 2")
+        (folder / "pairs.py").write_text(f"import {model}_sizes\nimport parity\n{CASE.format(name=model)}")
+    run(pytester, "llama/pairs.py", "mixtral/pairs.py").assert_outcomes(passed=2)
+    assert [result.case for result in recorded(pytester).results] == ["llama", "mixtral"]
 
 
 def test_a_case_is_collected_only_where_it_is_declared_and_once(pytester: pytest.Pytester) -> None:
