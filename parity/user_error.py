@@ -49,9 +49,23 @@ def said(error: BaseException) -> str:
         return f"(its __str__ raises {type(another).__name__})"
 
 
+# How PyTorch says that there is no GPU (``torch/cuda/__init__.py``, ``c10/cuda/CUDAFunctions.cpp``).
+_NO_GPU = re.compile("Torch not compiled with CUDA|No CUDA GPUs are available|no NVIDIA driver", re.IGNORECASE)
+
+
+def advised(text: str) -> str:
+    """Return what was raised, and what to do if it asked for a GPU that is not there."""
+    if not _NO_GPU.search(text):
+        return text
+    return (
+        f"{text}; this machine has no GPU: take the device of a tensor that is there (x.device), or leave it out: "
+        "parity moves modules and inputs to where the kernels run"
+    )
+
+
 def raised(error: BaseException) -> str:
     """Return the exception's type and what it says, if anything."""
-    return printable(f"{type(error).__name__}: {said(error)}").removesuffix(": ")
+    return advised(printable(f"{type(error).__name__}: {said(error)}").removesuffix(": "))
 
 
 def one_line(error: BaseException) -> str:

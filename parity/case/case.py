@@ -21,6 +21,7 @@ from parity.case.weight_map import WeightMap
 from parity.ranks.layout import IN_ONE_PROCESS, WHOLE, Degrees, Parallel, Ranks
 from parity.result import Switch
 from parity.te.attention_backend import AttentionBackend
+from parity.te.named_devices import cuda_is_cpu_without_gpu
 from parity.user_error import UserError
 
 # Seeded random inputs, the same on every device and for every precision.
@@ -199,7 +200,8 @@ class Case:
 
     def build(self, te: ModuleType, size: Size) -> Pair:
         """Build the pair at one size."""
-        return self.factory(te, **size, **({"ranks": self.at} if self.ranks else {}))
+        with cuda_is_cpu_without_gpu():
+            return self.factory(te, **size, **({"ranks": self.at} if self.ranks else {}))
 
     def runs_at(self, precision: str) -> bool:
         """Return whether the case is compared at the precision of this name if a run asks for it."""
@@ -254,15 +256,20 @@ def draw_inputs(pair: Pair, size: Size, rng: Rng) -> Any:
     Raises:
         UserError: if it asks for a size that the case does not have.
     """
+    with cuda_is_cpu_without_gpu():
+        return _plain(_drawn(pair, size, rng))
+
+
+def _drawn(pair: Pair, size: Size, rng: Rng) -> Any:
     parameters = list(inspect.signature(pair.inputs).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return _plain(pair.inputs(rng, **size))
+        return pair.inputs(rng, **size)
     named = [parameter for parameter in parameters if parameter.name in size or parameter.default is parameter.empty]
     missing = [parameter.name for parameter in named if parameter.name not in size]
     if missing:
         has = f"has only {', '.join(size)}" if size else "is empty: name it in sizes=[dict(...)]"
         raise UserError(f"inputs() asks for {missing[0]!r}, but the size {has}")
-    return _plain(pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named}))
+    return pair.inputs(rng, **{parameter.name: size[parameter.name] for parameter in named})
 
 
 def _plain(inputs: Any) -> Any:

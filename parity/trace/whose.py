@@ -18,7 +18,7 @@ from traceback import FrameSummary, StackSummary
 from types import CodeType, FrameType
 from typing import Any
 
-from parity.user_error import said
+from parity.user_error import advised, said
 
 # Who has written the code that runs.
 
@@ -136,7 +136,7 @@ def _line(frame: FrameSummary | None) -> str:
 
 def first_paragraph(error: BaseException) -> str:
     """Return what an error says up to an empty line; below it, PyTorch lists every kernel that it has."""
-    return said(error).strip().partition("\n\n")[0]
+    return advised(said(error).strip().partition("\n\n")[0])
 
 
 def way_there(error: BaseException) -> str:
