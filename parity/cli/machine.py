@@ -37,12 +37,14 @@ class Diagnosis:
         real: by precision's name, ``yes`` or the reason why TE's compiled kernels cannot run it here.
         emulated: the same by the name of each GPU that the CPU kernels emulate: what TE says about a real one.
         libraries: the versions of CUDA and its libraries that TE finds on emulated GPUs.
+        no_gpu: why TE's compiled kernels cannot run here at all; empty if they can.
     """
 
     versions: tuple[tuple[str, str], ...]
     real: Availability
     emulated: dict[str, Availability]
     libraries: str
+    no_gpu: str = ""
 
     def __str__(self) -> str:
         """Return a table of versions, a table with a column for each GPU, and the notes that its cells refer to."""
@@ -52,14 +54,16 @@ class Diagnosis:
             verdict, _, why = answer.partition(": ")
             return f"{verdict} ({notes.setdefault(why, len(notes) + 1)})" if why else verdict
 
-        columns = {"this GPU": self.real, **self.emulated}
-        rows = [(name, *(cell(answers[name]) for answers in columns.values())) for name in self.real]
+        columns = self.emulated if self.no_gpu else {"this GPU": self.real, **self.emulated}
+        here = f"No GPU here ({self.no_gpu}): pairs are compared on the CPU kernels, which need none.\n"
+        rows = [(name, *(cell(answers[name]) for answers in columns.values())) for name in next(iter(columns.values()))]
         return "\n\n".join(
             (
                 tabulate(self.versions, tablefmt="plain", disable_numparse=True),
                 tabulate(rows, ["precision", *columns], tablefmt="simple", disable_numparse=True),
                 "\n".join(f"({number}) {why}" for why, number in notes.items()),
-                f"Of a GPU by name, this is what TransformerEngine itself says, with {self.libraries}.\n"
+                (here if self.no_gpu else "")
+                + f"Of a GPU by name, this is what TransformerEngine itself says, with {self.libraries}.\n"
                 "The CPU kernels emulate each: PARITY_EMULATED_GPU=ada, hopper (unless set) or blackwell.",
             )
         )
@@ -76,7 +80,7 @@ def diagnose() -> Diagnosis:
         emulated = of_cpu.submit(emulated_availability)
         asked = of_gpu.submit(availability, "gpu") if reason is None else None
         real = asked.result() if asked else dict.fromkeys(PRECISIONS, f"no: {reason}")
-        return Diagnosis(tuple(_versions()), real, *emulated.result())
+        return Diagnosis(tuple(_versions()), real, *emulated.result(), no_gpu=reason or "")
 
 
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:

@@ -64,6 +64,8 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
     print(changes.verdict(runs))
     print(f"report: {target}")
     _end_if_damaged({file: runs.after, older: runs.before})
+    if not runs.shares_items:
+        raise UserError(f"{file} and {older} have no item in common, so that nothing was compared")
     return "newly failing" not in runs.changes
 
 
@@ -94,6 +96,8 @@ def _write(target: Path, text: str, records: Sequence[Path]) -> None:
     for file in records:
         if target.exists() and target.samefile(file):
             raise UserError(f"the report would replace its record {file}; name another file by -o")
+    if target.suffix.lower() not in (".md", ".markdown", ".txt", ""):
+        raise UserError(f"-o: the report is markdown, and {target.name} says that it is not; name it {target.stem}.md")
     check_file(target, "-o")
     try:
         files.replace(target, text)

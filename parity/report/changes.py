@@ -125,6 +125,11 @@ class Comparison:
             found.setdefault(change.kind(self.factor), []).append(change)
         return found
 
+    @property
+    def shares_items(self) -> bool:
+        """Whether any item is in both runs."""
+        return any(change.before and change.after for changes in self.changes.values() for change in changes)
+
 
 def draw(runs: Comparison) -> str:
     """Return the whole report as GitHub markdown."""
@@ -148,7 +153,7 @@ def verdict(runs: Comparison) -> str:
     head = f"{PASSED} no item newly fails"
     if failing:
         head = f"{FAILED} {plural(failing, 'item')} newly failing"
-    if not any(change.before and change.after for changes in runs.changes.values() for change in changes):
+    if not runs.shares_items:
         head = f"⚠️ the runs have no item in common; {head}"
     words: dict[Kind, str] = {
         "newly passing": "newly passing",

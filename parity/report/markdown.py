@@ -242,7 +242,8 @@ def _environment(environment: Environment) -> str:
 
 def _how_to_read(items: Sequence[Item]) -> str:
     lines = [
-        "A cell holds the worst **margin** over all sizes and seeds: the largest error divided by its tolerance. "
+        "A cell holds the worst **margin** over all sizes and seeds: of all tensors and of all statistics of their "
+        "errors, the largest part of its limit. "
         f"Up to 1 passes ({PASSED}), above 1 fails ({FAILED}); {ERROR} could not be compared, "
         f"{SKIPPED} was skipped, an empty cell was not asked for.",
         "",

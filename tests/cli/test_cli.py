@@ -522,6 +522,22 @@ def test_a_report_never_replaces_a_record_that_it_is_drawn_from(report: Command,
     assert len(record.read(Path(target)).results) == 1
 
 
+def test_a_report_is_markdown_and_says_so_to_who_asks_for_a_page(report: Command) -> None:
+    write_record("night.jsonl", result())
+    done = report("night.jsonl", "-o", "night.html")
+    assert done.returncode == 2
+    assert "the report is markdown, and night.html says that it is not; name it night.md" in done.stderr
+    assert not Path("night.html").exists()
+
+
+def test_runs_without_a_common_item_prove_nothing_and_end_with_code_2(report: Command) -> None:
+    write_record("old.jsonl", result("norm"))
+    write_record("new.jsonl", result("mlp"))
+    done = report("new.jsonl", "--against", "old.jsonl")
+    assert done.returncode == 2
+    assert "new.jsonl and old.jsonl have no item in common, so that nothing was compared" in done.stderr
+
+
 def test_an_item_that_newly_fails_ends_with_code_1(report: Command) -> None:
     write_record("old.jsonl", result())
     write_record("new.jsonl", result(margin=9.0))

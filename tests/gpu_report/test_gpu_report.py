@@ -178,8 +178,9 @@ def test_files_of_an_earlier_report_do_not_pass_for_this_one_s(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("lines", "verdict"),
     [
-        (["precision  real", "fp32   yes    yes", "mxfp8   no: needs 10.0    yes"], "on real kernels: fp32"),
-        (["fp32    no: no GPU    yes"], "on real kernels: nothing"),
+        (["precision  this GPU  Ada", "fp32   yes    yes", "mxfp8   no: needs 10.0    yes"], "on real kernels: fp32"),
+        (["precision  this GPU  Ada", "fp32    no: broken    yes"], "on real kernels: nothing"),
+        (["precision  Ada  Hopper", "fp32    yes    yes"], "on real kernels: nothing"),
         (["Traceback"], "see its log"),
     ],
 )

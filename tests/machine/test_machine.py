@@ -375,7 +375,7 @@ def test_without_a_gpu_the_doctor_tells_of_each_gpu_what_te_says_of_it(monkeypat
 
 
 def test_the_table_has_a_row_for_each_precision_and_a_column_for_each_gpu() -> None:
-    yes, no = dict.fromkeys(PRECISIONS, "yes"), dict.fromkeys(PRECISIONS, "no: there is no GPU")
+    yes, no = dict.fromkeys(PRECISIONS, "yes"), dict.fromkeys(PRECISIONS, "no: it is too old")
     versions = (("PyTorch", torch.__version__),)
     diagnosis = machine.Diagnosis(
         versions, no, {"Ada 8.9": yes | {"fp32": "yes: CUDA 12"}, "Hopper 9.0": yes}, "CUDA 13"
@@ -386,5 +386,13 @@ def test_the_table_has_a_row_for_each_precision_and_a_column_for_each_gpu() -> N
     rows = [line.split() for line in lines[4 : 4 + len(PRECISIONS)]]
     assert [row[0] for row in rows] == list(PRECISIONS)
     assert rows[0][1:] == ["no", "(1)", "yes", "(2)", "yes"]
-    assert "(1) there is no GPU" in lines
+    assert "(1) it is too old" in lines
     assert "(2) CUDA 12" in lines
+
+
+def test_without_a_gpu_the_table_is_of_emulated_ones() -> None:
+    answers = dict.fromkeys(PRECISIONS, "yes")
+    text = str(machine.Diagnosis((), {}, {"Hopper 9.0": answers}, "CUDA 13", "PyTorch sees no CUDA device"))
+    assert "this GPU" not in text
+    assert "No GPU here (PyTorch sees no CUDA device): pairs are compared on the CPU kernels, which need none." in text
+    assert [line.split() for line in text.splitlines() if line.startswith("fp32")] == [["fp32", "yes"]]

@@ -157,7 +157,8 @@ def doctor(folder: Path) -> str:
     answers = [words for words in map(str.split, lines) if len(words) > 1 and words[0] in PRECISIONS]
     if not answers:
         return "see its log"
-    real = [name for name, answer, *_ in answers if answer.startswith("yes")]
+    has_gpu = any("this GPU" in line for line in lines)
+    real = [name for name, answer, *_ in answers if has_gpu and answer.startswith("yes")]
     return f"on real kernels: {', '.join(real) or 'nothing'}"
 
 
