@@ -188,7 +188,6 @@ class _Ran:
         known: directions of the mistakes that could be made.
         models: the rounding model's tensors, for each way in which faithful kernels compute.
         made: the candidate's pass.
-        seconds: processor time of a comparison that finds nothing cached.
         log_probs: names of the outputs that are log-probabilities of tokens.
     """
 
@@ -196,7 +195,6 @@ class _Ran:
     known: tuple[Direction, ...]
     models: list[Tensors]
     made: CandidateRun
-    seconds: float
     log_probs: tuple[str, ...] = ()
 
     @property
@@ -322,15 +320,12 @@ def _run(asked: Asked) -> _Ran:
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
     of_tokens = log_prob_outputs(prepared)
     known = directions(prepared)  # before other passes, since golden's calls take memory until then
-    # What an earlier precision left counts as well: how long a search may take is no matter of which came first.
-    began = time.process_time() - prepared.seconds - prepared.cache.seconds
-
     with _step("the candidate"):
         made = asked.made or _candidate_run(asked, prepared)
     prepared = as_returned(prepared, made.tensors)
     with _step(f"the reference under the rounding model of {precision.name}"):
         models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
-    return _Ran(prepared, known, models, made, time.process_time() - began, of_tokens)
+    return _Ran(prepared, known, models, made, of_tokens)
 
 
 def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
@@ -499,17 +494,15 @@ class _Unexplained:
 
     Attributes:
         asked, ran, verdicts: how it came about.
-        seconds: processor time that the comparison took, which bounds what a search for the cause computes.
     """
 
     asked: Asked
     ran: _Ran
     verdicts: _Verdicts
-    seconds: float
 
 
 def _judged(asked: Asked, ran: _Ran) -> Judged:
-    began, prepared, precision = time.process_time(), ran.prepared, asked.precision
+    prepared, precision = ran.prepared, asked.precision
     verdicts = _verdicts(asked, ran)
     tensors = verdicts.tensors
     changed = prepared.golden.changed_inputs, ran.made.changed_inputs
@@ -546,7 +539,7 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
             return Judged(asked.result("failed", reason=WITHIN, tensors=tensors, findings=unseen, notes=notes))
         return Judged(asked.result("passed", tensors=tensors, notes=notes))
     notes += tuple(filter(None, [ran.unlike, *(number.message for number in numbers)]))
-    unexplained = _Unexplained(asked, ran, verdicts, ran.seconds + time.process_time() - began)
+    unexplained = _Unexplained(asked, ran, verdicts)
     return Judged(asked.result("failed", tensors=tensors, findings=ran.made.recomputed, notes=notes), unexplained)
 
 
@@ -599,7 +592,6 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
         _to_explain(tensors, gradients_of(asked.case, by_average)),
         ran.made.tensors,
         prepared,
-        unexplained.seconds,
         asked,
         run_on=prepared,
         draws=ran.made.draws,

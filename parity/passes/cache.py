@@ -1,8 +1,7 @@
-"""Keep what is computed of a case and asked for again, and know the memory and the time that it took."""
+"""Keep what is computed of a case and asked for again, and know the memory that it takes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -14,7 +13,6 @@ Value = TypeVar("Value")
 class _Entry:
     value: Any
     size: Callable[[Any], int]
-    seconds: float
 
 
 @dataclass
@@ -33,8 +31,7 @@ class Cache:
             size: its bytes, asked for whenever the memory of all is: a value may grow.
         """
         if key not in self._entries:
-            began = time.process_time()
-            self._entries[key] = _Entry(compute(), size, time.process_time() - began)
+            self._entries[key] = _Entry(compute(), size)
         value: Value = self._entries[key].value
         return value
 
@@ -46,7 +43,7 @@ class Cache:
         """Return the values of one subject, such as a rounding; those of another subject by this name are let go."""
         found = self._entries.get(name)
         if found is None or found.value._subject != subject:
-            found = self._entries[name] = _Entry(Cache(_subject=subject), lambda group: group.bytes, 0.0)
+            found = self._entries[name] = _Entry(Cache(_subject=subject), lambda group: group.bytes)
         group: Cache = found.value
         return group
 
@@ -58,10 +55,3 @@ class Cache:
     def bytes(self) -> int:
         """The memory that all values take, as far as they say."""
         return sum(entry.size(entry.value) for entry in self._entries.values())
-
-    @property
-    def seconds(self) -> float:
-        """The processor time that went into what is kept."""
-        return sum(
-            entry.value.seconds if isinstance(entry.value, Cache) else entry.seconds for entry in self._entries.values()
-        )

@@ -6,7 +6,6 @@ runs a case's precisions one after another, each with all seeds.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,7 +101,6 @@ class Prepared:
         unlike: the candidate's parameters by name, of those that it holds otherwise than the map says.
         apart: what to say of parameters that are one in the reference, and several in the candidate.
         evaluation: whether both modules are in evaluation mode, so that no pass has gradients.
-        seconds: of processor time that went into this.
         cache: what is computed of this and asked for again. At first it holds two things that are taken out when they
             are used: ``calls`` of golden's pass, if it ran on the kernels' device, which hold everything that the pass
             computed; and the ``pair``, whose candidate has not run.
@@ -127,7 +125,6 @@ class Prepared:
     unlike: dict[str, Tensor] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
     evaluation: bool = False
-    seconds: float = 0.0
     cache: Cache = field(default_factory=Cache)
     clock: Clock = field(default_factory=Clock)
     wide: frozenset[tuple[Kind, str]] = frozenset()
@@ -209,7 +206,6 @@ def _make_room(coming: _Key) -> None:
 
 
 def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> Prepared:
-    began = time.process_time()
     pair = build(case, checked, seed, kernels)
     apart = untied(pair.weights, pair.reference, pair.candidate)
     pair.reference.double()
@@ -276,7 +272,6 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
         held.unlike,
         apart,
         pair.evaluation,
-        seconds=time.process_time() - began,
         cache=cache,
     )
 

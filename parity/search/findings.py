@@ -41,6 +41,7 @@ from parity.search.reruns import (
 )
 from parity.search.screen import FirstOrder, Ranked
 from parity.search.search import (
+    AS_WELL,
     CHECKS_FOR_BORDERS,
     CHECKS_FOR_DECODING,
     CHECKS_FOR_OPERANDS,
@@ -227,7 +228,7 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
     complete = [explanation for explanation in kinds.values() if explanation.complete]
     for explanation in (*complete, *(one for one in kinds.values() if not one.complete)):
         rivals = [other.hypotheses for other in complete if other is not explanation]
-        doubts = _not_all(explanation) or _or_else(rivals)
+        doubts = _not_all(explanation) or _or_else(rivals) or _or_alike(explanation, explained)
         # Mistakes with a meaning come first.
         for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):
             doubt = doubts + _as_if(one)
@@ -251,6 +252,23 @@ def _not_all(explanation: Explanation) -> str:
         return ""
     far = f"{left.margin:.2g} times its limit" if math.isfinite(left.margin) else "not finite"
     return f"; {left.label} is still {far} then, so something else is wrong, too, or this is not quite it"
+
+
+def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str:
+    """Say which others of a list, such as other activations, explain as much; return an empty text if none does."""
+    (one, *more) = explanation.hypotheses
+    kind = f"{one.name.partition(' ')[0]} "
+    if more or one.value is not None or not explanation.complete:
+        return ""
+    alike = [
+        other.hypotheses[0].name.removeprefix(kind)
+        for other in explained
+        if len(other.hypotheses) == 1 and other.complete and other.misfit <= AS_WELL * explanation.misfit
+        if other.hypotheses[0].value is None and other.hypotheses[0].name.startswith(kind)
+        if other.hypotheses[0].name != one.name and other.hypotheses[0].place == one.place
+        if not math.isclose(other.misfit, explanation.misfit)  # what computes the same is the same mistake
+    ]
+    return f"; {' or '.join(alike)} explains it as well: it is one of them" if alike else ""
 
 
 def _or_else(rivals: Sequence[tuple[Hypothesis, ...]]) -> str:

@@ -81,6 +81,9 @@ _TUNED = 2  # how many of them have their constants looked for
 _SPENT_BY_PAIRS = 0.96  # the share of the budget that is spent after that
 _PARTIAL = 6  # partial explanations on which a second hypothesis is tried
 _NEARLY_ONE = 0.1  # constants so near are not told both
+AS_WELL = 1.02
+"""Explanations whose misfits differ by less fit as well as each other."""
+
 _DIGITS = 3  # partial explanations do the same if the shares of the error that they leave agree in so many digits
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
 _BY_A_CONSTANT = 0.01  # the same if its constant was fitted: the best eps or factor takes some of almost any error
@@ -394,7 +397,9 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
             explanation = search.verified(combination)
             if explanation is not None:
                 found.append(explanation)
-    return sorted(found, key=lambda one: (not one.complete, one.misfit))
+    best = min((one.misfit for one in found if one.complete), default=math.inf)
+    # What fits as well, up to rounding, stays in the order of the screen, in which none is first by chance alone.
+    return sorted(found, key=lambda one: (not one.complete, max(one.misfit, AS_WELL * best)))
 
 
 def _are_nearly_one(some: tuple[Hypothesis, ...], others: tuple[Hypothesis, ...]) -> bool:
