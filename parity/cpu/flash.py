@@ -10,16 +10,20 @@ scores                                 FP32 sums of products of the operands, sc
 output                                 the product divided by the sum of the row, rounded once
 backward: P                            FP32 ``exp(score - lse)``; rounded for the product with dO
 backward: dS, scaled                   FP32 ``P (dP - sum(dO O)) scale``; rounded for the products with Q and K
-gradients                              summed in FP32, rounded once
+gradients                              summed in FP32, rounded once; with GQA and MQA those of K and V are rounded for
+                                       each head of the queries, and rounded again once summed over a group
 =====================================  ===============================================================================
 
-A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a row are seen at once.
+The two roundings of GQA are in the graph that NVIDIA/cudnn-frontend 1.23.0 builds (``node/
+scaled_dot_product_flash_attention.h``: ``dV_fullhead`` and ``dK_fullhead`` have the data type of Q); cuDNN 9.19 on an
+H200 makes them too. A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a row
+are seen at once.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -96,11 +100,15 @@ def backward(
 
     Args:
         output_grad: shaped and typed as the output.
+
+    Returns:
+        FP32 gradients; those of keys and values are sums over a group's heads of what each head rounded.
     """
     batch, heads = query.shape[:2]
     dtype, groups = query.dtype, key.shape[1]
     key, value = in_fp32(key), in_fp32(value)
     gradients = attention_problem.zero_gradients(query, key, value, attention)
+    key_grad, value_grad = (torch.zeros(batch, heads, *tensor.shape[2:]) for tensor in (key, value))
     generator = attention_problem.generator_of(attention)
     for block in attention_problem.blocks(attention, query, key):
         rows, columns = block.row_slice, block.column_slice
@@ -112,18 +120,24 @@ def backward(
         if not block.columns:
             continue
         probabilities = attention_problem.of_block(query, key, attention, block).sub_(row_lse).exp_()
-        incoming = grouped(incoming, groups)
-        probability_grad = (incoming @ value[:, :, columns].mT).view_as(probabilities)
+        probability_grad = (grouped(incoming, groups) @ value[:, :, columns].mT).view_as(probabilities)
         kept = attention_problem.drop(probability_grad, attention, generator)
         dropped = probabilities if kept is None else probabilities * kept
-        gradients.value[:, :, columns] += grouped(dropped.to(dtype).float(), groups).mT @ incoming
+        value_grad[:, :, columns] += dropped.to(dtype).float().mT @ incoming
         score_grad = probability_grad.sub_(inner).mul_(probabilities)
         if gradients.bias is not None:
             attention_problem.add_bias_grad(gradients.bias, score_grad, block)
-        score_grad = grouped(score_grad.mul_(attention.scale).to(dtype).float(), groups)
-        gradients.query[:, :, rows] = (score_grad @ key[:, :, columns]).view(batch, heads, len(block.rows), -1)
-        gradients.key[:, :, columns] += score_grad.mT @ grouped(in_fp32(query[:, :, rows]), groups)
-    return gradients
+        score_grad = score_grad.mul_(attention.scale).to(dtype).float()
+        product = grouped(score_grad, groups) @ key[:, :, columns]
+        gradients.query[:, :, rows] = product.view(batch, heads, len(block.rows), -1)
+        key_grad[:, :, columns] += score_grad.mT @ in_fp32(query[:, :, rows])
+    key_grad, value_grad = (_of_groups(of_heads.to(dtype), groups) for of_heads in (key_grad, value_grad))
+    return replace(gradients, key=key_grad, value=value_grad)
+
+
+def _of_groups(of_heads: Tensor, groups: int) -> Tensor:
+    """Add up ``[batch, heads, keys, n]`` over the heads of each group, in FP32."""
+    return of_heads.float().unflatten(1, (groups, -1)).sum(2)
 
 
 # Fused attention in FP16 and BF16, forward and backward, on all sequences of a batch.

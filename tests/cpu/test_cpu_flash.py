@@ -119,6 +119,24 @@ def test_weights_are_rounded_before_they_multiply_values_and_their_sum_is_not() 
     assert lse.item() == pytest.approx(math.log(1 + weight.item()), abs=1e-7)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_gradients_of_a_shared_key_are_rounded_for_each_head_and_summed_in_fp32(
+    dtype: torch.dtype, groups: int
+) -> None:
+    """As in cuDNN's graph (cudnn-frontend 1.23.0, scaled_dot_product_flash_attention.h: dK_fullhead, dV_fullhead)."""
+    # Quarters, of which FP32 adds up products without rounding: the order of a matrix product's sums plays no part.
+    query, key, value, gradient = ((4 * tensor).round() / 4 for tensor in draw(dtype, 2, 4, groups, 20, 20))
+    attention = Attention(scale=0.25, band=Band(None, 0, False))
+    output, lse, _ = flash.forward(query, key, value, attention)
+    shared = flash.backward(query, key, value, output, gradient, lse, attention)
+    repeated = (tensor.repeat_interleave(4 // groups, 1) for tensor in (key, value))
+    alone = flash.backward(query, *repeated, output, gradient, lse, attention)
+    for total, of_heads in ((shared.key, alone.key), (shared.value, alone.value)):
+        assert torch.equal(total, of_heads.to(dtype).float().unflatten(1, (groups, -1)).sum(2))
+        assert torch.equal(of_heads, of_heads.to(dtype).float())
+
+
 def test_queries_without_keys_give_zero_and_pass_no_gradient() -> None:
     tensors = draw(BF16, 1, 2, 2, 20, 5)
     attention = Attention(scale=0.25, band=Band(None, 0, True))
