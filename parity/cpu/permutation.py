@@ -5,6 +5,11 @@ Follows ``csrc/extensions/permutation.cpp`` and ``padding.cpp`` of TransformerEn
 expert keep the order of their tokens. ``row_id_map`` is int32 ``[top_k * tokens]``, the k-th choice of token t at
 ``k * tokens + t``: the row that holds it, or -1 if it was dropped. Maps from masks are TE's Triton kernels', see
 ``triton.py``.
+
+The kernels compute in the dtype of the rows (``TCompute`` in ``permutation.cu``): probabilities are rounded to it, and
+so are every product and every partial sum. Where a product is added to a sum, nvcc contracts the two into a fused
+multiply-add, which rounds once: CUDA's ``*`` and ``+`` of half precision allow that (CUDA Math API, ``__hmul_rn``), and
+the kernels of TransformerEngine's wheel do it on an H200.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ def moe_permute_fwd(
 def moe_unpermute_fwd(
     input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
-    """Add up the rows of each token, times their probabilities, in FP32 and in the order of its choices.
+    """Add up the rows of each token, times their probabilities, in their dtype and in the order of its choices.
 
     Args:
         input: ``[rows, hidden]``.
@@ -67,11 +72,11 @@ def moe_unpermute_fwd(
     Returns:
         ``[num_tokens, hidden]``, in the dtype of ``input``; zeros for a token that was dropped.
     """
-    total = torch.zeros(num_tokens, input.shape[1])
+    total = input.new_zeros(num_tokens, input.shape[1])
     for k, rows in enumerate(row_id_map.view(topK, num_tokens)):
-        choice = _rows(input, rows).float()
-        total += choice * prob[:, k, None].float() if prob.numel() else choice
-    return total.to(input.dtype)
+        choice = _rows(input, rows)
+        total = _multiply_add(choice, prob[:, k, None].to(input.dtype), total) if prob.numel() else total + choice
+    return total
 
 
 def moe_permute_bwd(input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int) -> Tensor:
@@ -91,19 +96,24 @@ def moe_unpermute_bwd(
         prob: ``[tokens, top_k]``, or empty: then top_k is 1 and there is one row a token.
 
     Returns:
-        The gradient of the rows, in the dtype of ``input_bwd``; that of the probabilities, FP32 ``[tokens, top_k]``.
+        The gradient of the rows, in the dtype of ``input_bwd``; that of the probabilities, FP32 ``[tokens, top_k]``,
+        sums of products that are rounded to the dtype of ``input_bwd``.
     """
     tokens, top_k = prob.shape if prob.numel() else (len(row_id_map), 1)
-    grad = input_bwd.float()
     rows_grad = torch.zeros(len(input_fwd), input_bwd.shape[1], dtype=input_bwd.dtype)
     prob_grad = torch.zeros(tokens, top_k)
     for k, rows in enumerate(row_id_map.view(top_k, tokens)):
         kept = rows >= 0
-        weighted = grad * prob[:, k, None].float() if prob.numel() else grad
-        rows_grad[rows[kept].long()] = weighted[kept].to(input_bwd.dtype)
+        weighted = input_bwd * prob[:, k, None].to(input_bwd.dtype) if prob.numel() else input_bwd
+        rows_grad[rows[kept].long()] = weighted[kept]
         if prob.numel():
-            prob_grad[:, k] = (grad * _rows(input_fwd, rows).float()).sum(1)
+            prob_grad[:, k] = (input_bwd * _rows(input_fwd, rows)).sum(1, dtype=torch.float32)
     return rows_grad, prob_grad
+
+
+def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return ``a * b + c``, rounded once: FP64 holds the product, and rounds the sum finely enough to not be seen."""
+    return torch.addcmul(c.double(), a.double(), b.double()).to(a.dtype)
 
 
 def _rows(input: Tensor, rows: Tensor) -> Tensor:
