@@ -157,8 +157,10 @@ def fused_topk_with_score_function_bwd(
     grad = (grad_probs.float() * (1.0 if scaling_factor is None else scaling_factor)).masked_fill_(~routed, 0.0)
     activation = intermediate_output
     if score_function == "softmax":
-        activation = activation if use_pre_softmax else activation.masked_fill(~routed, 0.0)
-        grad = _softmax_bwd(grad, activation)
+        if use_pre_softmax:
+            grad = _softmax_bwd(grad, activation)
+        else:
+            grad = _softmax_bwd(grad, activation.masked_fill(~routed, 0.0)).masked_fill_(~routed, 0.0)
     else:
         scores = _scores(activation, score_function) if score_function == "sqrtsoftplus" else activation
         if topk > 1:

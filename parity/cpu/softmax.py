@@ -101,22 +101,26 @@ def scaled_masked_softmax_backward(output_grads: Tensor, softmax_results: Tensor
 def scaled_upper_triang_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """Return what ``scaled_softmax_backward`` does, of 3D tensors."""
-    return _backward(output_grads, softmax_results, scale_factor, dimensions=3)
+    """Return what ``scaled_softmax_backward`` does, of 3D tensors; 0 where a key lies after the query."""
+    return _backward(output_grads, softmax_results, scale_factor, dimensions=3, is_causal=True)
 
 
 def scaled_aligned_causal_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """Return what ``scaled_softmax_backward`` does."""
-    return _backward(output_grads, softmax_results, scale_factor, dimensions=4)
+    """Return what ``scaled_softmax_backward`` does; 0 where a key lies after the query."""
+    return _backward(output_grads, softmax_results, scale_factor, dimensions=4, is_causal=True)
 
 
-def _backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float, dimensions: int) -> Tensor:
+def _backward(
+    output_grads: Tensor, softmax_results: Tensor, scale_factor: float, dimensions: int, is_causal: bool = False
+) -> Tensor:
     _check(output_grads, dimensions)
     _check(softmax_results, dimensions)
     y = softmax_results.float()
     gradient = output_grads.float().mul_(y)
+    if is_causal:  # The kernels read nothing there: the gradient is 0, and not -0 where the incoming one is negative.
+        gradient.masked_fill_(_future(y), 0.0)
     row_sum = gradient.sum(-1, keepdim=True)
     return gradient.sub_(y.mul_(row_sum)).mul_(float(scale_factor)).to(output_grads.dtype)
 

@@ -270,6 +270,9 @@ def test_router_agrees_with_its_formula(score_function: str, topk: int, dtype: t
         assert torch.equal(routing_map, exact != 0)
         torch.testing.assert_close(probs.double(), exact, rtol=max(eps, 1e-5), atol=1e-6)
         torch.testing.assert_close(grad_of(x).double(), x64.grad, rtol=max(eps, 1e-4), atol=1e-5)
+        if score_function != "softmax" or not pre_softmax:
+            # Zeros, and no negative ones (TE 2.20.2, common/fused_router/fused_topk_with_score_function.cu).
+            assert not grad_of(x)[~routing_map].signbit().any()
 
 
 @pytest.mark.parametrize("score_function", SCORE_FUNCTIONS)

@@ -153,6 +153,9 @@ def test_backward_is_fp64_autograd_rounded_once_and_leaves_its_arguments(
     probabilities = softmax.scaled_softmax_forward(scores, scale)
     if dimensions == 3:
         probabilities, gradient = probabilities[0], gradient[0]
+    if "causal" in name or "triang" in name:
+        queries, keys = scores.shape[-2:]
+        probabilities = probabilities.masked_fill(causal(queries, keys, keys - queries), 0)
     y, g = probabilities.double(), gradient.double()
     exact = scale * torch.ops.aten._softmax_backward_data(g, y, -1, torch.float64)
     before = probabilities.clone(), gradient.clone()
@@ -161,6 +164,19 @@ def test_backward_is_fp64_autograd_rounded_once_and_leaves_its_arguments(
     assert_rounded_once(actual, exact, 0.0, absolute=16 * EPS32 * scale * g.abs().max().item())
     assert torch.equal(before[0], probabilities)
     assert torch.equal(before[1], gradient)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("kind", ["scaled_upper_triang_masked_softmax", "scaled_aligned_causal_masked_softmax"])
+def test_the_gradient_of_a_future_key_is_a_positive_zero_whatever_comes_in(kind: str, dtype: torch.dtype) -> None:
+    """The kernels read no gradient there (TE 2.20.2, common/fused_softmax/scaled_*_masked_softmax.cu)."""
+    scores = torch.randn(8, 8, 8)[slice(None) if "triang" in kind else None].to(dtype)
+    probabilities = getattr(softmax, f"{kind}_forward")(scores, 0.5)
+    future = causal(8, 8, 0).expand_as(scores)
+    for sign in (1, -1):
+        incoming = torch.full_like(scores, sign).masked_fill(~future, 1.0)
+        gradient = getattr(softmax, f"{kind}_backward")(incoming, probabilities, 0.5)
+        assert not gradient[future].view(torch.int16).any()
 
 
 @pytest.mark.parametrize(
