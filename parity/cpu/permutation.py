@@ -28,6 +28,8 @@ __all__ = [
     "moe_unpermute_fwd",
 ]
 
+_LANES = 32
+
 
 @torch.no_grad()
 def moe_permute_fwd(
@@ -96,8 +98,7 @@ def moe_unpermute_bwd(
         prob: ``[tokens, top_k]``, or empty: then top_k is 1 and there is one row a token.
 
     Returns:
-        The gradient of the rows, in the dtype of ``input_bwd``; that of the probabilities, FP32 ``[tokens, top_k]``,
-        sums of products that are rounded to the dtype of ``input_bwd``.
+        The gradient of the rows, in the dtype of ``input_bwd``; that of the probabilities, FP32 ``[tokens, top_k]``.
     """
     tokens, top_k = prob.shape if prob.numel() else (len(row_id_map), 1)
     rows_grad = torch.zeros(len(input_fwd), input_bwd.shape[1], dtype=input_bwd.dtype)
@@ -107,8 +108,25 @@ def moe_unpermute_bwd(
         weighted = input_bwd * prob[:, k, None].to(input_bwd.dtype) if prob.numel() else input_bwd
         rows_grad[rows[kept].long()] = weighted[kept]
         if prob.numel():
-            prob_grad[:, k] = (input_bwd * _rows(input_fwd, rows)).sum(1, dtype=torch.float32)
+            prob_grad[:, k] = _inner_products(input_bwd, _rows(input_fwd, rows))
     return rows_grad, prob_grad
+
+
+def _inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the FP32 inner product of each pair of rows, in the order of a warp.
+
+    A lane adds up what it loads, 16 bytes of each row at a time; then the sums of lanes that differ by 16 are added, by
+    8, and so on. A product is rounded to the dtype of the rows first; in FP32 it is not rounded at all.
+    """
+    of_a_load = 16 // left.element_size()
+    lanes = torch.zeros(len(left), _LANES)
+    for loads in zip(*(rows.split(_LANES * of_a_load, 1) for rows in (left, right)), strict=True):
+        for a, b in zip(*(rows.unflatten(1, (-1, of_a_load)).unbind(2) for rows in loads), strict=True):
+            total = lanes[:, : a.shape[1]]
+            total.copy_(_multiply_add(a, b, total) if a.dtype is torch.float32 else total + a * b)
+    while lanes.shape[1] > 1:
+        lanes = lanes.unflatten(1, (2, -1)).sum(1)
+    return lanes[:, 0]
 
 
 def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

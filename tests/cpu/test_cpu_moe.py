@@ -177,6 +177,19 @@ def test_an_index_map_rounds_probabilities_products_and_sums_to_the_dtype_of_the
     torch.testing.assert_close(probs_grad, products, rtol=1e-6, atol=1e-6)
 
 
+def test_the_gradient_of_a_probability_is_added_up_in_the_order_of_a_warp() -> None:
+    """Follows TE 2.20.2, common/permutation/permutation.cu: lanes load 16 bytes each, and are added up last."""
+    large, lost = 2.0**24, 1.0  # FP32 loses one beside the other
+    grad, rows = torch.zeros(4, 256), torch.ones(4, 256)
+    grad[0, :2] = torch.tensor([large, lost])  # one lane, one load
+    grad[1, [0, 128]] = torch.tensor([large, lost])  # one lane, two loads
+    grad[2, [0, 4, 68]] = torch.tensor([large, lost, lost])  # three lanes, of which the latter two differ by 16
+    grad[3, [0, 4, 8]] = torch.tensor([large, lost, lost])  # three lanes, of which no two do
+    row_id_map = torch.arange(4, dtype=torch.int32)
+    _, probs_grad = permutation.moe_unpermute_bwd(grad, rows, 0, row_id_map, torch.ones(4, 1))
+    assert probs_grad.flatten().tolist() == [large, large, large + 2, large]
+
+
 @settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**31))
 def test_unpermuting_without_probabilities_multiplies_by_the_number_of_choices(
