@@ -231,8 +231,8 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
         Step(
             "facts",
             "How do its kernels read operands and add products?",
-            ("-m", facts.__name__, backend[1], str(folder / "facts.md")),
-            0.6,
+            ("-m", facts.__name__, backend[1], str(folder / "facts.md"), "small" if small else "all"),
+            1.0,
             ("facts.md", "facts.jsonl"),
             kernel_facts,
             caveat,
