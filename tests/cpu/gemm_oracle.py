@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from parity.cpu import gemm
 from parity.cpu.enums import DType
+from parity.cpu.tensor_cores import TensorCore
 
 TE_DTYPE = {
     torch.float32: DType.kFloat32,
@@ -67,3 +69,33 @@ def exponent(value: Fraction, lowest: int = -1000) -> int:
 def cut(value: Fraction, unit: Fraction) -> Fraction:
     """Return the multiple of ``unit`` next to ``value``, toward zero."""
     return int(value / unit) * unit
+
+
+def added_one_by_one(core: TensorCore, a: Tensor, b: Tensor, lowest: Sequence[int], interval: int) -> Tensor:
+    """Return ``b a^T`` of FP8 numbers, each product cut and added by itself, all of it exact in FP64.
+
+    Args:
+        lowest: the exponents of the subnormal numbers of each.
+        interval: products after which FP32 takes over.
+    """
+
+    def exponents(values: Tensor, lowest: int) -> Tensor:
+        return torch.where(values == 0, -10_000, torch.frexp(values).exponent.clamp(min=lowest + 1) - 1)
+
+    promoted = torch.zeros(len(b), len(a))
+    for begin in range(0, a.shape[1], interval):
+        running = torch.zeros(len(b), len(a), dtype=torch.float64)
+        for start in range(begin, min(begin + interval, a.shape[1]), core.products):
+            part = slice(start, min(start + core.products, begin + interval))
+            x, y = a[:, part].double(), b[:, part].double()
+            tops = (exponents(y, lowest[1])[:, None] + exponents(x, lowest[0])[None]).amax(2)
+            tops = torch.maximum(tops, torch.where(running == 0, -10_000, torch.frexp(running).exponent - 1))
+            unit = torch.where(tops < -1000, 1.0, torch.ldexp(torch.ones_like(running), tops - core.bits + 1))
+            total = (running / unit).trunc()
+            for product in (y[:, None] * x[None] / unit[..., None]).unbind(2):
+                total += product.trunc()
+            bits_above = (torch.frexp(total).exponent - core.bits).clamp(min=0)
+            kept = torch.ldexp(torch.ones_like(total), bits_above)
+            running = (total / kept).trunc() * kept * unit
+        promoted += running.float()
+    return promoted

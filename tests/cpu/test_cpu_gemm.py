@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gemm_oracle import cut, exponent, in_fp64, operands, run
+from gemm_oracle import added_one_by_one, cut, exponent, in_fp64, operands, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 from parity import te
 from parity.cpu import cast, float8, tensor_cores
 from parity.cpu.enums import DType
-from parity.cpu.tensor_cores import HOPPER, Factor, TensorCore
+from parity.cpu.tensor_cores import ADA, HOPPER, Factor, TensorCore
 
 # ``generic_gemm`` against FP64, with bounds from the error analysis of sums (Higham, 2002, section 3.1).
 
@@ -344,6 +344,43 @@ def test_a_sum_is_that_of_exact_arithmetic_with_the_same_cuts(
     a, b = (numbers(dtype, [pair[i] for pair in codes]) for i in (0, 1))
     lowest = exponent(Fraction(torch.finfo(dtype).smallest_normal))
     assert Fraction(dot(core, a, b, split, dtype)) == oracle(core, a.tolist(), b.tolist(), split, lowest)
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 300)),
+    dtypes=st.tuples(st.sampled_from([E4M3, E5M2]), st.sampled_from([E4M3, E5M2])),
+    spread=st.sampled_from([0, 3, 30]),
+    mean=st.sampled_from([0.0, 2.0]),
+    core=st.sampled_from([HOPPER, ADA]),
+    split=st.booleans(),
+    tile=st.sampled_from([1, 100, 1 << 16]),
+    at_once=st.sampled_from([1, 500, 1 << 19]),
+)
+def test_matrices_are_multiplied_as_one_product_after_the_other(
+    shape: tuple[int, int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    spread: int,
+    mean: float,
+    core: TensorCore,
+    split: bool,
+    tile: int,
+    at_once: int,
+) -> None:
+    """Small magnitudes among large ones (``spread`` binary orders), of both signs or of one, in tiles of any size."""
+    m, n, k = shape
+    a, b = (
+        ((torch.randn(rows, k) + mean) * 8 * 2.0 ** -torch.randint(spread + 1, (rows, k))).to(dtype).float()
+        for rows, dtype in zip((m, n), dtypes, strict=True)
+    )
+    lowest = {dtype: exponent(Fraction(torch.finfo(dtype).smallest_normal)) for dtype in dtypes}
+    factors = [Factor(values, dtype) for values, dtype in zip((a, b), dtypes, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_cores, "_TILE_ELEMENTS", tile)
+        patch.setattr(tensor_cores, "_PRODUCTS_AT_ONCE", at_once)
+        result = tensor_cores.product(core, *factors, split)
+    interval = core.promote_every if split else k
+    assert torch.equal(result, added_one_by_one(core, a, b, [lowest[dtype] for dtype in dtypes], interval))
 
 
 @given(codes=st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), min_size=1, max_size=40))
