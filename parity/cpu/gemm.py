@@ -282,7 +282,8 @@ def _compute(
     splits = (
         result_dtype in tensor_cores.SIXTEEN_BIT and kernel_choices.SPLIT_K_IN_OUTPUT_TYPE in kernel_choices.current()
     )
-    if emulated is None and not splits and _fits_native_bf16(left, right, epilogue, result_dtype):
+    native = emulated is None and not splits and not _cuts_sums(left, dtype)
+    if native and _fits_native_bf16(left, right, epilogue, result_dtype):
         return _in_native_bf16(left, right, epilogue), None
     multiply = emulated or functools.partial(_product, left, right, dtype)
     scale = _scale(left, right, epilogue)
@@ -322,7 +323,18 @@ def _product(left: _Operand, right: _Operand, dtype: torch.dtype, part: slice) -
     a, b = left.matrix[:, part], right.matrix[:, part]
     if a.dtype == b.dtype == dtype == torch.float32 and not left.is_quantized:
         a, b = tensor_cores.operand(a), tensor_cores.operand(b)
+    if _cuts_sums(left, dtype):
+        return tensor_cores.cut_product(a, b)
     return b.float() @ a.float().t()
+
+
+def _cuts_sums(left: _Operand, dtype: torch.dtype) -> bool:
+    """Return whether tensor cores multiply what is not quantized, and their cuts are emulated."""
+    choices = kernel_choices.current()
+    if left.is_quantized or kernel_choices.SUMS_25_BIT not in choices:
+        return False
+    is_tf32 = dtype == torch.float32 and kernel_choices.FP32_EXACT not in choices
+    return left.matrix.dtype in tensor_cores.SIXTEEN_BIT or is_tf32
 
 
 def _fits_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype) -> bool:

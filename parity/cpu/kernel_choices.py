@@ -25,6 +25,7 @@ FP8_BLOCK_14_BIT = "fp8-block-14-bit"
 SPLIT_K_IN_OUTPUT_TYPE = "split-k-in-output-type"
 ATTENTION_16_BIT_SUMS = "attention-16-bit-sums"
 MX_25_BIT = "mx-25-bit"
+SUMS_25_BIT = "sums-25-bit"
 
 NAMES = (
     TF32_TRUNCATED,
@@ -35,6 +36,7 @@ NAMES = (
     SPLIT_K_IN_OUTPUT_TYPE,
     ATTENTION_16_BIT_SUMS,
     MX_25_BIT,
+    SUMS_25_BIT,
 )
 
 # How FP32 operands are read: one of these, or, if none is set, as TF32 rounded to nearest even.

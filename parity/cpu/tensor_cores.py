@@ -1,6 +1,7 @@
 """How tensor cores read and add products.
 
-TF32 operands, the short sums of FP8 on a Hopper, and sums over K in parts, most of them options of the CPU kernels.
+TF32 operands, the short sums of FP8 on a Hopper, sums that are cut to FP32 as they grow, and sums over K in parts, most
+of them options of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -342,6 +343,58 @@ def _toward_zero(values: Tensor) -> Tensor:
         return values
     nearest = values.float()
     return torch.where(nearest.double().abs() > values.abs(), torch.nextafter(nearest, torch.zeros(())), nearest)
+
+
+# How tensor cores add TF32, BF16 and FP16 products: an option of the CPU kernel ``generic_gemm``, ``sums-25-bit``.
+#
+# One instruction adds 8 products of TF32, or 16 of 16-bit numbers, to a running sum: it shifts all to the largest
+# exponent among them, cuts off what lies below 25 fraction bits there, adds exactly, and cuts the result to FP32,
+# toward zero. MMA-Sim (arXiv 2511.10909) found it so for ``wgmma``, and an H200 with cuBLAS 13.1 answers so
+# (``parity.lab.gpu_report.facts``).
+
+
+_FRACTION = 25
+_TF32_PRODUCTS, _SIXTEEN_BIT_PRODUCTS = 8, 16
+_FP64_BIAS, _FP64_MANTISSA_BITS = 1023, 52
+# Below the exponent of any product, and of any sum.
+_LOWEST_TOP = -300
+
+
+def cut_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``right left^T``, ``[n, m]`` in FP32, each instruction's sum cut to FP32; all of it is exact in FP64.
+
+    Args:
+        left: ``[m, k]``, BF16, FP16, or FP32 that holds numbers of TF32.
+        right: ``[n, k]``, of the same dtype.
+    """
+    products = _SIXTEEN_BIT_PRODUCTS if left.dtype in SIXTEEN_BIT else _TF32_PRODUCTS
+    a, b = (side.t().double().contiguous() for side in (left, right))
+    a_exponents, b_exponents = (_exponents(x, torch.finfo(left.dtype).smallest_normal) for x in (a, b))
+    room = a.new_empty(products, max(1, _PRODUCTS_AT_ONCE // (products * max(1, len(left)))), len(left))
+    tiles = []
+    for columns in _split(slice(0, len(right)), room.shape[1]):
+        running = a.new_zeros(columns.stop - columns.start, len(left))
+        for part in _split(slice(0, len(a)), products):
+            tops = (b_exponents[part, columns, None] + a_exponents[part, None]).amax(0).clamp_(min=_LOWEST_TOP)
+            tops = (tops.long() + _FP64_BIAS) << _FP64_MANTISSA_BITS
+            unit = torch.maximum(tops.view(torch.float64), power_of_two_fp64(running)).mul_(2.0**-_FRACTION)
+            terms = room[: part.stop - part.start, : len(running)]
+            torch.mul(b[part, columns, None], a[part, None], out=terms)
+            total = terms.div_(unit, rounding_mode="trunc").sum(0).add_(running.div_(unit, rounding_mode="trunc"))
+            running = _to_fp32(total.mul_(unit))
+        tiles.append(running.float())
+    result = torch.cat(tiles)
+    if not (left.isfinite().all() and right.isfinite().all()):
+        plain = right.float() @ left.float().t()
+        result = torch.where(plain.isfinite(), result, plain)
+    return result
+
+
+def _exponents(values: Tensor, smallest_normal: float) -> Tensor:
+    """Return the exponents of FP64 values, at least that of ``smallest_normal``, int16; far below for 0."""
+    powers = power_of_two_fp64(values).clamp_(min=smallest_normal)
+    exponents = (powers.view(torch.int64) >> _FP64_MANTISSA_BITS) - _FP64_BIAS
+    return exponents.masked_fill_(values == 0, 2 * _LOWEST_TOP).to(torch.int16)
 
 
 # How the tensor cores of a Blackwell add MXFP8 and NVFP4 products: an option of the CPU kernel ``generic_gemm``.

@@ -1,7 +1,9 @@
 """List what TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do otherwise, and model it.
 
-Each row is an option of the CPU kernels (``parity.cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). This project has
-not seen any of them on a GPU yet: a row says what its source allows.
+Each row is an option of the CPU kernels (``parity.cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). A row says what its
+source allows, and what one GPU answered: an H200 with TE 2.20.2, cuBLAS 13.1 and PyTorch 2.11, asked by
+``parity.lab.gpu_report.facts`` and by the table of kernels. What that one does not do is granted all the same, since
+other GPUs, shapes and versions of cuBLAS may.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from parity.cpu.kernel_choices import (
     FP8_14_BIT,
     FP8_BLOCK_14_BIT,
     SPLIT_K_IN_OUTPUT_TYPE,
+    SUMS_25_BIT,
     TF32_TRUNCATED,
 )
 from parity.numerics.formats import Rounding, e4m3, e4m3_squares, tf32, tf32_truncated
@@ -32,6 +35,8 @@ _PER_TENSOR_FP8 = ("fp8_delayed", "fp8_current")
 _SIXTEEN_BIT_RESULTS = tuple(name for name in PRECISION_NAMES if name != "fp32")
 _MMA_SIM = "MMA-Sim, arXiv 2511.10909, and its code, github.com/microsoft/MMA-Sim"
 _CUBLASLT_GEMM = "TE 2.20.2, common/gemm/cublaslt_gemm.cu"
+_TF32_ON_H200 = "not seen on an H200: operands are rounded to nearest, ties to even, in 12 shapes and layouts"
+_PARTS_ON_H200 = "not seen on an H200, in 60 products with K up to 16384: each result is rounded once"
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class KernelChoice:
         gpus: ``ada``, ``hopper``, ``blackwell``: those whose kernels may do it.
         precisions: names of ``parity.te.precision`` in which it can show.
         does: what it does, in a sentence.
-        source: where that is documented or was measured.
+        source: where that is documented or was measured by others.
+        measured: what a GPU answered, or that none was asked.
         leans: whether errors lean one way (toward zero, say) and so add up with the length of a sum; else they are
             noise.
     """
@@ -53,6 +59,7 @@ class KernelChoice:
     precisions: tuple[str, ...]
     does: str
     source: str
+    measured: str
     leans: bool
 
 
@@ -64,6 +71,7 @@ CHOICES = (
         "FP32 operands of a GEMM are cut to TF32's 10 mantissa bits, toward zero.",
         f"{_MMA_SIM}: every TF32 instruction (mma, wgmma, tcgen05) reads the upper 19 bits of an operand; "
         f"{_CUBLASLT_GEMM}: CUBLAS_COMPUTE_32F_FAST_TF32, whose conversion cuBLAS does not document",
+        _TF32_ON_H200,
         leans=True,
     ),
     KernelChoice(
@@ -73,6 +81,7 @@ CHOICES = (
         "FP32 operands of a GEMM are rounded to TF32's 10 mantissa bits, to nearest, ties away from zero.",
         "PTX ISA 8.5, cvt.rna.tf32.f32; a kernel that converts before it multiplies has this rounding (CUTLASS 3.5, "
         f"include/cutlass/tfloat32.h, round_half_ulp_truncate); {_CUBLASLT_GEMM}: CUBLAS_COMPUTE_32F_FAST_TF32",
+        _TF32_ON_H200,
         leans=False,
     ),
     KernelChoice(
@@ -82,6 +91,7 @@ CHOICES = (
         "GEMMs of FP32 operands compute in FP32, without TF32.",
         f"{_CUBLASLT_GEMM}: CUBLAS_COMPUTE_32F_FAST_TF32; cuBLAS 13, cublasComputeType_t: it allows the library to use "
         "tensor cores with TF32, and does not oblige it to",
+        _TF32_ON_H200,
         leans=False,
     ),
     KernelChoice(
@@ -93,6 +103,7 @@ CHOICES = (
         f"{_MMA_SIM}: 13 fraction bits, 32 products a step on a Hopper, 16 on an Ada; TE 2.20.2, "
         "pytorch/module/base.py: _2X_ACC_FPROP = False, _2X_ACC_DGRAD = _2X_ACC_WGRAD = True; cuBLAS 13: "
         "CUBLASLT_MATMUL_DESC_FAST_ACCUM",
+        "confirmed on an H200: its 12 products of the kernel table are equal to the bit; an Ada was not asked",
         leans=True,
     ),
     KernelChoice(
@@ -102,6 +113,7 @@ CHOICES = (
         "Sums of FP8 products keep 14 bits within a block of 128; the blocks are scaled and added in FP32.",
         "DeepSeek-V3, arXiv 2412.19437, section 3.3.2; CUTLASS 3.9, examples/67_hopper_fp8_warp_specialized_gemm_with_"
         "blockwise_scaling; TE 2.20.2, common/recipe/__init__.py: Float8BlockScaling",
+        "confirmed on an H200: its 3 products of the kernel table are equal to the bit",
         leans=True,
     ),
     KernelChoice(
@@ -111,6 +123,7 @@ CHOICES = (
         "A GEMM with a 16-bit result splits K; each part's sum is rounded to the result's dtype and added in it.",
         "cuBLAS 13, cublasLtReductionScheme_t: CUBLASLT_REDUCTION_SCHEME_INPLACE and _OUTPUT_TYPE; "
         f"{_CUBLASLT_GEMM} sets no CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, whose default allows all",
+        _PARTS_ON_H200,
         leans=False,
     ),
     KernelChoice(
@@ -121,6 +134,7 @@ CHOICES = (
         "PyTorch 2.13, torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction and allow_bf16_..., both True "
         "unless set (docs: notes/numerical_accuracy); TE 2.20.2, pytorch/attention/dot_product_attention/backends.py: "
         "torch.baddbmm and torch.bmm",
+        _PARTS_ON_H200,
         leans=False,
     ),
     KernelChoice(
@@ -130,6 +144,18 @@ CHOICES = (
         "A sum of MXFP8 products keeps 25 fraction bits of its largest term, 32 products a step, one of NVFP4 35, 64 "
         "a step; both are cut to FP32, toward zero, after each step.",
         f"{_MMA_SIM}: tcgen05.mma with block scales",
+        "no Blackwell was asked",
+        leans=True,
+    ),
+    KernelChoice(
+        names.SUMS_25_BIT,
+        ("hopper", "blackwell"),
+        ("fp32", "fp16"),
+        "A sum of TF32 products keeps 25 fraction bits of its largest term, 8 products a step, one of BF16 or FP16 so "
+        "too, 16 a step; both are cut to FP32, toward zero, after each step. A BF16 result's own rounding hides it.",
+        f"{_MMA_SIM}: wgmma, tcgen05.mma",
+        "confirmed on an H200: bits, products and cuts, though the smaller two of four shapes of TF32 add some sums to "
+        "nearest; no Blackwell was asked",
         leans=True,
     ),
 )
@@ -166,14 +192,14 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
 # 3.1 times, which is within a limit of 1.7 times those of 4.
 SPLITS = 4
 _SMALLEST_PART = 32  # the terms that one instruction sums
-# One instruction of a Hopper adds 32 products to a sum of 14 bits (arXiv 2511.10909); FP32 takes over every 128.
-_PRODUCTS = 32
-_SUM_BITS = 14
-_PROMOTE_EVERY = 128
+_PROMOTE_EVERY = 128  # products of FP8 after which FP32 takes over
 _TILE = 1 << 20  # products that are held at once
 _SAMPLED = 64  # rows and columns of a sample
-# The relative error of a product of normal numbers in E4M3: two errors, each uniform within 2^-4 of a mantissa.
-_FORMAT_ERROR = 0.037
+# The relative error of a product of normal numbers in E4M3: two errors, each uniform within 2^-4 of a mantissa; that of
+# one in TF32, within 2^-11 of it; and that of a result that is rounded once, to FP16.
+_E4M3_ERROR = 0.037
+_TF32_ERROR = _E4M3_ERROR / 2**7
+_FP16_ERROR = _TF32_ERROR / 2**0.5
 _NEXT_TO_NOTHING = 0.05  # this share of the format's error does not count
 _LARGEST_MANTISSA = 1.75  # of E4M3's and E5M2's largest number, to which a tensor's scale maps its largest magnitude
 
@@ -181,7 +207,9 @@ _LARGEST_MANTISSA = 1.75  # of E4M3's and E5M2's largest number, to which a tens
 def leaning(rounding: Rounding) -> tuple[str, ...]:
     """Name what kernels of this rounding may do that leans."""
     if rounding.inputs is tf32:
-        return (TF32_TRUNCATED,)
+        return (TF32_TRUNCATED, SUMS_25_BIT)
+    if rounding.storage is torch.float16:
+        return (SUMS_25_BIT,)
     if rounding.weights is e4m3:
         return (FP8_14_BIT,)
     return (FP8_BLOCK_14_BIT,) if rounding.weights is e4m3_squares else ()
@@ -224,38 +252,82 @@ def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tenso
     return first
 
 
-def lost_in_sums(left: Tensor, right: Tensor, kernels: tuple[str, ...], backward: bool) -> Tensor | None:
-    """Compute what a Hopper's FP8 tensor cores lose of a product.
+@dataclass(frozen=True)
+class _Sums:
+    """How tensor cores add.
+
+    Attributes:
+        products: that one instruction adds to the running sum.
+        term_bits: of the largest term that the others keep, with the leading one.
+        sum_bits: of the significand of the running sum.
+        exact: a dtype that holds one instruction's sum.
+    """
+
+    products: int
+    term_bits: int
+    sum_bits: int
+    exact: torch.dtype
+
+
+# A Hopper's: arXiv 2511.10909.
+_FP8_SUMS = _Sums(32, 14, 14, torch.float32)
+_TF32_SUMS = _Sums(8, 26, 24, torch.float64)
+_FP16_SUMS = _Sums(16, 26, 24, torch.float64)
+
+
+def lost_in_sums(
+    left: Tensor, right: Tensor, kernels: tuple[str, ...], backward: bool, storage: torch.dtype
+) -> Tensor | None:
+    """Compute what a Hopper's tensor cores lose of a product.
 
     One instruction shifts its products and the running sum to the largest exponent among them, and truncates what lies
-    below 13 fraction bits there. Terms of both signs lose little by that; terms of one sign lose more the longer the
-    sum is. A sample of the product tells whether the loss matters; if it does not, the rest is not computed.
+    below 13 fraction bits there in FP8, 25 in others, whose sum is cut to FP32. Terms of both signs lose little by
+    that; terms of one sign lose more the longer the sum is. A sample of the product tells whether the loss matters; if
+    it does not, the rest is not computed.
 
     Args:
         left: ``[m, k]``, dequantized, FP32.
         right: ``[k, n]``, dequantized, FP32.
         kernels: names of what the kernels do.
-        backward: whether sums are promoted to FP32 every 128 products, as TE asks for in the backward pass alone
+        backward: whether sums of FP8 are promoted to FP32 every 128 products, as TE asks for in the backward pass alone
             (``use_split_accumulator``, ``pytorch/module/base.py`` of 2.20.2); with block scales they always are.
+        storage: dtype of stored results.
 
     Returns:
         ``[m, n]``, FP32: the exact product minus the one that such kernels compute. None if they keep FP32 sums, or
         lose next to nothing.
     """
+    if not left.numel() or not right.numel():
+        return None
+    if SUMS_25_BIT in kernels:
+        return _lost(left, right, _TF32_SUMS if storage is torch.float32 else _FP16_SUMS, left.shape[-1])
     has_blocks = FP8_BLOCK_14_BIT in kernels
-    if not (has_blocks or FP8_14_BIT in kernels) or not left.numel() or not right.numel():
+    if not (has_blocks or FP8_14_BIT in kernels):
         return None
     interval = _PROMOTE_EVERY if has_blocks or backward else left.shape[-1]
+    if has_blocks:
+        return _lost(left, right, _FP8_SUMS, interval)
     # Exponents are those of codes. The scales of blocks are powers of two, which move all of them alike.
-    a, b = (left, right) if has_blocks else (_codes(left), _codes(right))
+    lost = _lost(_codes(left), _codes(right), _FP8_SUMS, interval)
+    return None if lost is None else lost.mul_((_scale(left) * _scale(right)).item())
+
+
+def _lost(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor | None:
+    """Return the exact product minus the one that tensor cores compute; None if a sample says that it is too little."""
     some, others = _sample(a), _sample(b.t()).t()
-    rounding = _FORMAT_ERROR * (some.square() @ others.square()).sum().sqrt()
-    if torch.linalg.vector_norm(some @ others - _summed(some, others, interval)) < _NEXT_TO_NOTHING * rounding:
+    if torch.linalg.vector_norm(_cut_off(some, others, sums, interval)) < _NEXT_TO_NOTHING * _rounding(
+        some, others, sums
+    ):
         return None
-    rows = max(1, _TILE // (b.shape[1] * _PRODUCTS))
-    computed = torch.cat([_summed(part, b, interval) for part in a.split(rows)])
-    scale = 1.0 if has_blocks else (_scale(left) * _scale(right)).item()
-    return (a @ b).sub_(computed).mul_(scale)
+    rows = max(1, _TILE // (b.shape[1] * sums.products))
+    return torch.cat([_cut_off(part, b, sums, interval) for part in a.split(rows)])
+
+
+def _rounding(a: Tensor, b: Tensor, sums: _Sums) -> Tensor:
+    """Estimate the error of a product's operands, or, of FP16, of its result."""
+    if sums is _FP16_SUMS:
+        return _FP16_ERROR * torch.linalg.vector_norm(a @ b)
+    return (_E4M3_ERROR if sums is _FP8_SUMS else _TF32_ERROR) * (a.square() @ b.square()).sum().sqrt()
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -273,25 +345,36 @@ def _sample(x: Tensor) -> Tensor:
     return x[:: max(1, len(x) // _SAMPLED)][:_SAMPLED]
 
 
-def _summed(a: Tensor, b: Tensor, interval: int) -> Tensor:
-    """Multiply ``[m, k]`` by ``[k, n]``, promoting the running sum every ``interval`` products."""
+def _cut_off(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor:
+    """Return what is lost of ``[m, k]`` times ``[k, n]``; FP32 takes over every ``interval`` products."""
+    a, b = a.to(sums.exact), b.to(sums.exact)
     promoted = running = a.new_zeros(a.shape[0], b.shape[1])
-    for start in range(0, a.shape[1], _PRODUCTS):
+    for start in range(0, a.shape[1], sums.products):
         if start % interval == 0:
             promoted, running = promoted + running, torch.zeros_like(running)
-        left, right = a[:, start : start + _PRODUCTS, None], b[start : start + _PRODUCTS]
+        left, right = a[:, start : start + sums.products, None], b[start : start + sums.products]
         largest = torch.maximum((_power_of_two(left) * _power_of_two(right)).amax(1), _power_of_two(running))
-        unit = torch.where(largest > 0, largest, 1.0).mul_(2.0 ** (1 - _SUM_BITS))
-        total = (left * right).div_(unit[:, None]).trunc_().sum(1).add_((running / unit).trunc_())
-        running = _cut(total.mul_(unit))
-    return promoted + running
+        unit = torch.where(largest > 0, largest, 1.0).mul_(2.0 ** (1 - sums.term_bits))
+        total = (left * right).div_(unit[:, None], rounding_mode="trunc").sum(1)
+        total.add_(running.div_(unit, rounding_mode="trunc"))
+        running = _cut(total.mul_(unit), sums.sum_bits)
+    return (a @ b).sub_(promoted).sub_(running).float()
+
+
+# Of a float's bits: as integers, the field of its exponent, and how many its significand has.
+_BITS = {
+    torch.float32: (torch.int32, 0xFF << 23, 24),
+    torch.float64: (torch.int64, 0x7FF << 52, 53),
+}
 
 
 def _power_of_two(x: Tensor) -> Tensor:
     """Return the largest power of two up to each magnitude; 0 for 0."""
-    return (x.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+    integers, exponent, _ = _BITS[x.dtype]
+    return (x.contiguous().view(integers) & exponent).view(x.dtype)
 
 
-def _cut(x: Tensor) -> Tensor:
-    """Truncate to the bits of a sum."""
-    return (x.view(torch.int32) & -(1 << (24 - _SUM_BITS))).view(torch.float32)
+def _cut(x: Tensor, bits: int) -> Tensor:
+    """Truncate to a significand of so many bits."""
+    integers, _, all_bits = _BITS[x.dtype]
+    return (x.view(integers) & -(1 << (all_bits - bits))).view(x.dtype)

@@ -493,8 +493,9 @@ class _RoundingMode(TorchDispatchMode):
         if not is_linear or self._linear.is_plain:
             return result
         matrices = [(left, right, result)] if left.dim() == 2 else zip(left, right, result, strict=True)
+        storage = self._storing.rounding.storage
         for one, other, product in matrices:
-            lost = lost_in_sums(one, other, kernels, self.phase.backward)
+            lost = lost_in_sums(one, other, kernels, self.phase.backward, storage)
             if lost is not None:
                 product.sub_(lost, alpha=alpha)
         return result

@@ -14,10 +14,13 @@ from torch import nn
 import parity
 from parity import te
 from parity.case.case import Case
+from parity.case.validate import check_case
 from parity.cases import attention, layer, linear, mlp
+from parity.comparison import judge_at
 from parity.cpu import cuda, tensor_cores
 from parity.cpu import kernel_choices as names
 from parity.cpu.kernel_choices import NAMES, VARIABLE, kernel_choices
+from parity.judge.limits import packaged
 from parity.lab.zoo.catalogue import HOSTS
 from parity.numerics import kernel_choices as choices_of_gpus
 from parity.numerics.formats import Rounding, e4m3, tf32, tf32_truncated
@@ -372,19 +375,33 @@ def test_lost_in_sums_is_what_tensor_cores_lose(inner, mean, backward):
     summed = tensor_cores.product(tensor_cores.HOPPER, factors[1], factors[0], split=backward)
     scale = (left.abs().max() / 448.0) * (right.abs().max() / 448.0)
     expected = (codes[0].double() @ codes[1].double().t() - summed.double()) * scale
-    lost = lost_in_sums(left, right.t(), (names.FP8_14_BIT,), backward)
+    lost = lost_in_sums(left, right.t(), (names.FP8_14_BIT,), backward, torch.bfloat16)
     assert lost is not None
     torch.testing.assert_close(lost.double(), expected, rtol=0.02, atol=1e-4 * expected.abs().max().item())
 
 
 def test_terms_of_both_signs_lose_next_to_nothing():
     left, right = matrices(1024, 0.0)
-    assert lost_in_sums(left, right.t(), (names.FP8_14_BIT,), backward=False) is None
+    assert lost_in_sums(left, right.t(), (names.FP8_14_BIT,), False, torch.bfloat16) is None
 
 
 def test_kernels_of_fp32_sums_lose_nothing():
     left, right = matrices(1024, 3.0)
-    assert lost_in_sums(left, right.t(), (names.TF32_TRUNCATED,), backward=False) is None
+    assert lost_in_sums(left, right.t(), (names.TF32_TRUNCATED,), False, torch.float32) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_lost_in_sums_is_what_is_cut_to_fp32(dtype):
+    left, right = (torch.randn(48, 8192, generator=torch.Generator().manual_seed(seed)) + 3.0 for seed in (0, 1))
+    left, right = (tf32(x) if dtype is torch.float32 else x.half().float() for x in (left, right))
+    summed = tensor_cores.cut_product(right.to(dtype), left.to(dtype))
+    exact = left.double() @ right.double().t()
+    lost = lost_in_sums(left, right.t(), (names.SUMS_25_BIT,), False, dtype)
+    assert lost is not None
+    torch.testing.assert_close(lost.double(), exact - summed.double(), rtol=1e-6, atol=0)
+    assert (lost > 1e-5 * exact).all()
+    short = slice(0, 128)
+    assert lost_in_sums(left[:, short], right[:, short].t(), (names.SUMS_25_BIT,), False, dtype) is None
 
 
 def test_truncation_cuts_toward_zero():
@@ -443,6 +460,7 @@ SHOWS_IN = {
     names.FP8_BLOCK_14_BIT: "fp8_block",
     names.SPLIT_K_IN_OUTPUT_TYPE: "bf16",
     names.ATTENTION_16_BIT_SUMS: "fp16",
+    names.SUMS_25_BIT: "fp32",
 }
 ON_HOPPER = [choice.name for choice in CHOICES if "hopper" in choice.gpus]
 TOGETHER = tuple(name for name in ON_HOPPER if name not in (names.FP32_EXACT, names.TF32_TIES_AWAY))
@@ -527,6 +545,31 @@ def test_sums_of_one_sign_may_lose_bits(kind, inner, precision):
 
 
 @on_the_cpu_kernels
+@pytest.mark.parametrize(
+    ("kind", "inner", "precision", "rejected_without"),
+    [
+        ("all positive", 1024, "fp32", True),
+        ("inputs and weights with a mean", 4096, "fp32", True),
+        ("all positive", 8192, "fp32", True),
+        ("all positive", 16384, "fp16", True),
+        ("all positive", 16384, "bf16", False),
+    ],
+)
+def test_sums_of_one_sign_may_be_cut_to_fp32_as_they_grow(kind, inner, precision, rejected_without):
+    case = leaning_case(kind, inner)
+    with kernel_choices(names.SUMS_25_BIT):
+        (result,) = parity.compare(case, precisions=[precision])
+        (checked,) = check_case(case, te.kernels("cpu").te)
+        plain = judge_at(
+            *(case, checked, PRECISIONS[precision], 0, te.kernels("cpu"), packaged(), None), other_kernels=False
+        )
+        (wrong,) = parity.compare(leaning_case(kind, inner, factor=1.02), [precision], diagnose=False)
+    assert result.passed, result.worst
+    assert (plain.result.status == "failed") == rejected_without
+    assert wrong.status == "failed"
+
+
+@on_the_cpu_kernels
 @pytest.mark.parametrize("chosen", [(), (names.TF32_TRUNCATED,), (names.FP8_14_BIT,)])
 @pytest.mark.parametrize("precision", ["fp32", "fp8_current"])
 def test_wrong_factor_is_no_freedom_of_a_kernel(precision, chosen):
@@ -561,6 +604,7 @@ def test_every_option_of_the_cpu_kernels_has_a_row_with_its_source() -> None:
     for choice in choices_of_gpus.CHOICES:
         assert choice.does.endswith(".")
         assert choice.source
+        assert choice.measured
         assert set(choice.gpus) <= set(cuda.GPUS)
 
 
@@ -568,6 +612,7 @@ def test_every_option_of_the_cpu_kernels_has_a_row_with_its_source() -> None:
     ("gpu", "precision", "expected"),
     [
         ("ada", "fp32", {"tf32-truncated", "tf32-ties-away", "fp32-exact"}),
+        ("hopper", "fp32", {"tf32-truncated", "tf32-ties-away", "fp32-exact", "sums-25-bit"}),
         ("ada", "fp8_delayed", {"fp8-14-bit", "split-k-in-output-type", "attention-16-bit-sums"}),
         ("hopper", "fp8_block", {"fp8-block-14-bit", "split-k-in-output-type", "attention-16-bit-sums"}),
         ("hopper", "bf16", {"split-k-in-output-type", "attention-16-bit-sums"}),

@@ -100,17 +100,18 @@ def _sections(rejected: Mapping[Asked, bool | None], seeds: int) -> Iterable[str
     yield "# What faithful kernels may do, and what it costs to grant it"
     yield (
         f"Emulated: TransformerEngine {te.version()}'s own Python on parity's CPU kernels, as an "
-        f"{emulated_gpu_name()} on {cpu_model()}; no choice has been seen on a GPU by this project. Each is "
+        f"{emulated_gpu_name()} on {cpu_model()}. Each choice is "
         f"switched on in the CPU kernels (`PARITY_KERNEL_CHOICES`) for the bug zoo at small size with {seeds} seeds. "
         "What leans is granted along the change that it makes, what is noise by a further run of the rounding model, "
         "both only where a port fails without ([statistics](../docs/statistics.md))."
     )
     yield "## The choices"
     rows = [
-        [f"`{one.name}`", ", ".join(one.gpus), one.does, "leans" if one.leans else "noise", one.source]
+        [f"`{one.name}`", ", ".join(one.gpus), one.does, "leans" if one.leans else "noise", one.source, one.measured]
         for one in CHOICES
     ]
-    yield markdown_table(rows, ["choice", "GPUs", "what kernels do", "its effect", "source"], left=5)
+    headers = ["choice", "GPUs", "what kernels do", "its effect", "source", "on a GPU"]
+    yield markdown_table(rows, headers, left=6)
     yield "## Right ports that are rejected, and bugs that are detected"
     kinds = dict.fromkeys((asked.kernels, asked.trial.precision) for asked in rejected)
     headers = ["kernels", "precision", "right ports", "rejected, nothing granted", "rejected"]
