@@ -34,6 +34,7 @@ from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, Split, places
 from parity.result import Finding, Result, as_printable, label_of_way
+from parity.search.dropout_over_ranks import remarks_on_dropout, wrong_dropout
 from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import (
     Piece,
@@ -116,18 +117,43 @@ def _compared(
     judged = judge_at(asked.case, *at, made=CandidateRun(tensors, unreached, attention=attention))
     result = dataclasses.replace(judged.result, size_label=asked.checked.label)
     apart = replicas_apart(wholes)
-    if apart is not None and result.status == "passed":
-        return dataclasses.replace(result, status="failed", reason="ranks do not agree", findings=(apart,))
-    norm = wrong_norm([one.norm for one in ran], wholes, made)
-    if norm is not None and result.status == "passed":
-        reason = "the norm of all gradients is not that of the whole"
-        return dataclasses.replace(result, status="failed", reason=reason, findings=(norm,))
+    if result.status == "passed":
+        result = _between_ranks(result, ran, wholes, apart, made, prepared)
+    if result.findings:
+        return result
     if result.status != "failed" or diagnosis is None:
         return result
     return unless_raised(
         lambda: _explained(result, judged, wholes, apart, ran[0].splits, made, prepared, asked, at, diagnosis),
         partial(without_cause, result),
     )
+
+
+def _between_ranks(
+    result: Result,
+    ran: Sequence[OnRank],
+    wholes: Sequence[Whole],
+    apart: Finding | None,
+    made: Degrees,
+    prepared: Prepared,
+) -> Result:
+    """Return the result of ranks whose numbers are right together, if what each of them has is as it should be."""
+    checks: list[tuple[str, Finding | None]] = [
+        ("ranks do not agree", apart),
+        ("the norm of all gradients is not that of the whole", wrong_norm([one.norm for one in ran], wholes, made)),
+    ]
+    with_dropout = [one.dropped for one in ran if one.dropped is not None]
+    if with_dropout:
+        if not any(one.drops for one in ran):
+            reason = "parallel=parity.Parallel(dropout=True), and nothing was dropped: leave it out, or set dropout"
+            return dataclasses.replace(result, status="error", reason=reason)
+        dropped = put_together(with_dropout, made, prepared)
+        checks.append(("ranks do not drop what they should", wrong_dropout(ran, dropped, made)))
+        result = dataclasses.replace(result, notes=(*result.notes, *remarks_on_dropout(ran, made)))
+    for reason, told in checks:
+        if told is not None:
+            return dataclasses.replace(result, status="failed", reason=reason, findings=(told,))
+    return result
 
 
 def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared, made: Degrees) -> Given:

@@ -153,6 +153,8 @@ CODES = {
     "optimizer-shards": "PAR713",
     "amax-group": "PAR714",
     "reduced-in-16-bits": "PAR715",
+    "ranks-drop-alike": "PAR716",
+    "ranks-drop-differently": "PAR716",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

@@ -20,6 +20,8 @@ from parity.passes.draws import draws_of
 from parity.passes.refusals import check_inputs_fit, check_weights_fit
 from parity.te import Kernels
 from parity.te.state import dequantized_tensor, is_quantized, moved, over_quantization
+from parity.trace.dropout import switched_off
+from parity.trace.effects import RandomState
 from parity.user_error import UserError
 
 # The weights that a candidate already holds: which of them are what the map says, and which are not.
@@ -142,10 +144,23 @@ CONSTANT_NOISE = 0.1
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
     """Return the pair, its modules initialised from the seed, on the kernels' device, in training mode or, if it says
-    so, in evaluation mode.
+    so, in evaluation mode; without dropout, if it says that it has some.
 
     Raises:
         UserError: if one of them has no values.
+    """
+    pair, _ = build_as_declared(case, checked, seed, kernels)
+    if pair.parallel.dropout:
+        for part in (pair.reference, pair.candidate):
+            switched_off(part)
+    return pair
+
+
+def build_as_declared(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> tuple[Pair, RandomState]:
+    """Return the pair with the dropout that it has, and the state in which its function left the random numbers.
+
+    Raises:
+        UserError: as ``build``.
     """
     on_gpu = kernels.device.type == "cuda"
     with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
@@ -153,6 +168,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
         (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
         with draws_of((case.whole, checked), seed, kernels).repeated():
             pair = case.build(kernels.te, checked.size)
+        left = RandomState.now(kernels.device)
     _check_has_values("reference", pair.reference)
     _check_has_values("candidate", pair.candidate)
     pair.reference.to(kernels.device).train(not pair.evaluation)
@@ -160,7 +176,7 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
     for part in (*pair.reference.modules(), *pair.candidate.modules()):
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
             part.sparse = False  # a dense gradient has the same numbers
-    return pair
+    return pair, left
 
 
 def _check_has_values(role: str, module: nn.Module) -> None:

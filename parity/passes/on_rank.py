@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from parity import te
 from parity.case import registry
 from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize
-from parity.passes.build import build
+from parity.passes.build import build_as_declared
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, run, with_inputs
 from parity.ranks.layout import AxisName, Degrees, Held, Ranks, Split, held_by, joined, part
@@ -26,6 +27,8 @@ from parity.te import Backend, Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import PRECISIONS, Precision
 from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
+from parity.trace.dropout import Drop, Switched, recorded, switched_off
+from parity.trace.effects import RandomState, kept
 from parity.user_error import UserError
 
 
@@ -118,6 +121,8 @@ class OnRank:
         unreached: the rank's parameters that no gradient reached.
         attention: the attention backends that TE ran.
         norm: of all gradients, as the port computes it; None if it does not.
+        drops: what the rank dropped in a pass of its own, if the pair has dropout.
+        dropped: what it computed there, as here.
     """
 
     outputs: dict[str, Tensor]
@@ -129,6 +134,8 @@ class OnRank:
     unreached: tuple[str, ...]
     attention: str
     norm: float | None = None
+    drops: tuple[Drop, ...] = ()
+    dropped: OnRank | None = None
 
 
 @fresh_caches()
@@ -144,8 +151,8 @@ def pass_on_rank(given: Given) -> OnRank:
     place = made.place(ranks.world.rank)
     with usual_modes(), attention_backends(given.attention) as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the same in each rank and each comparison
-        pair, held = built_on_rank(given, ranks, kernels, precision)
-        candidate = pair.candidate
+        built = built_on_rank(given, ranks, kernels, precision)
+        pair, candidate = built.pair, built.pair.candidate
         parameters = dict(candidate.named_parameters())
         pair.parallel.check([*named_inputs(given.inputs, given.input_names), *given.cotangents])
         inputs = parts_of_inputs(given.inputs, given.input_names, pair, made, place, kernels.device)
@@ -181,26 +188,60 @@ def pass_on_rank(given: Given) -> OnRank:
                 after_backward=finish,
             )
 
-        ran = settled(once, precision.warmup_passes, is_so_on_all)
-        attention = ", ".join(seen)
+        def as_result(ran: Pass) -> OnRank:
+            return OnRank(
+                _on_cpu(ran.outputs),
+                {name: x / scale for name, x in _on_cpu(ran.input_gradients).items()},
+                _on_cpu(ran.weight_gradients),
+                _on_cpu(parameters) if pair.fill is False else {},
+                {name: pair.parallel.split(name) for name in (*ran.outputs, *ran.input_gradients)},
+                built.held,
+                ran.unreached,
+                ", ".join(seen),
+            )
+
+        result = as_result(settled(once, precision.warmup_passes, is_so_on_all))
         norm = pair.parallel.gradient_norm
-        told = None if norm is None else float(norm(candidate))
-    names = {*ran.outputs, *ran.input_gradients}
-    return OnRank(
-        _on_cpu(ran.outputs),
-        {name: x / scale for name, x in _on_cpu(ran.input_gradients).items()},
-        _on_cpu(ran.weight_gradients),
-        _on_cpu(parameters) if pair.fill is False else {},
-        {name: pair.parallel.split(name) for name in names},
-        held,
-        ran.unreached,
-        attention,
-        told,
-    )
+        if norm is not None:
+            result = dataclasses.replace(result, norm=float(norm(candidate)))
+        if not pair.parallel.dropout:
+            return result
+        with built.dropping(kernels.device), recorded(candidate) as drops:
+            dropped = as_result(once())
+        return dataclasses.replace(result, drops=tuple(drops.made), dropped=dropped)
 
 
-def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Precision) -> tuple[Pair, dict[str, Held]]:
-    """Return this rank's pair, its candidate with its part of the whole weights, and which parts these are.
+@dataclass(frozen=True, eq=False)
+class BuiltOnRank:
+    """A rank's pair.
+
+    Attributes:
+        pair: its candidate has the rank's part of the whole weights.
+        held: which parts these are, by the names of the rank's parameters.
+        dropout: what dropout was switched off.
+        random: the state in which the pair's function left the random numbers.
+    """
+
+    pair: Pair
+    held: dict[str, Held]
+    dropout: tuple[Switched, ...]
+    random: RandomState
+
+    @contextmanager
+    def dropping(self, device: torch.device) -> Iterator[None]:
+        """Within the context, dropout is on, and random numbers begin as the pair's function left them."""
+        for one in self.dropout:
+            one.restore()
+        try:
+            with kept(device):
+                self.random.restore(device)
+                yield
+        finally:
+            switched_off(self.pair.candidate)
+
+
+def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Precision) -> BuiltOnRank:
+    """Return this rank's pair, its candidate with its part of the whole weights.
 
     Raises:
         UserError: if the candidate's parameters are not the parts that the pair says.
@@ -208,7 +249,8 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
     made = given.made
     place = made.place(ranks.world.rank)
     case = dataclasses.replace(given.source.case(), at=ranks, ranks=(made,))
-    pair = build(case, given.checked, given.seed, kernels)
+    pair, random = build_as_declared(case, given.checked, given.seed, kernels)
+    dropout = tuple(switched_off(pair.candidate)) if pair.parallel.dropout else ()
     check(moved(pair.candidate, dtype=precision.dtype), precision)
     shapes = {name: tuple(x.shape) for name, x in given.weights.items()}
     declared = {name: tuple(split) for name, split in pair.parallel.weights.items()}
@@ -218,7 +260,7 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
             for name, parameter in pair.candidate.named_parameters():
                 whole = given.weights[held[name].whole].to(parameter.device)
                 parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
-    return pair, held
+    return BuiltOnRank(pair, held, dropout, random)
 
 
 def parts_of_inputs(

@@ -99,7 +99,8 @@ class TraineeOnRank(Trainee):
 
     def __init__(self, given: Given, ranks: Ranks, kernels: Kernels, precision: Precision) -> None:
         """Build the candidate and its optimizer; every rank has to do so."""
-        pair, held = built_on_rank(given, ranks, kernels, precision)
+        built = built_on_rank(given, ranks, kernels, precision)
+        pair, held = built.pair, built.held
         own: WeightMap = {name: name for name, _ in pair.candidate.named_parameters()}
         training = pair.training
         if training.loss is None:

@@ -385,6 +385,8 @@ class Parallel:
             with respect to each rank's outputs is multiplied by their number then, as that of a mean of means is.
         amax_group: the process group that the port gives ``te.autocast`` as ``amax_reduction_group``; all ranks by
             default.
+        dropout: whether the pair's modules have dropout, as a port trains. Then all numbers are compared with it
+            switched off, and ranks make one more pass with it, of which it is judged what they drop.
     """
 
     splits: Mapping[str, Sequence[Over]] = field(default_factory=dict)
@@ -393,6 +395,7 @@ class Parallel:
     averages: bool = False
     gradient_norm: Callable[[nn.Module], Tensor | float] | None = None
     amax_group: Any = None
+    dropout: bool = False
 
     def check(self, names: Sequence[str]) -> None:
         """Make sure that what is divided is among the inputs and outputs of these names.

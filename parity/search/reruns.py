@@ -22,6 +22,7 @@ from parity.search.failure import Failure, tolerance_of
 from parity.search.screen import TINY
 from parity.te.precision import Precision
 from parity.te.state import own_recipes
+from parity.trace.dropout import switched_off
 from parity.trace.effects import other_numbers
 from parity.trace.walk import grouped
 
@@ -64,7 +65,7 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
     """Yield a finding if what failed agrees when nothing is dropped; the candidate runs again only if
     it has dropout.
     """
-    ran = run_changed(failure, _switched_off)
+    ran = run_changed(failure, lambda module: [f"{one.name}={one.value:g}" for one in switched_off(module)])
     if ran is not None and agree(failure, ran[0], _telling(failure)):
         yield finding(
             "dropout",
@@ -157,16 +158,6 @@ def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
         for key, truth in failure.golden.items()
         if key[0] in kinds
     )
-
-
-def _switched_off(module: nn.Module) -> Iterator[str]:
-    """Set every probability of dropout to 0, and yield each that was not, with its value."""
-    for name, submodule in module.named_modules():
-        for attribute, value in list(vars(submodule).items()):
-            is_probability = "drop" in attribute or (attribute == "p" and "Drop" in type(submodule).__name__)
-            if is_probability and isinstance(value, float) and value > 0.0:
-                setattr(submodule, attribute, 0.0)
-                yield f"{name}.{attribute}={value:g}".lstrip(".")
 
 
 def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:

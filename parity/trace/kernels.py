@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.trace.whose import is_of_te
 
-_EXTENSION = "transformer_engine_torch"
+EXTENSION = "transformer_engine_torch"
 _OUTPUT, _GRADIENT = _BETWEEN = ("output", "gradient")
 
 
@@ -60,7 +60,7 @@ class Trace:
     @contextmanager
     def of_kernels(self) -> Iterator[None]:
         """Within the context, note calls of TE's compiled functions, or of those that stand for them."""
-        extension = sys.modules.get(_EXTENSION)
+        extension = sys.modules.get(EXTENSION)
         kernels = {
             name: function
             for name, function in (vars(extension) if extension else {}).items()
@@ -87,7 +87,7 @@ class Trace:
     def _note(self, what: str, values: Any) -> None:
         backward = f"the backward pass of {self._backward}" if self._backward else "no module"
         place = f"the forward pass of {self._forward[-1]}" if self._forward else backward
-        self.events.append(Event(what, place, _digest(values)))
+        self.events.append(Event(what, place, digest_of(values)))
 
     def _enter(self, label: str, module: nn.Module, args: Any) -> None:
         self._forward.append(label)
@@ -122,7 +122,8 @@ def first_difference(one: Trace, other: Trace) -> str:
     return ""
 
 
-def _digest(values: Any) -> str:
+def digest_of(values: Any) -> str:
+    """Return a digest of the values of all tensors in a tree."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in _tensors(values):
         digest.update(as_bytes(tensor).cpu().numpy().tobytes())

@@ -17,7 +17,7 @@ from torch import nn
 import parity
 from parity.case import registry
 from parity.case.case import Case
-from parity.lab.studies.ranks.rows import DP, EP, RIGHT, SP, WRONG, case_of
+from parity.lab.studies.ranks.rows import DP, EP, RIGHT, SP, WRONG, add_up, case_of
 from parity.parallel import with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees, over, part, places
@@ -108,6 +108,42 @@ def test_ranks_that_should_have_the_same_and_do_not_are_told():
     result = over_ranks("drifts")
     assert result.status == "failed"
     assert result.findings[0].title == "replicas-differ"
+
+
+def dropping(te, ranks, p=0.5, is_declared=True):
+    module = nn.Sequential(te.Linear(32, 32), nn.Dropout(p))
+    return parity.Pair(
+        reference=nn.Sequential(nn.Linear(32, 32), nn.Dropout(p)),
+        candidate=module,
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"0.weight": "0.weight", "0.bias": "0.bias"},
+        parallel=parity.Parallel(
+            splits={"input": [over("dp")], "output": [over("dp")]},
+            finish=lambda module: ranks and add_up(list(module.parameters()), ranks.dp.group),
+            dropout=is_declared,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("p", "is_declared", "status", "reason", "notes"),
+    [
+        (0.5, True, "passed", "", ["switched off", "ranks 0 and 1 of dp drop the same elements of other tensors"]),
+        (0.0, True, "error", "nothing was dropped", []),
+        (0.5, False, "error", "draws random numbers", []),
+    ],
+)
+def test_dropout_that_a_pair_declares_is_looked_at_by_itself(p, is_declared, status, reason, notes):
+    factory = partial(dropping, p=p, is_declared=is_declared)
+    (result,) = parity.compare(Case("dropping", factory, sizes=({},)), ["bf16"], ranks=dict(dp=2))
+    assert (result.status, reason in result.reason) == (status, True)
+    assert [told for told, note in zip(notes, result.notes, strict=True) if told not in note] == []
+
+
+def test_in_one_process_declared_dropout_is_switched_off():
+    case = Case("dropping", lambda te: dropping(te, None), sizes=({},))
+    (result,) = parity.compare(case, ["bf16"])
+    assert result.status == "passed"
 
 
 def test_a_pair_of_modules_cannot_be_built_in_ranks():

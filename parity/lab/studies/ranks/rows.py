@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -277,7 +278,10 @@ def self_attention(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     )
 
 
-def layers(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+_NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def layers(te: ModuleType, ranks: Ranks, mistake: str = "", te_settings: Mapping[str, Any] = _NO_DROPOUT) -> Pair:
     """Return two Llama layers, with grouped-query attention and RoPE."""
     rope = te.RotaryPositionEmbedding(HIDDEN // HEADS)
     settings: dict[str, Any] = dict(
@@ -285,10 +289,9 @@ def layers(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         normalization="RMSNorm",
         activation="swiglu",
         bias=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         self_attn_mask_type="causal",
         set_parallel_mode=True,
+        **te_settings,
     )
     tes = [te.TransformerLayer(HIDDEN, FFN, HEADS, **settings, **_tp(ranks)) for _ in range(2)]
     if ranks.cp.size > 1:
@@ -497,6 +500,31 @@ def rotated(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     return dataclasses.replace(plain, reference=_RotatedAttention(), candidate=candidate, call_candidate=None)
 
 
+# Dropout, which ranks draw from generators of their own or from one that is seeded alike.
+
+
+def dropping(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return two layers with dropout of attention's probabilities and of hidden states, seeded as Megatron does."""
+    seed, mine = 1234, ranks.tp.rank
+    torch.manual_seed(seed + (mine if mistake == "one generator for all, seeded by rank" else 0))
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 2718 + seed + (0 if mistake == "tracker seeded alike" else mine))
+    own = None if mistake in ("no tracker", "one generator for all, seeded by rank") else lambda: tracker
+    pair = layers(te, ranks, te_settings=dict(hidden_dropout=0.1, attention_dropout=0.1, get_rng_state_tracker=own))
+    inner = pair.call_candidate
+    is_forked = ranks.sequence_parallel != (mistake == "forked the wrong way round")
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        with tracker.fork() if is_forked else nullcontext():
+            y: Tensor = inner(module, x)  # type: ignore[misc]
+            if mistake == "dropped by hand":
+                p = 0.1 if module.get_submodule("0").hidden_dropout else 0.0
+                y = y * (torch.rand(y.shape, generator=torch.Generator().manual_seed(mine)) >= p).to(y)
+            return y
+
+    return dataclasses.replace(pair, call_candidate=call, parallel=dataclasses.replace(pair.parallel, dropout=True))
+
+
 CONTEXT_PARALLEL = ("p2p", "all_gather", "a2a")
 
 HOSTS: dict[str, Callable[..., Pair]] = {
@@ -511,6 +539,7 @@ HOSTS: dict[str, Callable[..., Pair]] = {
     "experts": experts,
     "attention": attention,
     "rotated": rotated,
+    "dropping": dropping,
 }
 
 
@@ -550,6 +579,7 @@ class Row:
 
 
 _MISSING, _TWICE, _ORDER = ("reduction-missing",), ("reduced-twice",), ("gathered-in-another-order",)
+_ALIKE, _DIFFERENTLY = ("ranks-drop-alike",), ("ranks-drop-differently",)
 _AVERAGED, _SHARDS = ("averaged-over-ranks",), ("shards-in-another-order", "shard-layout")
 
 WRONG = (
@@ -584,6 +614,13 @@ WRONG = (
     Row("rotated", "positions in plain order", CP, ("rope-position",), precisions=HALF),
     Row("attention", "each rank by itself", CP, ("nothing-exchanged",), precisions=HALF),
     Row("experts", "tokens in another order", EP, _ORDER),
+    Row("dropping", "no tracker", TP, _ALIKE),
+    Row("dropping", "tracker seeded alike", TP, _ALIKE),
+    Row("dropping", "tracker seeded alike", SP, _ALIKE),
+    Row("dropping", "forked the wrong way round", SP, _ALIKE),
+    Row("dropping", "forked the wrong way round", TP, _DIFFERENTLY),
+    Row("dropping", "one generator for all, seeded by rank", TP, _DIFFERENTLY),
+    Row("dropping", "dropped by hand", TP, _DIFFERENTLY),
 )
 
 RIGHT = (
@@ -615,4 +652,7 @@ RIGHT = (
     Row("rotated", "", CP, precisions=HALF),
     Row("experts", "", EP),
     Row("experts", "gathered", EP),
+    Row("dropping", "", TP),
+    Row("dropping", "", SP),
+    Row("dropping", "", TP_DP),
 )
