@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         under,
     )
     from parity.ranks.layout import Parallel, Ranks, over
+    from parity.ranks.pipeline import Pipeline
     from parity.result import Finding, Result, TensorResult
     from parity.suggest import Suggestion, suggest_map
     from parity.user_error import UserError
@@ -39,6 +40,7 @@ __all__ = [
     "Finding",
     "Pair",
     "Parallel",
+    "Pipeline",
     "Ranks",
     "Result",
     "Suggestion",
@@ -71,6 +73,7 @@ _HOME = {
     "Finding": "result",
     "Pair": "case.case",
     "Parallel": "ranks.layout",
+    "Pipeline": "ranks.pipeline",
     "Ranks": "ranks.layout",
     "Result": "result",
     "Suggestion": "suggest",

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.case import transfer
 from parity.case.case import Case, mixed
+from parity.case.map_check import other_names
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.comparison import Judged, broken_off, explain_at, judge_at, noting, unless_raised, without_cause
@@ -26,13 +27,13 @@ from parity.judge.limits import Table
 from parity.mistakes.codes import finding
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors
-from parity.passes.build import cast
+from parity.passes.build import build, cast
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import AsItIs, Given, OnRank, pass_on_rank, source_of
 from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
 from parity.passes.prepare import Prepared, prepare
 from parity.ranks.launch import RanksFailed, launch
-from parity.ranks.layout import Degrees, Split, places
+from parity.ranks.layout import Degrees, places
 from parity.result import Finding, Result, as_printable, label_of_way
 from parity.search.dropout_over_ranks import remarks_on_dropout, wrong_dropout
 from parity.search.norm_over_ranks import wrong_norm
@@ -44,6 +45,7 @@ from parity.search.over_ranks import (
     explained_by_positions,
     explained_over_ranks,
 )
+from parity.search.stages import explained_by_stages
 from parity.search.steps import listed
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend
@@ -111,7 +113,7 @@ def _compared(
         return ended(asked, error, made)
     wholes = put_together(ran, made, prepared)
     tensors = in_reference_layout(wholes, prepared)
-    unreached = tuple(sorted({ran[0].held[name].whole for name in ran[0].unreached}))
+    unreached = unreached_by(ran)
     attention = ", ".join(dict.fromkeys(one.attention for one in ran if one.attention))
     at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
     judged = judge_at(asked.case, *at, made=CandidateRun(tensors, unreached, attention=attention))
@@ -124,7 +126,7 @@ def _compared(
     if result.status != "failed" or diagnosis is None:
         return result
     return unless_raised(
-        lambda: _explained(result, judged, wholes, apart, ran[0].splits, made, prepared, asked, at, diagnosis),
+        lambda: _explained(result, judged, wholes, apart, ran, made, prepared, asked, at, diagnosis),
         partial(without_cause, result),
     )
 
@@ -174,6 +176,7 @@ def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared,
         prepared.input_names,
         on_cpu(prepared.candidate_weights),
         on_cpu(prepared.cotangents),
+        other_names(build(case, checked, asked.seed, asked.kernels).candidate).tied if made.pp > 1 else {},
     )
 
 
@@ -242,9 +245,13 @@ def with_parts_joined(whole: Whole, made: Degrees) -> Whole:
     """Return an input's gradient, with what data and context parallel ranks have of it joined.
 
     An input that is whole on each rank may be divided by the pair itself. Then each rank has the gradient of its part,
-    and zeros elsewhere. What comes before is computed for each part by itself, so nothing need be reduced.
+    and zeros elsewhere. What comes before is computed for each part by itself, so nothing need be reduced. Of an input
+    that several stages of a pipeline use, each has what flows back through it.
     """
     pieces = {one.rank: one for one in whole.pieces}
+    for peers in made.peers("pp") if made.pp > 1 else ():
+        total = torch.stack([pieces[rank].values for rank in peers]).sum(0)
+        pieces |= {rank: dataclasses.replace(pieces[rank], values=total) for rank in peers}
     for axis in ("dp", "cp"):
         for peers in made.peers(axis):
             group = [pieces[rank] for rank in peers if rank in pieces]
@@ -256,6 +263,13 @@ def with_parts_joined(whole: Whole, made: Degrees) -> Whole:
                 joined = values.sum(0)
                 pieces |= {one.rank: dataclasses.replace(one, values=joined) for one in group}
     return dataclasses.replace(whole, pieces=list(pieces.values()))
+
+
+def unreached_by(ran: Sequence[OnRank]) -> tuple[str, ...]:
+    """Return the whole parameters that no gradient reached on any rank that holds them."""
+    unreached = {one.held[name].whole for one in ran for name in one.unreached}
+    reached = {held.whole for one in ran for name, held in one.held.items() if name not in one.unreached}
+    return tuple(sorted(unreached - reached))
 
 
 def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
@@ -290,7 +304,7 @@ def _explained(
     judged: Judged,
     wholes: Sequence[Whole],
     apart: Finding | None,
-    splits: Mapping[str, Split],
+    ran: Sequence[OnRank],
     made: Degrees,
     prepared: Prepared,
     asked: Asked,
@@ -304,7 +318,15 @@ def _explained(
         notes = (*result.notes, *told.notes, "the candidate is wrong in one process as well")
         return dataclasses.replace(result, findings=told.findings, notes=notes)
     wholes = with_limits(wholes, result, prepared)
-    found = explained_over_ranks(wholes, made, prepared.candidate_weights)
+    splits = {name: split for one in ran for name, split in one.splits.items()}
+    found: tuple[Finding, ...] = ()
+    if made.pp > 1:
+        own = {
+            name: x for (kind, name), x in in_reference_layout(wholes, prepared).items() if kind == "weight gradient"
+        }
+        found = explained_by_stages(wholes, ran, made, own, prepared, result)
+    if not found:
+        found = explained_over_ranks(wholes, made, prepared.candidate_weights)
     if not found:
         named = named_inputs(cast(prepared.inputs, torch.float64), prepared.input_names)
         found = explained_by_inputs(wholes, made, splits, named, partial(_reference_on, prepared))

@@ -29,6 +29,7 @@ from parity.parallel import (
     on_cpu,
     put_together,
     replicas_apart,
+    unreached_by,
     with_limits,
 )
 from parity.passes.all_passes import Tensors
@@ -44,6 +45,7 @@ from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import Whole, explained_over_ranks
 from parity.search.steps import are_made_of, listed
 from parity.te.scaling import Kept
+from parity.user_error import UserError
 
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
@@ -65,7 +67,10 @@ class TraineeOverRanks:
 
         Raises:
             RanksFailed: if a rank raised, died or did not answer in time.
+            UserError: if the ranks have stages of a pipeline.
         """
+        if made.pp > 1:
+            raise UserError("trainings over the stages of a pipeline are not compared: leave out steps=, or pp")
         case, dtype, seed, kernels = asked.case, asked.precision.dtype, asked.seed, asked.kernels
         pair = build(case, checked, seed, kernels)
         self.training, self.made = pair.training, made
@@ -126,8 +131,7 @@ class TraineeOverRanks:
             {},
             {key: dtype for one in step for key, dtype in one.kept_in.items()},
         )
-        held = step[0].ran.held
-        unreached = tuple(sorted({held[name].whole for name in step[0].ran.unreached}))
+        unreached = unreached_by([one.ran for one in step])
         apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))
         noise = self._noise(step)
         return Stepped(tensors, unreached, step[0].clipped, update, self._scaling(step), noise, apart=apart)

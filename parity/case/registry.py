@@ -229,8 +229,8 @@ def pair(
         switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``,
             ``graph``, ``compile``: further ways of these steps, each in an item of its own.
         ranks: over which ranks the candidate is computed, each in an item of its own, such as ``[dict(tp=2)]``: degrees
-            of ``tp``, ``cp``, ``ep`` and ``dp``, and ``sequence_parallel``. The factory is called with ``ranks=`` then,
-            a ``parity.Ranks`` with the process groups.
+            of ``tp``, ``cp``, ``ep``, ``dp`` and ``pp``, and ``sequence_parallel``. The factory is called with
+            ``ranks=`` then, a ``parity.Ranks`` with the process groups.
 
     Returns:
         A decorator that replaces the factory by its ``Case``.

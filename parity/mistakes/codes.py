@@ -155,6 +155,8 @@ CODES = {
     "reduced-in-16-bits": "PAR715",
     "ranks-drop-alike": "PAR716",
     "ranks-drop-differently": "PAR716",
+    "stages": "PAR717",
+    "tied-over-stages": "PAR718",
 }
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

@@ -8,6 +8,7 @@ and the weights are what a port has to multiply their losses by.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,12 +79,22 @@ def _shares(prepared: Prepared, parts: Sequence[Any]) -> list[float] | None:
     return _exact_shares(torch.stack(columns, 1), _flat(prepared.golden))
 
 
-def _golden(prepared: Prepared, inputs: Any) -> Pass | None:
+def _golden(prepared: Prepared, inputs: Any, cotangents: Mapping[str, Tensor] | None = None) -> Pass | None:
     """Return the reference's pass in FP64; None if it does not take these inputs, some of which may not fit."""
+
+    def flowing(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: (cotangents or {})[name].double() for name in outputs}
+
     try:
         with in_fp64():
-            return run(prepared.reference.double(), prepared.call, inputs, prepared.input_names, _ones)
-    except (RuntimeError, ValueError, IndexError, TypeError):
+            return run(
+                prepared.reference.double(),
+                prepared.call,
+                inputs,
+                prepared.input_names,
+                flowing if cotangents else _ones,
+            )
+    except (RuntimeError, ValueError, IndexError, TypeError, KeyError):
         return None
 
 
@@ -128,13 +139,19 @@ _FEW = 4096  # elements of each gradient by which shares are told
 _OF_TE = "is_first_microbatch"
 
 
-def shares_made(prepared: Prepared, calls: Sequence[Arguments], gradients: Mapping[str, Tensor]) -> Made | None:
+def shares_made(
+    prepared: Prepared,
+    calls: Sequence[Arguments],
+    gradients: Mapping[str, Tensor],
+    cotangents: Sequence[Mapping[str, Tensor] | None] = (),
+) -> Made | None:
     """Return by how much each of a step's calls counts in its weight gradients.
 
     Args:
         prepared: the step, with the whole batch.
         calls: the arguments of each call of the candidate in the step.
         gradients: the candidate's, by the reference's names.
+        cotangents: what flows back from the outputs of each call, by name; none if it is a loss.
 
     Returns:
         None if there is only one call, if the reference cannot be called so, or if two calls have the same gradients.
@@ -142,11 +159,11 @@ def shares_made(prepared: Prepared, calls: Sequence[Arguments], gradients: Mappi
     if len(calls) < 2:
         return None
     columns = []
-    for args, kwargs in calls:
+    for (args, kwargs), flowing in itertools.zip_longest(calls, cotangents):
         given = {name: x for name, x in kwargs.items() if name != _OF_TE}
         if args and given:
             return None
-        ran = _golden(prepared, cast(given or args, torch.float64))
+        ran = _golden(prepared, cast(given or args, torch.float64), flowing)
         if ran is None:
             return None
         columns.append({name: _some(x) for name, x in ran.weight_gradients.items()})

@@ -7,22 +7,23 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.utils._pytree import tree_map_only
 
 from parity import te
 from parity.case import registry
-from parity.case.case import Case, Pair
+from parity.case.case import Case, Pair, signed_as_call
 from parity.case.validate import CheckedSize
 from parity.passes.build import build_as_declared
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, run, with_inputs
 from parity.ranks.layout import AxisName, Degrees, Held, Ranks, Split, held_by, joined, part
+from parity.ranks.pipeline import Pipeline, Stage, summed_product
 from parity.te import Backend, Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import PRECISIONS, Precision
@@ -94,6 +95,7 @@ class Given:
         input_names: names of the positional inputs.
         weights: of the whole candidate, by name, rounded.
         cotangents: the gradient with respect to each whole output.
+        tied: names of the whole candidate's parameters that are another one, with that one's; for pipelines.
     """
 
     source: FromFile | AsItIs
@@ -107,6 +109,7 @@ class Given:
     input_names: tuple[str, ...]
     weights: Mapping[str, Tensor]
     cotangents: Mapping[str, Tensor]
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +124,7 @@ class OnRank:
         unreached: the rank's parameters that no gradient reached.
         attention: the attention backends that TE ran.
         norm: of all gradients, as the port computes it; None if it does not.
+        pipeline: how its stage ran, without functions, which cannot be sent.
         drops: what the rank dropped in a pass of its own, if the pair has dropout.
         dropped: what it computed there, as here.
     """
@@ -134,6 +138,7 @@ class OnRank:
     unreached: tuple[str, ...]
     attention: str
     norm: float | None = None
+    pipeline: Pipeline = field(default_factory=Pipeline)
     drops: tuple[Drop, ...] = ()
     dropped: OnRank | None = None
 
@@ -159,6 +164,8 @@ def pass_on_rank(given: Given) -> OnRank:
         scale = float(made.dp) if pair.parallel.averages else 1.0
 
         def cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            if not outputs and ranks.pp.rank < ranks.pp.size - 1:
+                return {}
             if outputs.keys() != given.cotangents.keys():
                 own, whole = ", ".join(outputs), ", ".join(given.cotangents)
                 raise UserError(f"on a rank the candidate returns {own}, and the reference {whole}")
@@ -173,18 +180,32 @@ def pass_on_rank(given: Given) -> OnRank:
                 )
             return (scale * own).to(output.device, output.dtype).view(output.shape)
 
+        stages: list[Stage] = []
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            step = pair.parallel.pipeline.step
+            if step is None:
+                stages.append(Stage(pair.parallel.pipeline, ranks.pp))
+                return stages[-1].forward(pair.call_candidate, module, *args, **kwargs)
+            ((name, whole),) = given.cotangents.items()
+            target = scale * part(whole, pair.parallel.split(name), made, place).to(kernels.device, precision.dtype)
+            returned = step(module, *args, target=target, loss=summed_product, **kwargs)
+            return tree_map_only(Tensor, Tensor.detach, returned)  # its backward passes have been made
+
         def finish() -> None:
+            if stages:
+                stages.pop().backward()
             if pair.parallel.finish is not None:
                 pair.parallel.finish(candidate)
 
         def once() -> Pass:
             return run(
                 candidate,
-                pair.call_candidate,
+                pair.call_candidate if made.pp == 1 else signed_as_call(call, candidate, pair.call_candidate),
                 inputs,
                 given.input_names,
                 cotangents,
-                forward_context=precision.autocast(kernels, pair.parallel.amax_group or ranks.world.group),
+                forward_context=precision.autocast(kernels, pair.parallel.amax_group or ranks.stage.group),
                 after_backward=finish,
             )
 
@@ -198,6 +219,7 @@ def pass_on_rank(given: Given) -> OnRank:
                 built.held,
                 ran.unreached,
                 ", ".join(seen),
+                pipeline=dataclasses.replace(pair.parallel.pipeline, names=None, step=None),
             )
 
         result = as_result(settled(once, precision.warmup_passes, is_so_on_all))
@@ -254,13 +276,21 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
     check(moved(pair.candidate, dtype=precision.dtype), precision)
     shapes = {name: tuple(x.shape) for name, x in given.weights.items()}
     declared = {name: tuple(split) for name, split in pair.parallel.weights.items()}
-    held = held_by(pair.candidate, shapes, declared, made, place)
+    renamed = _names_in_whole(pair, given.tied) if made.pp > 1 else {}
+    held = held_by(pair.candidate, shapes, declared, made, place, renamed)
     if pair.fill is not False:
         with torch.no_grad():
             for name, parameter in pair.candidate.named_parameters():
                 whole = given.weights[held[name].whole].to(parameter.device)
                 parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
     return BuiltOnRank(pair, held, dropout, random)
+
+
+def _names_in_whole(pair: Pair, tied: Mapping[str, str]) -> dict[str, str]:
+    """Return the names that a stage's parameters have in the whole candidate, tied ones that of the first of them."""
+    of_stage = pair.parallel.pipeline.names
+    own = {name: of_stage(name) if of_stage else name for name, _ in pair.candidate.named_parameters()}
+    return {name: tied.get(other, other) for name, other in own.items()}
 
 
 def parts_of_inputs(

@@ -112,7 +112,7 @@ class TraineeOnRank(Trainee):
         self._device = kernels.device
         first = self._batch(given.inputs)
         mapped = dataclasses.replace(pair, weights=own, training=training, reference=pair.candidate)
-        group = pair.parallel.amax_group or ranks.world.group
+        group = pair.parallel.amax_group or ranks.stage.group
         self._begin(mapped, given.checked, first, precision, given.seed, kernels, group=group)
         self._places = {name: torch.arange(parameter.numel()) for name, parameter in pair.candidate.named_parameters()}
         self._slices = self._found_slices()

@@ -7,17 +7,20 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from parity.cpu import cuda
+from parity.ranks.pipeline import Pipeline
 from parity.user_error import UserError
 
-AxisName = Literal["tp", "cp", "ep", "dp"]
+AxisName = Literal["tp", "cp", "ep", "dp", "pp"]
 # Neighbours differ in the first of them, as in Megatron.
 AXES: tuple[AxisName, ...] = get_args(AxisName)
+DIVIDING = AXES[:-1]  # whose ranks divide tensors; those of pp have stages
 MOST_RANKS = 64
 
 
@@ -30,6 +33,7 @@ class Degrees:
         cp: context parallel ranks, which divide sequences.
         ep: expert parallel ranks, which divide experts.
         dp: data parallel ranks, which divide batches.
+        pp: pipeline parallel ranks, each of which has a stage.
         sequence_parallel: whether tensor parallel ranks divide sequences between the layers whose weights they divide.
     """
 
@@ -37,6 +41,7 @@ class Degrees:
     cp: int = 1
     ep: int = 1
     dp: int = 1
+    pp: int = 1
     sequence_parallel: bool = False
 
     @property
@@ -118,17 +123,20 @@ class Ranks:
     """What a pair's function is handed as ``ranks``.
 
     Attributes:
-        tp, cp, ep, dp: the axes.
+        tp, cp, ep, dp, pp: the axes.
         sequence_parallel: as in ``Degrees``.
         world: all ranks.
+        stage: all ranks that have the same stage of a pipeline.
     """
 
     tp: Axis = Axis()
     cp: Axis = Axis()
     ep: Axis = Axis()
     dp: Axis = Axis()
+    pp: Axis = Axis()
     sequence_parallel: bool = False
     world: Axis = Axis()
+    stage: Axis = Axis()
 
     @staticmethod
     def stream() -> Any:
@@ -151,7 +159,13 @@ def joined(made: Degrees) -> Ranks:
             if rank in peers:
                 axes[axis] = Axis(len(peers), peers.index(rank), group, tuple(peers))
     world = Axis(made.count, rank, distributed.group.WORLD, tuple(range(made.count)))
-    return Ranks(**axes, sequence_parallel=made.sequence_parallel, world=world)
+    stage = world
+    for place in range(made.pp) if made.pp > 1 else ():
+        peers = [one for one in range(made.count) if made.place(one)["pp"] == place]
+        group = distributed.new_group(peers)
+        if rank in peers:
+            stage = Axis(len(peers), peers.index(rank), group, tuple(peers))
+    return Ranks(**axes, sequence_parallel=made.sequence_parallel, world=world, stage=stage)
 
 
 # Which part of a tensor a rank holds.
@@ -185,8 +199,8 @@ def over(axis: AxisName, dim: int = 0, *, blocks: int = 1, balanced: bool = Fals
     Raises:
         UserError: if there is no such axis, or ``blocks`` and ``balanced`` are both given.
     """
-    if axis not in AXES:
-        raise UserError(f"there is no axis {axis!r}, only {', '.join(AXES)}")
+    if axis not in DIVIDING:
+        raise UserError(f"there is no axis {axis!r} that divides tensors, only {', '.join(DIVIDING)}")
     if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
         raise UserError(f"blocks is a whole number from 1, not {blocks!r}")
     if balanced and blocks > 1:
@@ -259,7 +273,11 @@ _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrap
 
 
 def marked(
-    module: nn.Module, shapes: Mapping[str, tuple[int, ...]], made: Degrees, place: Mapping[AxisName, int]
+    module: nn.Module,
+    shapes: Mapping[str, tuple[int, ...]],
+    made: Degrees,
+    place: Mapping[AxisName, int],
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Held]:
     """Return what each of a rank's parameters is a part of, by its name and by TE's marks.
 
@@ -272,6 +290,7 @@ def marked(
         shapes: of the whole candidate's parameters, by name.
         made: how many ranks there are.
         place: where this one is.
+        renamed: names of the whole candidate's parameters by the rank's own, where others do not follow from these.
 
     Raises:
         UserError: if the whole candidate has no such parameter.
@@ -281,7 +300,7 @@ def marked(
     gated = {f"{path}.{name}" if path else name for path, name in _gated(module)}
     found: dict[str, Held] = {}
     for name, parameter in parameters.items():
-        whole = whole_names.get(name, "")
+        whole = renamed.get(name) or whole_names.get(name, "")
         if whole not in shapes:
             raise UserError(f"a rank's candidate has a parameter {name} that the candidate in one process lacks")
         found[name] = Held(whole, _of_te(parameter, shapes[whole], made, 2 if name in gated else 1))
@@ -294,18 +313,19 @@ def held_by(
     declared: Mapping[str, Split],
     made: Degrees,
     place: Mapping[AxisName, int],
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Held]:
     """Return what each of a rank's parameters is a part of: as the pair says, else as TE marks it.
 
     Args:
-        module, shapes, made, place: see ``marked``.
+        module, shapes, made, place, renamed: see ``marked``.
         declared: how the pair says that whole parameters are divided, by their names.
 
     Raises:
         UserError: as ``marked``, and if a parameter's shape does not follow from that.
     """
     found: dict[str, Held] = {}
-    for name, held in marked(module, shapes, made, place).items():
+    for name, held in marked(module, shapes, made, place, renamed).items():
         whole, parameter = held.whole, module.get_parameter(name)
         split = declared.get(whole, held.split)
         expected = places(shapes[whole], split, made, 0).shape
@@ -385,6 +405,7 @@ class Parallel:
             with respect to each rank's outputs is multiplied by their number then, as that of a mean of means is.
         amax_group: the process group that the port gives ``te.autocast`` as ``amax_reduction_group``; all ranks by
             default.
+        pipeline: how stages run and what they have, for a pair that is computed over ``pp`` ranks.
         dropout: whether the pair's modules have dropout, as a port trains. Then all numbers are compared with it
             switched off, and ranks make one more pass with it, of which it is judged what they drop.
     """
@@ -395,6 +416,7 @@ class Parallel:
     averages: bool = False
     gradient_norm: Callable[[nn.Module], Tensor | float] | None = None
     amax_group: Any = None
+    pipeline: Pipeline = field(default_factory=Pipeline)
     dropout: bool = False
 
     def check(self, names: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from parity.mistakes.rope import counted_as
 from parity.mistakes.rotation import rotations
 from parity.mistakes.trial import outputs_under
 from parity.passes.prepare import Prepared
-from parity.ranks.layout import AXES, AxisName, Degrees, Over, Split, part, places
+from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, part, places
 from parity.result import Finding
 
 # What explains an error leaves this share of it at most. Rounding leaves of a mistake's error what it leaves of a right
@@ -192,7 +192,7 @@ def explained_by_inputs(
     """
     outputs = [one for one in wholes if one.kind == "output"]
     divided = {over.axis for name in inputs for over in splits.get(name, ()) if made.of(over.axis) > 1}
-    for axis in (axis for axis in AXES if axis in divided):
+    for axis in (axis for axis in DIVIDING if axis in divided):
         alone = [_alone(rank, made, splits, inputs, reference) for rank in range(made.count)]
         if all(_is_as(one, [each.get(one.name) for each in alone]) for one in outputs):
             return (
@@ -332,7 +332,7 @@ def _best(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess 
 
 
 def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
-    for axis in (axis for axis in AXES if made.of(axis) > 1):
+    for axis in (axis for axis in DIVIDING if made.of(axis) > 1):
         yield from _reduced(whole, made, axis)
         yield from _in_another_order(whole, made, axis)
         yield from _weighted(whole, made, axis)

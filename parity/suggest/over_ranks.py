@@ -14,7 +14,7 @@ from parity.case.weight_map import Shape, Side, Stack, WeightMap, shape_of
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import AsItIs, FromFile, source_of
 from parity.ranks.launch import RanksFailed, launch
-from parity.ranks.layout import AXES, AxisName, Degrees, Over, Split, degrees, joined, marked, part
+from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, degrees, joined, marked, part
 from parity.suggest.layouts import Shapes
 from parity.user_error import UserError
 
@@ -94,7 +94,7 @@ def divided(
     problems: dict[str, None] = {}
     packed = {right: left for left, right in weights.items() if isinstance(right, str)}
     source = source_of(case)
-    most = {axis: max(one.of(axis) for one in among) for axis in AXES}
+    most = {axis: max(one.of(axis) for one in among) for axis in DIVIDING}
     for axis, count in most.items():
         if count == 1:
             continue

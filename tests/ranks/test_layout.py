@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import parity
-from parity.ranks.layout import AXES, Degrees, degrees, held_by, over, part, places
+from parity.ranks.layout import DIVIDING, Degrees, degrees, held_by, over, part, places
 
 SIZES = st.sampled_from([1, 2, 4])
 SPLITS = st.lists(
-    st.tuples(st.sampled_from(AXES), st.sampled_from([0, 1, -1]), st.sampled_from([1, 2]), st.booleans()),
+    st.tuples(st.sampled_from(DIVIDING), st.sampled_from([0, 1, -1]), st.sampled_from([1, 2]), st.booleans()),
     max_size=2,
     unique_by=lambda one: one[0],
 )
@@ -54,7 +54,7 @@ def test_a_rank_holds_its_part_of_each_block():
 
 WRONG = {
     "no dict": ([2], "ranks is a dict"),
-    "another axis": (dict(pp=2), "ranks is a dict"),
+    "another axis": (dict(sp=2), "ranks is a dict"),
     "no number": (dict(tp="2"), "tp is a whole number"),
     "one rank": (dict(tp=1), "there are from 2"),
     "too many": (dict(tp=64, dp=2), "there are from 2"),

@@ -147,7 +147,9 @@ def row(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     )
 
 
-class _Swiglu(nn.Module):
+class Swiglu(nn.Module):
+    """A gated MLP with its norm."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN, eps=1e-5)
@@ -161,7 +163,7 @@ class _Swiglu(nn.Module):
         return y
 
 
-_OF_MLP = {"norm.weight": "layer_norm_weight", stack("gate.weight", "up.weight"): "fc1_weight"} | {
+OF_MLP = {"norm.weight": "layer_norm_weight", stack("gate.weight", "up.weight"): "fc1_weight"} | {
     "down.weight": "fc2_weight"
 }
 _NORM: dict[str, dict[str, Any]] = {
@@ -171,7 +173,8 @@ _NORM: dict[str, dict[str, Any]] = {
 }
 
 
-def _te_mlp(te: ModuleType, ranks: Ranks) -> nn.Module:
+def te_mlp(te: ModuleType, ranks: Ranks) -> nn.Module:
+    """Return TE's gated MLP with its norm, whose weights tensor parallel ranks divide."""
     settings: dict[str, Any] = dict(normalization="RMSNorm", activation="swiglu", bias=False, set_parallel_mode=True)
     mlp: nn.Module = te.LayerNormMLP(HIDDEN, FFN, **settings, **_tp(ranks))
     return mlp
@@ -179,7 +182,7 @@ def _te_mlp(te: ModuleType, ranks: Ranks) -> nn.Module:
 
 def mlp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     """Return a gated MLP with its norm."""
-    reference, candidate = _Swiglu(), _te_mlp(te, ranks)
+    reference, candidate = Swiglu(), te_mlp(te, ranks)
     loaded = mistake in ("its own loader", "fc1 in one block", "ranks' parts exchanged", "norm of another rank")
     if loaded:
         _load(reference, candidate, ranks, mistake)
@@ -193,7 +196,7 @@ def mlp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         reference=reference,
         candidate=candidate,
         inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
-        weights=_OF_MLP,
+        weights=OF_MLP,
         fill=False if loaded else None,
         parallel=Parallel(
             {"input": along, "output": along},
@@ -216,7 +219,7 @@ def _norm_of(ranks: Ranks, mistake: str, module: nn.Module) -> float:
     return float((own + shared).sqrt())
 
 
-def _load(reference: _Swiglu, candidate: nn.Module, ranks: Ranks, mistake: str) -> None:
+def _load(reference: Swiglu, candidate: nn.Module, ranks: Ranks, mistake: str) -> None:
     """Give a rank its parts of the reference's weights, as a port's loader does."""
     count = ranks.tp.size
     mine = count - 1 - ranks.tp.rank if mistake == "ranks' parts exchanged" else ranks.tp.rank
@@ -361,10 +364,10 @@ def batches(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
     settings = dict(normalization="RMSNorm", activation="swiglu", bias=False)
     return Pair(
-        reference=_Swiglu(),
+        reference=Swiglu(),
         candidate=te.LayerNormMLP(HIDDEN, FFN, **settings),
         inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
-        weights=_OF_MLP,
+        weights=OF_MLP,
         parallel=Parallel({"input": [over("dp", 1)], "output": [over("dp", 1)]}, {}, finish, averages),
     )
 
@@ -379,10 +382,10 @@ def fsdp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         fully_shard(candidate, mesh=init_device_mesh("cpu", (ranks.dp.size,)))
     call = (lambda module, x: module(x) / ranks.dp.size) if mistake == "divided as well" else None
     return Pair(
-        reference=_Swiglu(),
+        reference=Swiglu(),
         candidate=candidate,
         inputs=lambda rng: rng.normal(SEQ, BATCH, HIDDEN),
-        weights=_OF_MLP,
+        weights=OF_MLP,
         call_candidate=call,
         parallel=Parallel({"input": [over("dp", 1)], "output": [over("dp", 1)]}, averages=True),
     )

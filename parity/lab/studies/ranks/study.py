@@ -15,7 +15,7 @@ from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.lab import record
 from parity.lab.campaign import Campaign, FourDigits
-from parity.lab.studies.ranks import rows, trained
+from parity.lab.studies.ranks import rows, staged, trained
 from parity.lab.studies.ranks.rows import Row
 from parity.lab.studies.settings import check_names
 from parity.parallel import compare_over_ranks_at
@@ -24,7 +24,8 @@ from parity.te.precision import PRECISIONS, why_unavailable
 from parity.training import train_at
 
 RECORD = "ranks.jsonl"
-WRONG, RIGHT = (*rows.WRONG, *trained.WRONG), (*rows.RIGHT, *trained.RIGHT)
+WRONG = (*rows.WRONG, *staged.WRONG, *trained.WRONG)
+RIGHT = (*rows.RIGHT, *staged.RIGHT, *trained.RIGHT)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Port:
     """One port over ranks.
 
     Attributes:
-        host: of ``rows.HOSTS``, or of ``trained.HOSTS``.
+        host: of ``rows.HOSTS``, ``staged.HOSTS`` or ``trained.HOSTS``.
         variant: the mistake, or which right port it is.
         ranks: how many ranks there are by axis, as items are called.
         is_wrong: whether it is in ``WRONG``.
@@ -92,7 +93,8 @@ class Said:
 
 def row_of(port: Port) -> Row:
     """Return the row of a wrong port."""
-    return next(row for row in WRONG if (row.host, row.variant) == (port.host, port.variant))
+    of = port.host, port.variant, port.ranks
+    return next(row for row in WRONG if (row.host, row.variant, degrees(row.ranks).label) == of)
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Port, Said], Settings]:
@@ -141,8 +143,8 @@ def said_of(port: Port) -> Said:
         if (row.host, row.variant, degrees(row.ranks).label) == (port.host, port.variant, port.ranks)
     )
     is_trained = port.host in trained.HOSTS
-    case_of = trained.case_of if is_trained else rows.case_of
-    case = dataclasses.replace(case_of(port.host, port.variant), ranks=(made,))
+    of = next(some for some in (rows, staged, trained) if port.host in some.HOSTS)
+    case = dataclasses.replace(of.case_of(port.host, port.variant), ranks=(made,))
     (checked,) = check_case(case, kernels.te)
     began = time.perf_counter()
     at = case, checked, PRECISIONS[port.precision], port.seed, kernels, _limits()
