@@ -4,7 +4,7 @@ Context parallel ranks divide a sequence whose prompt has no loss. Each rank div
 number of its own tokens that have one, and the ranks' gradients were averaged. So tokens of the rank that has the
 prompt weighed more than the other's.
 
-parity says ``ranks-weighted`` (PAR710): by which factor the gradient is wrong on each rank.
+parity says ``shares-of-ranks`` (PAR712): by which factor the gradient is wrong on each rank.
 
 Repair: divide by the number of tokens of all ranks.
 """

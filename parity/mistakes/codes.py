@@ -147,7 +147,6 @@ CODES = {
     "nothing-exchanged": "PAR707",
     "gradient-norm": "PAR708",
     "wrong-over-ranks": "PAR709",
-    "ranks-weighted": "PAR710",
     "parts-added-up": "PAR711",
     "shares-of-ranks": "PAR712",
     "optimizer-shards": "PAR713",

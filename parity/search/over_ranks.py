@@ -411,7 +411,7 @@ def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
         return
     told = ", ".join(f"{factor:.3g}" for factor in factors)
     yield _Guess(
-        "ranks-weighted",
+        "shares-of-ranks",
         f"{{what}} is, on the ranks of {axis}, {told} times what is right: each divides its loss by a count of its "
         "own, such as of its tokens; divide by the count of all ranks",
         scaled,

@@ -27,7 +27,7 @@ SAID = [
     ("log_probs_at_a_temperature", "temperature", "logits divided by a temperature of 0.6"),
     ("log_probs_in_16_bits", "log-softmax-precision", "each number of output is one of bfloat16"),
     ("loss_times_context_ranks", "reduced-twice", "a loss is multiplied by the number of ranks"),
-    ("masked_loss_by_own_tokens", "ranks-weighted", "each divides its loss by a count of its own"),
+    ("masked_loss_by_own_tokens", "shares-of-ranks", "each divides its loss by a count of its own"),
     (
         "norm_gradient_of_a_shard",
         "reduction-missing",

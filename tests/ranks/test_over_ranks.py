@@ -220,7 +220,7 @@ def test_pieces_on_four_ranks_that_are_right_otherwise_are_told(split, values, t
 @pytest.mark.parametrize(
     ("factors", "title", "told"),
     [
-        ((1.5, 0.5, 0.5, 1.5), "ranks-weighted", "1.5, 0.5, 0.5, 1.5 times"),
+        ((1.5, 0.5, 0.5, 1.5), "shares-of-ranks", "1.5, 0.5, 0.5, 1.5 times"),
         ((4.0, 4.0, 4.0, 4.0), "reduced-twice", "multiplied by the number of ranks"),
         ((0.25, 0.25, 0.25, 0.25), "averaged-over-ranks", "divided by the number of ranks"),
         ((1.1, 1.1, 1.1, 1.1), "", ""),

@@ -216,7 +216,7 @@ WRONG = (
     Row("clipped", "each rank by its own norm", TP, _NORM),
     Row("clipped", "norm of all gradients, norms counted twice", TP, _NORM),
     Row("clipped", "norm of all gradients, on one rank alone", TP, _NORM),
-    Row("counted tokens", "mean of means", DP, ("ranks-weighted", "shares-of-ranks")),
+    Row("counted tokens", "mean of means", DP, ("shares-of-ranks",)),
     Row("divided optimizer", "gradients of another part", DP, _SHARDS),
     Row("divided optimizer", "moments of another part", DP, _SHARDS),
     Row("divided optimizer", "part not taken over", DP, _SHARDS),
