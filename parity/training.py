@@ -274,8 +274,11 @@ def _trained(
                 anew = partial(_is_right_anew, step, prepared, asked, checked)
                 tried = () if training.compile else backends(kernels)
                 judged = dataclasses.replace(judged, findings=(compiled_otherwise(number, tried, anew),))
-            if scaled is not None and all(one.title == "state-between-steps" for one in judged.findings):
+            is_unknown = all(one.title == "state-between-steps" for one in judged.findings)
+            if scaled is not None and is_unknown:
                 judged = dataclasses.replace(judged, findings=(scaled,))
+            elif is_unknown and number == 1 and trainee.is_plain and isinstance(trainee, TraineeOverRanks):
+                judged = dataclasses.replace(judged, findings=(trainee.unexplained(judged, prepared),))
             findings = judged.findings
             if number > 1 and {one.title for one in findings} == {"precision-overflows"}:
                 why = f"a faithful {precision.name} computation of the step overflows"

@@ -251,8 +251,17 @@ class TraineeOverRanks:
         limits = {
             one.name: one.tolerance_relative_l2 for one in judged.tensors if one.kind == "weight gradient" and one.numel
         }
-        if made is None or made.right is None or not are_made_of(made, limits):
+        if made is None or not are_made_of(made, limits):
             return None
+        if made.right is None:
+            counts = ", ".join(f"{own:.3g}" for own in made.made[:4])
+            return finding(
+                "shares-of-ranks",
+                f"in step {self._next} the gradients are those of each rank's part of the batch by itself, counted "
+                f"{counts} times, and no sum of these is that of the whole batch: a loss of what is averaged over "
+                "tokens, such as a router's balance, has to be that of the averages over all ranks; reduce these over "
+                "dp before they are multiplied",
+            )
         factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
         if all(abs(factor - 1.0) < _SHARES for factor in factors):
             return None
@@ -262,6 +271,21 @@ class TraineeOverRanks:
             f"in step {self._next} the parts of the batch count otherwise than in the whole batch's gradients: that "
             f"{told} times as much. A mean over ranks of their means is not the mean of all where they have different "
             "numbers of tokens: reduce the number of what counts over dp, and divide each rank's sum by that",
+        )
+
+    def unexplained(self, judged: Result, prepared: Prepared) -> Finding:
+        """Return what is known of a step that is right in one process, and over ranks wrong for no reason found."""
+        wrong = listed([one.label for one in judged.tensors if not one.passed])
+        told = (
+            f"in step {self._next} the candidate is right in one process, and over {self.made.label} wrong in {wrong}"
+        )
+        for one in with_limits([one for one in self._wholes if one.kind == "output"], judged, prepared):
+            if one.exact.numel() == 1 and one.off() > one.limit:
+                total, right = float(one.joined()), float(one.exact)
+                told += f". The ranks' losses are {total:.5g} together, and the whole batch's is {right:.5g}"
+        return finding(
+            "wrong-over-ranks",
+            f"{told}. Look at what of the loss is divided by numbers of ranks or tokens, and what is reduced",
         )
 
     def _of_reduction(self, judged: Result) -> Finding | None:

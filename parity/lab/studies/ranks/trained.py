@@ -20,6 +20,7 @@ from parity.ranks.layout import Ranks, over
 
 STEPS = 3
 CLIP = 0.1
+WEIGHT = 0.5  # of a loss beside the usual one
 
 
 def trained(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
@@ -73,18 +74,42 @@ def clipped(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 def counted_tokens(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     """Return the MLP with a loss over tokens that count, of which data parallel ranks have different numbers."""
-    pair = rows.batches(te, ranks)
+    pair = with_dp(rows.mlp, te, ranks) if ranks.tp.size > 1 else rows.batches(te, ranks)
 
     def loss(returned: Tensor, x: Tensor) -> Tensor:
         counts = x[..., 0] > 0.0
         total = counts.sum().float()
         if ranks.dp.size > 1 and mistake != "mean of means":
-            distributed.all_reduce(total, group=ranks.dp.group)
+            group = ranks.tp.group if mistake == "tokens counted over tp" else ranks.dp.group
+            distributed.all_reduce(total, group=group)
         wide = returned.double() if returned.dtype is torch.float64 else returned.float()
         square = (wide - 0.5).square().sum(-1)
         if ranks.dp.size > 1 and mistake == "mean of means":
             total = total * ranks.dp.size
         return (square * counts).sum() / total
+
+    return dataclasses.replace(pair, training=Training(loss=loss))
+
+
+def balanced(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return the MLP with a loss beside the usual one, of the squared means of features over all tokens.
+
+    A router's balance over experts is of that kind: no sum of what ranks have of it by themselves.
+    """
+    pair = rows.batches(te, ranks)
+    reduces = ranks.dp.size > 1 and mistake != "means of each rank alone"
+
+    def loss(returned: Tensor, x: Tensor) -> Tensor:
+        wide = returned.double() if returned.dtype is torch.float64 else returned.float()
+        share = 1 / ranks.dp.size
+        own = wide.flatten(0, -2).mean(0) * (share if reduces else 1.0)
+        means = own.detach().clone()
+        if reduces:
+            distributed.all_reduce(means, group=ranks.dp.group)
+        # The gradient flows through a rank's own part of the means; all ranks' losses are added up.
+        aside = means.square().sum() + 2 * (means * (own - own.detach())).sum() * (ranks.dp.size if reduces else 1)
+        counts = ranks.dp.size if mistake == "counted on each rank" else 1
+        return share * ((wide - 0.5).square().mean() + counts * WEIGHT * aside)
 
     return dataclasses.replace(pair, training=Training(loss=loss))
 
@@ -193,6 +218,7 @@ HOSTS: dict[str, Callable[..., Pair]] = {
     "trained": trained,
     "clipped": clipped,
     "counted tokens": counted_tokens,
+    "balanced": balanced,
     "fully sharded": fully_sharded,
     "divided optimizer": divided_optimizer,
     "ZeroRedundancyOptimizer": of_torch,
@@ -217,6 +243,9 @@ WRONG = (
     Row("clipped", "norm of all gradients, norms counted twice", TP, _NORM),
     Row("clipped", "norm of all gradients, on one rank alone", TP, _NORM),
     Row("counted tokens", "mean of means", DP, ("shares-of-ranks",)),
+    Row("counted tokens", "tokens counted over tp", TP_DP, ("shares-of-ranks",)),
+    Row("balanced", "means of each rank alone", DP, ("shares-of-ranks",)),
+    Row("balanced", "counted on each rank", DP, ("wrong-over-ranks",)),
     Row("divided optimizer", "gradients of another part", DP, _SHARDS),
     Row("divided optimizer", "moments of another part", DP, _SHARDS),
     Row("divided optimizer", "part not taken over", DP, _SHARDS),
@@ -229,6 +258,8 @@ RIGHT = (
     Row("trained", "", DP),
     Row("clipped", "", TP),
     Row("counted tokens", "", DP),
+    Row("counted tokens", "", TP_DP),
+    Row("balanced", "", DP),
     Row("divided optimizer", "", DP),
     Row("ZeroRedundancyOptimizer", "", DP, precisions=("fp32",)),
     Row("fully sharded", "", DP),
