@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import parity
+from parity.case import registry
 from parity.case.case import Case
 from parity.lab.studies.ranks.staged import PP, RIGHT, WRONG, case_of
 from parity.ranks.layout import Axis, degrees
@@ -65,6 +68,17 @@ def test_stages_are_put_together_by_their_names_with_the_gradients_of_inputs(fac
     (result,) = parity.compare(Case("two layers", factory, sizes=({},)), ["bf16"], ranks=PP)
     assert (result.status, told in result.reason) == (status, True)
     assert status != "passed" or {one.kind for one in result.tensors} >= {"output", "input gradient"}
+
+
+def test_the_example_s_model_is_right_in_two_stages():
+    declared = registry.cases()
+    registry.restore([])
+    try:
+        case = registry.load_case(Path(__file__).parents[2] / "examples" / "pipeline.py", "model_in_stages")
+        (result,) = parity.compare(case, ["bf16"], ranks=dict(tp=2, pp=2))
+    finally:
+        registry.restore(declared)
+    assert (result.status, result.reason, result.ranks) == ("passed", "", "tp2xpp2")
 
 
 def test_a_training_over_stages_is_refused():
