@@ -16,6 +16,7 @@ from parity.machine import host
 from parity.user_error import UserError
 
 MISTAKE = 2
+OWN_PROCESS = "own process"  # what commands find in their context if nobody else's code is in this process
 CORES = host.cores()
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one t
 
 @app.command()
 def run(
+    context: typer.Context,
     paths: Paths = None,
     precision: Precisions = None,
     backend: Annotated[str | None, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = None,
@@ -71,7 +73,9 @@ def run(
     )
     arguments += suite.engine(engine, address)
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
-    raise typer.Exit(suite.run(suite.files(paths), arguments))
+    files = suite.files(paths)
+    is_own = context.obj == OWN_PROCESS
+    raise typer.Exit(suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments))
 
 
 @app.command(name="list")
@@ -353,13 +357,17 @@ def _listed(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def main() -> None:
-    """Run the console script."""
+def main(own_process: bool = True) -> None:
+    """Run the console script.
+
+    Args:
+        own_process: whether this process does nothing else, so that it may end here.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character of a report or a name
     try:
         try:
-            app()
+            app(obj=OWN_PROCESS if own_process else None)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ import pytest
 from tabulate import tabulate
 
 from parity.case.files import MODULE, checkout, imports_parity
+from parity.machine import supervision
 from parity.plugin import options, uncollected
 from parity.plugin.options import check_file
 from parity.plugin.uncollected import unknown_pairs
@@ -211,6 +213,33 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
     if code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return PASSED if code == pytest.ExitCode.OK else FAILED
     return MISTAKE
+
+
+def run_in_this_process(files: Sequence[str], arguments: Sequence[str], processes: str) -> int:
+    """Compare as ``run`` does, in a process that is parity's own.
+
+    Without workers, what a case does to its process must not pass for the run's end. So a child compares then, and
+    this process owns the exit code: this returns in the child alone.
+
+    Args:
+        files, arguments: as for ``run``.
+        processes: how many workers are asked for, as ``workers`` takes it.
+    """
+    word = supervision.supervised() if _compares_itself(processes) and supervision.possible() else None
+    code = run(files, arguments)
+    if word is not None:
+        word.say(code)
+    return code
+
+
+def _compares_itself(processes: str) -> bool:
+    """Return whether the run has no workers, and no debugger, which is to find it in the process that was started."""
+    count = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") if processes == "auto" else processes
+    try:
+        asked = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    except ValueError:  # pytest says so
+        asked = []
+    return bool(count) and set(count) == {"0"} and not {"--pdb", "--trace"} & set(asked)
 
 
 def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:

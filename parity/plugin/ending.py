@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -415,6 +417,9 @@ RECORDER = "parity-recorder"
 RECORDED_ELSEWHERE = pytest.StashKey[bool]()  # where another process writes this run's record
 _ASKED_TO_END = pytest.StashKey[bool]()
 _TIME_IS_UP = pytest.StashKey[bool]()
+# Who asks once may send two signals: to a process and to its group (as ``timeout`` of the GNU core utilities does), or
+# to a group of which one process passes on what it gets. A second one would interrupt the drawing of the report.
+_ASKED_ONCE = 1.0  # seconds, in which nobody sees that the first signal is of no use
 REASON = "interrupted before all of its seeds were compared"
 
 
@@ -427,12 +432,16 @@ def heed_signals(config: pytest.Config) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
 
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    is_ignored, asked_at = signal.getsignal(signal.SIGINT) is signal.SIG_IGN, -math.inf
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
         if is_time_up(config):
             raise KeyboardInterrupt("its time is up")
         if number == signal.SIGINT and is_ignored:
+            return
+        before, asked_at = asked_at, time.monotonic()
+        if asked_at - before < _ASKED_ONCE:
             return
         config.stash[_ASKED_TO_END] = True
         raise KeyboardInterrupt(signal.Signals(number).name)

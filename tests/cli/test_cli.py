@@ -87,7 +87,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     def run(*arguments: str) -> Ended:
         monkeypatch.setattr(sys, "argv", ["parity", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            cli.main(own_process=False)
         _forget(tmp_path, modules)
         return Ended(ended.value.code, *capsys.readouterr())
 

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import fakes
 import forked
 import pytest
 from plugin_runs import CASE, CONFTEST, recorded, run, run_in_a_process, write
 
+from parity.plugin import ending
 from parity.plugin.alone import exit_heard
 from parity.report import record
 from parity.result import Result
@@ -174,6 +176,32 @@ def test_the_record_and_a_report_tell_which_item_ended_the_process(tmp_path: Pat
     report = tmp_path / "reports/parity.md"
     wait_for(lambda: report.exists() and "of this run ended" in report.read_text())
     assert "1 of 2 items failed; 1 item without a result" in report.read_text()
+
+
+# Who is asked twice within a moment, as ``timeout`` asks a process and its group, is asked once.
+
+
+@pytest.mark.parametrize(("seconds", "interrupted"), [(0.5, 1), (1.5, 2)])
+def test_a_second_signal_within_a_moment_does_not_interrupt_the_end_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, interrupted: int
+) -> None:
+    now = iter((10.0, 10.0 + seconds))
+    monkeypatch.setattr("parity.plugin.ending.time", SimpleNamespace(monotonic=lambda: next(now)))
+    cleanups: list[Callable[[], None]] = []
+    config = SimpleNamespace(stash=pytest.Stash(), add_cleanup=cleanups.append)
+    usual = signal.signal(signal.SIGTERM, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
+    ending.heed_signals(config)
+    heard = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        try:
+            os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            heard += 1
+    for cleanup in cleanups:
+        cleanup()
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), usual, strict=True):
+        signal.signal(number, handler)
+    assert heard == interrupted
 
 
 # What fails around the comparison of an item.

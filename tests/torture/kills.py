@@ -74,7 +74,20 @@ def fails(te):
 """
 LONGEST = 240.0  # seconds for a run to end
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-_RESUME = "--parity-resume=yes"
+_PYTEST = ("pytest", "-q", "-p", "parity.plugin", "-p", "no:cacheprovider", "pairs.py", "--parity-seeds=2")
+_PARITY = ("parity", "run", "pairs.py", "--seeds", "2")
+# Who compares: the process itself, a child of one that only waits, or two workers.
+_WAYS = {
+    "pytest -n 0": (*_PYTEST, "-n", "0"),
+    "parity run -n 0": (*_PARITY, "-n", "0"),
+    "pytest -n 2": (*_PYTEST, "-n", "2"),
+}
+_CHILDREN = {
+    "pytest -n 0": "what waits for its end",
+    "parity run -n 0": "what compares, or waits for its end",
+    "pytest -n 2": "a worker",
+}
+_RESUME = {"pytest": "--parity-resume=yes", "parity": "--resume"}
 
 
 @dataclass
@@ -82,7 +95,7 @@ class Tally:
     """What came of the kills.
 
     Attributes:
-        kills: how many, by signal, whom it met, and the number of workers.
+        kills: how many, by signal, whom it met, and how the run was begun.
         results: how many results runs had written when they were killed.
         kept: of these, how many the resumed run kept.
         moments: how many kills came before the first result was written, between, and when all were.
@@ -101,33 +114,33 @@ class Runs:
 
     def __init__(self, folder: Path, real: bool = False) -> None:
         self.folder, self._real = folder, real
-        self._whole: dict[int, tuple[int, set[str], str]] = {}
+        self._whole: dict[str, tuple[int, set[str], str]] = {}
 
-    def whole(self, workers: int) -> tuple[int, set[str], str]:
+    def whole(self, way: str) -> tuple[int, set[str], str]:
         """Return the exit code, the results and the report of a run that nobody kills."""
-        if workers not in self._whole:
-            place = self._place(f"whole{workers}")
-            code = self._begin(place, workers).wait(LONGEST)
-            self._whole[workers] = code, set(_lines(place)), _report(place)
-        return self._whole[workers]
+        if way not in self._whole:
+            place = self._place(f"whole-{way.replace(' ', '')}")
+            code = self._begin(place, way).wait(LONGEST)
+            self._whole[way] = code, set(_lines(place)), _report(place)
+        return self._whole[way]
 
     def trial(self, seed: int, tally: Tally) -> None:
         """Kill one run, in one of three cases also the run that goes on with it, and compare."""
         draw = random.Random(seed)
-        workers = draw.choice((0, 0, 2))
-        code, results, report = self.whole(workers)
+        way = draw.choice(tuple(_WAYS))
+        code, results, report = self.whole(way)
         place = self._place(f"run{seed}")
         for number in range(draw.choice((1, 1, 2))):
             before = _finished(place)
-            process = self._begin(place, workers, *([_RESUME] if number else []))
-            self._kill(process, place, workers, draw, tally, seed)
+            process = self._begin(place, way, resumed=bool(number))
+            self._kill(process, place, way, draw, tally, seed)
             if number and not before <= set(_lines(place)):
                 tally.wrong.append(f"{seed}: a result was lost when the resumed run was killed")
         before = _finished(place)
         written = _lines(place)
         tally.results += len(written)
         tally.kept += len(before)
-        ended = self._begin(place, workers, _RESUME)
+        ended = self._begin(place, way, resumed=True)
         try:
             found = ended.wait(LONGEST)
         except subprocess.TimeoutExpired:
@@ -142,13 +155,13 @@ class Runs:
             "another report": _report(place) != report,
         }.items():
             if is_wrong:
-                tally.wrong.append(f"{seed} (-n {workers}): {what}; see {place}")
+                tally.wrong.append(f"{seed} ({way}): {what}; see {place}")
 
     def _kill(
-        self, process: forked.Process, place: Path, workers: int, draw: random.Random, tally: Tally, seed: int
+        self, process: forked.Process, place: Path, way: str, draw: random.Random, tally: Tally, seed: int
     ) -> None:
         """Send a signal to the run or to one of its workers, when so many lines are written, and wait for its end."""
-        all_of_them = len(self.whole(workers)[1])
+        all_of_them = len(self.whole(way)[1])
         name = draw.choice(_SIGNALS)
         # Lines that are written: none yet, some, or all, while the report is drawn.
         at = draw.choice((0, all_of_them + 1, *3 * (draw.randrange(1, all_of_them + 1),)))
@@ -164,8 +177,7 @@ class Runs:
         lines = _count(file)
         if _is_alive(target):
             os.kill(target, name)
-            a_child = "a worker" if workers else "what waits for its end"
-            tally.kills[f"{name.name} of {a_child if of_workers else 'the run'}, -n {workers}"] += 1
+            tally.kills[f"{name.name} of {_CHILDREN[way] if of_workers else 'the run'}, {way}"] += 1
             tally.moments["none yet" if lines <= 1 else "some" if lines <= all_of_them else "all"] += 1
         else:
             tally.kills["came too late: the run had ended"] += 1
@@ -195,26 +207,15 @@ class Runs:
             (place / "conftest.py").write_text(_CONFTEST)
         return place
 
-    def _begin(self, place: Path, workers: int, *options: str) -> forked.Process:
+    def _begin(self, place: Path, way: str, resumed: bool = False) -> forked.Process:
         path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
         outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         environment = outside | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
-        command = [
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "parity.plugin",
-            "-p",
-            "no:cacheprovider",
-            "pairs.py",
-            "-n",
-            str(workers),
-        ]
+        command = ["-m", *_WAYS[way], *([_RESUME[_WAYS[way][0]]] if resumed else [])]
         number = len(list(place.glob("*.out")))
         with (place / f"{number}.out").open("wb") as output, open(os.devnull, "rb") as nothing:
             streams = [nothing.fileno(), output.fileno(), output.fileno()]
-            return forked.Process([*command, "--parity-seeds=2", *options], streams, place, environment)
+            return forked.Process(command, streams, place, environment)
 
 
 def _lines(place: Path) -> list[str]:
