@@ -18,7 +18,7 @@ from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
 from parity.judge import log_probs, positions
 from parity.judge.apart import gradients_of, is_explained, judged_numbers, merged, parts, parts_known
-from parity.judge.asked import Asked, CandidateRun, run_again
+from parity.judge.asked import Asked, CandidateRun, Noted, run_again, unnoted
 from parity.judge.candidate import TeModules, by_recalling, repeat, told
 from parity.judge.directions import Direction, directions
 from parity.judge.judge import NONE_DRAWN, Drawn, judge
@@ -102,6 +102,7 @@ def judge_at(
     determinism: bool = False,
     other_kernels: bool = True,
     made: CandidateRun | None = None,
+    noted: Noted = unnoted,
 ) -> Judged:
     """Take the first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause.
 
@@ -109,9 +110,12 @@ def judge_at(
         other_kernels: whether what other faithful kernels may do is granted (``parity.numerics.kernel_choices``); a
             verdict without it shows what that costs.
         made: the candidate's pass, if it has been made already.
+        noted: see ``Asked``; for who must have a verdict though the process ends in a second look.
     """
     began = time.perf_counter()
-    asked = Asked(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels, made)
+    asked = Asked(
+        *(case, checked, precision, seed, kernels, calibration, attention, determinism, other_kernels, made, noted)
+    )
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         judged = unless_raised(lambda: _judged_in_parts(asked), partial(broken_off, asked))
     result = dataclasses.replace(noting(judged.result, disturbed), seconds=time.perf_counter() - began)
@@ -239,11 +243,14 @@ def _judged_in_parts(asked: Asked) -> Judged:
     cases = _parts(asked)
     if len(cases) == 1:
         return _compared(dataclasses.replace(asked, case=cases[0]))
-    judged = [_compared(dataclasses.replace(asked, case=case)) for case in cases]
+    judged: list[Judged] = []
+    for case in cases:
+        fails = any(one.result.status == "failed" for one in judged)  # and stays noted while the others are compared
+        judged.append(_compared(dataclasses.replace(asked, case=case, noted=unnoted if fails else asked.noted)))
     if any(one.result.status == "error" for one in judged):
         judged = [_compared(asked), *(one for one in judged if one.result.status != "error")]
         return Judged(merged([one.result for one in judged]), parts=tuple(judged))
-    whole = asked if judged[-1].result.status == "failed" else None
+    whole = dataclasses.replace(asked, noted=unnoted) if judged[-1].result.status == "failed" else None
     return Judged(merged([one.result for one in judged]), parts=tuple(judged), whole=whole)
 
 
@@ -440,12 +447,23 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
         if not rounding_chooses(prepared, precision.rounding):
             return _Verdicts(first_look, Port(), ())
         return _looked_at_again(asked, ran, judge_by, first_look)
+    asked.noted(_so_far(asked, ran, first_look), False)
 
     def first_look_alone(error: BaseException) -> _Verdicts:
         told = f"a second look, which tells chance from a mistake, raised {_raised_at(error)}; the first one counts"
         return _Verdicts(first_look, Port(), (told,))
 
-    return unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
+    verdicts = unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
+    passes = all(tensor.passed for tensor in verdicts.tensors)
+    asked.noted(None if passes else _so_far(asked, ran, verdicts.tensors, verdicts.remarks), True)
+    return verdicts
+
+
+def _so_far(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult], notes: tuple[str, ...] = ()) -> Result:
+    """Return the failure that a comparison ends as if nothing more becomes known."""
+    made = ran.made
+    told = asked.result("failed", tensors=tuple(tensors), findings=made.recomputed, notes=notes)
+    return as_printable(dataclasses.replace(told, attention=made.attention, determinism=made.determinism))
 
 
 def _with_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:

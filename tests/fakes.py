@@ -23,6 +23,7 @@ from parity import comparison, te
 from parity.case import validate
 from parity.case.case import Case
 from parity.case.validate import CheckedSize
+from parity.judge.asked import Noted, unnoted
 from parity.judge.limits import Table
 from parity.machine.devices import Device
 from parity.report.environment import Environment
@@ -240,6 +241,17 @@ DURING_THE_SEARCH: dict[str, Callable[[], None]] = {
 }
 
 
+# Each fails at first look; what happens in the second is here, or after it if that lets it pass.
+DURING_A_SECOND_LOOK: dict[str, Callable[[], None]] = {
+    "looks_again_and_dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "looks_again_and_exits": lambda: os._exit(3),
+    "looks_again_and_hangs": lambda: time.sleep(1000),
+    "looks_again_and_hangs_for_good": _hold_the_interpreter,
+    "looks_again_and_is_interrupted": _end_the_run,
+    "looks_again_and_passes": lambda: None,
+}
+
+
 @dataclass(frozen=True)
 class Judged:
     """As the comparison's, of which the plugin reads these; ``unexplained`` is the case's name."""
@@ -268,6 +280,7 @@ def judge_at(
     calibration: Table,
     attention: AttentionBackend | None = None,
     determinism: bool = False,
+    noted: Noted = unnoted,
 ) -> Judged:
     """The case's name says what comes out; FP8 is not available here."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
@@ -286,6 +299,12 @@ def judge_at(
         return Judged(replace(chosen, status="error", reason=reason, tensors=(), traceback=way))
     if case.name in MISHAPS:
         MISHAPS[case.name]()
+    if "looks_again" in case.name:
+        noted(replace(chosen, status="failed", tensors=(tensor(margin=2.0),)), False)
+        DURING_A_SECOND_LOOK.get(case.name, lambda: None)()
+        noted(None, True)
+        if case.name == "dies_after_it_looks_again":
+            os.kill(os.getpid(), signal.SIGKILL)
     if case.name.startswith("fails") and seed != 1:
         return Judged(replace(chosen, status="failed", tensors=(tensor(margin=100.0 + seed),)), case.name)
     return Judged(chosen)

@@ -234,7 +234,7 @@ def run_in_this_process(files: Sequence[str], arguments: Sequence[str], processe
 
 def _compares_itself(processes: str) -> bool:
     """Return whether the run has no workers, and no debugger, which is to find it in the process that was started."""
-    count = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") if processes == "auto" else processes
+    count = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", "") if processes == "auto" else processes
     try:
         asked = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     except ValueError:  # pytest says so

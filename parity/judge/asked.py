@@ -55,6 +55,13 @@ class CandidateRun:
     summed: Tensors = field(default_factory=dict)
 
 
+Noted = Callable[[Result | None, bool], object]
+
+
+def unnoted(result: Result | None, decided: bool) -> None:
+    """Note nothing."""
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
     """One comparison, as ``parity.comparison.judge_at`` is asked for it.
@@ -66,6 +73,8 @@ class Asked:
         determinism: whether the candidate is built and run a second time.
         other_kernels: whether what other faithful kernels may do is granted.
         made: the candidate's pass, if it has been made already, as a step of a training has.
+        noted: called with what is known of a port that fails at first look, and whether a second look has ended; with
+            None if that takes it back.
     """
 
     case: Case
@@ -78,6 +87,7 @@ class Asked:
     determinism: bool = False
     other_kernels: bool = True
     made: CandidateRun | None = None
+    noted: Noted = unnoted
 
     def result(self, status: Status, **fields: Any) -> Result:
         """Return a result of this comparison with a status and further fields."""

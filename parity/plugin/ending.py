@@ -41,7 +41,7 @@ class Entry:
     Attributes:
         node_id: the item's id.
         running: the record's line for it if it does not end: an error with an empty reason or, once there is a verdict,
-            that, with a last note that the search for the cause was cut short.
+            that, with a last note that the search for the cause, or a second look, was cut short.
         environment: the record's first line.
         limit: how many seconds the comparison may take.
     """
@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def has_verdict(self) -> bool:
-        """Return whether only the search for the cause has not ended."""
+        """Return whether a failure is known, of which a second look or the search for the cause has not ended."""
         return bool(json.loads(self.running)["result"]["status"] != "error")
 
     def ended_by(self, cause: str, from_outside: bool = True) -> str:

@@ -34,6 +34,12 @@ DETAILS = 2  # so many -v ask for tracebacks
 _MARKS = pytest.StashKey[set[str]]()
 
 
+_SEARCH = "the search for the cause"
+# Which statistics are beyond their limits is known then, and counts as it does if a second look raises: numbers stay in
+# sight, and no run is green because of it. That a right port may be there by chance is said, and not known.
+_SECOND_LOOK = "a second look, which tells chance from a mistake,"
+
+
 class ParityError(Exception):
     """Raised if an item has a result that did not pass; its text is the whole message."""
 
@@ -46,8 +52,8 @@ class ParityItem(pytest.Item):
         steps: for how many steps the pair is trained; 0 for a single pass.
         switch: how it is trained.
         ranks: over which ranks the candidate is computed; None for one process.
-        verdict: the verdict on the seed that is being compared, while the search for the cause of its failure goes on;
-            else None.
+        verdict: the failure of the seed that is being compared, while something may still be added to it; else None.
+        unfinished: what that is: the search for its cause, or a second look, which may even take it back.
         workplace: where this process runs it.
     """
 
@@ -70,6 +76,7 @@ class ParityItem(pytest.Item):
         self.kernels, self.options, self.steps, self.switch, self.ranks = kernels, options, steps, switch, ranks
         self.results: list[Result] = []
         self.verdict: Result | None = None
+        self.unfinished = _SEARCH
         for mark in ("parity", precision.name, *case.marks):
             _register(self.config, mark)
             self.add_marker(mark)
@@ -165,7 +172,8 @@ class ParityItem(pytest.Item):
         from parity.te.device_errors import classify
         from parity.trace.whose import way_there
 
-        self.verdict = None
+        if self.verdict is not None:  # of a first attempt, which ran out of memory
+            self._note_verdict(None)
         try:
             with ending.exits_refused(self.config, partial(ending.exits_in_c, self)) as exits:
                 result = self._judged_and_explained(seed, calibration)
@@ -177,7 +185,7 @@ class ParityItem(pytest.Item):
                 raise
             device_error, told = classify(error), f"raised {raised(error)}"
             if self.verdict is not None:
-                notes = (*self.verdict.notes, f"the search for the cause {told}")
+                notes = (*self.verdict.notes, f"{self.unfinished} {told}")
                 return dataclasses.replace(self.verdict, notes=notes, device_error=device_error)
             return dataclasses.replace(self.without_comparison(told, device_error), traceback=way_there(error))
 
@@ -194,7 +202,7 @@ class ParityItem(pytest.Item):
 
             result = compare_over_ranks_at(*at, self.ranks, self.attention, self.options.diagnosis)
         else:
-            judged = judge_at(*at, self.attention, self.options.determinism)
+            judged = judge_at(*at, self.attention, self.options.determinism, noted=self._note_look)
             if judged.unexplained is not None and self.options.diagnosis is not None:
                 self._note_verdict(judged.result)
             result = explain_at(judged, self.options.diagnosis)
@@ -214,7 +222,9 @@ class ParityItem(pytest.Item):
         if self.verdict is None:
             return dataclasses.replace(self.without_comparison(cause), cut_short=from_outside)
         later = ", and no later seed was compared" if len(self.results) + 1 < len(self.options.seeds) else ""
-        note = f"the search for the cause was cut short{later}"
+        note = f"{self.unfinished} was cut short{later}"
+        if self.unfinished == _SECOND_LOOK:
+            note += "; the first one counts, so what is beyond a limit may be so by chance"
         notes = (*self.verdict.notes, f"{note}: {cause}" if cause else note)
         return dataclasses.replace(self.verdict, notes=notes, cut_short=from_outside)
 
@@ -270,9 +280,19 @@ class ParityItem(pytest.Item):
         running = record.result_line(self.cut_short(""))
         return Entry(self.nodeid, running, ending.environment_line(self), self.options.timeout)
 
-    def _note_verdict(self, verdict: Result) -> None:
-        """Keep a failure where it survives the death of this process: in a worker's diary, else in the record."""
-        self.verdict = dataclasses.replace(verdict, path=self._path_to_show())
+    def _note_look(self, verdict: Result | None, decided: bool) -> None:
+        """Keep what a first look says until a second one has ended, and what it says then."""
+        self._note_verdict(verdict, _SEARCH if decided else _SECOND_LOOK)
+
+    def _note_verdict(self, verdict: Result | None, unfinished: str = _SEARCH) -> None:
+        """Keep a failure where it survives the death of this process: in a worker's diary, else in the record.
+
+        Args:
+            verdict: the failure; None if there is none any more.
+            unfinished: what may still be added to it.
+        """
+        self.verdict = verdict and dataclasses.replace(verdict, path=self._path_to_show())
+        self.unfinished = unfinished
         diary = self.workplace.diary
         if diary is not None:
             diary.replace(self._entry())

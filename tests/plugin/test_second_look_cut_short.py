@@ -1,0 +1,82 @@
+"""What a first look says stays where the second one has no time to end, or its process ends in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fakes
+import pytest
+from plugin_runs import run_in_a_process
+
+from parity.result import Result
+
+LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
+CUT_SHORT = "a second look, which tells chance from a mistake, was cut short"
+COUNTS = "; the first one counts, so what is beyond a limit may be so by chance: "
+WITH_WORKERS = {
+    "looks_again_and_dies": "its worker died: SIGKILL",
+    "looks_again_and_exits": "its worker ended with exit code 3",
+    "looks_again_and_hangs": f"{LIMIT}; its worker was ended and replaced",
+    "looks_again_and_hangs_for_good": f"{LIMIT}, and let no Python thread run; its worker was ended",
+}
+WITHOUT = {
+    "looks_again_and_dies": "the process of this run ended while it was compared",
+    "looks_again_and_hangs": f"{LIMIT}; it was interrupted at fakes.py",
+}
+Ended = tuple[int, str, dict[str, Result], str]
+
+
+def assert_first_look(result: Result, cause: str) -> None:
+    assert (result.status, result.reason, result.findings) == ("failed", "", ())
+    assert result.tensors == (fakes.tensor(margin=2.0),)
+    assert result.notes[-1].startswith(f"{CUT_SHORT}{COUNTS}{cause}")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """A run with two workers, in which second looks come to grief in each way."""
+    folder = tmp_path_factory.mktemp("ended")
+    names = [*WITH_WORKERS, "looks_again_and_passes", "dies_after_it_looks_again"]
+    code, printed, results = run_in_a_process(folder, names, "-n", "2", "--parity-timeout=3")
+    assert sorted(result.case for result in results) == sorted(names)  # exactly one line for each item
+    return code, printed, {result.case: result for result in results}, (folder / "reports/parity.md").read_text()
+
+
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_the_end_of_a_worker_in_a_second_look_leaves_the_first_and_says_so(ended: Ended, name: str) -> None:
+    code, printed, results, report = ended
+    assert_first_look(results[name], WITH_WORKERS[name])
+    assert code == 1
+    assert COUNTS + WITH_WORKERS[name] in printed
+    assert COUNTS + WITH_WORKERS[name] in report
+
+
+def test_a_second_look_that_ends_takes_the_first_one_back(ended: Ended) -> None:
+    results = ended[2]
+    assert results["looks_again_and_passes"].status == "passed"
+    assert CUT_SHORT not in "".join(results["looks_again_and_passes"].notes)
+    after = results["dies_after_it_looks_again"]
+    assert (after.status, after.reason, after.tensors) == ("error", "its worker died: SIGKILL", ())
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_without_workers_the_record_has_the_first_look(tmp_path: Path, name: str) -> None:
+    _, _, results = run_in_a_process(tmp_path, ["sound", name], "-n", "0", "--parity-timeout=3")
+    assert [result.status for result in results] == ["passed", "failed"]
+    assert_first_look(results[1], WITHOUT[name])
+
+
+@pytest.mark.parametrize("processes", ["0", "1"])
+def test_a_run_that_is_terminated_in_a_second_look_keeps_the_first_and_compares_it_again(
+    tmp_path: Path, processes: str
+) -> None:
+    code, _, (result,) = run_in_a_process(tmp_path, ["looks_again_and_is_interrupted"], "-n", processes)
+    assert code == pytest.ExitCode.INTERRUPTED
+    assert_first_look(result, "interrupted")
+    assert result.cut_short
+
+
+def test_the_note_says_that_no_later_seed_was_compared(tmp_path: Path) -> None:
+    arguments = ["-n", "0", "--parity-timeout=3", "--parity-seeds=2"]
+    _, _, (result,) = run_in_a_process(tmp_path, ["looks_again_and_hangs"], *arguments)
+    assert result.notes[-1].startswith(f"{CUT_SHORT}, and no later seed was compared{COUNTS}{LIMIT}")
