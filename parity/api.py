@@ -54,7 +54,8 @@ def compare(
         switch: how the candidate is trained: ``resume``, ``resume-dcp``, ``resume-safetensors`` save it in the middle
             and go on with a new one, ``rollback`` with the same; ``recompute`` makes each call by ``te.checkpoint``;
             ``micro-batches`` makes each step's gradients of parts of its batch; ``graph`` replays CUDA graphs, and
-            each step must be that of the same training without; ``compile`` calls it by ``torch.compile``.
+            each step must be that of the same training without; ``compile`` calls it by ``torch.compile``;
+            ``offload`` keeps activations on the host, and compares as ``graph`` does.
         ranks: how many ranks compute the candidate together, such as ``dict(tp=2)``: degrees of ``tp``, ``cp``, ``ep``
             and ``dp``, and ``sequence_parallel``; its factory is called with ``ranks=`` then. None: one process.
 

@@ -16,7 +16,16 @@ Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
 Status = Literal["passed", "failed", "skipped", "error"]
 Switch = Literal[
-    "", "resume", "resume-dcp", "resume-safetensors", "rollback", "recompute", "micro-batches", "graph", "compile"
+    "",
+    "resume",
+    "resume-dcp",
+    "resume-safetensors",
+    "rollback",
+    "recompute",
+    "micro-batches",
+    "graph",
+    "compile",
+    "offload",
 ]
 DeviceError = Literal["", "out of memory", "broken"]
 

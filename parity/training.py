@@ -36,16 +36,18 @@ from parity.mistakes.codes import finding
 from parity.parallel import NO_RANKS, ended
 from parity.passes.capture import NotCaptured
 from parity.passes.compiled import backends, compiled_anew
-from parity.passes.graphed import side_by_side
 from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
+from parity.passes.offloading import Journal
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
+from parity.passes.side_by_side import Beside, side_by_side
 from parity.passes.steps import Named, Stepped, Trainee, Update, reference_losses, step_case
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
 from parity.search.compiled import compiled_otherwise
+from parity.search.offloaded import offload_explained, out_of_step
 from parity.search.replayed import Replayed, not_captured, replay_explained, replay_frozen
 from parity.search.resumed import lost_state
 from parity.search.steps import (
@@ -72,6 +74,11 @@ _NOT_COMPILED = (
     "torch.compile compiles nothing of this candidate, so there is nothing to compare: TransformerEngine leaves most "
     "of its modules to Python (no_torch_dynamo), and what call_candidate does besides calling the candidate is left so"
 )
+_NOT_OFFLOADED = (
+    "TransformerEngine offloads nothing of this candidate, so there is nothing to compare: no module of its own in it "
+    "saves anything; say how it is offloaded by parity.Training(offload=...)"
+)
+_WITHOUT: dict[str, str] = {"graph": "graphs", "offload": "offloading"}
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
 
@@ -128,7 +135,8 @@ def train_at(
             with a new module that loads it, which must compute the same to the bit; ``rollback`` to load it into the
             module that has gone on; ``recompute`` to make each call by ``te.checkpoint``; ``micro-batches`` to make
             each step's gradients of up to four parts of its batch; ``graph`` to replay CUDA graphs, each step of which
-            must be that of the same training without graphs to the bit; ``compile`` to call it by ``torch.compile``.
+            must be that of the same training without graphs to the bit; ``compile`` to call it by ``torch.compile``;
+            ``offload`` to keep its activations on the host, with the same steps as without to the bit.
         diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
         made: how many ranks train it together; None for this process alone.
 
@@ -182,7 +190,7 @@ def _trained(
     first = step_case(case, 1, None, seed)
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
     make = partial(Trainee, case, checked, prepared, precision, seed, kernels, switch)
-    ungraphed = None
+    without = None
     trainee: Trainee | TraineeOverRanks
     if made is not None:
         try:
@@ -191,15 +199,17 @@ def _trained(
             return ended(asked, error, made)
     elif switch == "graph":
         try:
-            trainee, ungraphed = side_by_side(make, steps, seed, resuming)
+            trainee, without = side_by_side(make, steps, seed, resuming, Trainee.capture, "in a graph")
         except NotCaptured as error:
             return asked.result(
                 "failed", reason="step 1 cannot be captured in a graph", findings=(not_captured(error),)
             )
-        run.notes += ungraphed.notes
+    elif switch == "offload":
+        trainee, without = side_by_side(make, steps, seed, resuming, Trainee.offload)
     else:
         trainee = make()
         trainee.settle()
+    run.notes += without.notes if without else []
     training = trainee.training
     replay = _replay(prepared, training)
     for number in range(1, steps + 1):
@@ -214,18 +224,30 @@ def _trained(
             return _diverged(asked, checked, run, number, why)
         if precision.warmup_passes:
             prepared.past.is_followed, prepared.past.before = True, run.amaxes
-        lost = replayed = None
+        lost = beside = None
         if isinstance(trainee, TraineeOverRanks):
             stepped = trainee.step(prepared)
-        elif ungraphed is not None:
-            stepped, computed = ungraphed.made(trainee, number, prepared)
-            replayed = Replayed(number, stepped, computed, ungraphed)
-            if replayed.differing and not replayed.is_reproducible:
-                ungraphed = replayed = None
+        elif without is not None:
+            try:
+                stepped, computed = without.made(trainee, number, prepared)
+            except Exception as error:
+                if told := out_of_step(number, trainee.journal, error):
+                    return asked.result(
+                        "failed",
+                        reason=f"step {number} is the first that is not right",
+                        tensors=tuple(run.worst.values()),
+                        findings=(told,),
+                        notes=tuple(run.notes),
+                        steps=tuple(run.steps),
+                    )
+                raise
+            beside = (Beside if switch == "offload" else Replayed)(number, stepped, computed, without)
+            if beside.differing and not beside.is_reproducible:
                 run.notes.append(
-                    f"from step {number} on, the training without graphs is not the same to the bit when it is made "
-                    "again, so that steps of the graph are judged by limits alone"
+                    f"from step {number} on, the training without {_WITHOUT[switch]} is not the same to the bit when "
+                    f"it is made again, so that steps with {_WITHOUT[switch]} are judged by limits alone"
                 )
+                without = beside = None
         elif (switch in WAYS or switch == "rollback") and number == steps // 2 + 1:
             saved = trainee.saved(switch if switch in WAYS else "resume")
             uninterrupted = trainee.step(prepared)
@@ -255,11 +277,13 @@ def _trained(
             findings = (lost,)
         elif between is not None:
             findings = (between,)
-        elif replayed is not None and replayed.differing:
+        elif beside is not None and isinstance(trainee, Trainee) and beside.differing:
             explained = partial(_explained, run, number, judged, stepped, *known)
             differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
             judged = unless_raised(
-                partial(_of_graph, replayed, differing, None if judged.passed else explained, diagnosis),
+                partial(_of_graph, beside, differing, None if judged.passed else explained, diagnosis)
+                if isinstance(beside, Replayed)
+                else partial(_of_offload, beside, trainee.journal, differing, diagnosis),
                 partial(without_cause, differing),
             )
             findings = judged.findings
@@ -291,6 +315,8 @@ def _trained(
             return _result(asked, run, "failed" if judged.status == "passed" else judged.status, judged, findings)
         run.weights, run.amaxes = weights, prepared.past.after_step()
         _add(run.gradients, stepped)
+    if switch == "offload" and not training.offload and isinstance(trainee, Trainee) and not trainee.journal.offloaded:
+        return asked.result("skipped", reason=_NOT_OFFLOADED)
     return _result(asked, run, "passed", judged, ())
 
 
@@ -495,6 +521,13 @@ def _of_graph(
     if not told or told[0].title == "state-between-steps":
         return dataclasses.replace(judged, findings=(frozen,))
     return dataclasses.replace(judged, findings=(frozen, *told) if is_named else told)
+
+
+def _of_offload(beside: Beside, journal: Journal, judged: Result, diagnosis: float | None) -> Result:
+    """Return the verdict with what makes a step with offloading another than without."""
+    if diagnosis is None:
+        return judged
+    return dataclasses.replace(judged, findings=(offload_explained(beside, journal),))
 
 
 def prepared_weights(prepared: Prepared) -> Named:

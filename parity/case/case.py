@@ -97,6 +97,10 @@ class Training:
             ``make_graphed_callables`` of the candidate.
         compile: compiles the candidate for the switch ``compile``, called as ``compile(module)``. By default
             ``module.compile()``, which on the CPU kernels generates no code.
+        offload: lets the candidate offload its activations for the switch ``offload``, called once before the first
+            step as ``offload(module)``. It may return a function that calls the candidate from then on,
+            ``call(module, *inputs)``, such as a loop over layers. By default each of TE's modules is called in TE's
+            ``get_cpu_offload_context``.
     """
 
     optimizer: MakeOptimizer | None = None
@@ -109,6 +113,7 @@ class Training:
     load: Callable[[nn.Module, Optimizer, BinaryIO], None] | None = None
     graph: Callable[..., Callable[..., Tensor] | None] | None = None
     compile: Callable[[nn.Module], object] | None = None
+    offload: Callable[[nn.Module], Callable[..., Any] | None] | None = None
 
 
 @dataclass(frozen=True)

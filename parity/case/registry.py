@@ -227,7 +227,7 @@ def pair(
         attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
         steps: how many steps the pair is trained for, in an item of its own beside the one of a single pass.
         switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``,
-            ``graph``, ``compile``: further ways of these steps, each in an item of its own.
+            ``graph``, ``compile``, ``offload``: further ways of these steps, each in an item of its own.
         ranks: over which ranks the candidate is computed, each in an item of its own, such as ``[dict(tp=2)]``: degrees
             of ``tp``, ``cp``, ``ep``, ``dp`` and ``pp``, and ``sequence_parallel``. The factory is called with
             ``ranks=`` then, a ``parity.Ranks`` with the process groups.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -80,6 +80,26 @@ class Model:
     def without_recipe(self) -> Model:
         """Return the same, called in no context."""
         return Model(self.module, self._call, self._loss, cuda=self.cuda)
+
+    @contextmanager
+    def within(self, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Within the context, call the module in another context as well, which ``around`` makes for each call."""
+        outer = self._around
+
+        @contextmanager
+        def both() -> Iterator[None]:
+            with outer(), around():
+                yield
+
+        self._around = both
+        try:
+            yield
+        finally:
+            self._around = outer
+
+    def called_by(self, call: Callable[..., Any]) -> Model:
+        """Return the same, which calls its module in another way."""
+        return Model(self.module, call, self._loss, self._around, self.recipe, self.cuda)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the module's parameters."""

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
@@ -25,7 +25,7 @@ from parity.case.training import Model, candidate_optimizer, losses, plain_step,
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.cpu.float8 import fp8_dtype, is_float8_tensor
-from parity.passes import capture, compiled
+from parity.passes import capture, compiled, offloading
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
@@ -234,6 +234,7 @@ class Trainee:
         training: how its pair is trained.
         optimizer: its optimizer.
         is_plain: whether its steps are parity's own, without any trick.
+        journal: what TE's offloading does, once the candidate is told to offload.
     """
 
     _between_ranks: Parallel | None = None  # what a plain step does between ranks
@@ -289,6 +290,7 @@ class Trainee:
             )
         self.is_plain = training.candidate_step is None and not self._in_micro_batches
         self._capture = training.graph or partial(capture.by_te, kernels.te)
+        self._te, self.journal = kernels.te, offloading.Journal()
         self._replayed: Callable[..., Tensor] | None = None  # a step that is captured
         self._written: Named = {}  # gradients in the memory that it writes
         self._at = checked, precision.dtype, seed, kernels.device
@@ -339,6 +341,19 @@ class Trainee:
         if step is not None:
             self._replayed, self.is_plain = step, False
             self._written = {name: one.grad for name, one in self._module.named_parameters() if one.grad is not None}
+
+    def offload(self) -> None:
+        """Offload what later calls save for their backward passes, as the pair says, or as TE does."""
+        call = (self.training.offload or partial(offloading.by_te, self._te, self.journal))(self._module)
+        if call is not None:
+            self._model = self._model.called_by(call)
+        self.journal.watch(self._te, self._module)
+
+    def reading_back(
+        self, exchange: offloading.Exchange, seen: list[Tensor] | None = None
+    ) -> AbstractContextManager[None]:
+        """Within the context, exchange what calls of the candidate save for their backward passes."""
+        return offloading.reading_back(self._model, exchange, seen)
 
     def saved(self, way: str = "resume") -> Saved:
         """Return what the training writes where it is interrupted.

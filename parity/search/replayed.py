@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from parity.mistakes.codes import finding
 from parity.passes.capture import NotCaptured
-from parity.passes.graphed import Computed, Ungraphed
 from parity.passes.one_pass import Arguments, as_arguments
-from parity.passes.steps import Batch, Stepped, Trainee
+from parity.passes.side_by_side import Beside, Computed
+from parity.passes.steps import Batch, Trainee
 from parity.result import Finding
 from parity.search.held_by_python import Value, values
 from parity.trace.whose import users_line
@@ -41,25 +41,8 @@ def not_captured(error: NotCaptured) -> Finding:
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """A step that a graph has made otherwise than the training without graphs.
-
-    Attributes:
-        number: of the step, from 1.
-        stepped: the step.
-        computed: what it has computed.
-        ungraphed: the training without graphs.
-    """
-
-    number: int
-    stepped: Stepped
-    computed: Computed
-    ungraphed: Ungraphed
-
-    @property
-    def differing(self) -> list[str]:
-        """Return the labels of what is another than without graphs."""
-        return self.ungraphed.steps[self.number - 1].differs_in(self.computed)
+class Replayed(Beside):
+    """A step that a graph has made otherwise than the training without graphs."""
 
     def without_graph(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> Computed:
         """Return what the step is without a graph, if the candidate is changed before it.
@@ -68,11 +51,10 @@ class Replayed:
             change: gets the candidate, and the values that it had when the graph was captured; it may return another
                 batch.
         """
-        with self.ungraphed.begun() as trainee:
-            at_capture = list(values(trainee))
-            for number in range(1, self.number):
-                self.ungraphed.made(trainee, number)
-            return self.ungraphed.made(trainee, self.number, change(trainee, at_capture))[1]
+        at_capture: list[Value] = []
+        return self.made_again(
+            lambda trainee: change(trainee, at_capture), lambda trainee: at_capture.extend(values(trainee))
+        )
 
     def is_made_by(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> bool:
         """Return whether the step without a graph is then the graph's."""
@@ -80,17 +62,11 @@ class Replayed:
 
     def other_shapes(self) -> tuple[str, str] | None:
         """Return the shapes of the inputs that TE's graph was captured with, and those of a call with others."""
-        with self.ungraphed.begun() as trainee:
+        with self.without.begun() as trainee:
             if trainee.training.graph is not None:
                 return None
             captured = _shapes(as_arguments(trainee.batch(self.number).inputs))
         return next(((captured, own) for call in self.stepped.calls if (own := _shapes(call)) != captured), None)
-
-    @property
-    def is_reproducible(self) -> bool:
-        """Return whether the training without graphs is the same to the bit if it is made again."""
-        again = self.without_graph(lambda trainee, at_capture: None)
-        return not again.differs_in(self.ungraphed.steps[self.number - 1])
 
 
 def _shapes(arguments: Arguments) -> str:
@@ -101,10 +77,10 @@ def _shapes(arguments: Arguments) -> str:
 def replay_explained(replayed: Replayed) -> Finding | None:
     """Return which value of the capture, or which mistake of it, the graph's step shows; None if none is found."""
     number = replayed.number
-    if number == 1 and replayed.ungraphed.changed_by_capture:
+    if number == 1 and replayed.without.changed_before:
         return finding(
             "graph-differs",
-            f"the capture has changed {_listed(replayed.ungraphed.changed_by_capture)}: what runs before a capture to "
+            f"the capture has changed {_listed(replayed.without.changed_before)}: what runs before a capture to "
             "warm up must leave no trace, so step no optimizer there, and put back the scales of delayed scaling, as "
             "make_graphed_callables does",
         )
@@ -139,7 +115,7 @@ def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
         f"{'is' if len(differing) == 1 else 'are'} others"
     )
     anew = replayed.without_graph(lambda trainee, at_capture: trainee.capture())
-    if number == 1 or anew.differs_in(replayed.ungraphed.steps[number - 1]):
+    if number == 1 or anew.differs_in(replayed.without.steps[number - 1]):
         told = finding(
             "graph-differs",
             f"{beginning}, and a graph that is captured right before it is no better: look at what the capture runs "
@@ -183,7 +159,7 @@ def _stale_input(replayed: Replayed) -> Finding | None:
 
 
 def _input_names(replayed: Replayed) -> list[str]:
-    with replayed.ungraphed.begun() as trainee:
+    with replayed.without.begun() as trainee:
         batch = trainee.batch(1)
     if isinstance(batch.inputs, dict):
         return [f"the input {name}" for name, one in batch.inputs.items() for _ in tree_flatten(one)[0]]
@@ -221,10 +197,10 @@ def _frozen_value(replayed: Replayed) -> Finding | None:
 
 def _changed(replayed: Replayed) -> list[Value]:
     """Return the values that change from the capture to the end of the step, as they were."""
-    with replayed.ungraphed.begun() as trainee:
+    with replayed.without.begun() as trainee:
         at_capture = list(values(trainee))
         for number in range(1, replayed.number + 1):
-            replayed.ungraphed.made(trainee, number)
+            replayed.without.made(trainee, number)
         return [one for one in at_capture if one.is_changed]
 
 

@@ -33,6 +33,8 @@ from parity.lab.studies.trainings.rows import (
 from parity.result import Result, from_json, to_json
 from parity.search.steps import Guess, diverging, gradients_explained
 
+pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, of two layers
+
 KEPT = ("resume", "resume-dcp", "resume-safetensors", "rollback")
 BLACKWELLS = ("mxfp8", "nvfp4")
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")

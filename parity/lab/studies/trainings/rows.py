@@ -18,7 +18,7 @@ from parity.case.case import Case, Pair, Training
 from parity.case.checkpoints import load
 from parity.case.training import ADAM, Model
 from parity.case.weight_map import stack
-from parity.lab.studies.trainings import graphs, own_optimizers
+from parity.lab.studies.trainings import graphs, offloads, own_optimizers
 from parity.lab.studies.trainings import quantized as quantized_weights
 from parity.lab.studies.trainings.compiled import Glued
 from parity.reference import LlamaLayer
@@ -409,6 +409,16 @@ def cached(te: ModuleType) -> Training:
     return Training(optimizer=lambda model: SGD(model.parameters(), lr=0.5), candidate_step=Cached())
 
 
+def forwards_first(te: ModuleType) -> Training:
+    """Offload four micro-batches in one context, whose forward passes all come before their backward passes."""
+    return offloads.looping(candidate_step=in_micro_batches)(te)
+
+
+def moved_while_offloaded(te: ModuleType) -> Training:
+    """Offload weights as well, and move them before they are read back."""
+    return offloads.hosted(offloads.WithWeights, candidate_step=offloads.perturbed)(te)
+
+
 def frozen_rate(te: ModuleType) -> Training:
     """Capture the optimizer's step with its learning rate, which a schedule changes."""
     return Training(graphs.plain_sgd, scheduler=warmed_up, graph=graphs.WholeStep().capture)
@@ -590,6 +600,7 @@ class Row:
 NARROW = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 FP8 = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
 DELAYED = ("fp8_delayed",)
+BARE = ("fp32", "bf16", "fp16")
 # A scale that doubles saturates what delayed scaling quantizes.
 SCALED = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 DIVERGING = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block")
@@ -598,6 +609,8 @@ _OPTIMIZER, _LOST, _STALE = ("optimizer",), ("state-not-saved",), ("weight-cache
 _PARTS = ("micro-batches",)
 _STALE_INPUT, _FROZEN, _DIFFERS = ("graph-stale-input",), ("graph-frozen-value",), ("graph-differs",)
 _COMPILED = ("compiled-differs",)
+_OUT_OF_STEP, _STALE_COPY = ("offload-out-of-step",), ("offload-stale-tensor",)
+_OFFLOADED: tuple[Switch, tuple[str, ...], str] = "offload", (), "glued"
 _TRANSPOSES = quantized_weights.with_caches, ("weight-cache-stale",), "transpose"
 _ITS_STATE = "the optimizer's state"
 
@@ -670,6 +683,22 @@ WRONG = (
     Row("a warm-up that trains", graphs.capturing(graphs.Trains), _DIFFERS, "warm up", "graph"),
     Row("a warm-up's amaxes", graphs.capturing(graphs.LeavesAmaxes), _DIFFERS, "the scale of", "graph", DELAYED),
     Row("a constant that is none", stepping(doubled), _COMPILED, "assume_constant_result", "compile", SCALED, "glued"),
+    Row("offloading not synchronized", offloads.looping(offloads.never), _OUT_OF_STEP, "layer 1's", *_OFFLOADED),
+    Row("offloading synchronized once", offloads.looping(offloads.at_the_end), _OUT_OF_STEP, "layer 1's", *_OFFLOADED),
+    Row("offloading synchronized late", offloads.looping(offloads.too_late), _OUT_OF_STEP, "layer 1's", *_OFFLOADED),
+    Row("offloading of too many layers", offloads.looping(model_layers=3), _OUT_OF_STEP, "raised", *_OFFLOADED),
+    Row("micro-batches that share a context", forwards_first, _OUT_OF_STEP, "another forward pass", *_OFFLOADED),
+    Row("offloading in BF16", offloads.hosted(offloads.In16Bits), ("offload-differs",), "bfloat16", "offload"),
+    Row("host buffers filled once", offloads.hosted(offloads.FilledOnce), _STALE_COPY, "of step 1", "offload"),
+    Row(
+        "weights offloaded once",
+        offloads.hosted(offloads.WeightsOnce),
+        _STALE_COPY,
+        "weights of step 1",
+        "offload",
+        BARE,
+    ),
+    Row("weights changed while offloaded", moved_while_offloaded, _STALE_COPY, "fc1_weight", "offload", BARE),
     Row("a learning rate of 5", too_fast, ("training-diverges",), "diverges as well", "", DIVERGING),
     Row("transposes that are kept", *_TRANSPOSES, "", DELAYED, "quantized in fp8_delayed"),
     *(
@@ -741,9 +770,13 @@ RIGHT: dict[str, Declared] = {
     "no decay of norms": only_matrices_of_both,
     "quantized weights": quantized_weights.caches_reset,
     "copies of quantized weights": quantized_weights.copied(),
+    "copies on the host": offloads.hosted(offloads.Host),
     "a graph of its own": graphs.capturing(graphs.Passes),
     "a scale that a graph reads": graphs.scaling(scale=torch.tensor(8.0), is_in_place=True),
 }
+
+OFFLOADED = ("copies on the host",)
+"""The right trainings that offload by themselves."""
 
 GRAPHED = ("a graph of its own", "a scale that a graph reads")
 """The right trainings that capture graphs by themselves."""

@@ -20,6 +20,7 @@ from parity.lab.studies.trainings.rows import (
     GRAPHED,
     HOSTS,
     OF_QUANTIZED,
+    OFFLOADED,
     ONLY_AT,
     QUANTIZED,
     RIGHT,
@@ -128,10 +129,13 @@ def trainings(settings: Settings) -> list[Training]:
         rows = [row for row in WRONG if not row.precisions or name in row.precisions]
         found += [Training(row.name, row.host, name, 0, settings.steps, row.switch) for row in rows]
         switches: tuple[Switch, ...] = get_args(Switch)
+        ways: dict[str, tuple[Switch, ...]] = {"plain": switches}
+        ways.update((name, ("graph",)) for name in GRAPHED)
+        ways.update((name, ("offload",)) for name in OFFLOADED)
         found += [
             Training(right, host, name, seed, settings.steps, switch)
             for right in RIGHT
-            for switch in {"plain": switches, **dict.fromkeys(GRAPHED, ("graph",))}.get(right, switches[:1])
+            for switch in ways.get(right, switches[:1])
             for host in _hosts(right, name, switch)
             for seed in range(settings.seeds)
             if name in ONLY_AT.get(right, (name,))
