@@ -36,13 +36,14 @@ from parity.mistakes.codes import finding
 from parity.parallel import NO_RANKS, ended
 from parity.passes.capture import NotCaptured
 from parity.passes.compiled import backends, compiled_anew
+from parity.passes.courses import of_reference
 from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.offloading import Journal
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
 from parity.passes.side_by_side import Beside, side_by_side
-from parity.passes.steps import Named, Stepped, Trainee, Update, reference_losses, step_case
+from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
@@ -334,7 +335,8 @@ def _diverged(asked: Asked, checked: CheckedSize, run: _Run, number: int, why: s
     """Return the verdict on a training of which no further step can be judged."""
     own: list[float] | None = None
     with suppress(NothingToJudge):
-        own = reference_losses(asked.case, checked, asked.precision, asked.seed, asked.kernels, number)
+        at = checked, asked.precision, asked.seed, asked.kernels
+        own = of_reference(asked.case, *at, number).losses
     return asked.result(
         "failed",
         reason=f"step {number} is the first that cannot be judged",

@@ -132,6 +132,7 @@ def train(
     backend: BackendName = "auto",
     seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "1",
     out: ReportFile = Path("reports/training.md"),
+    band: Annotated[int, typer.Option(help="Of how many drawn trainings a curve's band is made; 0 for none.")] = 6,
 ) -> None:
     """Train pairs step by step and draw their losses; exit code 1 if a step is not right."""
     from parity.cli import training
@@ -139,7 +140,7 @@ def train(
 
     check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ()))
-    passed = training.train(paths, steps, chosen, parse_seeds(seeds), parse_backend(backend), out)
+    passed = training.train(paths, steps, chosen, parse_seeds(seeds), parse_backend(backend), out, band)
     raise typer.Exit(0 if passed else 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -10,8 +11,9 @@ from parity import te
 from parity.case.registry import checked_steps
 from parity.case.validate import check_case
 from parity.cli import suite
+from parity.judge.band import Band, band_of
 from parity.judge.limits import packaged
-from parity.passes.steps import reference_losses
+from parity.passes.refusals import NothingToJudge
 from parity.report import trainings
 from parity.report.trainings import Curve
 from parity.te.precision import PRECISIONS, why_unavailable
@@ -26,14 +28,20 @@ def train(
     seeds: Sequence[int],
     backend: Literal["auto", "gpu", "cpu"],
     out: Path,
+    drawn: int,
 ) -> bool:
     """Train each pair, print a table, and write the report; return whether all of them passed.
+
+    Args:
+        drawn: of how many trainings under drawn roundings the band is made; 0 for no band.
 
     Raises:
         UserError: if a path holds no pair, or no precision of these runs on this machine.
     """
     if not checked_steps(steps):
         raise UserError("--steps is a whole number from 1")
+    if drawn < 0 or drawn == 1:
+        raise UserError("--band is how many trainings a band is drawn from: a whole number from 2, or 0 for no band")
     kernels, curves = te.kernels(backend), []
     for case in suite.cases(paths):
         for checked in check_case(case, kernels.te):
@@ -43,11 +51,19 @@ def train(
                     continue
                 for seed in seeds:
                     result = train_at(case, checked, precision, seed, kernels, packaged(), steps)
-                    free = reference_losses(case, checked, precision, seed, kernels, steps) if result.steps else []
-                    curves.append(Curve(result, tuple(free)))
+                    band: Band | None = None
+                    with suppress(NothingToJudge):  # the training is too wild to have one
+                        if drawn and result.steps:
+                            band = band_of(case, checked, precision, seed, kernels, len(result.steps), drawn)
+                    curves.append(Curve(result, band))
     if not curves:
         raise UserError("nothing was trained: no precision of these pairs runs on this machine")
     print(trainings.summary([curve.result for curve in curves]))
+    for curve in curves:
+        if left := trainings.left(curve):
+            print(f"{curve.result.item}, seed {curve.result.seed}: {left}")
+    if together := trainings.over_seeds(curves):
+        print(together)
     for result in (curve.result for curve in curves if not curve.result.passed):
         print(f"{result.item}: {result.reason}", *(f"{one.name}: {one.message}" for one in result.findings), sep="\n  ")
     trainings.write(curves, out)

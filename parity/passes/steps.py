@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from parity.case import transfer
 from parity.case.case import Case, Pair, Rng, draw_inputs
 from parity.case.checkpoints import WAYS
-from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
+from parity.case.training import Model, candidate_optimizer, losses, plain_step
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.cpu.float8 import fp8_dtype, is_float8_tensor
@@ -30,7 +30,7 @@ from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
 from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero
-from parity.passes.prepare import Prepared, prepare
+from parity.passes.prepare import Prepared
 from parity.ranks.layout import Parallel
 from parity.result import Switch
 from parity.te import Kernels, state
@@ -109,33 +109,6 @@ def batch_of(
     """Return the inputs of one step of a pair, counted from 1, as ``prepare`` has them."""
     drawn = _with_inputs_of(pair, checked.size, number, seed)
     return Batch(rounded_inputs(drawn, checked, dtype, seed, device), input_names)
-
-
-# The reference, trained by itself in FP64: where a training without any rounding goes.
-
-
-def reference_losses(
-    case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels, steps: int
-) -> list[float]:
-    """Return the losses of the reference's own training in FP64, from the weights with which the candidate begins."""
-    first = prepare(step_case(case, 1, None, seed), checked, precision.dtype, seed, kernels)
-    module, training = copy.deepcopy(first.reference).double(), case.build(kernels.te, checked.size).training
-    optimizer = reference_optimizer(training)(module)
-    schedule = training.scheduler(optimizer) if training.scheduler else None
-    found = []
-    for number in range(1, steps + 1):
-        weights = {name: one.detach().clone() for name, one in module.named_parameters()}
-        step = step_case(case, number, None if number == 1 else weights, seed)
-        golden = prepare(step, checked, precision.dtype, seed, kernels).golden
-        found.append(float(golden.outputs["output"]))
-        for name, one in module.named_parameters():
-            one.grad = golden.weight_gradients[name].to(one) if name in golden.weight_gradients else None
-        if training.clip is not None:
-            nn.utils.clip_grad_norm_(module.parameters(), training.clip)
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-    return found
 
 
 # The candidate, which keeps its weights, its optimizer and TE's state from one step to the next.

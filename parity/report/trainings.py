@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +17,58 @@ from parity.result import Result
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from parity.judge.band import Band  # a report is drawn without torch
+
 
 @dataclass(frozen=True)
 class Curve:
-    """A training, and the reference's own in FP64.
+    """A training, and where right ones lie.
 
     Attributes:
         result: of the candidate's training.
-        free: the losses of the reference's training, which nothing ties to the candidate's; it may have more steps.
+        band: of right trainings' losses; None if none was drawn.
     """
 
     result: Result
-    free: tuple[float, ...]
+    band: Band | None = None
+
+
+def left(curve: Curve) -> str:
+    """Say where a training leaves its band; an empty text if it does not."""
+    band = curve.band
+    if band is None:
+        return ""
+    told = [f"the loss leaves its band at step {band.loss_left.step}"] if band.loss_left else []
+    if band.weights_left:
+        names = band.weights_left.where
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        told.append(
+            f"after step {band.weights_left.step}, {', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'} "
+            "farther from the training in FP64 than right trainings are"
+        )
+    return "; ".join(told)
+
+
+def over_seeds(curves: Sequence[Curve]) -> str:
+    """Return a table of how the last losses of a training's seeds lie; an empty text if each has one seed.
+
+    A right training's deviation has Student's distribution, with as many degrees of freedom as there are drawn
+    trainings: its variance is ``n / (n - 2)``.
+    """
+    groups: dict[str, list[Band]] = {}
+    for curve in curves:
+        if curve.band is not None and curve.band.drawn > 2:
+            groups.setdefault(curve.result.item, []).append(curve.band)
+    rows = []
+    for item, bands in groups.items():
+        if len(bands) > 1:
+            variance = statistics.fmean(band.drawn / (band.drawn - 2) for band in bands)
+            mean = statistics.fmean(band.deviation for band in bands)
+            size = math.sqrt(statistics.fmean(band.deviation**2 for band in bands))
+            expected = f"0 ± {short(math.sqrt(variance / len(bands)))}"
+            rows.append((shown.code(item), len(bands), short(mean), expected, short(size), short(math.sqrt(variance))))
+    columns = ("training", "seeds", "mean deviation", "expected", "root mean square", "expected")
+    return markdown_table(rows, columns, left=1) if rows else ""
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -67,10 +109,19 @@ def _sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
         yield "TE's kernels here are emulated: TransformerEngine's own Python on parity's CPU kernels."
     yield (
         "*reference* is the loss that the reference in FP64 has with the candidate's weights and batch: the same step. "
-        "*its own* is the loss of the reference's own training, from which right trainings drift away by chance. "
-        "*margin* is the largest of the step's tensors; up to 1 passes."
+        "*its own* is the loss of the reference's own training, from which right trainings drift away by chance; *low* "
+        "and *high* are how far. *margin* is the largest of the step's tensors; up to 1 passes, whatever the band says."
     )
     yield summary([curve.result for curve in curves])
+    if drawn_from := {curve.band.drawn for curve in curves if curve.band is not None}:
+        yield (
+            f"Bands are drawn from {max(drawn_from)} trainings of each reference under the precision's rounding model, "
+            "with roundings that are drawn anew for each step. A right training whose errors are those of the model "
+            "leaves its band at some step once in 20 times. A deviation is that of the last loss, over the root mean "
+            "square of those trainings'."
+        )
+    if together := over_seeds(curves):
+        yield together
     if plot is not None:
         yield f"![losses and margins]({plot.name})"
     for curve in curves:
@@ -80,15 +131,24 @@ def _sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
             yield shown.prose(f"{result.reason[:1].upper()}{result.reason[1:]}.")
         for finding in result.findings:
             yield f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}"
-        rows = [
-            (step.number, *(f"{loss:.6g}" for loss in (step.loss, step.golden, free)), short(step.margin))
-            for step, free in zip(result.steps, curve.free, strict=False)
+        if told := left(curve):
+            yield shown.prose(f"{told[:1].upper()}{told[1:]}.")
+        columns: list[tuple[str, Sequence[float]]] = [
+            ("loss", [step.loss for step in result.steps]),
+            ("reference", [step.golden for step in result.steps]),
         ]
-        yield markdown_table(rows, ("step", "loss", "reference", "its own", "margin"))
+        if curve.band is not None:
+            columns += [("its own", curve.band.free), ("low", curve.band.low), ("high", curve.band.high)]
+        losses = zip(*(numbers for _, numbers in columns), strict=False)
+        rows = [
+            (step.number, *(f"{loss:.6g}" for loss in some), short(step.margin))
+            for step, some in zip(result.steps, losses, strict=False)
+        ]
+        yield markdown_table(rows, ("step", *(name for name, _ in columns), "margin"))
 
 
 def drawn(curves: Sequence[Curve]) -> Figure:
-    """Return the plot: losses above, with the reference's own training; margins below, with the limit."""
+    """Return the plot: losses above, with the reference's own training and the band; margins below, with the limit."""
     from matplotlib.figure import Figure  # the report can be had without
 
     figure = Figure(figsize=(9, 7), layout="constrained")
@@ -97,10 +157,12 @@ def drawn(curves: Sequence[Curve]) -> Figure:
         numbers = [step.number for step in curve.result.steps]
         label = f"{curve.result.item}, seed {curve.result.seed}"
         line = losses.plot(numbers, [step.loss for step in curve.result.steps], label=label)[0]
-        losses.plot(range(1, len(curve.free) + 1), curve.free, ":", color=line.get_color())
+        if curve.band is not None:
+            losses.plot(numbers, curve.band.free, ":", color=line.get_color())
+            losses.fill_between(numbers, curve.band.low, curve.band.high, color=line.get_color(), alpha=0.2)
         margins.plot(numbers, [step.margin for step in curve.result.steps], ".-", color=line.get_color())
     margins.axhline(1.0, color="black", linewidth=0.8)
-    losses.set(ylabel="loss (dotted: the reference's own training)")
+    losses.set(ylabel="loss (dotted: the reference's own training; shaded: right ones)")
     margins.set(xlabel="step", ylabel="margin (1 is the limit)")
     losses.legend(fontsize="small")
     return figure

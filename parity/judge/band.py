@@ -1,0 +1,171 @@
+"""Draw the band in which a right training's curves lie, from trainings of the reference whose roundings are drawn.
+
+The band is for reading. A verdict never hangs on it: a right training may drift as far as chaos takes it, and what
+each step computes is judged at the weights that the candidate has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from scipy import special
+from torch import Tensor
+
+from parity.case.case import Case
+from parity.case.validate import CheckedSize
+from parity.numerics.freedom import UNFUSED
+from parity.passes.all_passes import Tensors, run_model
+from parity.passes.courses import Course, of_candidate, of_reference
+from parity.passes.modes import usual_modes
+from parity.passes.prepare import Prepared
+from parity.result import Kind
+from parity.te import Kernels
+from parity.te.precision import Precision
+
+DRAWN = 6
+"""Trainings of the reference from which a band is drawn, by default."""
+# How often a right training leaves its band somewhere, if its errors are those of the model and normal.
+_LEAVES = 0.05
+_HALF_ULP = torch.finfo(torch.float32).eps / 2
+_OPERATIONS = 10
+
+
+@dataclass(frozen=True)
+class Left:
+    """Where a training first leaves what right ones do.
+
+    Attributes:
+        step: its number, from 1.
+        where: the reference's parameters, the farthest out first; empty for the loss.
+    """
+
+    step: int
+    where: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Band:
+    """The band of a training's losses, and where the training leaves it.
+
+    Attributes:
+        free: the losses of the reference's own training in FP64.
+        drawn: how many trainings of the reference were drawn.
+        low, high: the bounds of each step's loss.
+        loss_left: where the loss first leaves them; None if it stays.
+        weights_left: the first step after which parameters are farther from those in FP64 than right trainings take
+            them; None if none is.
+        deviation: how far the last loss is from that in FP64, over the root mean square of drawn trainings'.
+    """
+
+    free: tuple[float, ...]
+    drawn: int
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    loss_left: Left | None
+    weights_left: Left | None
+    deviation: float
+
+
+def band_of(
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    steps: int,
+    drawn: int = DRAWN,
+) -> Band:
+    """Train the reference in FP64, and as often as ``drawn`` says under roundings that are drawn, and the candidate.
+
+    This costs as many passes in FP64 and of the rounding model as all these trainings have steps, and the candidate's
+    training once more.
+
+    Raises:
+        NothingToJudge: if a step of any of them is nothing to compare with.
+    """
+    at = case, checked, precision, seed, kernels, steps
+    with usual_modes():
+        free, candidate = of_reference(*at), of_candidate(*at)
+        is_wide = torch.finfo(candidate.dtype).bits > torch.finfo(precision.dtype).bits
+        right = [of_reference(*at, partial(_rounded, precision, is_wide, run, steps)) for run in range(drawn)]
+    return band(free, right, candidate)
+
+
+def _rounded(precision: Precision, is_wide: bool, run: int, steps: int, prepared: Prepared, number: int) -> Tensors:
+    """Run a step with roundings that no other step and run has, as kernels that fuse nothing: they round the most.
+
+    Rounding that is drawn has twice the variance of rounding to nearest, but for weights, which every port rounds
+    alike. So a drawn training is off by as much as a right one is, and by up to 1.4 times that.
+    """
+    wide: frozenset[tuple[Kind, str]] = frozenset({("output", "output")} if is_wide else ())
+    freedom = dataclasses.replace(UNFUSED, jitter=run * steps + number, dithers=True)
+    return run_model(dataclasses.replace(prepared, wide=wide), precision.rounding, freedom)
+
+
+def band(free: Course, right: Sequence[Course], candidate: Course) -> Band:
+    """Return the band of right trainings, and where another one leaves it.
+
+    Of numbers that come from one normal distribution around zero, the next one over the root mean square of ``n`` has
+    Student's distribution with ``n`` degrees of freedom. A loss less that in FP64 is such a number, which may leave the
+    band on two sides in each step.
+
+    A parameter's distance from the training in FP64 is positive; its logarithm has the mean and the deviation of drawn
+    trainings', and the next one lies within ``t * s * sqrt(1 + 1 / n)`` of the mean. Two things that drawn trainings
+    need not show are granted. An optimizer's step is computed in FP32 in one order or another: each of about ten
+    operations rounds by half an ulp. And rounding may decide the sign of a small gradient, so that Adam moves an
+    element the other way: if that has happened in none of ``n`` trainings, it happens ``m`` times in another with a
+    probability of ``(n + 1) ** -m`` (Poisson, with a flat prior).
+    """
+    steps, runs = min(len(one.losses) for one in (free, candidate, *right)), len(right)
+    times = -float(special.stdtrit(runs, _LEAVES / (2 * max(1, steps))))
+    low, high, deviation, left = [], [], 0.0, None
+    for step in range(steps):
+        exact = free.losses[step]
+        size = math.sqrt(statistics.fmean((one.losses[step] - exact) ** 2 for one in right))
+        low.append(exact - times * size)
+        high.append(exact + times * size)
+        off = candidate.losses[step] - exact
+        deviation = off / size if size else math.copysign(math.inf, off) if off else 0.0
+        if left is None and not abs(off) <= times * size:
+            left = Left(step + 1)
+    return Band(
+        *(tuple(free.losses[:steps]), runs, tuple(low), tuple(high)),
+        *(left, _weights_left(free, right, candidate, steps), deviation),
+    )
+
+
+def _weights_left(free: Course, right: Sequence[Course], candidate: Course, steps: int) -> Left | None:
+    """Return the first step after which a parameter is farther off than right trainings take it."""
+    names = free.weights[0] if steps else {}
+    probability = _LEAVES / max(1, steps * len(names))
+    quantile = -float(special.stdtrit(len(right) - 1, probability)) * math.sqrt(1.0 + 1.0 / len(right))
+    elements = -math.log(probability) / math.log(len(right) + 1)
+    arithmetic, moved = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for step in range(1, steps + 1):
+        beyond = {}
+        for name in names:
+            exact, before = free.weights[step][name], free.weights[step - 1][name]
+            update = (exact - before).abs()
+            arithmetic[name] += _HALF_ULP * float((exact.abs() + _OPERATIONS * update).norm())
+            moved[name] = max(moved[name], float(update.max()))
+            granted = arithmetic[name] + 2.0 * moved[name] * math.sqrt(elements)
+            if not granted:
+                continue
+            logarithms = [math.log(granted + _distance(one.weights[step][name], exact)) for one in right]
+            limit = math.exp(statistics.fmean(logarithms) + quantile * statistics.stdev(logarithms))
+            own = _distance(candidate.weights[step][name], exact)
+            if not own <= limit:
+                beyond[name] = own / limit
+        if beyond:
+            return Left(step, tuple(sorted(beyond, key=lambda name: -beyond[name])))
+    return None
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    return float((x.cpu() - y.cpu()).norm())
