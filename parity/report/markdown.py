@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,7 @@ class Digest:
     uncollected: dict[str, Uncollected] = field(default_factory=dict)
     left_out: int = 0
     _cells: dict[tuple[str, str, str], _Cell] = field(default_factory=dict)  # by file, case and precision
+    _shapes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
     _results: int = 0
     _most: int = MOST_RESULTS  # how many items of a cell are kept
 
@@ -78,7 +80,7 @@ class Digest:
             self.counts[before.status] -= 1
         earlier = before.results if before else ()
         self.notes.update(note for note in _notes_of(results) if note not in _notes_of(earlier))
-        together = (*earlier, *map(_shown, results))
+        together = (*earlier, *(_shown(result, self._shapes) for result in results))
         cell.items[first.item] = item = Item(tuple(sorted(together, key=lambda result: result.seed)))
         self.counts[item.status] += 1
         self._results += len(results)
@@ -130,11 +132,23 @@ def digest(record: Record) -> Digest:
     return found
 
 
-def _shown(result: Result) -> Result:
-    """Return a result without what no report shows, which is most of its memory: the checks of one that passed."""
+def _shown(result: Result, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Result:
+    """Return a result without what no report shows, which is most of its memory: of one that passed, its checks, and
+    what else than two of its errors is expected.
+
+    Args:
+        result: as a line of the record has it, with names and shapes of its own.
+        shapes: those of earlier results, which are shared.
+    """
     if not result.passed:
         return result
-    return replace(result, tensors=tuple(replace(tensor, checks=()) for tensor in result.tensors))
+    return replace(result, tensors=tuple(_shown_tensor(tensor, shapes) for tensor in result.tensors))
+
+
+def _shown_tensor(tensor: TensorResult, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> TensorResult:
+    expected = replace(tensor.expected, max_ulps=0.0, cosine=0.0, sqnr_db=0.0, golden_rms=0.0)
+    shape = shapes.setdefault(tensor.shape, tensor.shape)
+    return replace(tensor, name=sys.intern(tensor.name), shape=shape, expected=expected, checks=())
 
 
 def _notes_of(results: Sequence[Result]) -> dict[str, None]:

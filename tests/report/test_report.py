@@ -268,6 +268,23 @@ def test_the_statistics_of_what_passed_are_not_kept_since_no_report_shows_them()
     assert kept == {"mlp": [False, False], "norm": [True, True]}
 
 
+def test_a_report_says_the_same_as_if_all_of_each_result_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [result(case, precision) for case in ("mlp", "norm") for precision in ("fp32", "bf16")]
+    results += [result("linear", seed=0), result("linear", seed=1, margin=9.0)]
+    kept = digest_of(*results)
+    monkeypatch.setattr(markdown, "_shown", lambda result, _: result)
+    whole = digest_of(*results)
+    assert kept.items != whole.items
+    assert markdown.draw(kept, "run") == markdown.draw(whole, "run")
+
+
+def test_results_share_the_names_and_shapes_that_are_alike() -> None:
+    first, second = (record.result_of(record.result_line(result(case))) for case in ("mlp", "norm"))
+    kept = [item.worst.tensors[0] for item in digest_of(first, second).items]
+    assert kept[0].name is kept[1].name
+    assert kept[0].shape is kept[1].shape
+
+
 def test_the_report_of_a_long_run_says_how_many_items_it_leaves_out() -> None:
     run = digest_of(*(result(size_label=str(i)) for i in range(MOST_RESULTS + 1)))
     text = markdown.draw(run, "run")
