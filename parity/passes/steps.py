@@ -164,6 +164,8 @@ class Stepped:
         calls: the arguments of each call of the candidate.
         apart: TE's parameters that are not what the optimizer's copies of them are, rounded.
         stale: TE's FP8 parameters whose transposed copy was another tensor's before the step.
+        unmade: TE's FP8 parameters whose transposed copy was so, whether TE knows it or not, and was not made again by
+            the graphs of a captured step.
     """
 
     tensors: Tensors
@@ -176,6 +178,7 @@ class Stepped:
     calls: tuple[Arguments, ...] = ()
     apart: tuple[str, ...] = ()
     stale: tuple[str, ...] = ()
+    unmade: tuple[str, ...] = ()
 
 
 # What a training keeps, by what it is and by name, as digests of its bytes.
@@ -264,6 +267,7 @@ class Trainee:
         self.is_plain = training.candidate_step is None and not self._in_micro_batches
         self._capture = training.graph or partial(capture.by_te, kernels.te)
         self._te, self.journal = kernels.te, offloading.Journal()
+        self._is_captured = False
         self._replayed: Callable[..., Tensor] | None = None  # a step that is captured
         self._written: Named = {}  # gradients in the memory that it writes
         self._at = checked, precision.dtype, seed, kernels.device
@@ -311,6 +315,7 @@ class Trainee:
         """
         args, kwargs = as_arguments(_leaves(self._prepared.inputs))
         step = capture.captured(self._capture, self._model, self.optimizer, args, kwargs)
+        self._is_captured = True
         if step is not None:
             self._replayed, self.is_plain = step, False
             self._written = {name: one.grad for name, one in self._module.named_parameters() if one.grad is not None}
@@ -414,7 +419,8 @@ class Trainee:
         """
         args, kwargs = as_arguments(_leaves(prepared.inputs))
         before, step = self._followed_weights(), self._step_on(prepared)
-        scaling, stale = kept(self._module, self._quantized_from), state.stale_transposes(self._module)
+        scaling, stale = kept(self._module, self._quantized_from), tuple(state.stale_transposes(self._module))
+        copies = self._stale_copies()
         self._model.calls.clear()
         with self._watched() as seen, sums_in_16_bits(self._module) as lost:
             loss = step(self._model, self.optimizer, *args, **kwargs)
@@ -450,10 +456,28 @@ class Trainee:
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module)
         moves = tuple((one, now[key]) for key, one in scaling.items() if key in now)
-        noise = self._noise(lost)
+        noise, later = self._noise(lost), self._stale_copies()
+        unmade = tuple(name for name, one in copies.items() if later.get(name) == one)
         return Stepped(
-            *(tensors, tuple(frozen), _factor(used, raw), update, moves, noise, seen.moved, calls, self._apart(), stale)
+            *(
+                tensors,
+                tuple(frozen),
+                _factor(used, raw),
+                update,
+                moves,
+                noise,
+                seen.moved,
+                calls,
+                self._apart(),
+                stale,
+            ),
+            unmade,
         )
+
+    def _stale_copies(self) -> dict[str, bytes]:
+        """Return digests of the transposed copies that are stale, in a training that is captured."""
+        found = state.stale_transposes(self._module, in_a_graph=True) if self._is_captured else {}
+        return {name: digest(one) for name, one in found.items()}
 
     def _moved(self) -> tuple[str, ...]:
         now = {name: one.grad for name, one in self._module.named_parameters()}

@@ -98,6 +98,15 @@ def replay_explained(replayed: Replayed) -> Finding | None:
             "the graph writes them, in the memory that grad had when it was captured: zero_grad(set_to_none=True) lets "
             "that go, and so does parameter.grad = ...; change gradients in place",
         )
+    if replayed.stepped.unmade:
+        return finding(
+            "weight-cache-stale",
+            f"step {number} of the graph computes gradients of inputs from copies of "
+            f"{_listed(replayed.stepped.unmade)} that are not the transposes of the FP8 weights: "
+            "parameter._reset_caches() tells Python so, and a replay runs none of it. Call "
+            "parameter._create_transpose() after each optimizer.step(), which writes the memory that the graph reads, "
+            "or step FP32 copies of your own and copy_ them to the parameters",
+        )
     if replayed.is_made_by(lambda trainee, at_capture: trainee.leave_recipe()):
         return finding(
             "graph-differs",

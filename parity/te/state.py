@@ -455,23 +455,29 @@ def over_quantization(held: Tensor, values: Tensor) -> float:
     return off / costs if costs else math.inf if off else 1.0
 
 
-def stale_transposes(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of FP8 parameters whose transposed copy is not their transpose, though TE takes it for valid.
+def stale_transposes(module: nn.Module, in_a_graph: bool = False) -> dict[str, Tensor]:
+    """Return the transposed copies of FP8 parameters that are not their transposes, though TE takes them for valid.
 
     GPUs before Blackwell compute gradients of inputs from this copy. ``Float8Tensor`` keeps it until something tells
     it that its numbers have changed (``_transpose_invalid`` in ``pytorch/tensor/storage/float8_tensor_storage.py`` of
     TE 2.20.2).
+
+    Args:
+        module: holds the parameters.
+        in_a_graph: whether those are meant that TE knows to be invalid: a graph's replay does not ask.
     """
-    found = []
+    found = {}
     for name, parameter in module.named_parameters():
         held: Any = parameter
         numbers, transposed = getattr(held, "_data", None), getattr(held, "_transpose", None)
-        if not isinstance(numbers, Tensor) or not isinstance(transposed, Tensor) or held._transpose_invalid:
+        if not isinstance(numbers, Tensor) or not isinstance(transposed, Tensor):
+            continue
+        if held._transpose_invalid and not in_a_graph:
             continue
         wide = numbers.reshape(-1, numbers.shape[-1])
         if not torch.equal(wide.t().view(torch.uint8), transposed.reshape(wide.shape[::-1]).view(torch.uint8)):
-            found.append(name)
-    return tuple(found)
+            found[name] = transposed
+    return found
 
 
 def _some(names: list[str]) -> str:

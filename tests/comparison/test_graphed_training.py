@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import parity
 from parity import Training, te
 from parity.case.training import Model
+from parity.cpu import cuda
 from parity.lab.studies.trainings.graphs import Passes, WholeStep, capturing, plain_sgd
+from parity.lab.studies.trainings.quantized import caches_reset
 from parity.lab.studies.trainings.rows import GRAPHED, RIGHT, Declared, case_of, plain
 from parity.result import Result
 
@@ -58,6 +60,13 @@ def test_amaxes_of_a_warm_up_that_are_put_back_change_nothing(training):
 
 def test_the_optimizer_s_step_may_be_in_the_graph():
     result = trained(capturing(WholeStep, optimizer=plain_sgd))
+    assert (result.status, result.findings) == ("passed", ())
+
+
+@pytest.mark.parametrize(("gpu", "by"), [("hopper", "_create_transpose"), ("blackwell", "_reset_caches")])
+def test_transposes_of_fp8_weights_that_a_graph_finds_made_are_right(gpu, by):
+    with cuda.emulated(cuda.GPUS[gpu]):
+        result = trained(lambda te: caches_reset(te, by), "fp8_delayed", "quantized in fp8_delayed")
     assert (result.status, result.findings) == ("passed", ())
 
 

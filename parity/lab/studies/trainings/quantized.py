@@ -46,8 +46,8 @@ def with_caches(te: ModuleType) -> Training:
     return Training(candidate_optimizer=fused_adam(te))
 
 
-def caches_reset(te: ModuleType) -> Training:
-    """Step FP8 parameters by TE's Adam, and have their transposes made again."""
+def caches_reset(te: ModuleType, by: str = "_reset_caches") -> Training:
+    """Step FP8 parameters by TE's Adam, and have their transposes made again by one of their methods."""
 
     def step(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -55,9 +55,9 @@ def caches_reset(te: ModuleType) -> Training:
         loss.backward()
         optimizer.step()
         for one in model.parameters():
-            reset = getattr(one, "_reset_caches", None)
-            if reset is not None:
-                reset()
+            made_again = getattr(one, by, None)
+            if made_again is not None:
+                made_again()
         return loss
 
     return Training(candidate_optimizer=fused_adam(te), candidate_step=step)

@@ -612,6 +612,7 @@ _COMPILED = ("compiled-differs",)
 _OUT_OF_STEP, _STALE_COPY = ("offload-out-of-step",), ("offload-stale-tensor",)
 _OFFLOADED: tuple[Switch, tuple[str, ...], str] = "offload", (), "glued"
 _TRANSPOSES = quantized_weights.with_caches, ("weight-cache-stale",), "transpose"
+_RESET = quantized_weights.caches_reset, ("weight-cache-stale",), "_create_transpose"
 _ITS_STATE = "the optimizer's state"
 
 WRONG = (
@@ -700,6 +701,7 @@ WRONG = (
     ),
     Row("weights changed while offloaded", moved_while_offloaded, _STALE_COPY, "fc1_weight", "offload", BARE),
     Row("a learning rate of 5", too_fast, ("training-diverges",), "diverges as well", "", DIVERGING),
+    Row("transposes reset beside a graph", *_RESET, "graph", DELAYED, "quantized in fp8_delayed"),
     Row("transposes that are kept", *_TRANSPOSES, "", DELAYED, "quantized in fp8_delayed"),
     *(
         Row(f"FP8 weights not written ({name})", unwritten, ("master-weights",), "_weight", "", (name,), host)
