@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,22 +93,38 @@ class Diary:
     def write(self, entry: Entry, finished: str | None) -> None:
         """Begin the next comparison.
 
+        What cannot be written, as on a full disk, is done without, and so is what was there: it is needed only if the
+        worker dies, and the run says then that the item has no result.
+
         Args:
             entry: the next comparison.
             finished: the record's line for the comparison before it; None if this is the item's first.
         """
-        if finished is None:
-            self._finished.unlink(missing_ok=True)
-        else:
-            with self._finished.open("a", encoding="utf-8") as file:
-                file.write(finished)
-        self.replace(entry)
+        with self._all_or_nothing():
+            if finished is None:
+                self._finished.unlink(missing_ok=True)
+            else:
+                with self._finished.open("a", encoding="utf-8") as file:
+                    file.write(finished)
+            self._replace(entry)
 
     def replace(self, entry: Entry) -> None:
-        """Note more about the same comparison."""
+        """Note more about the same comparison; see ``write``."""
+        with self._all_or_nothing():
+            self._replace(entry)
+
+    def _replace(self, entry: Entry) -> None:
         draft = self.folder / f"{self.worker}.draft"
         draft.write_text(json.dumps(asdict(entry)), encoding="utf-8")
         draft.replace(self._entry)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            with suppress(OSError):
+                self._entry.unlink(missing_ok=True)  # it may say what is not so any more
 
     def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
         """Return the entry and the item's finished lines, if the worker's last entry is about this item."""

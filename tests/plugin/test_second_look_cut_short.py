@@ -1,13 +1,16 @@
-"""What a first look says stays where the second one has no time to end, or its process ends in it."""
+"""What a first look says stays where the second one has no time to end, or its process ends in it, and no longer."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import fakes
 import pytest
 from plugin_runs import run_in_a_process
 
+from parity.plugin.ending import Diary, Entry
+from parity.report import record
 from parity.result import Result
 
 LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
@@ -80,3 +83,22 @@ def test_the_note_says_that_no_later_seed_was_compared(tmp_path: Path) -> None:
     arguments = ["-n", "0", "--parity-timeout=3", "--parity-seeds=2"]
     _, _, (result,) = run_in_a_process(tmp_path, ["looks_again_and_hangs"], *arguments)
     assert result.notes[-1].startswith(f"{CUT_SHORT}, and no later seed was compared{COUNTS}{LIMIT}")
+
+
+def test_a_note_that_cannot_be_replaced_is_taken_away_since_it_may_be_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diary = Diary(tmp_path, "gw0")
+    failed = replace(fakes.result(margin=2.0), notes=("it was looked at once",))
+    fails = Entry("my_pairs.py::x", record.result_line(failed), "", 600.0)
+    diary.write(fails, None)
+    assert diary.read("my_pairs.py::x") == (fails, [])
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    diary.replace(Entry("my_pairs.py::x", record.result_line(fakes.result(margin=0.5)), "", 600.0))
+    assert diary.read("my_pairs.py::x") is None
+    diary.write(fails, None)
+    assert diary.read_last() is None

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +65,7 @@ class Mishap:
         odd: the statuses that the odd pair's result may have; empty if it may have none.
         others: whether the other pairs are to have passed.
         unheard: whether it ends a run without workers with an exit code that may be 0, as the page on reliability says.
+        disk: whether the folder ``small`` is a file system of 1 MiB.
     """
 
     what: str
@@ -73,6 +76,7 @@ class Mishap:
     odd: tuple[str, ...] = ("error", "failed")
     others: bool = True
     unheard: bool = False
+    disk: bool = False
 
 
 _MEMORY = "import resource; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))"
@@ -86,6 +90,20 @@ _FILL = "x = [bytearray(1 << 28) for _ in range(100)]"
 _ENDLESS = "while True: os.write(2, b'x' * 4096); time.sleep(1e-3)"
 _FORK_AND_DIE = "os.fork() and os.kill(os.getpid(), 9); time.sleep(60)"
 _FAST = "--parity-timeout=10"
+_FULL = """
+import errno
+
+
+def fill():
+    try:
+        while True:
+            with open("small/filler", "ab", 0) as file:
+                file.write(b"x" * 4096)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+"""
+_FULL_TEMPORARY = f"{_FULL}\n\nimport os, tempfile\n\ntempfile.tempdir = os.path.abspath('small')"
+_REPORT_THERE = ("--parity-report=small/reports",)
 MISHAPS = (
     Mishap("forks, and the child goes on", body="os.fork()", odd=("passed", "error", "failed")),
     Mishap("forks, and the child raises", body="os.fork() or 1 / 0", odd=("passed", "error", "failed")),
@@ -114,6 +132,29 @@ MISHAPS = (
     Mishap("raises KeyboardInterrupt", body="raise KeyboardInterrupt"),
     Mishap("writes its report to a folder that takes none", options=("--parity-report=/sys/parity",), others=False),
     Mishap("no file can grow above 4 KiB, as on a full disk", limit=_SMALL_FILES, others=False),
+    Mishap(
+        "fills the disk of record and report",
+        body="__import__('conftest').fill()",
+        limit=_FULL,
+        options=_REPORT_THERE,
+        odd=("passed",),
+        disk=True,
+    ),
+    Mishap(
+        "fills the disk of temporary files",
+        body="__import__('conftest').fill()",
+        limit=_FULL_TEMPORARY,
+        odd=("passed",),
+        disk=True,
+    ),
+    Mishap(
+        "fills the disk of record, report and temporary files",
+        body="__import__('conftest').fill()",
+        limit=_FULL_TEMPORARY,
+        options=_REPORT_THERE,
+        others=False,
+        disk=True,
+    ),
 )
 
 
@@ -138,9 +179,36 @@ class Outcome:
     wrong: tuple[str, ...]
 
 
-def run(mishap: Mishap, workers: int, folder: Path) -> Outcome:
-    """Run the odd pair between two sound ones, and say what became of them."""
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Within the context, a folder is a file system of 1 MiB in memory.
+
+    Raises:
+        OSError: if this system, or this user, cannot have one.
+    """
     folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "parity-torture", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        raise OSError(mounted.stderr.strip())
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # a process may still have a file there
+
+
+def run(mishap: Mishap, workers: int, folder: Path) -> Outcome:
+    """Run the odd pair between two sound ones, and say what became of them.
+
+    Raises:
+        OSError: if it needs a small disk, and there can be none.
+    """
+    folder.mkdir(parents=True)
+    with small_disk(folder / "small") if mishap.disk else nullcontext():
+        return _run(mishap, workers, folder)
+
+
+def _run(mishap: Mishap, workers: int, folder: Path) -> Outcome:
     sound = [_SOUND.format(n=n) for n in (1, 2)]
     text = _CASE.format(sound1=sound[0], sound2=sound[1], body=mishap.body, factory=mishap.factory)
     (folder / "pairs.py").write_text(text)
