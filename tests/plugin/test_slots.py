@@ -142,7 +142,7 @@ PAIRS = """
     from parity import comparison, parallel
 
     def told(kind, compare):
-        def run(*arguments):
+        def run(*arguments, **options):
             tell(f"begin {kind}")
             result = compare(*arguments[:6])
             time.sleep(0.02)
