@@ -18,7 +18,7 @@ import parity
 
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FFN, BATCH, SEQ, PROMPT = 96, 64, 4, 16, 128, 4, 16, 8
 FREQUENCIES = 1e4 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-Cache = dict[int, tuple[Tensor, Tensor]]
+Cache = dict[nn.Module, tuple[Tensor, Tensor]]  # which keeps its modules, so that no other takes the place of one
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
@@ -70,13 +70,13 @@ class Layer(nn.Module):
         if decodes and "position" in wrong:
             positions = wrong["position"](positions)
         plain, q, k = k, turned(q, positions), turned(k, positions)
-        old = cache.get(id(self))
+        old = cache.get(self)
         keys = k if old is None else torch.cat((old[0], k), 2)
         values = v if old is None else torch.cat((old[1], v), 2)
         kept = plain if wrong.get("unrotated") else k
-        cache[id(self)] = (kept if old is None else torch.cat((old[0], kept), 2)), values
+        cache[self] = (kept if old is None else torch.cat((old[0], kept), 2)), values
         if old is not None and wrong.get("not kept"):
-            cache[id(self)] = old
+            cache[self] = old
         if old is not None and wrong.get("behind"):
             keys, values = old
         query, key = torch.arange(new) + keys.shape[2] - new, torch.arange(keys.shape[2])
