@@ -1,4 +1,4 @@
-"""How much longer our check of a pair takes than the same check written by hand with ``torch.testing.assert_close``.
+"""Compare the time of our check of a pair with that of the same check by hand, with ``torch.testing.assert_close``.
 
     python benchmarks/against_assert_close.py [CASE...] [--out benchmarks/results/against_assert_close.json]
 

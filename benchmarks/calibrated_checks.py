@@ -1,4 +1,4 @@
-"""What a calibrated check costs next to one with a fixed tolerance.
+"""Measure what a calibrated check costs next to one with a fixed tolerance.
 
     python benchmarks/calibrated_checks.py [CASE...] [--out benchmarks/results/calibrated_checks.json]
 

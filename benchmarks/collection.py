@@ -1,4 +1,4 @@
-"""How long pytest takes to collect 10,000 items of parity.
+"""Measure how long pytest takes to collect 10,000 items of parity.
 
     python benchmarks/collection.py [--out benchmarks/results/collection.json]
 

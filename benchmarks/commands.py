@@ -1,4 +1,4 @@
-"""How long the commands take that need neither torch nor TransformerEngine.
+"""Measure how long the commands take that need neither torch nor TransformerEngine.
 
     python benchmarks/commands.py [--out benchmarks/results/commands.json]
 

@@ -1,4 +1,4 @@
-"""What a result costs the process that records it, and whether its memory grows with their number.
+"""Measure what a result costs the process that records it, and whether its memory grows with their number.
 
     python benchmarks/controller.py [--out benchmarks/results/controller.json]
 

@@ -1,4 +1,4 @@
-"""What TransformerEngine on the CPU kernels costs next to plain PyTorch.
+"""Measure what TransformerEngine on the CPU kernels costs next to plain PyTorch.
 
     python benchmarks/cpu_kernels.py [--precisions bf16 nvfp4 ...] [--out benchmarks/results/cpu_kernels.json]
 

@@ -1,4 +1,4 @@
-"""How long a diagnosis takes, in units of the failed check's own time.
+"""Measure how long a diagnosis takes, in units of the failed check's own time.
 
     python benchmarks/diagnosis_cost.py [BUG...] [--precision bf16] [--out benchmarks/results/diagnosis_cost.json]
 

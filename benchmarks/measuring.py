@@ -1,4 +1,4 @@
-"""What the benchmarks share: a stopwatch, the machine they ran on, and results as JSON with a page drawn from them.
+"""Give the benchmarks a stopwatch, the machine they ran on, and results as JSON with a page drawn from them.
 
 A benchmark measures a ratio in one process or run, so that machines compare; seconds stand beside it. What computes in
 this process is measured in seconds of processor time of one thread, which other processes disturb least; what waits for
@@ -46,26 +46,26 @@ class Measure:
 
     @property
     def holds(self) -> bool | None:
-        """Whether the limit is kept; None where there is none."""
+        """Return whether the limit is kept; None where there is none."""
         if self.limit is None:
             return None
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Of a benchmark's command line, from its docstring."""
+    """Return the parser of a benchmark's command line, from its docstring."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--out", type=Path, help="a JSON file for the result; README.md beside it is drawn again")
     return made
 
 
 def environment() -> dict[str, str]:
-    """Of processes that are measured from their start: they may keep compiled code, as Python does by default."""
+    """Return the environment of processes measured from their start; they may keep compiled code, as by default."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def processor_seconds(work: Callable[[], object]) -> float:
-    """Of one call; garbage is collected before."""
+    """Return the processor seconds of one call; garbage is collected before."""
     gc.collect()
     began = time.process_time()
     work()
@@ -73,7 +73,7 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 
 def wall_seconds(work: Callable[[], object]) -> float:
-    """Of one call."""
+    """Return the seconds of the clock that one call takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -112,7 +112,7 @@ def report(
 
 
 def machine(threads: int | None = None, kernels: str = "") -> dict[str, Any]:
-    """Where and with what was measured.
+    """Return where and with what was measured.
 
     Args:
         threads: of PyTorch, where it computes in this process.
@@ -149,7 +149,7 @@ def page(folder: Path) -> str:
 
 
 def median(values: Sequence[float]) -> float:
-    """Of at least one."""
+    """Return the median of at least one figure."""
     return statistics.median(values)
 
 

@@ -1,4 +1,4 @@
-"""How much longer a run takes than the bare forward and backward passes that it needs.
+"""Measure how much longer a run takes than the bare forward and backward passes that it needs.
 
     python benchmarks/overhead.py [CASE...] [--out benchmarks/results/overhead.json]
 

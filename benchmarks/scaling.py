@@ -1,4 +1,4 @@
-"""How much faster two workers run the built-in cases than one process does.
+"""Measure how much faster two workers run the built-in cases than one process does.
 
     python benchmarks/scaling.py [-k EXPRESSION] [--out benchmarks/results/scaling.json]
 
@@ -25,7 +25,7 @@ from suite_cases import CASES
 
 @dataclass(frozen=True)
 class Run:
-    """Of the built-in cases.
+    """Run the built-in cases.
 
     Attributes:
         seeds: how many.
@@ -42,7 +42,7 @@ class Run:
 
 
 def seconds(run: Run, workers: int, keyword: str | None, at_once: int = 1) -> float:
-    """Of the clock, until all of so many whole runs, started together, have ended."""
+    """Return the seconds of the clock until so many whole runs, started together, have ended."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         started = [_started(run, workers, keyword, f"{folder}/{i}") for i in range(at_once)]

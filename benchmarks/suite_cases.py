@@ -38,7 +38,7 @@ def precisions(case: Case, kernels: Kernels) -> list[Precision]:
 
 
 def case_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Of a benchmark of these cases, which computes in one thread."""
+    """Return the parser of a benchmark of these cases, which computes in one thread."""
     torch.set_num_threads(1)
     made = parser(doc)
     made.add_argument("cases", nargs="*")

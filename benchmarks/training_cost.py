@@ -1,4 +1,4 @@
-"""How much longer a compared training takes than the passes that it needs, and whether its memory stays flat.
+"""Measure how much longer a compared training takes than the passes that it needs, and whether its memory stays flat.
 
     python benchmarks/training_cost.py [CASE...] [--steps 10] [--out benchmarks/results/training_cost.json]
 

@@ -185,7 +185,7 @@ def without_cause(verdict: Result, error: BaseException) -> Result:
 
 @dataclass(frozen=True, eq=False)
 class _Ran:
-    """What a comparison computes before it judges.
+    """Hold what a comparison computes before it judges.
 
     Attributes:
         prepared: golden and what all passes share.

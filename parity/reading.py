@@ -112,7 +112,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Lines(Generic[Content]):
-    """What a file of JSON lines holds.
+    """Hold the lines of a file of JSON lines, and the problems of those that could not be read.
 
     Attributes:
         path: the file's.

@@ -32,7 +32,7 @@ DeviceError = Literal["", "out of memory", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How far a tensor is from its golden value.
+    """Say how far a tensor is from its golden value.
 
     Attributes:
         relative_l2: ``|x - golden| / |golden|`` in the Euclidean norm; infinite if only the golden value is all zero.
@@ -60,7 +60,7 @@ class Errors:
 
     @property
     def finite(self) -> bool:
-        """Whether every element of both tensors is finite."""
+        """Return whether every element of both tensors is finite."""
         return self.nans == self.infs == self.golden_non_finite == 0
 
 
@@ -149,12 +149,12 @@ class TensorResult:
 
     @property
     def key(self) -> tuple[Kind, str]:
-        """What tells it from the other tensors of a pass."""
+        """Return what distinguishes it from the other tensors of a pass."""
         return self.kind, self.name
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return how many elements it has."""
         return math.prod(self.shape)
 
     @property
@@ -163,12 +163,12 @@ class TensorResult:
 
     @property
     def finite(self) -> bool:
-        """Whether golden, the candidate and what is expected of it are finite, so that it can be judged."""
+        """Return whether golden, the candidate and what is expected of it are finite, so that it can be judged."""
         return self.errors.finite and self.expected.finite
 
     @property
     def probed(self) -> bool:
-        """Whether this is an output on the probing inputs."""
+        """Return whether this is an output on the probing inputs."""
         return self.kind == PROBED
 
     @property
@@ -179,7 +179,7 @@ class TensorResult:
 
 @dataclass(frozen=True, slots=True)
 class Determinism:
-    """What became of a candidate that was built again, and ran on the same inputs.
+    """Hold what became of a candidate that was built again, and ran on the same inputs.
 
     Attributes:
         differing: labels of the tensors that had other bytes though every random number was the same.
@@ -279,7 +279,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether every tensor stayed within its tolerance; never true for a skip or an error."""
+        """Return whether every tensor stayed within its tolerance; never true for a skip or an error."""
         return self.status == "passed"
 
     @property

@@ -86,7 +86,7 @@ _CLIPPING = 1e-2
 
 @dataclass
 class _Run:
-    """What is known of a training so far.
+    """Hold what is known of a training so far.
 
     Attributes:
         history: what the optimizer did in each step to a few elements of each parameter.

@@ -38,7 +38,7 @@ _LONGEST_MESSAGE = 200
 
 @dataclass(frozen=True)
 class GroupRun:
-    """What came of one group of tests on one version.
+    """Hold what came of one group of tests on one version.
 
     Attributes:
         passed: how many tests.
@@ -95,7 +95,7 @@ def layer(folder: Path) -> Path:
 
 
 def site_packages(folder: Path) -> Path:
-    """Where an environment keeps its own packages."""
+    """Return where an environment keeps its own packages."""
     return next(folder.glob("[Ll]ib/**/site-packages"))
 
 

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Share fixtures among all tests."""
 
 import os
 import signal

@@ -73,7 +73,7 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 @dataclass(frozen=True)
 class Training:
-    """How a pair is trained, if a comparison is asked for steps.
+    """Say how a pair is trained, if a comparison is asked for steps.
 
     Attributes:
         optimizer: makes the reference's optimizer: ``lambda model: torch.optim.SGD(model.parameters(), lr=0.1)``.

@@ -106,7 +106,7 @@ def _root(file: Path) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a pair is declared.
+    """Say where a pair is declared.
 
     Attributes:
         path: the file.

@@ -47,7 +47,7 @@ class OtherNames:
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a map may name of one module.
+    """Hold what a map may name of one module.
 
     Attributes:
         kind: ``reference`` or ``TE``.
@@ -88,7 +88,7 @@ _CONSTANT = re.compile(r"constant\([^)]*\)")
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong.
+    """Hold what is wrong.
 
     Attributes:
         text: the problem, with the parameters' names and shapes.

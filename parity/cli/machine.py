@@ -30,7 +30,7 @@ _OLD_CUDA, _OLD_CUBLASLT = "11.0", 110000
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found on this machine.
+    """Hold what was found on this machine.
 
     Attributes:
         versions: the version of each part, or what is wrong with it.

@@ -50,7 +50,7 @@ _LAST_CUDNN_WITH_GRAPH_BUG = 91500
 
 @dataclass(frozen=True)
 class _Configuration:
-    """What the answer depends on, named and ordered as TE up to 2.19 passes it; units are elements and tokens."""
+    """Hold what the answer depends on, named and ordered as TE up to 2.19 passes it; units are elements and tokens."""
 
     is_training: bool
     qkv_dtype: int

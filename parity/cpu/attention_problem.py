@@ -108,7 +108,7 @@ _SCORES_IN_A_BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Attention:
-    """What turns scores into probabilities.
+    """Hold what turns scores into probabilities.
 
     Attributes:
         scale: factor of ``q k``.
@@ -248,7 +248,7 @@ def zero_gradients(query: Tensor, key: Tensor, value: Tensor, attention: Attenti
 
 @dataclass(frozen=True)
 class Span:
-    """Where a sequence, or all sequences of a batch, are found in a tensor.
+    """Say where a sequence, or all sequences of a batch, are found in a tensor.
 
     Attributes:
         format: ``bshd``, ``sbhd``, ``thd``, or ``bhs`` and ``th`` for what has a number for each query and head.
@@ -287,7 +287,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """How queries, keys and values lie in memory.
+    """Say how queries, keys and values lie in memory.
 
     Attributes:
         query: ``bshd``, ``sbhd``, ``thd`` or ``bhsd``.
@@ -361,7 +361,7 @@ def gradient_buffers(layout: Layout, shapes: Sequence[Sequence[int]], dtype: tor
 
 @dataclass(frozen=True)
 class Lengths:
-    """How long the sequences of a batch are and where they start, in tokens; one entry for each sequence.
+    """Say how long the sequences of a batch are and where they start, in tokens; one entry for each sequence.
 
     Attributes:
         length: number of tokens.
@@ -411,7 +411,7 @@ def each_sequence(layout: Layout, query: Lengths, key: Lengths, page_table: Tens
 
 @dataclass(frozen=True)
 class Problem:
-    """What forward and backward share, whatever the precision.
+    """Hold what forward and backward share, whatever the precision.
 
     Attributes:
         attention: without bias and seed, which each sequence has its own part of.
@@ -435,7 +435,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class GradientFormats:
-    """How gradients lie in memory: that of O, which comes in, and those of Q, K and V, which go out."""
+    """Say how gradients lie in memory: that of O, which comes in, and those of Q, K and V, which go out."""
 
     output: str
     inputs: Layout

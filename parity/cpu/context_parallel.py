@@ -1,4 +1,4 @@
-"""What context parallelism does to packed sequences (``thd``), of which each rank has two chunks.
+"""Divide packed sequences (``thd``) for context parallelism, in which each rank has two chunks of each.
 
 Stands for the ``thd`` functions of ``csrc/extensions/attention.cpp`` and for
 ``common/fused_attn/context_parallel.cu`` of TransformerEngine 2.20.2. ``cu_seqlens`` are the starts of the sequences

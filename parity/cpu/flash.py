@@ -145,7 +145,7 @@ def _of_groups(of_heads: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Tensors:
-    """What the backward reads."""
+    """Hold what the backward reads."""
 
     query: Tensor
     key: Tensor

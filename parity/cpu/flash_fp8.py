@@ -63,7 +63,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Cast:
-    """How an intermediate tensor is cast: ``dtype`` of FP8, after a multiplication by ``scale``."""
+    """Say how an intermediate tensor is cast: ``dtype`` of FP8, after a multiplication by ``scale``."""
 
     dtype: torch.dtype
     scale: float
@@ -79,7 +79,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Result:
-    """What the forward computes.
+    """Hold what the forward computes.
 
     Attributes:
         output: ``[batch, heads, queries, value features]`` FP32.
@@ -194,7 +194,7 @@ def backward(
 
 @dataclass(frozen=True)
 class Tensors:
-    """What the backward reads: TE's FP8 tensors; ``output`` may be FP16 or BF16; ``lse`` is FP32."""
+    """Hold what the backward reads: TE's FP8 tensors; ``output`` may be FP16 or BF16; ``lse`` is FP32."""
 
     query: Any
     key: Any
@@ -280,7 +280,7 @@ def backward_of_batch(
 
 @dataclass(frozen=True)
 class _Written:
-    """How FP32 results go out: as codes of a delayed quantizer, else rounded to ``dtype``.
+    """Say how FP32 results go out: as codes of a delayed quantizer, else rounded to ``dtype``.
 
     With current scaling TE's kernel writes high precision too, and TE's Python quantizes it where it needs to.
     """

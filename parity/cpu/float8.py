@@ -24,7 +24,7 @@ _LARGEST_FP32 = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Codes:
-    """What a per-tensor quantization makes.
+    """Hold what a per-tensor quantization makes.
 
     Attributes:
         data: uint8 codes in the shape of the values.

@@ -25,7 +25,7 @@ _BUFFERS = (
 
 @dataclass(frozen=True)
 class Format:
-    """What the kernels must know of a format.
+    """Hold what the kernels must know of a format.
 
     Attributes:
         quantizer: the name of TE's quantizer class.

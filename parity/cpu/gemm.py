@@ -64,7 +64,7 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """What happens to the product before it is rounded: ``alpha * product + beta * addend``, then bias, then GELU.
+    """Hold what happens to the product before it is rounded: ``alpha * product + beta * addend``, then bias, then GELU.
 
     Attributes:
         addend: the old D, ``[n, m]``, or None.

@@ -1,4 +1,4 @@
-"""What TransformerEngine asks about libraries and streams before it computes anything.
+"""Answer what TransformerEngine asks about libraries and streams before it computes anything.
 
 Answers for ``csrc/extensions/misc.cpp`` and the questions of ``pybind.cpp`` of TransformerEngine 2.20.2.
 """

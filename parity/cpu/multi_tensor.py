@@ -108,7 +108,7 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of Adam needs besides tensors; each number is one of FP32.
+    """Hold what one step of Adam needs besides tensors; each number is one of FP32.
 
     Attributes:
         correction1: what the first moment is divided by, ``1 - beta1**step``, or 1.

@@ -43,7 +43,7 @@ from parity.cpu.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, gl
 
 @dataclass(frozen=True)
 class _Choice:
-    """How the two scales are compared.
+    """Say how the two scales are compared.
 
     Attributes:
         amax: FP32, of the tensor, ``[1, 1]``, or of each row, ``[rows, 1]``.

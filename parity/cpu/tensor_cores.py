@@ -1,4 +1,4 @@
-"""How tensor cores read and add products.
+"""Read operands and add products as tensor cores do.
 
 TF32 operands, the short sums of FP8 on a Hopper, sums that are cut to FP32 as they grow, and sums over K in parts, most
 of them options of the CPU kernels.
@@ -140,7 +140,7 @@ _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 @dataclass(frozen=True)
 class TensorCore:
-    """How FP8 products are added.
+    """Say how FP8 products are added.
 
     Attributes:
         bits: of a term's and of a sum's significand that are kept, with the leading one; 2 to 24.

@@ -263,7 +263,7 @@ def _groups(offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a row of logits is reduced to, over all ranks.
+    """Hold what a row of logits is reduced to, over all ranks.
 
     Attributes:
         stats: FP32 ``[rows, 2]``: the largest logit, and the sum of the exponentials relative to it.

@@ -1,4 +1,4 @@
-"""Which versions of TransformerEngine the CPU kernels serve, and what differs between them."""
+"""List the versions of TransformerEngine that the CPU kernels serve, and what differs between them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _OPERATIONS = 10
 
 @dataclass(frozen=True)
 class Left:
-    """Where a training first leaves what right ones do.
+    """Locate where a training first leaves the band of right ones.
 
     Attributes:
         step: its number, from 1.

@@ -132,7 +132,7 @@ Rerun = Callable[[Callable[[nn.Module], None]], object]
 
 
 class TeModules:
-    """Which of a candidate's TE modules have run."""
+    """Say which of a candidate's TE modules have run."""
 
     def __init__(self, caller: CodeType) -> None:
         """Watch what runs below this code, in this thread, inside the context ``watched``."""

@@ -35,7 +35,7 @@ PRESENT = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """What one mistake would do.
+    """Hold what one mistake would do.
 
     Attributes:
         mistake: the hypothesis.

@@ -47,7 +47,7 @@ _NOTHING = 0.05
 
 @dataclass(frozen=True)
 class Granted:
-    """What is granted to one tensor's error.
+    """Hold what is granted to one tensor's error.
 
     Attributes:
         index: which run of the kernels explains most of the error.

@@ -63,7 +63,7 @@ SMALLEST_RATIO = 1e-3
 
 @dataclass(frozen=True)
 class Law:
-    """What faithful ports show.
+    """Hold what faithful ports show.
 
     Attributes:
         center: median of the ratio's logarithm, at least 0; 0 for a signed statistic.
@@ -166,7 +166,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What ``parity calibrate`` has measured.
+    """Hold what ``parity calibrate`` has measured.
 
     Attributes:
         laws: by precision, kind of tensor and statistic.

@@ -20,7 +20,7 @@ _TINY = 1e-30
 
 @dataclass(frozen=True)
 class FirstWrong:
-    """Where an output begins to be wrong.
+    """Say where an output begins to be wrong.
 
     Attributes:
         dim: the dimension that counts positions.

@@ -83,7 +83,7 @@ class Component:
 
     @property
     def value(self) -> float:
-        """How far it lies outside the models' range: the signed distance from the nearest model in standard deviations.
+        """Return the signed distance from the models' range, in standard deviations of the nearest model.
 
         Infinite where no error is expected.
         """
@@ -91,7 +91,7 @@ class Component:
 
     @property
     def coefficient(self) -> float:
-        """How much more of the direction the error contains than the nearest model's does."""
+        """Return how much more of the direction the error contains than the nearest model's does."""
         return self._outside / self._direction.total
 
     @cached_property

@@ -26,7 +26,7 @@ ARITHMETIC = 1e-3
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far the optimizer's step of one parameter is from the reference's.
+    """Say how far the optimizer's step of one parameter is from the reference's.
 
     Attributes:
         name: of the reference's parameter.

@@ -37,7 +37,7 @@ DRAWN = "drawn"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is compared: each case at one size drawn for each seed, and for some seeds at its own sizes.
+    """Hold what is compared: each case at one size drawn for each seed, and for some seeds at its own sizes.
 
     Attributes:
         files: of pairs that are known to agree, or ``right_ports.ZOO``.
@@ -75,7 +75,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of it.
+    """Hold what became of it.
 
     Attributes:
         status: ``passed``, ``failed``, ``error`` or ``skipped``.

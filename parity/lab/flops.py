@@ -76,7 +76,7 @@ class LayerSizes:
 
     @property
     def tokens(self) -> int:
-        """Of the whole batch."""
+        """Return the number of tokens of the whole batch."""
         return self.batch * self.seq
 
 

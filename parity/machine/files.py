@@ -104,7 +104,7 @@ class Claim:
 
     @property
     def size(self) -> int:
-        """How many bytes were written."""
+        """Return how many bytes were written."""
         return self._size
 
     def cut(self, size: int) -> None:

@@ -49,7 +49,7 @@ def _is_traced() -> bool:
 
 
 class LastWord:
-    """What the child says to the parent: that its work is done, and with which exit code."""
+    """Tell the parent that the child has done its work, and with which exit code."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe = withheld(pipe)  # what the work forks is not to say it

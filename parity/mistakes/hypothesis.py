@@ -28,7 +28,7 @@ Scope = Literal["all", "kind", "one", "call"]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """What might be wrong with a port. ``parity.mistakes.trial`` computes the reference as if it were so.
+    """Hold what might be wrong with a port. ``parity.mistakes.trial`` computes the reference as if it were so.
 
     Attributes:
         title: the finding's title, a key of ``parity.mistakes.codes.CODES``.
@@ -155,7 +155,7 @@ MOST_PLACES = 16
 
 @dataclass(frozen=True)
 class Mistake(Generic[_Changed]):
-    """What a port computes in the place of an operation.
+    """Hold what a port computes in the place of an operation.
 
     Attributes:
         title, name, repair, subtle: as in ``Hypothesis``.

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where another value may stand for ``value``: as the tensor that a call is given, or wherever it is read.
+    """Say where another value may stand for ``value``: as the tensor that a call is given, or wherever it is read.
 
     Attributes:
         value: of the reference.
@@ -128,7 +128,7 @@ def _can_be_made_again(call: Call) -> bool:
 
 
 class Layers:
-    """Which values of other layers correspond to one of this layer."""
+    """Say which values of other layers correspond to one of this layer."""
 
     def __init__(self, trace: Trace) -> None:
         self._made: dict[object, dict[tuple[int, ...], Value]] = defaultdict(dict)

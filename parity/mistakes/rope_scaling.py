@@ -56,7 +56,7 @@ class Scaling:
 
     @property
     def is_linear(self) -> bool:
-        """Whether all frequencies are divided by the same number."""
+        """Return whether all frequencies are divided by the same number."""
         return bool((self.kept == 0.0).all())
 
     @property

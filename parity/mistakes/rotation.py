@@ -79,7 +79,7 @@ class Rotation:
 
     @property
     def rotary(self) -> int:
-        """How many channels are rotated."""
+        """Return how many channels are rotated."""
         return 2 * self.angles.shape[-1]
 
     @property

@@ -53,7 +53,7 @@ _HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
 @dataclass(frozen=True)
 class Heads:
-    """How an attention's channels are shared out.
+    """Say how an attention's channels are shared out.
 
     Attributes:
         query: number of query heads.
@@ -432,7 +432,7 @@ class _Misread:
 
     @property
     def parameter(self) -> str:
-        """What TE's module calls its parameter, whichever layer it is of."""
+        """Return what TE's module calls its parameter, whichever layer it is of."""
         return next(iter(names(self.right)), "").rpartition(".")[2]
 
     @property
@@ -584,7 +584,7 @@ class _Exchange:
 
     @property
     def is_likely(self) -> bool:
-        """Whether both are of one layer, or one parameter of two layers: nobody maps a layer's query to
+        """Return whether both are of one layer, or one parameter of two layers: nobody maps a layer's query to
         another's output.
         """
         one, other = describe(self.right), describe(self.other_right)

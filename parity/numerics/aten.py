@@ -116,7 +116,7 @@ class Phase:
 
     @property
     def differentiates(self) -> bool:
-        """Whether autograd runs: the backward pass, or one that a step of training makes in the forward pass."""
+        """Return whether autograd runs: the backward pass, or one that a step of training makes in the forward pass."""
         return self.backward or torch._C._current_graph_task_id() != NO_BACKWARD
 
     def begin_backward(self) -> None:

@@ -73,7 +73,7 @@ def as_it_is(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What is rounded between the steps of attention; nothing by default.
+    """Hold what is rounded between the steps of attention; nothing by default.
 
     Attributes:
         operand: rounds each operand, as a GEMM reads it.
@@ -194,7 +194,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What all heads share; see ``attention``."""
+    """Hold what all heads share; see ``attention``."""
 
     band: Band
     scale: float

@@ -60,7 +60,7 @@ class Summed:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element is finite."""
+        """Return whether every element is finite."""
         return math.isfinite(self.norm)
 
     @property

@@ -224,7 +224,7 @@ PARTS: frozenset[Part] = frozenset(get_args(Part))
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a precision rounds.
+    """Hold what a precision rounds.
 
     Attributes:
         storage: dtype of stored activations, gradients and GEMM results.

@@ -212,7 +212,7 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class PortsChoices:
-    """What a port chose: ``[rows, chosen]`` for each call.
+    """Hold what a port chose: ``[rows, chosen]`` for each call.
 
     Attributes:
         compared: in the pass on the inputs.
@@ -327,7 +327,7 @@ _MASTER = "master_param"  # TE's name for it
 
 @dataclass(frozen=True)
 class Steps:
-    """How optimizers hold what their steps write.
+    """Say how optimizers hold what their steps write.
 
     Attributes:
         weights: the dtype in which weights are kept from step to step; None for FP32 (master weights).
@@ -402,7 +402,7 @@ JITTER = 1 / 64
 
 @dataclass(frozen=True)
 class Freedom:
-    """What a faithful kernel may do in one way or another.
+    """Hold what a faithful kernel may do in one way or another.
 
     Attributes:
         stores_scores: whether attention's scores, and their gradient, are rounded to the dtype: an unfused kernel
@@ -458,7 +458,7 @@ FUSED_POINTWISE = Freedom(stores_scores=True, stores_sums=True, stores_pointwise
 
 @dataclass(frozen=True)
 class Port:
-    """What a port rounds outside TE's modules, and what it chooses.
+    """Hold what a port rounds outside TE's modules, and what it chooses.
 
     Attributes:
         plain, steps: as in ``Freedom``.

@@ -254,7 +254,7 @@ def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tenso
 
 @dataclass(frozen=True)
 class _Sums:
-    """How tensor cores add.
+    """Say how tensor cores add.
 
     Attributes:
         products: that one instruction adds to the running sum.

@@ -297,12 +297,12 @@ class _RoundingMode(TorchDispatchMode):
 
     @property
     def attention(self) -> Arithmetic:
-        """What this mode rounds in attention that runs in blocks, whose steps the mode must not see."""
+        """Return what this mode rounds in attention that runs in blocks, whose steps the mode must not see."""
         return self._attention.arithmetic(alone=self.phase.suspending)
 
     @property
     def casts(self) -> Casts:
-        """What the port's own casts round."""
+        """Return what the port's own casts round."""
         return Casts(self._storing.store, alone=self.phase.suspending)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -58,7 +58,7 @@ _HALF = 0.4999  # a little less than half, so that FP32 sums of it and a number 
 
 
 class Storing:
-    """What one pass stores.
+    """Hold what one pass stores.
 
     Args:
         rounding: what is rounded.
@@ -156,13 +156,13 @@ class StepsRounded:
 
     @property
     def each_call(self) -> bool:
-        """Whether a step is being made in which each call rounds."""
+        """Return whether a step is being made in which each call rounds."""
         freedom = self._storing.freedom
         return self._inside and freedom.stores_pointwise and freedom.steps is not None and freedom.steps.each_call
 
     @property
     def are_calls(self) -> bool:
-        """Whether each write to a weight outside an optimizer's steps is a step, as of an optimizer by hand."""
+        """Return whether each write to a weight outside an optimizer's steps is a step, as of an optimizer by hand."""
         steps = self._storing.freedom.steps
         return steps is not None and steps.weights is self._storing.rounding.storage and not self._inside
 

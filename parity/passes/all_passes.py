@@ -77,7 +77,7 @@ Tensors = dict[tuple[Kind, str], Tensor]
 
 @dataclass
 class Recalled:
-    """What successive calls of one candidate show.
+    """Hold what successive calls of one candidate show.
 
     Attributes:
         changed: names of the attributes that its pass changed, without those of TE's own modules.

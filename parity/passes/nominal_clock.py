@@ -33,7 +33,7 @@ _PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed.
+    """Hold what is computed.
 
     Attributes:
         operations: PyTorch's operations, as its dispatcher sees them.

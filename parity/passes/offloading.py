@@ -74,7 +74,7 @@ class _Saved:
 
 @dataclass
 class Journal:
-    """What TE's offloading has done since the candidate began to be trained with it.
+    """Record what TE's offloading has done since the candidate began to be trained with it.
 
     Attributes:
         offloaded: how many tensors were taken to be copied to the host.

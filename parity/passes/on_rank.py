@@ -81,7 +81,7 @@ def source_of(case: Case) -> AsItIs | FromFile:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """What every rank is given, and takes its part of.
+    """Hold what every rank is given, and takes its part of.
 
     Attributes:
         source: where the case comes from.
@@ -114,7 +114,7 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class OnRank:
-    """What one rank computed, and which parts of the whole these tensors are.
+    """Hold what one rank computed, and which parts of the whole these tensors are.
 
     Attributes:
         outputs, input_gradients, weight_gradients: by name, on the CPU.

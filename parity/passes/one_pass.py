@@ -21,7 +21,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward and backward pass returns.
+    """Hold what a forward and backward pass returns.
 
     Attributes:
         outputs: the module's floating-point outputs; ``output``, or ``output[i]`` if there are several, or
@@ -227,7 +227,7 @@ def or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a module is given.
+    """Hold what a module is given.
 
     Attributes:
         leaves: the leaves that its floating-point inputs are computed from, by name.

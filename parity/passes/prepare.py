@@ -145,7 +145,7 @@ class Prepared:
 
     @property
     def probe_call(self) -> Callable[..., Any] | None:
-        """How to call the reference on the probing inputs, or None."""
+        """Return how to call the reference on the probing inputs, or None."""
         return ScaledLookups(self.dtype, self.evaluation).around(self.call) if self.lookups else self.call
 
 

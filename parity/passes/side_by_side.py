@@ -18,7 +18,7 @@ from parity.te.state import fresh_caches, fresh_quantization
 
 @dataclass(frozen=True)
 class Computed:
-    """What a step computed, as digests, so that a training of many steps keeps little.
+    """Hold what a step computed, as digests, so that a training of many steps keeps little.
 
     Attributes:
         tensors: the loss and the gradients, by their labels.

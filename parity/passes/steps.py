@@ -124,7 +124,7 @@ REMEMBERED = 64
 
 @dataclass(frozen=True)
 class Update:
-    """What an optimizer did in one step to some elements of each parameter, by its name in the reference, in FP64.
+    """Hold what an optimizer did in one step to some elements of each parameter, by its name in the reference, in FP64.
 
     Attributes:
         before: the weights, in FP32 where the optimizer holds them so.

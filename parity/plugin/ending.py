@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a worker compares now.
+    """Hold what a worker compares now.
 
     Attributes:
         node_id: the item's id.
@@ -87,7 +87,7 @@ class Diary:
 
     @property
     def stacks(self) -> Path:
-        """Where the threads' stacks go if the worker runs too long and cannot even say so."""
+        """Return where the threads' stacks go if the worker runs too long and cannot even say so."""
         return self.folder / f"{self.worker}.stacks"
 
     def write(self, entry: Entry, finished: str | None) -> None:

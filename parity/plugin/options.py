@@ -175,7 +175,7 @@ class Options:
 
     @property
     def as_asked(self) -> dict[str, str]:
-        """What a result depends on, by option; seeds and the table of limits are in the record anyway."""
+        """Return what a result depends on, by option; seeds and the table of limits are in the record anyway."""
         return {
             "--parity-precisions": ",".join(self.precisions or ()) or "all",
             "--parity-attention": self.attention,

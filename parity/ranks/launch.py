@@ -39,7 +39,7 @@ _TOLD = 6000  # characters of what a rank printed that an error repeats
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed.
+    """Say how one rank failed.
 
     Attributes:
         rank: which it was.

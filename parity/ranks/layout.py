@@ -26,7 +26,7 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks divide what among them.
+    """Say how many ranks divide what among them.
 
     Attributes:
         tp: tensor parallel ranks, which divide weights.
@@ -120,7 +120,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a pair's function is handed as ``ranks``.
+    """Hold what a pair's function is handed as ``ranks``.
 
     Attributes:
         tp, cp, ep, dp, pp: the axes.
@@ -258,7 +258,7 @@ def places(shape: Sequence[int], split: Split, made: Degrees, rank: int) -> Tens
 
 @dataclass(frozen=True)
 class Held:
-    """Which part of which whole parameter one parameter of a rank is.
+    """Say which part of which whole parameter one parameter of a rank is.
 
     Attributes:
         whole: the name of the whole parameter.
@@ -391,7 +391,7 @@ def _counted(names: Iterable[str]) -> dict[str, set[str]]:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a pair is computed over ranks.
+    """Say how a pair is computed over ranks.
 
     Attributes:
         splits: how inputs and outputs are divided, by their names in results (``input``, ``output``): a list of

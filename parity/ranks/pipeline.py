@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """How a pair is computed over ``pp`` ranks, each of which has a stage.
+    """Say how a pair is computed over ``pp`` ranks, each of which has a stage.
 
     Attributes:
         micro_batches: into how many micro-batches the batch is divided.

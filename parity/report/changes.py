@@ -119,7 +119,7 @@ class Comparison:
 
     @cached_property
     def changes(self) -> dict[Kind, list[Change]]:
-        """What changed, by kind."""
+        """Return what changed, by kind."""
         found: dict[Kind, list[Change]] = {}
         for change in between(self.before.results, self.after.results):
             found.setdefault(change.kind(self.factor), []).append(change)
@@ -127,7 +127,7 @@ class Comparison:
 
     @property
     def shares_items(self) -> bool:
-        """Whether any item is in both runs."""
+        """Return whether any item is in both runs."""
         return any(change.before and change.after for changes in self.changes.values() for change in changes)
 
 

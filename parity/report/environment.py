@@ -98,7 +98,7 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Environment:
-    """Where and with what a run was made; every text is as the report shows it, empty where it does not apply.
+    """Say where and with what a run was made; every text is as the report shows it, empty where it does not apply.
 
     Attributes:
         date: UTC, ISO 8601, to the minute.
@@ -146,7 +146,7 @@ class Environment:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What every report shows, by its label, without what does not apply."""
+        """Return what every report shows, by its label, without what does not apply."""
         known = {
             "kernels": self.kernels,
             "device": self.device,

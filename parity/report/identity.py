@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the results of a run depend on, beside the machine and the versions.
+    """Hold what the results of a run depend on, beside the machine and the versions.
 
     Attributes:
         options: the plugin's, by name, as the user would write them.

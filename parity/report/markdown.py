@@ -89,17 +89,17 @@ class Digest:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that the run was to compare has a result."""
+        """Return whether everything that the run was to compare has a result."""
         return not (self.missing or self.uncollected or self.left_out)
 
     @property
     def failed(self) -> int:
-        """How many items failed, or could not be compared."""
+        """Return how many items failed, or could not be compared."""
         return self.counts["failed"] + self.counts["error"]
 
     @property
     def missing(self) -> int:
-        """How many items of the run have no result."""
+        """Return how many items of the run have no result."""
         return max(self.environment.items - self.counts.total(), 0)
 
     @property

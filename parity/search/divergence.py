@@ -306,7 +306,7 @@ _WITH_POSITIONS = 3  # dimensions: batch, positions and channels
 
 @dataclass(frozen=True)
 class _Returned:
-    """What a submodule returned; ``module`` also says which call it was, if it was called before."""
+    """Hold what a submodule returned; ``module`` also says which call it was, if it was called before."""
 
     module: str
     tensor: Tensor

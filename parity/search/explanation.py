@@ -47,7 +47,7 @@ _SAME = 0.9
 
 
 class _Shown(NamedTuple):
-    """What one tensor shows of a mistake.
+    """Hold what one tensor shows of a mistake.
 
     Attributes:
         mistake: the hypothesis.
@@ -63,7 +63,7 @@ class _Shown(NamedTuple):
 
     @property
     def away(self) -> float:
-        """How far the coefficient is from 1, the mistake as a whole."""
+        """Return how far the coefficient is from 1, the mistake as a whole."""
         return abs(self.coefficient - 1.0)
 
 

@@ -68,12 +68,12 @@ class Budget:
 
     @property
     def passed(self) -> float:
-        """How many seconds have passed since it began."""
+        """Return how many seconds have passed since it began."""
         return self.clock.seconds - self.began
 
     @property
     def left(self) -> float:
-        """How many seconds are left; negative if more have passed."""
+        """Return how many seconds are left; negative if more have passed."""
         return self.seconds - self.passed
 
     def spent(self) -> bool:

@@ -58,7 +58,7 @@ class _Alike:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """What stands at several places, and its effect to first order, ``[directions]``."""
+    """Hold what stands at several places, and its effect to first order, ``[directions]``."""
 
     others: tuple[tuple[Place, Value], ...]
     effect: Tensor

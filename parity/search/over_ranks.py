@@ -37,7 +37,7 @@ _ROUNDED = 2.0**-8
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What one rank has of a tensor.
+    """Hold what one rank has of a tensor.
 
     Attributes:
         rank: which it is.

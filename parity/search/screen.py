@@ -49,7 +49,7 @@ class LikelyPairs:
 
 @dataclass(eq=False)
 class Effects:
-    """What single mistakes do to a candidate's outputs or gradients, each in units of its tolerance.
+    """Hold what single mistakes do to a candidate's outputs or gradients, each in units of its tolerance.
 
     Attributes:
         error: the candidate's error, ``[elements]``.

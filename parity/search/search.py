@@ -94,7 +94,7 @@ _PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # the path of a module or a param
 
 @dataclass(frozen=True)
 class _Search:
-    """What a search works with.
+    """Hold what a search works with.
 
     Attributes:
         failure: the failure to explain.
@@ -109,7 +109,7 @@ class _Search:
 
 @dataclass
 class Screened:
-    """What a search that found nothing leaves.
+    """Hold what a search that found nothing leaves.
 
     Attributes:
         best: the mistake that leaves least of the error, if that is little.

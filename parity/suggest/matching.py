@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Matching:
-    """How the units of two modules go together.
+    """Say how the units of two modules go together.
 
     Attributes:
         groups: units that belong together.

@@ -191,7 +191,7 @@ _BETTER = 0.99
 
 @dataclass(frozen=True)
 class Settled:
-    """Where a search ended.
+    """Say where a search ended.
 
     Attributes:
         picks: the chosen alternative of each choice.

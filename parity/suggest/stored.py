@@ -37,7 +37,7 @@ _FUSED_BY_TE_IN_CROSS_ATTENTION = ("key_value.weight", "key_value.bias")
 
 @dataclass(frozen=True)
 class Stored:
-    """What a module says about its parameters, by their names; about some it says nothing.
+    """Hold what a module says about its parameters, by their names; about some it says nothing.
 
     Attributes:
         offsets: what was added to a norm's gain: -1.0 with TE's ``zero_centered_gamma``, else 0.0.

@@ -85,12 +85,12 @@ class Suggestion:
 
     @property
     def fits(self) -> bool:
-        """Whether the two modules agree under the map, as far as FP32 can tell."""
+        """Return whether the two modules agree under the map, as far as FP32 can tell."""
         return self.error <= self.limit
 
     @property
     def settled(self) -> bool:
-        """Whether the map is complete, fits, and no alternative fits as well."""
+        """Return whether the map is complete, fits, and no alternative fits as well."""
         return self.fits and not self.problems and all(decision.outcome == "settled" for decision in self.decisions)
 
 

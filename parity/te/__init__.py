@@ -32,7 +32,7 @@ class BackendUnavailable(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Kernels:
-    """Where TE's kernels run.
+    """Say where TE's kernels run.
 
     Attributes:
         backend: ``gpu`` for TE's compiled kernels, ``cpu`` for the emulation in ``parity.cpu``.

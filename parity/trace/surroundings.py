@@ -307,7 +307,7 @@ def _value(entry: _Entry) -> Any:
 
 @dataclass(frozen=True)
 class _Generators:
-    """What ``torch``, ``random`` and ``numpy.random`` draw next."""
+    """Hold the states of the generators of ``torch``, ``random`` and ``numpy.random``."""
 
     cpu: torch.Tensor
     gpus: list[torch.Tensor]
@@ -349,7 +349,7 @@ def _seed(seed: int) -> None:
 
 @dataclass
 class Disturbed:
-    """What was changed in the process, filled when ``undisturbed`` is left.
+    """Hold what was changed in the process, filled when ``undisturbed`` is left.
 
     Attributes:
         changed: what it was, in words.
@@ -361,7 +361,7 @@ class Disturbed:
 
     @property
     def note(self) -> str:
-        """What to say of it; empty if nothing was changed."""
+        """Return what to say of it; empty if nothing was changed."""
         if not self.changed:
             return ""
         return (
@@ -371,7 +371,7 @@ class Disturbed:
 
     @property
     def problem(self) -> str:
-        """What to say if it could not be undone; else empty."""
+        """Return what to say if it could not be undone; else empty."""
         if not self.kept:
             return ""
         return (

@@ -218,7 +218,7 @@ class Changeable(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Changed:
-    """What an edit changes of an operation, by the names of its attributes."""
+    """Hold what an edit changes of an operation, by the names of its attributes."""
 
     operation: Changeable
     changes: Mapping[str, Any]
@@ -226,7 +226,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Edit:
-    """What a call returns instead.
+    """Hold what a call returns instead.
 
     Attributes:
         site: the call.

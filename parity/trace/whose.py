@@ -24,7 +24,7 @@ from parity.user_error import advised, said
 
 
 class Owner(Enum):
-    """Who has written code; what belongs to none of the others is a user's."""
+    """Name who has written code; what belongs to none of the others is a user's."""
 
     PYTHON = ""
     TORCH = "torch"

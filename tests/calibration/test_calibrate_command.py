@@ -102,7 +102,7 @@ def test_right_ports_are_not_refused_however_few_they_are(tmp_path, capsys):
 
 
 def samples(ratio, precision="bf16", statistic="norm"):
-    """Of twelve tensors of three pairs; the last pair's errors are so many times what is expected."""
+    """Return samples of twelve tensors of three pairs; the last pair's errors are so many times what is expected."""
     return [
         Sample(f"pair{i // 4} 2x16", precision, "output", f"tensor{i}", "te", 0, statistic, ratio if i >= 8 else 1.0)
         for i in range(12)
@@ -111,7 +111,7 @@ def samples(ratio, precision="bf16", statistic="norm"):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """What is measured, without running anything."""
+    """Return what is measured, without running anything."""
     found = []
     monkeypatch.setattr(command, "_check_enough", lambda settings: None)
     monkeypatch.setattr(command, "measure", lambda settings, workers: Measured(list(found)))

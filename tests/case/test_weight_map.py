@@ -199,7 +199,7 @@ def test_a_shift_loses_bits_of_fp32_values_below_its_stated_limit():
 
 
 def packed(term: Side, **tensors: Tensor) -> Tensor:
-    """What TE gets from a term as the left side of a map."""
+    """Return what TE gets from a term as the left side of a map."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shape_of(term, shapes)
     return transfer.to_candidate({term: "te"}, tensors, {"te": shape})["te"]
@@ -377,7 +377,7 @@ class Parallel(nn.Module):
 
     @property
     def read(self) -> list[Tensor]:
-        """What the layers were given last."""
+        """Return what the layers were given last."""
         return [self.query.given, self.gate.given, self.up.given]
 
     def forward(self, x: Tensor) -> Tensor:

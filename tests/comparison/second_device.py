@@ -29,7 +29,7 @@ _libraries: list[torch.library.Library] = []  # what one registered ends with it
 
 
 class _Module:
-    """What PyTorch asks of a device's module."""
+    """Answer what PyTorch asks of a device's module."""
 
     def is_available(self) -> bool:
         return True
@@ -60,7 +60,7 @@ class _Generator(_CpuGenerator):
 
 
 def is_possible() -> bool:
-    """Whether this PyTorch lets Python make a device."""
+    """Return whether this PyTorch lets Python make a device."""
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
 

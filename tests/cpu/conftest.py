@@ -1,4 +1,4 @@
-"""What the tests of the CPU kernels share."""
+"""Share fixtures among the tests of the CPU kernels."""
 
 from __future__ import annotations
 

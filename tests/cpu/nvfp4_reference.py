@@ -24,7 +24,7 @@ def module() -> ModuleType:
 
 
 def knows(function: Any, *parameters: str) -> bool:
-    """Whether this version of TE has these parameters."""
+    """Return whether this version of TE has these parameters."""
     return set(parameters) <= set(inspect.signature(function).parameters)
 
 

@@ -81,7 +81,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, fp32_scale: Tensor) -> No
 
 
 def fp32_scale(name: str, x: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """What a relative error of exp's argument, of about |x| eps, can do to the function, for rows of ``x``."""
+    """Return what a relative error of exp's argument, of about |x| eps, can do to the function, for rows of ``x``."""
     largest = x.double().abs().amax(-1, keepdim=True)
     scale = (1 + largest) ** (3 if name in GATED or name.startswith("s") else 2)
     return scale if gradient is None else scale * gradient.double().abs().amax(-1, keepdim=True)

@@ -90,7 +90,7 @@ def errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def norm(*contributions: float) -> float:
-    """Of independent errors together."""
+    """Return the norm of independent errors together."""
     return sum(contribution**2 for contribution in contributions) ** 0.5
 
 
@@ -192,7 +192,7 @@ def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(monkeypatch:
 
 
 def losses(fp8_recipe: Any, hidden: int = 64, heads: int = 4) -> list[float]:
-    """Of a layer that learns one output by heart, in FP8 or, without a recipe, in BF16."""
+    """Return the losses of a layer that learns one output by heart, in FP8 or, without a recipe, in BF16."""
     torch.manual_seed(0)
     layer = TE.TransformerLayer(
         hidden, 2 * hidden, heads, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"

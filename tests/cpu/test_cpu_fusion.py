@@ -1,4 +1,4 @@
-"""What TE compiles for a GPU computes here as the compiled code does: in FP32, and rounded where it is stored."""
+"""Test what TE compiles for a GPU computes here as the compiled code does: in FP32, and rounded where it is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of a GPU may do otherwise, as options of the CPU kernels, against slow loops in exact arithmetic."""
+"""Test the CPU kernels' options for what a GPU's kernels may do otherwise, against slow loops in exact arithmetic."""
 
 from __future__ import annotations
 

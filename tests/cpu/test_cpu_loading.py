@@ -1,4 +1,4 @@
-"""How TE's Python, and a user's script, are read so that they compute on the CPU, and which GPU TE believes in."""
+"""Test how TE's Python, and a user's script, are read so that they compute on the CPU, and which GPU TE believes in."""
 
 from __future__ import annotations
 

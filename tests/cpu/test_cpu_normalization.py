@@ -43,7 +43,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, fp32_terms: Tensor | floa
 
 
 def terms(x: Tensor, gamma: Tensor, zero_centered: bool) -> Tensor:
-    """What the norm multiplies out, in units of its result; a sum of n terms passes through log2(n) additions."""
+    """Return the terms of the norm in units of its result; a sum of n terms passes through log2(n) additions."""
     spread = x.double().std(-1, keepdim=True, correction=0) + 1e-5
     depth = 8 + math.log2(x.shape[-1])
     return depth * (1 + x.double().abs().amax(-1, keepdim=True) / spread) * (1 + (gamma.double() + zero_centered).abs())

@@ -268,7 +268,7 @@ def recipe(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def tolerance_of(recipe: str) -> float:
-    """What two products in a row may lose, each of two operands.
+    """Return what two products in a row may lose, each of two operands.
 
     Roundings are independent. A weight's gradient gathers most of them: its own two operands, and what two products
     left in each of these, six in all, of the relative size that a rounding of normal numbers has.

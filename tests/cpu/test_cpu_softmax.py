@@ -36,7 +36,7 @@ def draw(problem: tuple) -> tuple[Tensor, float, Tensor]:
 
 
 def fp64_softmax(scores: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Of scores times the scale in their dtype; rows where all is masked are 0."""
+    """Return the softmax of scores times the scale in their dtype; rows where all is masked are 0."""
     scaled = scores.double() * torch.tensor(scale, dtype=scores.dtype).double()
     scaled = scaled if mask is None else scaled.masked_fill(mask, MASKED)
     return scaled.softmax(-1).nan_to_num(0)

@@ -1,4 +1,4 @@
-"""What stands in for Triton and for TE's functions that launch its kernels, cross entropy among them."""
+"""Test what stands in for Triton and for TE's functions that launch its kernels, cross entropy among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages of this folder share: a comparison of a reference with its port, what is told of it, and a decoder.
+"""Share with the pages of this folder a comparison of a reference with its port, what is told of it, and a decoder.
 
 A page has small modules that a reference and its port share: each is built with the class of its linear layers, of
 PyTorch or TE, and with what the port gets wrong. A row of a page's table says what is wrong, the finding's title, and a
@@ -129,7 +129,7 @@ def frequencies(base: float = 10_000.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Options:
-    """What a reference or its port computes.
+    """Hold what a reference or its port computes.
 
     ``roped``: the layers that rotate, None for all. ``bases``: of each layer's frequencies, in place of ``frequency``.
     ``scales``: of each layer's softmax, as a factor of the usual one.

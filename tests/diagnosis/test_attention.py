@@ -294,7 +294,7 @@ CACHED = 12
 
 @dataclass(frozen=True)
 class Step:
-    """What is wrong: how far positions are off, whether the step's own keys are missing, how many old keys are."""
+    """Hold what is wrong: how far positions are off, whether the step's own keys are missing, how many old keys are."""
 
     position: int = 0
     late: bool = False

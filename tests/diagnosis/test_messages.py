@@ -1,4 +1,4 @@
-"""What a message says: arguments by the port's names, errors before and after, and a section for each code."""
+"""Test what a message says: arguments by the port's names, errors before and after, and a section for each code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What shows only when a module runs again: random numbers, stale weights, inverted scales, and recipes of its own."""
+"""Test what shows when a module runs again: random numbers, stale weights, inverted scales, recipes of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search costs: it ends by what it has computed, or by a limit of real time, in an order that suits both."""
+"""Test the cost of a search: it ends by what it has computed, or by a limit of real time."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 
 class Detached(Block):
-    """What comes back through the first layer is lost."""
+    """Lose the gradient that comes back through the first layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x + self.layers[0](self.norms[0](x)).detach()

@@ -320,7 +320,7 @@ MAP = {
 def result(
     blocks: list[type[MLP]], kind: str = "cosine", eps: float = 1e-5, beside: float = 0.0, seq: int = 64
 ) -> parity.Result:
-    """Of TE's MLPs with GELU by tanh in the place of these, in FP32."""
+    """Compare TE's MLPs with GELU by tanh in the place of these, in FP32."""
 
     def factory(te: Any, **_: Any) -> parity.Pair:
         ported = [te.LayerNormMLP(HIDDEN, FFN, activation="gelu", eps=eps) for _ in blocks]

@@ -1,4 +1,4 @@
-"""What else than its numbers is wrong with a candidate: modules of TE's that do not run, and bytes that change."""
+"""Test what else than its numbers is wrong with a candidate: modules of TE's that do not run, and bytes that change."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class Tied(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of its experts only the first gets tokens."""
+    """Send all tokens to the first expert."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which inputs' findings are told, and what of a search is not made twice."""
+"""Test which inputs' findings are told, and what of a search is not made twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, TOKENS = 64, 50
 
 
 class OneHot(nn.Module):
-    """What no probe changes: ids, and no table that is looked up."""
+    """Take ids, which no probe changes, and look them up in no table."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.one_hot(ids, WIDTH).to(torch.get_default_dtype())

@@ -1,4 +1,4 @@
-"""What is judged by itself: numbers, losses, small slices, norms that round, and ports that are more accurate."""
+"""Test what is judged by itself: numbers, losses, small slices, norms that round, and ports that are more accurate."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_the_models_of_the_first_look_are_kept_for_the_next_precision():
 
 
 def looks_at(margin, statistic="norm"):
-    """How many models were judged by, at verdicts that stay as they are."""
+    """Return how many models were judged by, at verdicts that stay as they are."""
     precision, kernels = PRECISIONS["fp16"], parity.te.kernels("cpu")
     (checked,) = check_case(case(), kernels.te)
     prepared = prepare(case(), checked, precision.dtype, 0, kernels)
@@ -323,7 +323,7 @@ def test_jitter_is_tried_however_many_deviations_an_error_leans_that_is_no_large
 
 
 class QueryKeyAttention(nn.Module):
-    """Of few tokens, whose scores are so large that hardly any query is undecided between two keys."""
+    """Attend over few tokens, with scores so large that hardly any query is undecided between two keys."""
 
     def __init__(self, linear, core, heads, head_dim) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each statistic of an error sees, and what it does not."""
+"""Test what each statistic of an error sees, and what it does not."""
 
 from __future__ import annotations
 

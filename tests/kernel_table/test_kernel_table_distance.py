@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in bits and in numbers of their format."""
+"""Test how far two tensors are apart, in bits and in numbers of their format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs a run may use, on machines that NVML describes and that are not there."""
+"""Test which GPUs a run may use, on machines that NVML describes and that are not there."""
 
 from __future__ import annotations
 

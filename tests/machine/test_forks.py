@@ -1,4 +1,4 @@
-"""What a process forks does not go on with its work, and holds none of its pipes and locks."""
+"""Test what a process forks does not go on with its work, and holds none of its pipes and locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine has and allows: memory, its heap, garbage, processes, files, and what ``parity doctor`` tells."""
+"""Test what a machine has and allows: memory, its heap, garbage, processes, files, and what ``parity doctor`` tells."""
 
 from __future__ import annotations
 

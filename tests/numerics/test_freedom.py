@@ -1,4 +1,4 @@
-"""What faithful kernels may do in one way or another: beside kinks, at ties, and as a GPU's kernels choose."""
+"""Test what faithful kernels may do in one way or another: beside kinks, at ties, and as a GPU's kernels choose."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_another_bound_of_a_clamp_is_told():
 
 
 def chosen(scores, count=1, **choices):
-    """Which numbers of each row are chosen, and which gradients they get."""
+    """Return which numbers of each row are chosen, and which gradients they get."""
     scores = scores.clone().requires_grad_()
     with rounded(FP32, (), FUSED, choices=Choices(**choices)) as phase:
         values, places = torch.topk(scores, count, -1)

@@ -1,4 +1,4 @@
-"""What the rounding model takes for a GEMM's operands: which products are linear layers, and when each is cast."""
+"""Test what the rounding model takes for a GEMM's operands: which products are linear layers, and when each is cast."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Core(nn.Module):
 
 
 def operands_that_stay(product, parameters=("w",)):
-    """Whether a product reads its operands as they are in FP32, and its gradients do, under FP8's rounding."""
+    """Return whether a product reads its operands as they are in FP32, and its gradients do, under FP8's rounding."""
     torch.manual_seed(0)
     leaves = {name: torch.randn(32, 32).bfloat16().float().requires_grad_() for name in ("x", "y", "w", "v")}
     with rounded(PRECISIONS["fp8_current"].rounding, [leaves[name] for name in parameters], FUSED) as phase:
@@ -256,7 +256,7 @@ def test_a_convolution_that_reads_a_pixel_twice_or_not_at_all_has_no_patches():
 
 
 class Embedding(nn.Module):
-    """Of patches, as in ViT."""
+    """Embed patches, as in ViT."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a port leaves to PyTorch, between TE's modules, is known, and what it rounds is expected of the port."""
+"""Test what a port leaves to PyTorch, between TE's modules, is known, and what it rounds is expected of the port."""
 
 from __future__ import annotations
 

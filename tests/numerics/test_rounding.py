@@ -317,7 +317,7 @@ LINES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def run(line: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a line returns, and the gradient of its input, in FP32."""
+    """Return what a line returns, and the gradient of its input, in FP32."""
     x = x.clone().requires_grad_()
     output = line(x)
     weights = torch.linspace(0.3, 1.7, output.numel()).bfloat16().to(output.dtype)

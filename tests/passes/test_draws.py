@@ -1,4 +1,4 @@
-"""What is drawn for weights and inputs, and the rows that probe: those that Gaussian inputs never have."""
+"""Test what is drawn for weights and inputs, and the rows that probe: those that Gaussian inputs never have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_draws_stay_in_their_range():
 
 
 def built(draws: Draws, seed: int) -> tuple[list[Tensor], Tensor]:
-    """What modules hold that are built from a seed, and the number that is drawn next."""
+    """Return what modules hold that are built from a seed, and the number that is drawn next."""
     torch.manual_seed(seed)
     with draws.repeated():
         modules = nn.Linear(64, 128), nn.Embedding(100, 64), nn.Linear(128, 64)

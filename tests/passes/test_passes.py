@@ -163,7 +163,7 @@ def nothing_kept() -> None:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each was computed."""
+    """Return how often each was computed."""
     counts: Counter[str] = Counter()
 
     def count(module: Any, name: str) -> None:

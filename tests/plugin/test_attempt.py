@@ -28,7 +28,7 @@ BESIDE = Workplace("gw0", Path("nowhere"), share=100)
 
 @pytest.fixture
 def access(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How the device is taken, in turn."""
+    """Return how the device is taken, in turn."""
     taken: list[str] = []
 
     class Lock:

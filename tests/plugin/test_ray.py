@@ -118,7 +118,7 @@ def wait_for_lines(folder: Path, name: str, count: int, process: forked.Process)
 
 
 def results(folder: Path, name: str) -> Counter[str]:
-    """How often a record has each result, but for the time that it took."""
+    """Return how often a record has each result, but for the time that it took."""
     found = record.read(folder / "reports" / f"{name}.jsonl").results
     return Counter(re.sub(r'"seconds": [^,]*', "", record.result_line(each)) for each in found)
 
@@ -242,7 +242,7 @@ class Script:
 
 
 def plan(**processes: int) -> list[dict[str, Any] | None]:
-    """What the task says that collects: two items, in so many processes each."""
+    """Return what the task says that collects: two items, in so many processes each."""
     unknown = {
         name: record.result_line(fakes.result(name, "bf16", size_label="2", path="pairs.py")) for name in processes
     }
@@ -255,7 +255,7 @@ def node_id(name: str) -> str:
 
 
 def ended(name: str, environment: environments.Environment = HERE) -> dict[str, Any]:
-    """What a task says when an item has passed."""
+    """Return what a task says when an item has passed."""
     result = fakes.result(name, "bf16", size_label="2", path="pairs.py")
     lines = {"results": [record.result_line(result)], "environment": record.environment_line(environment)}
     report = pytest.TestReport(node_id(name), ("pairs.py", 1, name), {}, "passed", None, "call")

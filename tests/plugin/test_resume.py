@@ -45,7 +45,7 @@ def cut(file: Path, results: int) -> None:
 
 
 def without_times(file: Path) -> str:
-    """What a file of a run holds, but for the time of day and the seconds that things took."""
+    """Return what a file of a run holds, but for the time of day and the seconds that things took."""
     return re.sub(r'"date": "[^"]*"|"seconds": [\d.e-]+|date +\| [^|]*', "", file.read_text())
 
 

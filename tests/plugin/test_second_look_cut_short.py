@@ -1,4 +1,4 @@
-"""What a first look says stays where the second one has no time to end, or its process ends in it, and no longer."""
+"""Test that a first look's verdict stays where the second one has no time to end, or its process ends in it."""
 
 from __future__ import annotations
 

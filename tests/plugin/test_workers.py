@@ -1,4 +1,4 @@
-"""How many workers there are, where they run, who is given what, and what becomes of the run when one of them dies."""
+"""Test how many workers there are, where they run, what each is given, and what becomes of the run when one dies."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def auto(pytester: pytest.Pytester, *arguments: str) -> int:
-    """What xdist makes of ``-n auto``."""
+    """Return what xdist makes of ``-n auto``."""
     config = pytester.parseconfig("-p", "parity.plugin", "-n", "auto", *arguments)
     return config.hook.pytest_xdist_auto_num_workers(config=config)
 

@@ -1,4 +1,4 @@
-"""What a report of trainings says of their bands."""
+"""Test what a report of trainings says of their bands."""
 
 from __future__ import annotations
 

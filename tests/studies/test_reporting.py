@@ -1,4 +1,4 @@
-"""What seeds tell of a figure: intervals, verdicts and digits."""
+"""Test what seeds tell of a figure: intervals, verdicts and digits."""
 
 from __future__ import annotations
 

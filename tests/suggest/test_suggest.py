@@ -50,7 +50,7 @@ def assert_settled(suggestion: Suggestion) -> None:
 
 
 def effect(weight_map: Mapping, pair: parity.Pair) -> dict[str, Tensor]:
-    """What a map makes of parameters whose elements are all different."""
+    """Return what a map makes of parameters whose elements are all different."""
     numbered: dict[str, Tensor] = {}
     for name, parameter in pair.reference.named_parameters():
         start = sum(tensor.numel() for tensor in numbered.values())

@@ -187,7 +187,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def used():
-    """What a process finds that fails to import TE, then imports it, trains, and compares a wrong port."""
+    """Return what a process finds that fails to import TE, then imports it, trains, and compares a wrong port."""
     run = run_python(USED)
     assert run.returncode == 0, run.stderr
     return {"stderr": run.stderr, **json.loads(run.stdout)}

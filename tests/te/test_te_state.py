@@ -1,4 +1,4 @@
-"""What TE keeps for a whole process, which attention kernel it runs, and what the names of precisions mean to it."""
+"""Test what TE keeps for a whole process, which attention kernel it runs, and what precisions' names mean to it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def manager() -> Any:
 
 
 def buffers(manager: Any) -> int:
-    """How many tensors' amaxes TE keeps."""
+    """Return how many tensors' amaxes TE keeps."""
     kept = getattr(manager, "quantization_state", manager).global_amax_buffer
     return sum(len(tensors) for tensors in kept.values())
 
@@ -260,7 +260,7 @@ class Alibi(nn.Module):
 
 
 def verdict(reference_times: float, given: float | None) -> str:
-    """Of a port that gives TE these slopes, or leaves TE its own."""
+    """Return the verdict on a port that gives TE these slopes, or leaves TE its own."""
 
     def factory(te, **_):
         more = {} if given is None else dict(alibi_slopes=slopes(given))

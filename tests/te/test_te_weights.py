@@ -1,4 +1,4 @@
-"""What TE holds or computes in its own way: quantized parameters, main_grad, and layers that are recomputed."""
+"""Test what TE holds or computes in its own way: quantized parameters, main_grad, and layers that are recomputed."""
 
 from __future__ import annotations
 

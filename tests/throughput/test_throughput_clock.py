@@ -1,4 +1,4 @@
-"""How passes are timed, on a clock that the tests move."""
+"""Test how passes are timed, on a clock that the tests move."""
 
 from __future__ import annotations
 

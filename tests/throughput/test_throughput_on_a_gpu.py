@@ -1,4 +1,4 @@
-"""What only a GPU does, as far as a machine without one can tell: units, signs and which call is made."""
+"""Test what only a GPU does, as far as a machine without one can tell: units, signs and which call is made."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def tiny_linear(te, hidden, **_):
 
 
 class Doubled(nn.Module):
-    """Of which no formula knows the FLOPs."""
+    """Double its input; no formula knows its FLOPs."""
 
     def __init__(self, hidden):
         super().__init__()

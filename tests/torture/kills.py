@@ -92,7 +92,7 @@ _RESUME = {"pytest": "--parity-resume=yes", "parity": "--resume"}
 
 @dataclass
 class Tally:
-    """What came of the kills.
+    """Hold what came of the kills.
 
     Attributes:
         kills: how many, by signal, whom it met, and how the run was begun.

@@ -160,7 +160,7 @@ MISHAPS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run made of a mishap.
+    """Hold what a run made of a mishap.
 
     Attributes:
         mishap: which.
@@ -298,7 +298,7 @@ def fails(te, n): ...
 
 @dataclass(frozen=True)
 class Soak:
-    """What many results cost.
+    """Hold what many results cost.
 
     Attributes:
         megabytes: the record's size in MiB.

@@ -1,4 +1,4 @@
-"""What else a call does than return: it remembers, or detaches what it returns."""
+"""Test what else a call does than return: it remembers, or detaches what it returns."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_where_a_backward_pass_meets_the_graph_of_a_call_before_it_is_said_what_
 
 
 class KeepsTables(Layer):
-    """What depends on no input may be kept."""
+    """Keep tables that depend on no input."""
 
     table = None
     calls = 0

@@ -1,4 +1,4 @@
-"""What a comparison exchanges of PyTorch: two private functions, for a time, and nothing else."""
+"""Test what a comparison exchanges of PyTorch: two private functions, for a time, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pair's code changes in its process is put back and named, and no draw depends on what ran before."""
+"""Test what a pair's code changes in its process is put back and named, and no draw depends on what ran before."""
 
 from __future__ import annotations
 

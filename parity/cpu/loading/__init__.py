@@ -1,1 +1,1 @@
-"""How TransformerEngine's own Python, and a user's script, are read so that they compute on the CPU."""
+"""Read TransformerEngine's own Python, and a user's script, so that they compute on the CPU."""

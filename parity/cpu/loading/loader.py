@@ -135,7 +135,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _StandIns(ast.NodeTransformer):
-    """What only TE's own source needs: stand-ins for a compiler, for Triton, and for the lookup of
+    """Hold what only TE's own source needs: stand-ins for a compiler, for Triton, and for the lookup of
     installed versions.
     """
 

@@ -1,4 +1,4 @@
-"""What TransformerEngine's sources find in place of functions of ``torch`` and of ``importlib.metadata``.
+"""Stand in for functions of ``torch`` and ``importlib.metadata`` that TransformerEngine's sources call.
 
 ``loader.py`` says which name is exchanged for which function, and why.
 """

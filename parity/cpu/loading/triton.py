@@ -1,4 +1,4 @@
-"""What TransformerEngine's modules get for ``triton``: enough to be imported, and an error where a kernel is launched.
+"""Stand in for ``triton`` in TransformerEngine's modules: enough to import them; launching a kernel raises an error.
 
 Triton has no CPU target and cannot be installed on macOS. The wrappers that TE's features call are replaced
 (``replacements.py``), so its kernels need only be defined.

@@ -120,7 +120,7 @@ def _few(entries: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Hold what is measured.
 
     Attributes:
         files: of pairs that are known to agree, or ``right_ports.ZOO``.

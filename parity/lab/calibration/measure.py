@@ -119,7 +119,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """Hold what was measured.
 
     Attributes:
         samples: of all ports.

@@ -29,7 +29,7 @@ from parity.user_error import one_line
 
 @dataclass(frozen=True)
 class Fact:
-    """What one kernel answered to one question.
+    """Hold what one kernel answered to one question.
 
     Attributes:
         question: what was asked.

@@ -43,7 +43,7 @@ class Deviations:
 
     @property
     def beyond(self) -> int:
-        """How many values lie beyond the limit."""
+        """Return how many values lie beyond the limit."""
         return sum(margin > 1.0 for margin in self.margins)
 
 

@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """Hold what became of a step.
 
     Attributes:
         step: its name.
@@ -91,7 +91,7 @@ _GRACE = 8.0  # seconds in which a process that was interrupted may write what i
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """Say how a process ended.
 
     Attributes:
         exit_code: None where the limit ended it.

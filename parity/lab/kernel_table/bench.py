@@ -40,7 +40,7 @@ class KernelCall:
 
     @property
     def name(self) -> str:
-        """What tells the call from all others."""
+        """Return what distinguishes the call from all others."""
         return f"{self.kernel}: {self.variant}"
 
 
@@ -140,7 +140,7 @@ _DELAYED_SCALE = 37.5  # no power of two, so that products round
 
 @dataclass(frozen=True)
 class Bench:
-    """Where one kernel call is made.
+    """Say where one kernel call is made.
 
     Attributes:
         te: ``transformer_engine.pytorch``.
@@ -224,7 +224,7 @@ def bench(kernels: Kernels, seed: int) -> Bench:
 
 @dataclass(frozen=True)
 class QuantizerKind:
-    """How a quantizer is made, for given codes, and the name of TE's function that says if the GPU has its format."""
+    """Make a quantizer for given codes, and name TE's function that says if the GPU has its format."""
 
     make: Callable[[Bench, Any], Any]
     available: str

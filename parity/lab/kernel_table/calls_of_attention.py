@@ -96,7 +96,7 @@ _BACKENDS: dict[AttentionBackend, tuple[str, ...]] = {"unfused": ("FP32", "BF16"
 
 @dataclass(frozen=True)
 class _Mask:
-    """What TE is told; ``options`` go into its call."""
+    """Hold what TE is told; ``options`` go into its call."""
 
     groups: int = _HEADS
     name: str = "no_mask"

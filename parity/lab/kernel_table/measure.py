@@ -126,7 +126,7 @@ _SLEEP_CYCLES = 4_000_000  # about 2 ms
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one call made.
+    """Hold what one call made.
 
     Attributes:
         buffers: its results' plain tensors, on the CPU, by name.

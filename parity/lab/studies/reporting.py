@@ -172,7 +172,7 @@ def mean_digits(of_seeds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a figure lies in the distribution that draws are from, taken for Student's with their mean and deviation.
+    """Place a figure in the distribution that draws are from, taken for Student's with their mean and deviation.
 
     Attributes:
         below: the share of draws below it.

@@ -161,7 +161,7 @@ def as_kernels(algorithm: Algorithm, name: str) -> Steps:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How flash attention cuts up its scores.
+    """Say how flash attention cuts up its scores.
 
     Attributes:
         rows: queries of a tile.
@@ -176,7 +176,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Attended:
-    """What an attention computes.
+    """Hold what an attention computes.
 
     Attributes:
         output: ``[..., queries, features]`` in the carrier, rounded as ``Steps.output``.
@@ -273,7 +273,7 @@ def scores_of(query: Tensor, key: Tensor, steps: Steps, first_row: int | None, f
 
 @dataclass
 class _State:
-    """What flash attention keeps of each query between two tiles.
+    """Hold what flash attention keeps of each query between two tiles.
 
     Attributes:
         maximum, sum: ``[..., queries, 1]``.
@@ -393,7 +393,7 @@ def _add(total: Tensor, part: slice, product: Tensor, steps: Steps) -> None:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How an attention computes.
+    """Say how an attention computes.
 
     Attributes:
         algorithm: baseline or flash.

@@ -107,7 +107,7 @@ EXPERTS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a module is.
+    """Say how large a module is.
 
     Attributes:
         hidden: width of its input, a multiple of 128.

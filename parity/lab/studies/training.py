@@ -84,7 +84,7 @@ _BLOCK = 32
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and what it reads.
+    """Hold the sizes of a model and of what it reads.
 
     Attributes:
         vocabulary: number of tokens.
@@ -310,7 +310,7 @@ Pass = Callable[[nn.Module, Tensor], float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the optimizer steps; it is AdamW with betas 0.9 and 0.95 and PyTorch's weight decay of 0.01.
+    """Say how the optimizer steps; it is AdamW with betas 0.9 and 0.95 and PyTorch's weight decay of 0.01.
 
     Attributes:
         learning_rate: after the warmup.

@@ -21,7 +21,7 @@ Mark = TypeVar("Mark")
 
 @dataclass(frozen=True)
 class Clock(Generic[Mark]):
-    """How time is taken on a device.
+    """Say how time is taken on a device.
 
     Attributes:
         mark: a moment in the device's work.
@@ -55,7 +55,7 @@ def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 @dataclass(frozen=True)
 class Passes:
-    """What is timed; ``i`` counts passes, for inputs that rotate.
+    """Hold what is timed; ``i`` counts passes, for inputs that rotate.
 
     Attributes:
         clear: called before each pass and not timed, to let gradients go.

@@ -26,7 +26,7 @@ _REPEATS = {"gpu": 30, "cpu": 5}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Hold what is measured.
 
     Attributes:
         workloads: in this order.

@@ -49,7 +49,7 @@ _LOADED_SECONDS = 0.5  # of work behind which the driver is asked for the clocks
 
 @dataclass(frozen=True)
 class Plan:
-    """How workloads are measured.
+    """Say how workloads are measured.
 
     Attributes:
         repeats: timed passes.
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Bench:
-    """What all implementations of a workload share."""
+    """Hold what all implementations of a workload share."""
 
     workload: Workload
     case: Case

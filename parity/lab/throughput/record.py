@@ -113,7 +113,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one implementation.
+    """Hold the times of one implementation.
 
     Attributes:
         forward, backward: of a pass each.
@@ -133,7 +133,7 @@ class Times:
 
     @property
     def launch_bound(self) -> bool:
-        """Whether the GPU waits for the host: launching takes as long as the passes do, give or take a tenth."""
+        """Return whether the GPU waits for the host: launching takes as long as the passes do, give or take a tenth."""
         return self.host is not None and self.host >= 0.9 * self.both
 
 
@@ -195,7 +195,7 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Of both passes."""
+        """Return the FLOPs of both passes."""
         return self.flops_forward + self.flops_backward
 
 
@@ -207,7 +207,7 @@ EMULATED = "TE's kernels are emulated on a CPU: these times say nothing about a 
 
 @dataclass(frozen=True)
 class Record:
-    """What has been measured so far.
+    """Hold what has been measured so far.
 
     Attributes:
         environment: of the process that measured; None if it has not come that far.
@@ -221,7 +221,7 @@ class Record:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether TE ran on CPU kernels."""
+        """Return whether TE ran on CPU kernels."""
         return self.environment is not None and self.environment.backend == "cpu"
 
     def peak_share(self, row: Row) -> float | None:

@@ -190,7 +190,7 @@ READERS = (
 
 @dataclass
 class Outcome:
-    """What a reader did with its inputs.
+    """Hold what a reader did with its inputs.
 
     Attributes:
         reader: which.

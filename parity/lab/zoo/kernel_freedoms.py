@@ -1,4 +1,4 @@
-"""What it costs to grant what other faithful kernels may do: right ports that are rejected, and bugs that are detected.
+"""Measure what it costs to grant what other faithful kernels may do: right ports rejected, and bugs detected.
 
 Each choice of ``parity.numerics.kernel_choices`` is switched on in the CPU kernels. The zoo's right ports must pass on
 them; the zoo's bugs are judged with and without what is granted, on kernels that do nothing of the kind and on those

@@ -262,7 +262,7 @@ def attention_of(pair: Pair) -> Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How an attention's channels are shared out."""
+    """Say how an attention's channels are shared out."""
 
     heads: int
     groups: int

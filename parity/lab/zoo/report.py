@@ -32,7 +32,7 @@ Verdicts = Mapping[Trial, Verdict]
 
 @dataclass(frozen=True)
 class Count:
-    """How many of how many."""
+    """Count how many of how many."""
 
     hits: int
     total: int

@@ -89,7 +89,7 @@ def _label(kind: Kind, name: str) -> str:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a rule judges.
+    """Hold what a rule judges.
 
     Attributes:
         candidate: tensors of the port, by name.

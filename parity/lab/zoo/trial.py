@@ -55,7 +55,7 @@ _Text = Annotated[float, PlainSerializer(str)]
 
 
 class Signal(NamedTuple):
-    """Of a bug in one tensor at one seed.
+    """Measure the signal of a bug in one tensor at one seed.
 
     Attributes:
         norm_ratio: ``|effect| / |noise|``; infinite without noise.
@@ -106,7 +106,7 @@ CLEAN = ""
 
 @dataclass(frozen=True)
 class Trial:
-    """What is judged.
+    """Hold what is judged.
 
     Attributes:
         bug: a name of the catalogue, or ``CLEAN``.
@@ -125,7 +125,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What every rule says of a trial.
+    """Hold what every rule says of a trial.
 
     Attributes:
         status: parity's, ``passed``, ``failed`` or ``error``.
@@ -157,7 +157,7 @@ class Verdict:
 
     @property
     def detected(self) -> bool:
-        """Whether parity rejects the port."""
+        """Return whether parity rejects the port."""
         return self.status == "failed"
 
 
@@ -258,7 +258,7 @@ def _in_fp32(ran: _Ran, seed: int, kernels: Kernels) -> Tensors:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run judges.
+    """Hold what a run judges.
 
     Attributes:
         bugs: to plant, each in all of its hosts.

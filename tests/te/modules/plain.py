@@ -1,4 +1,4 @@
-"""What TransformerEngine's modules stand for, options included, as plain PyTorch modules; batch first."""
+"""Test what TransformerEngine's modules stand for, options included, as plain PyTorch modules; batch first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else TE exports, that docs/te-api.md names all of it, and that its errors reach the user as TE raised them."""
+"""Test what else TE exports, that docs/te-api.md names all of it, and that its errors reach the user unchanged."""
 
 from __future__ import annotations
 
@@ -389,7 +389,7 @@ def test_the_table_names_what_te_exports_each_once(module: str) -> None:
 
 
 def asked_for() -> set[str]:
-    """What TE's Python for PyTorch reads from its extension."""
+    """Return what TE's Python for PyTorch reads from its extension."""
     root = Path(str(te_on_cpu().__file__)).parent
     names: set[str] = set()
     for file in root.rglob("*.py"):

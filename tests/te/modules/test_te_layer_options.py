@@ -31,7 +31,7 @@ CAUSAL = plain.causal(SEQ, SEQ)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What a layer consists of, in words that the plain and TE's layer share.
+    """Hold what a layer consists of, in words that the plain and TE's layer share.
 
     Attributes:
         groups: key-value heads.
@@ -292,7 +292,7 @@ def make_layer(**options: Any) -> Any:
 
 
 def residual_part(module: Any, x: Tensor) -> Tensor:
-    """What an MLP behind a dead attention adds to its input, where only the MLP's bias of the last layer is alive."""
+    """Return what an MLP behind a dead attention adds to its input, where only the last layer's MLP bias is alive."""
     with torch.no_grad():
         module.self_attention.proj.weight.zero_()
         module.layernorm_mlp.fc2_weight.zero_()

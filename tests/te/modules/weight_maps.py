@@ -1,4 +1,4 @@
-"""Where the parameters of ``plain``'s modules lie in TransformerEngine's, for every layout that TE offers."""
+"""Test where the parameters of ``plain``'s modules lie in TransformerEngine's, for every layout that TE offers."""
 
 from __future__ import annotations
 

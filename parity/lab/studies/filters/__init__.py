@@ -1,1 +1,1 @@
-"""What the best linear filter could see of the mistakes that parity does not detect."""
+"""Estimate what the best linear filter could see of the mistakes that parity does not detect."""

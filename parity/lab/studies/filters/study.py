@@ -83,7 +83,7 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Seen:
-    """What filters could see of it.
+    """Hold what filters could see of it.
 
     Attributes:
         status: parity's verdict; nothing else is measured unless the port passed.

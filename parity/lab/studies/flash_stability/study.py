@@ -62,7 +62,7 @@ _STAIRCASE_STD = 0.1
 
 @dataclass(frozen=True)
 class Inputs:
-    """What attention reads.
+    """Hold what attention reads.
 
     Attributes:
         query: ``[queries, features]`` FP32.
@@ -378,7 +378,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Result:
-    """What the record holds of a run.
+    """Hold what the record holds of a run.
 
     Attributes:
         deviation: None where the backend refused.

@@ -239,7 +239,7 @@ class StepsRun:
 
 @dataclass(frozen=True)
 class Steps:
-    """What the judged result lost in each step.
+    """Hold what the judged result lost in each step.
 
     Attributes:
         sqnr_db: signal to quantization noise ratio of each step; minus infinity where the result is not finite.
@@ -402,7 +402,7 @@ def _scaled_e4m3(probabilities: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Way:
-    """What rounds queries and keys, values, and unnormalised probabilities; and if the first two are rotated before."""
+    """Hold what rounds queries and keys, values, and unnormalised probabilities; and if the first two are rotated."""
 
     scored: Rounder = _exact
     values: Rounder = _exact

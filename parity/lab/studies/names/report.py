@@ -32,7 +32,7 @@ class Judged:
 
     @property
     def detected(self) -> bool:
-        """Whether the port was rejected."""
+        """Return whether the port was rejected."""
         return self.said.status == "failed"
 
     @property

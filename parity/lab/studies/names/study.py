@@ -72,7 +72,7 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Said:
-    """What parity said.
+    """Hold what parity said.
 
     Attributes:
         status: ``passed``, ``failed`` or ``error``.

@@ -1,4 +1,4 @@
-"""Where to scale queries and keys: how large they may be before scores overflow, and what each way costs in accuracy.
+"""Compare where to scale queries and keys: how large they may be before scores overflow, and what each way costs.
 
 Queries, keys and values are drawn at a magnitude, rounded to FP16 or BF16, and attended to by each way of
 computing scores and by TE's own backends. Golden is FP64 attention of the same rounded numbers.
@@ -226,7 +226,7 @@ class Run:
 
 
 class Errors(NamedTuple):
-    """What a way costs at one magnitude.
+    """Hold what a way costs at one magnitude.
 
     Attributes:
         scores: relative L2 error of the scores; NaN if one overflows, and for TE, which does not show them.
@@ -239,7 +239,7 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave.
+    """Hold what a run gave.
 
     Attributes:
         frontiers: by way, the root mean square of queries and keys up to which softmax gets no infinity; ``inputs``
@@ -336,7 +336,7 @@ def outcome_of(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
 
 @dataclass(frozen=True)
 class _Attended:
-    """What a way computes: scores (None for TE), output, and whether softmax gave NaN."""
+    """Hold what a way computes: scores (None for TE), output, and whether softmax gave NaN."""
 
     scores: Tensor | None
     output: Tensor

@@ -70,7 +70,7 @@ class Port:
 
 @dataclass(frozen=True)
 class Said:
-    """What parity said.
+    """Hold what parity said.
 
     Attributes:
         status: ``passed``, ``failed`` or ``error``.

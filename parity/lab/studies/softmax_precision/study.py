@@ -41,7 +41,7 @@ from parity.user_error import UserError
 
 @dataclass(frozen=True)
 class Precision:
-    """What scores are stored in, and divided by before.
+    """Hold what scores are stored in, and divided by before.
 
     Attributes:
         dtype: of stored scores and of probabilities.
@@ -170,7 +170,7 @@ def ways(kernels: Kernels) -> dict[str, Way]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a function and its backward move.
+    """Hold what a function and its backward move.
 
     Attributes:
         forward: bytes.
@@ -276,7 +276,7 @@ class Run:
 
 
 class Errors(NamedTuple):
-    """What a way costs at one scale.
+    """Hold what a way costs at one scale.
 
     Attributes:
         moved: the share of a row's probability that lies on the wrong keys, ``sum |p - golden| / 2``, mean over the

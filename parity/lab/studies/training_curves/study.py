@@ -244,7 +244,7 @@ Results = Mapping[Run, Mapping[str, Any] | None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a TE model's training is compared with.
+    """Hold what a TE model's training is compared with.
 
     Attributes:
         run: TE's run.

@@ -38,7 +38,7 @@ from parity.te import Kernels
 
 @dataclass(frozen=True)
 class _Line:
-    """What a plot shows: a comparison by its label and color, with its drift by seed."""
+    """Hold what a plot shows: a comparison by its label and color, with its drift by seed."""
 
     label: str
     color: str

@@ -52,7 +52,7 @@ from parity.user_error import UserError
 
 @dataclass(frozen=True)
 class Distance:
-    """Of one set of numbers from another.
+    """Measure how far one set of numbers is from another.
 
     Attributes:
         maximum: the largest difference of a number from its counterpart.
@@ -66,7 +66,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class WeightDistance:
-    """Of one model's weights from another's.
+    """Measure how far one model's weights are from another's.
 
     Attributes:
         whole: of all weights as one set.
@@ -186,7 +186,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a training leaves: FP32 masters by the plain model's names, by step, and the loss of each step."""
+    """Hold what a training leaves: FP32 masters by the plain model's names, by step, and the loss of each step."""
 
     weights: Mapping[int, Mapping[str, Tensor]]
     losses: Sequence[float]
@@ -329,7 +329,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Drift:
-    """How two trainings part.
+    """Say how two trainings part.
 
     Attributes:
         steps: at which the weights were compared.

@@ -84,7 +84,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Said:
-    """What parity said.
+    """Hold what parity said.
 
     Attributes:
         status: ``passed``, ``failed`` or ``error``.

@@ -1,4 +1,4 @@
-"""What a training step does around a linear layer: microbatches, averaged losses, an optimizer's updates."""
+"""Host bugs of a training step around a linear layer: microbatches, averaged losses, an optimizer's updates."""
 
 from __future__ import annotations
 
