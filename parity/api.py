@@ -9,7 +9,7 @@ from typing import Literal
 from parity import te
 from parity.arguments import check_kinds, checked_diagnosis, checked_precisions, checked_seeds
 from parity.case.case import Case, Pair, as_case
-from parity.case.registry import checked_steps, checked_switches
+from parity.case.registry import SWITCHES_OVER_RANKS, checked_steps, checked_switches
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged
@@ -75,8 +75,9 @@ def compare(
     checked_steps(steps)
     checked_switches([switch] if switch else [], steps)
     made = degrees(ranks) if ranks is not None else None
-    if made is not None and switch:
-        raise UserError(f"a training over ranks is made in one way, without switches; leave {switch!r} or ranks out")
+    if made is not None and switch and switch not in SWITCHES_OVER_RANKS:
+        known = ", ".join(SWITCHES_OVER_RANKS)
+        raise UserError(f"a training over ranks knows {known}, and not {switch!r}; leave that or ranks out")
     if made is not None and not isinstance(pair, Case):
         raise UserError("a pair over ranks is built for each of them: declare its function with @parity.pair")
     case = case if made is None else dataclasses.replace(case, ranks=(made,))

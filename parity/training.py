@@ -195,7 +195,7 @@ def _trained(
     trainee: Trainee | TraineeOverRanks
     if made is not None:
         try:
-            trainee = TraineeOverRanks(asked, checked, prepared, steps, made)
+            trainee = TraineeOverRanks(asked, checked, prepared, steps, made, switch)
         except RanksFailed as error:
             return ended(asked, error, made)
     elif switch == "graph":
@@ -228,6 +228,7 @@ def _trained(
         lost = beside = None
         if isinstance(trainee, TraineeOverRanks):
             stepped = trainee.step(prepared)
+            lost = trainee.lost_state()
         elif without is not None:
             try:
                 stepped, computed = without.made(trainee, number, prepared)
@@ -250,15 +251,9 @@ def _trained(
                 )
                 without = beside = None
         elif (switch in WAYS or switch == "rollback") and number == steps // 2 + 1:
-            saved = trainee.saved(switch if switch in WAYS else "resume")
-            uninterrupted = trainee.step(prepared)
-            if switch in WAYS:
-                resuming.enter_context(fresh_quantization())
-                trainee = Trainee(case, checked, prepared, precision, seed, kernels)
-            trainee.load(saved)
-            restored, caches = trainee.state, trainee.caches_weights
-            stepped = trainee.step(prepared)
-            lost = lost_state(number, saved.state, restored, uninterrupted, stepped, caches)
+            new = partial(_new_trainee, resuming, case, checked, prepared, precision, seed, kernels)
+            trainee, stepped, resumption = trainee.resumed(switch, new, prepared)
+            lost = lost_state(number, resumption)
         else:
             stepped = trainee.step(prepared)
         judged = judge_at(
@@ -319,6 +314,12 @@ def _trained(
     if switch == "offload" and not training.offload and isinstance(trainee, Trainee) and not trainee.journal.offloaded:
         return asked.result("skipped", reason=_NOT_OFFLOADED)
     return _result(asked, run, "passed", judged, ())
+
+
+def _new_trainee(resuming: ExitStack, *of: Any) -> Trainee:
+    """Return a new candidate, with TE's state as a new process has it until ``resuming`` is left."""
+    resuming.enter_context(fresh_quantization())
+    return Trainee(*of)
 
 
 def _too_large(what: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> str:

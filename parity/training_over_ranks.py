@@ -40,9 +40,10 @@ from parity.passes.prepare import Prepared
 from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places
 from parity.passes.steps_on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.ranks.layout import Degrees, part, places
-from parity.result import Finding, Result
+from parity.result import Finding, Result, Switch
 from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import Whole, explained_over_ranks
+from parity.search.resumed import lost_state
 from parity.search.steps import are_made_of, listed
 from parity.te.scaling import Kept
 from parity.user_error import UserError
@@ -62,8 +63,10 @@ class TraineeOverRanks:
         is_plain: whether its steps are parity's own, without any trick.
     """
 
-    def __init__(self, asked: Asked, checked: CheckedSize, prepared: Prepared, steps: int, made: Degrees) -> None:
-        """Let the ranks make all steps.
+    def __init__(
+        self, asked: Asked, checked: CheckedSize, prepared: Prepared, steps: int, made: Degrees, switch: Switch = ""
+    ) -> None:
+        """Let the ranks make all steps, in the way that ``switch`` says.
 
         Raises:
             RanksFailed: if a rank raised, died or did not answer in time.
@@ -83,7 +86,7 @@ class TraineeOverRanks:
             on_cpu(batch_of(pair, number, checked, dtype, seed, kernels.device, prepared.input_names).inputs)
             for number in range(1, steps + 1)
         )
-        by_rank = on_all_ranks(steps_on_rank, GivenSteps(given, batches), made, TIMEOUT * steps)
+        by_rank = on_all_ranks(steps_on_rank, GivenSteps(given, batches, switch), made, TIMEOUT * steps)
         self._steps: list[tuple[StepOnRank, ...]] = list(zip(*by_rank, strict=True))
         self._next = 0
         self._wholes: list[Whole] = []
@@ -135,6 +138,21 @@ class TraineeOverRanks:
         apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))
         noise = self._noise(step)
         return Stepped(tensors, unreached, step[0].clipped, update, self._scaling(step), noise, apart=apart)
+
+    def lost_state(self) -> Finding | None:
+        """Return what ranks lost when the training was saved and loaded before the last step; None if nothing."""
+        told = {
+            rank: lost
+            for rank, one in enumerate(self._made)
+            if one.resumed is not None and (lost := lost_state(self._next, one.resumed)) is not None
+        }
+        if not told:
+            return None
+        first = next(iter(told.values()))
+        alike = [rank for rank, lost in told.items() if lost.message == first.message]
+        others = sorted(set(told) - set(alike))
+        also = f"; {_numbers(others)} lost other things" if others else ""
+        return replace(first, message=f"on {_numbers(alike)}, {first.message}{also}")
 
     def _scaling(self, step: Sequence[StepOnRank]) -> tuple[tuple[Kept, Kept], ...]:
         """Return what the first rank's delayed scaling kept, with the magnitudes of the weights of all ranks."""

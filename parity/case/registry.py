@@ -103,6 +103,10 @@ def checked_steps(steps: object) -> int:
     return steps
 
 
+SWITCHES_OVER_RANKS: tuple[Switch, ...] = ("resume", "resume-dcp", "resume-safetensors", "rollback", "recompute")
+"""Ways of training that ranks can take together."""
+
+
 def checked_switches(switches: object, steps: int) -> tuple[Switch, ...]:
     """Return names of ways of training; a training that is resumed has two steps at least."""
     chosen = _strings("switches", switches)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from parity.passes.micro_batches import micro_batches
 from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero
 from parity.passes.prepare import Prepared
 from parity.ranks.layout import Parallel
-from parity.result import Switch
+from parity.result import Switch, label_of
 from parity.te import Kernels, state
 from parity.te.attention_backend import te_variables
 from parity.te.precision import Precision
@@ -181,9 +181,11 @@ class Stepped:
     unmade: tuple[str, ...] = ()
 
 
+Own = TypeVar("Own", bound="Trainee")
 # What a training keeps, by what it is and by name, as digests of its bytes.
 State = dict[str, dict[str, bytes]]
 SCALES, HISTORIES = "FP8 scales", "amax histories"
+COPIES = "the copies of weights that the optimizer steps"
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +203,27 @@ class Saved:
     file: BytesIO
     schedule: Any
     state: State
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Tell a step that a training made after it was saved and loaded from the same step without interruption.
+
+    Attributes:
+        saved: what the training kept when it was saved.
+        restored: what it kept when it was loaded.
+        differing: labels of the loss and gradients that are not the same to the bit.
+        moments: what its optimizer keeps of gradients that is not, by the optimizer's names.
+        is_same: whether these and the weights after the step are the same to the bit.
+        caches_weights: whether one of its modules keeps quantized copies of weights.
+    """
+
+    saved: State
+    restored: State
+    differing: tuple[str, ...]
+    moments: tuple[str, ...]
+    is_same: bool
+    caches_weights: bool
 
 
 class Trainee:
@@ -372,14 +395,20 @@ class Trainee:
         for slot in slots(self._module):
             found[SCALES][slot.name] = digest(slot.scale)
             found[HISTORIES][slot.name] = digest(slot.history)
+        found[COPIES] = {name: digest(one) for name, one in self._copies().items()}
         for name, parameter in self._stepped.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            for key, value in self._kept_of(parameter).items():
                 found.setdefault(f"the optimizer's {key}", {})[name] = digest(value)
         for number, group in enumerate(self.optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
                     found.setdefault(f"the optimizer's {key}", {})[f"its group {number}"] = digest(value)
         return found
+
+    def _copies(self) -> Named:
+        """Return what the optimizer steps in place of the module's parameters, by their names."""
+        own = dict(self._module.named_parameters())
+        return {name: one for name, one in self._stepped.items() if one is not own[name]}
 
     @property
     def owners(self) -> dict[str, Any]:
@@ -410,6 +439,35 @@ class Trainee:
         """Return the inputs of one step, counted from 1, as ``prepare`` has them."""
         checked, dtype, seed, device = self._at
         return batch_of(self._pair, number, checked, dtype, seed, device, self._prepared.input_names)
+
+    def resumed(
+        self: Own, switch: Switch, new: Callable[[], Own], prepared: Prepared | Batch
+    ) -> tuple[Own, Stepped, Resumption]:
+        """Save the training, let it go on by a step, load what was saved, and make that step again.
+
+        Args:
+            switch: a key of ``checkpoints.WAYS``, which is loaded into a new training; or ``rollback``, into this one.
+            new: returns a new training.
+            prepared: the step's batch.
+
+        Returns:
+            The training that was loaded, its step, and how that differs from the one without interruption.
+        """
+        saved = self.saved(switch if switch in WAYS else "resume")
+        uninterrupted = self.step(prepared)
+        trainee = new() if switch in WAYS else self
+        trainee.load(saved)
+        restored, caches_weights = trainee.state, trainee.caches_weights
+        stepped = trainee.step(prepared)
+        one, other = uninterrupted.update, stepped.update
+        differing = tuple(
+            label_of(kind, "loss" if kind == "output" else name)
+            for (kind, name), x in uninterrupted.tensors.items()
+            if not torch.equal(gathered(x), gathered(stepped.tensors[kind, name]))
+        )
+        moments = tuple(key for key, some in one.moments.items() if not _are_same(some, other.moments.get(key, {})))
+        is_same = not differing and not moments and _are_same(one.after, other.after)
+        return trainee, stepped, Resumption(saved.state, restored, differing, moments, is_same, caches_weights)
 
     def step(self, prepared: Prepared | Batch) -> Stepped:
         """Make one step with a prepared batch.
@@ -530,7 +588,7 @@ class Trainee:
         TE's FusedAdam calls it ``master_param``, and may keep only the bits that BF16 leaves out. Another optimizer's
         copy is told by its values, which are the parameter's once they are rounded.
         """
-        kept = self.optimizer.state.get(parameter, {})
+        kept = self._kept_of(parameter)
         own = kept.get("master_param")
         if isinstance(own, Tensor):
             if own.dtype is torch.int16:  # ``AdamFunctorMasterParamRemainder`` in ``multi_tensor/adam.cu`` of TE 2.20.2
@@ -553,6 +611,10 @@ class Trainee:
         stepped = self._stepped[name]
         master = self._master(stepped)
         return master[1] if master else None if stepped is parameter else stepped
+
+    def _kept_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        """Return what the optimizer keeps of a parameter, which may be None where another rank steps it."""
+        return self.optimizer.state.get(parameter) or {}
 
     def _apart(self) -> tuple[str, ...]:
         """Return the parameters that are not what the optimizer's copies of them are, to an ulp.
@@ -579,7 +641,7 @@ class Trainee:
         return {
             key: fp8_dtype(value) if is_float8_tensor(value) else value.dtype
             for parameter in self._stepped.values()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            for key, value in self._kept_of(parameter).items()
             if isinstance(value, Tensor) and value.dim() and value.dtype is not torch.int16  # bits of master weights
         }
 
@@ -600,7 +662,7 @@ class Trainee:
         found: dict[str, Named] = {}
         for name, parameter in self._stepped.items():
             master = self._master(parameter)
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            for key, value in self._kept_of(parameter).items():
                 if master and key == master[0]:
                     continue
                 if isinstance(value, Tensor) and value.numel() == parameter.numel():
@@ -624,6 +686,10 @@ class Trainee:
 
     def _gradients(self, tensors: Mapping[str, Tensor]) -> Named:
         return transfer.gradients_to_reference(self._pair.weights, tensors, self._shapes)
+
+
+def _are_same(some: Named, others: Named) -> bool:
+    return some.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in some.items())
 
 
 def is_rounded(held: Tensor, right: Tensor) -> bool:
@@ -748,7 +814,8 @@ def digest(value: Any) -> bytes:
     """Return a digest of a value's bytes; of a quantized tensor's, as optimizers read it."""
     if not isinstance(value, Tensor):
         return repr(value).encode()
-    plain = state.dequantized_tensor(value.detach(), torch.float32).reshape(-1).contiguous().cpu()
+    own = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of what FSDP divides
+    plain = state.dequantized_tensor(own.detach(), torch.float32).reshape(-1).contiguous().cpu()
     return hashlib.blake2b(plain.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 

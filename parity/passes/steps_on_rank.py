@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 
 from parity import te
 from parity.case.case import Pair
+from parity.case.checkpoints import WAYS
 from parity.case.training import distance_of_part, distance_to_targets
 from parity.case.weight_map import WeightMap
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import Given, OnRank, built_on_rank, is_so_on_all, parts_of_inputs
 from parity.passes.one_pass import named_inputs, named_outputs
-from parity.passes.steps import Batch, Named, Trainee, gathered, is_rounded
+from parity.passes.steps import Batch, Named, Resumption, Stepped, Trainee, gathered, is_rounded
 from parity.ranks.layout import AXES, AxisName, Degrees, Ranks, joined, part, whole_shape
+from parity.result import Switch
 from parity.te import Kernels
 from parity.te.attention_backend import attention_backends
 from parity.te.precision import PRECISIONS, Precision
@@ -35,10 +38,12 @@ class GivenSteps:
     Attributes:
         given: as for a single pass; its inputs are those of the first step.
         batches: the inputs of each step, whole, rounded.
+        switch: how each rank's part is trained, one of ``parity.case.registry.SWITCHES_OVER_RANKS``.
     """
 
     given: Given
     batches: tuple[Any, ...]
+    switch: Switch = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,7 @@ class StepOnRank:
         settings: its optimizer's, for each parameter.
         scaling: what delayed scaling kept of each tensor before and after.
         summed: noise as large as what sums over micro-batches lose.
+        resumed: how the step differs from the same without interruption, if the training was loaded before it.
     """
 
     ran: OnRank
@@ -72,6 +78,7 @@ class StepOnRank:
     settings: Mapping[str, Mapping[str, Any]]
     scaling: tuple[tuple[Kept, Kept], ...]
     summed: Named
+    resumed: Resumption | None = None
 
 
 @fresh_caches()
@@ -85,11 +92,25 @@ def steps_on_rank(given: GivenSteps) -> list[StepOnRank]:
     one = given.given
     kernels, precision = te.kernels(one.backend), PRECISIONS[one.precision]
     ranks = joined(one.made)
-    with usual_modes(), attention_backends(one.attention), warnings.catch_warnings():
+    with usual_modes(), attention_backends(one.attention), warnings.catch_warnings(), ExitStack() as resuming:
         warnings.simplefilter("ignore")  # the same in each rank and each comparison
-        trainee = TraineeOnRank(one, ranks, kernels, precision)
+
+        def anew() -> TraineeOnRank:
+            resuming.enter_context(fresh_quantization())
+            return TraineeOnRank(one, ranks, kernels, precision)
+
+        trainee = TraineeOnRank(one, ranks, kernels, precision, given.switch)
         trainee.settle()
-        return [trainee.step_of(whole) for whole in given.batches]
+        steps = []
+        for number, whole in enumerate(given.batches, 1):
+            before = _on_cpu(trainee.weights), trainee.settings
+            batch = trainee.part_of(whole)
+            if given.switch in (*WAYS, "rollback") and number == len(given.batches) // 2 + 1:
+                trainee, stepped, resumed = trainee.resumed(given.switch, anew, batch)
+                steps.append(trainee.of_rank(*before, stepped, resumed))
+            else:
+                steps.append(trainee.of_rank(*before, trainee.step(batch)))
+        return steps
 
 
 class TraineeOnRank(Trainee):
@@ -97,7 +118,7 @@ class TraineeOnRank(Trainee):
 
     _fits = staticmethod(is_so_on_all)
 
-    def __init__(self, given: Given, ranks: Ranks, kernels: Kernels, precision: Precision) -> None:
+    def __init__(self, given: Given, ranks: Ranks, kernels: Kernels, precision: Precision, switch: Switch = "") -> None:
         """Build the candidate and its optimizer; every rank has to do so."""
         built = built_on_rank(given, ranks, kernels, precision)
         pair, held = built.pair, built.held
@@ -110,10 +131,10 @@ class TraineeOnRank(Trainee):
         norm = pair.parallel.gradient_norm and self._noting(pair.parallel.gradient_norm)
         self._between_ranks = dataclasses.replace(pair.parallel, gradient_norm=norm)
         self._device = kernels.device
-        first = self._batch(given.inputs)
+        first = self.part_of(given.inputs)
         mapped = dataclasses.replace(pair, weights=own, training=training, reference=pair.candidate)
         group = pair.parallel.amax_group or ranks.stage.group
-        self._begin(mapped, given.checked, first, precision, given.seed, kernels, group=group)
+        self._begin(mapped, given.checked, first, precision, given.seed, kernels, switch, group=group)
         self._places = {name: torch.arange(parameter.numel()) for name, parameter in pair.candidate.named_parameters()}
         self._slices = self._found_slices()
 
@@ -125,15 +146,27 @@ class TraineeOnRank(Trainee):
 
         return noted
 
-    def _batch(self, whole: Any) -> Batch:
+    def part_of(self, whole: Any) -> Batch:
+        """Return this rank's part of a batch."""
         made, names = self._given.made, self._given.input_names
         place = made.place(self._ranks.world.rank)
         return Batch(parts_of_inputs(whole, names, self._of_pair, made, place, self._device), names)
 
-    def step_of(self, whole: Any) -> StepOnRank:
-        """Make one step with this rank's part of a batch."""
-        weights = _on_cpu(self.weights)
-        settings, stepped = self.settings, self.step(self._batch(whole))
+    def of_rank(
+        self,
+        weights: Named,
+        settings: Mapping[str, Mapping[str, Any]],
+        stepped: Stepped,
+        resumed: Resumption | None = None,
+    ) -> StepOnRank:
+        """Return a step as other processes read it.
+
+        Args:
+            weights: those before it.
+            settings: its optimizer's before it.
+            stepped: the step, which has just been made.
+            resumed: how it differs from the same without interruption.
+        """
         kept_by = {name for name, one in self._stepped.items() if self.optimizer.state.get(one)}
         owned = {name: self._places[name] for name in kept_by} | {name: at for name, (_, at) in self._slices.items()}
         scale = float(self._given.made.dp) if self._of_pair.parallel.averages else 1.0
@@ -170,6 +203,7 @@ class TraineeOnRank(Trainee):
             settings,
             stepped.scaling,
             _on_cpu({name: x for (_, name), x in stepped.summed.items()}),
+            resumed,
         )
 
     def _found_slices(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
@@ -196,6 +230,9 @@ class TraineeOnRank(Trainee):
         for name, (copy, at) in getattr(self, "_slices", {}).items():
             found[name][at] = copy.detach().flatten().double()
         return found
+
+    def _copies(self) -> Named:
+        return {**super()._copies(), **{name: copy for name, (copy, _) in self._slices.items()}}
 
     def _apart(self) -> tuple[str, ...]:
         found, parameters = list(super()._apart()), dict(self._of_pair.candidate.named_parameters())

@@ -322,6 +322,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     Raises:
         UserError: if the case does not fit together at one of its sizes.
     """
+    from parity.case.registry import SWITCHES_OVER_RANKS
     from parity.case.validate import attention_of, check_case
     from parity.result import item_name, label_of_way
     from parity.te.precision import PRECISIONS
@@ -332,7 +333,13 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     trained = case.steps if options.steps is None else options.steps
     ways: list[tuple[int, Switch, Degrees | None]] = [(0, "", None)]
     ways += [(trained, switch, None) for switch in ("", *case.switches)] if trained else []
-    ways += [(steps, "", ranks) for ranks in case.ranks for steps in ((0, trained) if trained else (0,))]
+    over_ranks = [(0, "")] + [(trained, switch) for switch in ("", *case.switches) if trained]
+    ways += [
+        (steps, switch, ranks)
+        for ranks in case.ranks
+        for steps, switch in over_ranks
+        if switch in ("", *SWITCHES_OVER_RANKS)
+    ]
     for checked in check_case(case, kernels.te) if chosen else ():
         forced = attention_of(case, checked, options.attention)
         for precision in chosen:

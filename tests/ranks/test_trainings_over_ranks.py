@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import parity
-from parity.lab.studies.ranks.rows import DP
-from parity.lab.studies.ranks.trained import RIGHT, STEPS, WRONG, case_of
+from parity.lab.studies.ranks.rows import DP, SP, TP, TP_DP
+from parity.lab.studies.ranks.trained import RIGHT, STEPS, SWITCHES, WRONG, case_of
 from parity.ranks.layout import degrees
 
 
@@ -17,7 +19,8 @@ def named(entry):
 @pytest.mark.parametrize("right", RIGHT, ids=named)
 def test_a_right_training_passes(right):
     precision = "bf16" if right.exists_at("bf16") else right.precisions[0]
-    (result,) = parity.compare(case_of(right.host, right.variant), [precision], ranks=right.ranks, steps=STEPS)
+    way = dict(steps=STEPS, switch=SWITCHES.get(right.host, ""))
+    (result,) = parity.compare(case_of(right.host, right.variant), [precision], ranks=right.ranks, **way)
     assert (result.status, result.reason, result.findings) == ("passed", "", ())
     assert len(result.steps) == STEPS
 
@@ -25,7 +28,8 @@ def test_a_right_training_passes(right):
 @pytest.mark.parametrize("wrong", WRONG, ids=named)
 def test_a_mistake_is_named(wrong):
     precision = "bf16" if wrong.exists_at("bf16") else wrong.precisions[0]
-    (result,) = parity.compare(case_of(wrong.host, wrong.variant), [precision], ranks=wrong.ranks, steps=STEPS)
+    way = dict(steps=STEPS, switch=SWITCHES.get(wrong.host, ""))
+    (result,) = parity.compare(case_of(wrong.host, wrong.variant), [precision], ranks=wrong.ranks, **way)
     assert (result.status, result.findings[0].title in wrong.titles) == ("failed", True)
     assert "rank" in result.findings[0].message
 
@@ -36,9 +40,48 @@ def test_gradients_that_one_rank_does_not_share_are_told_with_the_step_and_the_r
     assert "those of rank 0 are right, and of rank 1 wrong" in result.findings[0].message
 
 
-def test_a_training_over_ranks_has_no_switches():
-    with pytest.raises(parity.UserError, match="without switches"):
-        parity.compare(case_of("trained"), ["bf16"], ranks=DP, steps=3, switch="resume")
+@pytest.mark.parametrize(
+    ("host", "ranks", "precision", "switch"),
+    [
+        ("trained", DP, "fp8_delayed", "resume"),
+        ("trained mlp", SP, "fp8_delayed", "recompute"),
+        ("trained mlp", TP, "fp8_current", "rollback"),
+        ("trained mlp", TP_DP, "fp8_delayed", "resume-dcp"),
+        ("fully sharded", DP, "bf16", "resume"),
+        ("fully sharded", DP, "fp8_delayed", "resume-dcp"),
+        ("fully sharded", DP, "fp8_current", "resume-safetensors"),
+        ("ZeroRedundancyOptimizer", DP, "fp32", "resume-dcp"),
+    ],
+)
+def test_a_right_training_is_resumed_or_recomputed_over_ranks(host, ranks, precision, switch):
+    (result,) = parity.compare(case_of(host), [precision], ranks=ranks, steps=2, switch=switch)
+    assert (result.status, result.reason, result.findings) == ("passed", "", ())
+    assert result.size_label.endswith(f"-steps2-{switch}-{degrees(ranks).label}")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("no extra state", "on ranks 0, 1, step 2.*not restored: FP8 scales"),
+        ("no moments of rank 1", "on rank 1, step 2.*not restored: the optimizer's exp_avg"),
+        ("moments of rank 0 on all ranks", "on rank 1, step 2"),
+    ],
+)
+def test_what_ranks_lose_in_a_checkpoint_is_told_with_their_numbers(mistake, told):
+    (result,) = parity.compare(case_of("saved", mistake), ["fp8_delayed"], ranks=TP, steps=2, switch="resume")
+    assert (result.status, result.findings[0].title) == ("failed", "state-not-saved")
+    assert re.search(told, result.findings[0].message)
+
+
+def test_copies_that_an_optimizer_steps_and_does_not_save_are_told():
+    (result,) = parity.compare(case_of("divided optimizer"), ["bf16"], ranks=DP, steps=2, switch="resume")
+    assert result.findings[0].title == "state-not-saved"
+    assert "not restored: the copies of weights that the optimizer steps" in result.findings[0].message
+
+
+def test_what_ranks_cannot_do_together_is_refused():
+    with pytest.raises(parity.UserError, match=r"knows resume, .*recompute, and not 'graph'"):
+        parity.compare(case_of("trained"), ["bf16"], ranks=DP, steps=3, switch="graph")
 
 
 def test_small_weights_in_fp16_are_rounded_to_its_even_grid():

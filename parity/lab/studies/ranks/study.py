@@ -148,6 +148,10 @@ def said_of(port: Port) -> Said:
     (checked,) = check_case(case, kernels.te)
     began = time.perf_counter()
     at = case, checked, PRECISIONS[port.precision], port.seed, kernels, _limits()
-    result = train_at(*at, trained.STEPS, made=made) if is_trained else compare_over_ranks_at(*at, made)
+    result = (
+        train_at(*at, trained.STEPS, trained.SWITCHES.get(port.host, ""), made=made)
+        if is_trained
+        else compare_over_ranks_at(*at, made)
+    )
     findings = tuple((found.title, found.message) for found in result.findings)
     return Said(result.status, result.reason, result.margin, findings, time.perf_counter() - began)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,6 +17,7 @@ from parity.case.training import ADAM
 from parity.lab.studies.ranks import rows
 from parity.lab.studies.ranks.rows import DP, SP, TP, TP_DP, Row
 from parity.ranks.layout import Ranks, over
+from parity.result import Switch
 
 STEPS = 3
 CLIP = 0.1
@@ -192,6 +193,29 @@ def of_torch(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     return dataclasses.replace(rows.batches(te, ranks), training=Training(candidate_optimizer=optimizer))
 
 
+def saved(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
+    """Return the MLP that tensor parallel ranks train, save and load, each its own part."""
+
+    def save(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+        own = [optimizer.state_dict()]
+        if mistake == "moments of rank 0 on all ranks":
+            distributed.broadcast_object_list(own, group=ranks.world.group)
+        if mistake == "no moments of rank 1" and ranks.world.rank == 1:
+            own[0]["state"] = {}
+        torch.save((module.state_dict(), own[0]), file)
+
+    def load(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
+        states, own = torch.load(file, weights_only=False)
+        if mistake == "no extra state":
+            states = {name: x for name, x in states.items() if not name.endswith("_extra_state")}
+        module.load_state_dict(states, strict=False)
+        optimizer.load_state_dict(own)
+
+    pair = rows.mlp(te, ranks)
+    training = dataclasses.replace(pair.training, save=save, load=load)
+    return dataclasses.replace(pair, training=training)
+
+
 def amaxes(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     """Return the MLP whose amaxes are reduced over the group that the mistake names."""
     pair = rows.mlp(te, ranks)
@@ -222,10 +246,15 @@ HOSTS: dict[str, Callable[..., Pair]] = {
     "fully sharded": fully_sharded,
     "divided optimizer": divided_optimizer,
     "ZeroRedundancyOptimizer": of_torch,
+    "saved": saved,
     "amaxes": partial(with_dp, amaxes),
     "trained mlp": partial(with_dp, rows.mlp),
     "trained layers": rows.layers,
 }
+
+
+SWITCHES: dict[str, Switch] = {"saved": "resume"}
+"""How hosts are trained that are not trained plainly."""
 
 
 def case_of(host: str, mistake: str = "") -> Case:
@@ -251,6 +280,9 @@ WRONG = (
     Row("divided optimizer", "part not taken over", DP, _SHARDS),
     Row("divided optimizer", "parts in another order", DP, _SHARDS),
     Row("fully sharded", "gradients reduced in BF16", DP, ("reduced-in-16-bits",), ("fp32",)),
+    Row("saved", "no extra state", TP, ("state-not-saved",), ("fp8_delayed",)),
+    Row("saved", "moments of rank 0 on all ranks", TP, ("state-not-saved",)),
+    Row("saved", "no moments of rank 1", TP, ("state-not-saved",)),
     Row("amaxes", "over dp alone", TP_DP, ("amax-group",), ("fp8_delayed",)),
 )
 
@@ -263,6 +295,7 @@ RIGHT = (
     Row("divided optimizer", "", DP),
     Row("ZeroRedundancyOptimizer", "", DP, precisions=("fp32",)),
     Row("fully sharded", "", DP),
+    Row("saved", "", TP),
     Row("trained mlp", "", TP),
     Row("trained mlp", "", SP),
     Row("trained mlp", "", TP_DP),
