@@ -1,4 +1,4 @@
-"""Forgets each title of the findings in turn, and reports those that no test of tests/diagnosis misses.
+"""Forgets each title of the findings in turn, and reports those that no test misses.
 
     python scripts/mutants.py [TITLE ...]
 
@@ -25,14 +25,20 @@ from typing import Any
 
 import pytest
 
+import parity
 import parity.judge
 import parity.search
 from parity import comparison
 from parity.mistakes.codes import CODES
+from parity.result import Result
 from parity.search import precision_mistakes
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = sorted((ROOT / "tests" / "diagnosis").glob("test_*.py"))
+TESTS = [
+    file
+    for folder in ("diagnosis", "comparison", "ranks")
+    for file in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+]
 ELSEWHERE = {
     "not-finite": "tests/comparison/test_bad_values.py",
     "golden-not-finite": "tests/comparison/test_bad_values.py",
@@ -92,8 +98,10 @@ class Run:
 def _mentions(item: pytest.Item, title: str) -> bool:
     """Return whether a test's row has the title, or its own lines, or a function of its page that it calls."""
     values = getattr(getattr(item, "callspec", None), "params", {}).values()
-    if any(value == title or (isinstance(value, (set, tuple)) and title in value) for value in values):
-        return True
+    for value in values:
+        named = getattr(value, "titles", getattr(value, "title", value))  # a row of a study, or a title by itself
+        if named == title or (isinstance(named, (set, frozenset, tuple, list)) and title in named):
+            return True
     page = item.module  # type: ignore[attr-defined]
     body = _body(item.function)  # type: ignore[attr-defined]
     called = (one for name, one in inspect.getmembers(page, inspect.isfunction) if re.search(rf"\b{name}\(", body))
@@ -114,8 +122,11 @@ def _is_of_mistakes(title: str) -> bool:
 
 
 def _names(file: Path, title: str) -> bool:
-    """Return whether a file has the title, or its code, in its text."""
+    """Return whether a file has the title, or its code, in its text, or takes rows that have it from a study."""
     text = file.read_text(encoding="utf-8")
+    for study in set(re.findall(r"^from parity\.lab\.studies\.(\w+)", text, re.MULTILINE)):
+        pages = (ROOT / "parity" / "lab" / "studies" / study).glob("*.py")
+        text += "".join(page.read_text(encoding="utf-8") for page in pages)
     return f'"{title}"' in text or CODES[title] in text
 
 
@@ -142,13 +153,16 @@ def _without(title: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forget_findings(patch: pytest.MonkeyPatch, title: str) -> None:
     """Leave findings of a title out of all results."""
-    explained = comparison.explain_at
+    explained, compared = comparison.explain_at, parity.compare
 
-    def others(*args: Any, **kwargs: Any) -> Any:
-        result = explained(*args, **kwargs)
+    def left(result: Result) -> Result:
         return replace(result, findings=tuple(one for one in result.findings if one.title != title))
 
+    def others(*args: Any, **kwargs: Any) -> Result:
+        return left(explained(*args, **kwargs))
+
     patch.setattr(comparison, "explain_at", others)
+    patch.setattr(parity, "compare", lambda *args, **kwargs: [left(one) for one in compared(*args, **kwargs)])
 
 
 def _modules(*packages: ModuleType) -> Iterator[ModuleType]:
