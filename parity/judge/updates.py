@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from parity.user_error import UserError
 # FP32, which moves 1 - 0.999 by 5e-5 of itself. A share of 1e-3 is beyond all that, and below any setting that is
 # changed.
 ARITHMETIC = 1e-3
+# About ten roundings to FP32, of which an optimizer's sum of its average and its gradient is made.
+_ROUNDINGS = 10 * torch.finfo(torch.float32).eps
+
+_State = dict[Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -74,16 +79,53 @@ class Replay:
         self._scheduler = scheduler(self.optimizer) if scheduler else None
 
     def step(self, update: Update) -> Named:
-        """Return the weights that this optimizer makes of the weights and gradients of a step."""
+        """Return the weights that this optimizer makes of the weights and gradients of a step.
+
+        An optimizer may step by a sign, as Lion does, and FP32 arithmetic decides which where what it adds up nearly
+        cancels. So where its step is not the candidate's, each element is the nearest to the candidate's of what it
+        makes of these gradients and of gradients that are a few FP32 roundings larger or smaller.
+        """
+        before = self._state()
+        right = self._made(update, 1.0)
+        if not all(one.is_right for one in deviations(update, right, torch.float32)):
+            chosen = self._state()
+            for factor in (1.0 - _ROUNDINGS, 1.0 + _ROUNDINGS):
+                self._restore(before)
+                self._take_nearer(self._made(update, factor), update.after, right, chosen)
+            self._restore(chosen)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return right
+
+    def _take_nearer(self, other: Named, made: Named, right: Named, chosen: _State) -> None:
+        """Put each element of the last step that is nearer to ``made`` into ``right`` and into the state ``chosen``."""
+        for name, parameter in self.parameters.items():
+            if name not in right:
+                continue
+            target = made[name].to(parameter.device)
+            nearer = (other[name] - target).abs() < (right[name] - target).abs()
+            right[name] = torch.where(nearer, other[name], right[name])
+            kept, others = chosen.get(parameter, {}), self.optimizer.state.get(parameter, {})
+            for key, x in kept.items():
+                if isinstance(x, Tensor) and x.shape == nearer.shape:
+                    kept[key] = torch.where(nearer, others[key], x)
+
+    def _state(self) -> _State:
+        return {parameter: copy.deepcopy(kept) for parameter, kept in self.optimizer.state.items()}
+
+    def _restore(self, state: _State) -> None:
+        self.optimizer.state.clear()
+        self.optimizer.state.update({parameter: copy.deepcopy(kept) for parameter, kept in state.items()})
+
+    def _made(self, update: Update, factor: float) -> Named:
+        """Return what the optimizer makes of the gradients times a factor."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 gradient = update.gradients[name].to(parameter.device)
                 parameter.grad = None  # of the shape that the parameter had
                 parameter.data = update.before[name].to(parameter.device).clone()
-                parameter.grad = gradient.clone()
+                parameter.grad = factor * gradient
         self.optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
         return {name: one.detach().clone() for name, one in self.parameters.items() if one.requires_grad}
 
 
