@@ -364,6 +364,12 @@ def _replay(prepared: Prepared, training: Training, setting: Setting | None = No
     return Replay(prepared.reference, reference_optimizer(training), training.scheduler, edit)
 
 
+def _fused(prepared: Prepared) -> dict[str, tuple[str, ...]]:
+    """Return the candidate's parameters that hold several of the reference's, with the names of these."""
+    sides = ((list(names(right)), tuple(names(left))) for left, right in prepared.weights.items())
+    return {own[0]: held for own, held in sides if len(own) == 1 < len(held)}
+
+
 def _multiplied(prepared: Prepared) -> dict[tuple[str, bool], float]:
     """Return the largest magnitude of what each of the candidate's weights is multiplied by, as the reference has it;
     by the weight's name, and by whether that is a gradient.
@@ -570,7 +576,12 @@ def _of_optimizer(
             return apart
     if wrong:
         return optimizer_explained(
-            run.history, wrong, lambda setting: _replay(prepared, training, setting), dtype, trainee.settings
+            run.history,
+            wrong,
+            lambda setting: _replay(prepared, training, setting),
+            dtype,
+            trainee.settings,
+            _fused(prepared),
         )
     if stepped.apart:
         return finding(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from parity.case import transfer
+from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.judge.asked import Asked
@@ -37,7 +38,7 @@ from parity.passes.build import build
 from parity.passes.micro_batches import shares_made
 from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
 from parity.passes.prepare import Prepared
-from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places
+from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, steps_elements
 from parity.passes.steps_on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.ranks.layout import Degrees, part, places
 from parity.result import Finding, Result, Switch
@@ -80,7 +81,8 @@ class TraineeOverRanks:
         self.is_plain = pair.training.candidate_step is None
         self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
         self._whole_shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
-        self._elements = {name: followed_places(name, shape) for name, shape in self._shapes.items()}
+        self._are_whole = not steps_elements(pair.reference, reference_optimizer(pair.training))
+        self._elements = {name: followed_places(name, shape, self._are_whole) for name, shape in self._shapes.items()}
         given = given_of(case, asked, checked, prepared, made)
         batches = tuple(
             on_cpu(batch_of(pair, number, checked, dtype, seed, kernels.device, prepared.input_names).inputs)
@@ -133,6 +135,7 @@ class TraineeOverRanks:
             self._sampled(transfer.to_reference(weights, after, shapes)),
             {},
             {key: dtype for one in step for key, dtype in one.kept_in.items()},
+            self._are_whole,
         )
         unreached = unreached_by([one.ran for one in step])
         apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))

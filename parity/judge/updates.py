@@ -52,7 +52,7 @@ class Deviation:
 
 
 class Replay:
-    """The reference's optimizer over a few elements of each parameter, step after step, in FP64.
+    """The reference's optimizer over the followed elements of each parameter, step after step, in FP64.
 
     Attributes:
         parameters: what it steps, by name.
@@ -72,6 +72,7 @@ class Replay:
         """
         self._module = copy.deepcopy(reference).double()
         self.parameters = dict(self._module.named_parameters())
+        self._shapes = {name: one.shape for name, one in self.parameters.items()}
         made = make(self._module)
         if not isinstance(made, Optimizer):
             raise UserError(f"a training's optimizer is a torch.optim.Optimizer, not {type(made).__name__}")
@@ -107,8 +108,8 @@ class Replay:
             right[name] = torch.where(nearer, other[name], right[name])
             kept, others = chosen.get(parameter, {}), self.optimizer.state.get(parameter, {})
             for key, x in kept.items():
-                if isinstance(x, Tensor) and x.shape == nearer.shape:
-                    kept[key] = torch.where(nearer, others[key], x)
+                if isinstance(x, Tensor) and x.numel() == nearer.numel():
+                    kept[key] = torch.where(nearer.view(x.shape), others[key], x)
 
     def _state(self) -> _State:
         return {parameter: copy.deepcopy(kept) for parameter, kept in self.optimizer.state.items()}
@@ -123,10 +124,11 @@ class Replay:
             if parameter.requires_grad:
                 gradient = update.gradients[name].to(parameter.device)
                 parameter.grad = None  # of the shape that the parameter had
-                parameter.data = update.before[name].to(parameter.device).clone()
-                parameter.grad = factor * gradient
+                shape = self._shapes[name] if update.is_whole else gradient.shape
+                parameter.data = update.before[name].to(parameter.device, copy=True).view(shape)
+                parameter.grad = (factor * gradient).view(shape)
         self.optimizer.step()
-        return {name: one.detach().clone() for name, one in self.parameters.items() if one.requires_grad}
+        return {name: one.detach().flatten().clone() for name, one in self.parameters.items() if one.requires_grad}
 
 
 def deviations(update: Update, expected: Named, dtype: torch.dtype) -> list[Deviation]:

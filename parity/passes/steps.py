@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_map_only
 
 from parity.case import transfer
-from parity.case.case import Case, Pair, Rng, draw_inputs
+from parity.case.case import Case, MakeOptimizer, Pair, Rng, draw_inputs
 from parity.case.checkpoints import WAYS
-from parity.case.training import Model, candidate_optimizer, losses, plain_step
+from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.cpu.float8 import fp8_dtype, is_float8_tensor
@@ -132,6 +132,7 @@ class Update:
         after: the weights after the step.
         moments: what the optimizer keeps for each element, by its name there.
         kept_in: the dtypes in which it keeps them.
+        is_whole: whether it has all elements, as an optimizer's that does not step each by itself.
     """
 
     before: Named
@@ -139,14 +140,15 @@ class Update:
     after: Named
     moments: dict[str, Named]
     kept_in: dict[str, torch.dtype]
+    is_whole: bool = False
 
     def remembered(self) -> Update:
         """Return what the failure of a later step is explained by: a few of the elements, without moments."""
         before, gradients, after = (
-            {name: x[:REMEMBERED].clone() for name, x in named.items()}
+            {name: x[: None if self.is_whole else REMEMBERED].clone() for name, x in named.items()}
             for named in (self.before, self.gradients, self.after)
         )
-        return Update(before, gradients, after, {}, self.kept_in)
+        return Update(before, gradients, after, {}, self.kept_in, self.is_whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +239,7 @@ class Trainee:
     """
 
     _between_ranks: Parallel | None = None  # what a plain step does between ranks
+    _follows_all = False  # whether all elements are followed, whatever the optimizer
     _fits: Callable[[bool], bool] = staticmethod(lambda fits: fits)  # whether the scales of all ranks fit
 
     def __init__(
@@ -304,7 +307,13 @@ class Trainee:
             )
         self._stepped = _stepped(pair.candidate, self.optimizer)
         self._scheduler = training.scheduler(self.optimizer) if training.scheduler else None
-        self._places = {name: followed_places(name, shape) for name, shape in self._shapes.items()}
+        if isinstance(self.optimizer, LBFGS):
+            raise UserError(
+                "torch.optim.LBFGS computes the loss several times in a step, which is not compared: give the pair "
+                "another optimizer, training=parity.Training(optimizer=...)"
+            )
+        self._are_whole = self._follows_all or not steps_elements(pair.reference, reference_optimizer(training))
+        self._places = {name: followed_places(name, shape, self._are_whole) for name, shape in self._shapes.items()}
         self._warmup_passes = precision.warmup_passes
 
     def _step_on(self, prepared: Prepared | Batch) -> Callable[..., Tensor]:
@@ -510,6 +519,7 @@ class Trainee:
             self._followed_weights(),
             self._moments(),
             self._kept_in(),
+            self._are_whole,
         )
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module)
@@ -823,10 +833,41 @@ def _leaves(inputs: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.is_floating_point()), inputs)
 
 
-def followed_places(name: str, shape: tuple[int, ...]) -> Tensor:
+def steps_elements(reference: nn.Module, make: MakeOptimizer) -> bool:
+    """Return whether an optimizer steps each element of a parameter by its own numbers alone, as Adam does.
+
+    Muon, Adafactor, LAMB and the like step matrices. A copy of the reference tells, whose parameters have at most 8
+    elements along each dimension: it is stepped whole, and once more with some elements of each as a vector.
+    """
+    small = {
+        id(one): nn.Parameter(Rng(0, name).normal(*(min(size, 8) for size in one.shape)).double(), one.requires_grad)
+        for name, one in reference.named_parameters()
+    }
+    whole = copy.deepcopy(reference, dict(small))
+    some = copy.deepcopy(whole)
+    try:
+        optimizers = make(whole), make(some)
+        for step in range(3):
+            for (name, one), other in zip(whole.named_parameters(), some.parameters(), strict=True):
+                if one.requires_grad:
+                    one.grad = Rng(step, name).normal(*one.shape).double()
+                    other.grad = None  # of the shape that the parameter had
+                    other.data = one.detach().reshape(-1)[::2].clone()
+                    other.grad = one.grad.reshape(-1)[::2].clone()
+            for optimizer in optimizers:
+                optimizer.step()
+            for one, other in zip(whole.parameters(), some.parameters(), strict=True):
+                if one.requires_grad and not torch.allclose(one.detach().reshape(-1)[::2], other.detach(), 1e-9, 1e-12):
+                    return False
+    except Exception:  # of an optimizer that keeps something of the parameter's shape, or takes matrices alone
+        return False
+    return True
+
+
+def followed_places(name: str, shape: tuple[int, ...], all_of_them: bool = False) -> Tensor:
     """Return which elements of a parameter are followed, seen as a vector."""
     count = torch.Size(shape).numel()
-    if count <= FOLLOWED:
+    if count <= FOLLOWED or all_of_them:
         return torch.arange(count)
     return Rng(0, f"elements of {name}").integers(FOLLOWED, high=count)
 

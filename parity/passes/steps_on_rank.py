@@ -117,6 +117,7 @@ class TraineeOnRank(Trainee):
     """A rank's part of a candidate in training: parameters are told by their own names, and whole as it holds them."""
 
     _fits = staticmethod(is_so_on_all)
+    _follows_all = True
 
     def __init__(self, given: Given, ranks: Ranks, kernels: Kernels, precision: Precision, switch: Switch = "") -> None:
         """Build the candidate and its optimizer; every rank has to do so."""

@@ -210,6 +210,7 @@ def optimizer_explained(
     replayed: Callable[[Setting | None], Replay],
     dtype: torch.dtype,
     settings: Mapping[str, Mapping[str, Any]],
+    fused: Mapping[str, Sequence[str]],
 ) -> Finding:
     """Return what is wrong with an optimizer's last step.
 
@@ -219,6 +220,7 @@ def optimizer_explained(
         replayed: makes the reference's optimizer anew, with another setting if one is given.
         dtype: in which the candidate's optimizer holds its weights.
         settings: of the candidate's optimizer for each parameter, by its name in the reference.
+        fused: the candidate's parameters that hold several of the reference's, with the names of these.
     """
     own = replayed(None)
     # Moments in 16 bits are a fact, and explain what their rounding costs before any setting that would fit as well.
@@ -227,8 +229,11 @@ def optimizer_explained(
     if narrow and largest <= sum(_eps(kept) for kept in narrow.values()):
         return _narrow_moments(narrow, largest)
     for setting in (*_of_the_candidate(own, settings), *_settings(own)):
-        replay = replayed(setting)
-        made = [replay.step(update) for update in history]
+        try:
+            replay = replayed(setting)
+            made = [replay.step(update) for update in history]
+        except Exception:  # it is an optimizer that cannot have this setting
+            continue
         if all(_fits(update, after, dtype) for update, after in zip(history, made, strict=True)):
             return finding(
                 "optimizer",
@@ -243,6 +248,15 @@ def optimizer_explained(
         return finding("optimizer", f"the candidate's optimizer does not step {listed(left_out)}: {repair}")
     if narrow:
         return _narrow_moments(narrow, largest)
+    off = {one.name for one in wrong}
+    together = {name: parts for name, parts in fused.items() if off & set(parts)}
+    if history[-1].is_whole and off <= {part for parts in together.values() for part in parts}:
+        holds = "; ".join(f"{name} holds {listed(parts)}" for name, parts in list(together.items())[:3])
+        return finding(
+            "optimizer",
+            f"{holds}. The optimizer does not step each element by itself, so that its step of all of them together is "
+            "not its step of each: let it step the parts of such a parameter one by one, or train the reference so",
+        )
     factors = [one.along for one in wrong]
     alike = max(factors) - min(factors) <= 1e-3 * abs(factors[0]) and all(
         abs(one.share - abs(one.along - 1.0)) <= 1e-3 for one in wrong
@@ -270,7 +284,7 @@ def _narrow_moments(narrow: Mapping[str, torch.dtype], largest: float) -> Findin
     return finding(
         "optimizer",
         f"the candidate's optimizer keeps {told}, and its steps differ from the reference's by up to {largest:.2g}; "
-        "keep both in FP32, unless you want to save their memory",
+        "keep them in FP32, unless you want to save their memory",
     )
 
 
@@ -371,8 +385,9 @@ def _settings(own: Replay) -> Iterator[Setting]:
         for one, other in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
             if (one, other) != tuple(first["betas"]):
                 yield Setting(f"its optimizer has betas=({one:g}, {other:g})", _with(betas=(one, other)))
-        yield Setting("its optimizer leaves out the correction of the moments' bias", _uncorrected)
-    if "eps" in first:
+        if isinstance(own.optimizer, (Adam, AdamW)):
+            yield Setting("its optimizer leaves out the correction of the moments' bias", _uncorrected)
+    if isinstance(first.get("eps"), float):
         for value in (*OPTIMIZER_EPS, 1e-7, 1e-4, 1e-3):
             if value != first["eps"]:
                 yield Setting(f"its optimizer has eps={value:g}, the reference's {first['eps']:g}", _with(eps=value))
@@ -382,7 +397,9 @@ def _settings(own: Replay) -> Iterator[Setting]:
         for value in (0.0, *MOMENTA):
             if value != first["momentum"]:
                 yield Setting(f"its optimizer has momentum={value:g}", _with(momentum=value))
-        yield Setting("its optimizer uses Nesterov's momentum", _with(nesterov=not first["nesterov"]))
+        if "nesterov" in first:
+            how = "plain" if first["nesterov"] else "Nesterov's"
+            yield Setting(f"its optimizer uses {how} momentum", _with(nesterov=not first["nesterov"]))
 
 
 def _with(**settings: Any) -> Callable[[Optimizer], Optimizer]:

@@ -52,6 +52,46 @@ def lion(**settings: Any) -> Callable[[ModuleType], Training]:
     )
 
 
+class Muon(Optimizer):
+    """Steps matrices along the orthogonal matrix that is nearest to a moving sum of gradients, and vectors by that sum.
+
+    The algorithm is that of Jordan et al., *Muon: An optimizer for hidden layers in neural networks*, 2024, with a
+    singular value decomposition in the place of its iteration. Weights in 16 bits have FP32 copies.
+    """
+
+    def __init__(self, parameters: Iterable[Any], **settings: Any) -> None:
+        """Step these parameters, or groups of them, with ``lr``, ``momentum`` and ``weight_decay``."""
+        super().__init__(parameters, dict(lr=1e-2, momentum=0.9, weight_decay=0.1) | settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Make one step."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state, wide = self.state[one], torch.promote_types(one.dtype, torch.float32)
+                if not state:
+                    state["copy"], state["sum"] = one.detach().to(wide, copy=True), torch.zeros_like(one, dtype=wide)
+                state["sum"].mul_(group["momentum"]).add_(one.grad)
+                along = state["sum"]
+                if along.dim() == 2:
+                    u, _, v = torch.linalg.svd(along, full_matrices=False)
+                    along = u @ v
+                state["copy"].mul_(1.0 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * along)
+                one.copy_(state["copy"])
+
+
+def muon(te: ModuleType) -> Training:
+    """Return a training of which both sides step matrices as a whole."""
+    return Training(lambda model: Muon(model.parameters()), lambda model: Muon(model.parameters()))
+
+
+def adagrad(te: ModuleType) -> Training:
+    """Return a training by an optimizer that makes its state of the parameters' shapes before its first step."""
+    return Training(lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2), None)
+
+
 def remainders(te: ModuleType) -> Training:
     """Return a training by TE's FusedAdam that keeps of master weights only the bits that BF16 leaves out."""
 

@@ -654,6 +654,7 @@ WRONG = (
     Row("SGD without decay", sgd(weight_decay=0.0), _OPTIMIZER, "weight_decay=0", precisions=("fp32",)),
     Row("betas of Lion", own_optimizers.lion(betas=(0.95, 0.98)), _OPTIMIZER, "betas=(0.95, 0.98)"),
     Row("no decay in Lion", own_optimizers.lion(weight_decay=0.0), _OPTIMIZER, "weight_decay=0"),
+    Row("Muon of fused weights", own_optimizers.muon, _OPTIMIZER, "holds mlp.gate_proj.weight", host="llama"),
     Row("groups exchanged", own_optimizers.groups_exchanged, _OPTIMIZER, "weight_decay=0.1 for"),
     Row("averages in training", stepping(own_optimizers.Averaging), ("master-weights",), "averages", "", NARROW),
     Row("averages in FP32", stepping(own_optimizers.Averaging), _OPTIMIZER, "step 2", "", ("fp32",)),
@@ -768,6 +769,8 @@ RIGHT: dict[str, Declared] = {
     "a schedule": lambda te: Training(scheduler=warmed_up),
     "SGD": sgd(),
     "Lion": own_optimizers.lion(),
+    "Muon": own_optimizers.muon,
+    "Adagrad": own_optimizers.adagrad,
     "master weights in remainders": own_optimizers.remainders,
     "no decay of norms": only_matrices_of_both,
     "quantized weights": quantized_weights.caches_reset,
@@ -792,3 +795,6 @@ ONLY_AT = {  # TE's SGD holds no FP32 master weights, and remainders are those o
     "a scale that a graph reads": SCALED,
 }
 """The precisions of right trainings that others do not suit."""
+
+ONLY_ON = {"Muon": ("mlp",)}
+"""The hosts of right trainings that others do not suit: a Llama layer's fused weights are one matrix to Muon."""

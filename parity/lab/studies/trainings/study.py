@@ -22,6 +22,7 @@ from parity.lab.studies.trainings.rows import (
     OF_QUANTIZED,
     OFFLOADED,
     ONLY_AT,
+    ONLY_ON,
     QUANTIZED,
     RIGHT,
     WRONG,
@@ -147,7 +148,7 @@ def _hosts(right: str, precision: str, switch: Switch) -> list[str]:
     """Return what a right training trains at a precision."""
     if right in OF_QUANTIZED:
         return [host for host in QUANTIZED if host.endswith(f" {precision}")]
-    return list(COMPILED if switch == "compile" else HOSTS)
+    return [host for host in (COMPILED if switch == "compile" else HOSTS) if host in ONLY_ON.get(right, (host,))]
 
 
 @functools.cache
