@@ -23,11 +23,11 @@ def update_of(before, gradient, after):
 def test_a_sign_is_the_ports_where_fp32_arithmetic_decides_it(off, either_is_right, sign):
     """Lion steps by the sign of 0.9 average + 0.1 gradient, whose first element cancels to a few roundings here."""
     replay = Replay(nn.Linear(8, 1, bias=False), lambda model: Lion(model.parameters(), lr=RATE, weight_decay=0.0))
-    weights, gradient = torch.ones(1, 8).double(), torch.ones(1, 8).double()
+    weights, gradient = torch.ones(8).double(), torch.ones(8).double()
     weights = replay.step(update_of(weights, gradient, weights - RATE))["weight"]  # leaves an average of 0.01
-    gradient[0, 0] = -0.09 * (1.0 + off)
+    gradient[0] = -0.09 * (1.0 + off)
     made = weights - RATE
-    made[0, 0] = weights[0, 0] - sign * RATE
+    made[0] = weights[0] - sign * RATE
     update = update_of(weights, gradient, made)
     (deviation,) = deviations(update, replay.step(update), torch.float32)
     assert deviation.is_right == (either_is_right or sign == (-1.0 if off > 0.0 else 1.0))
