@@ -61,6 +61,7 @@ from parity.search.steps import (
     micro_batches_explained,
     optimizer_explained,
     scale_of,
+    some_scaled,
     stale_transposes,
 )
 from parity.te import Kernels
@@ -442,6 +443,9 @@ def _explained(
             lambda: {name: factor * x for name, x in golden.items()},
         ),
     ]
+    factors = {name: scale_of({name: candidate[name]}, {name: x}) for name, x in golden.items()}
+    if scaled := some_scaled(number, factors, run.limits, golden):
+        guesses.append(Guess("gradient-scale", scaled, lambda: {name: factors[name] * x for name, x in golden.items()}))
     largest = max((float(x.abs().max()) for x in candidate.values() if x.numel()), default=0.0)
     if any(bool((x.abs() > largest).any()) for x in golden.values()):
         guesses.append(

@@ -183,6 +183,38 @@ def scale_of(candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> f
     return along / size if size else 1.0
 
 
+# A factor of fewer elements than this fits whatever is wrong with them.
+_FEWEST_SCALED = 16
+
+
+def some_scaled(
+    number: int, factors: Mapping[str, float], limits: Mapping[str, float], golden: Mapping[str, Tensor]
+) -> str:
+    """Say which gradients of a step are numbers times the right ones; empty if none are, or all with one number.
+
+    Args:
+        number: of the step.
+        factors: that of each weight gradient, by least squares.
+        limits: bounds on the relative errors of the weight gradients, by name.
+        golden: the right gradients.
+    """
+    off = {name: factor for name, factor in factors.items() if abs(factor - 1.0) > limits.get(name, math.inf)}
+    if any(golden[name].numel() < _FEWEST_SCALED for name in off):
+        return ""
+    of: dict[str, list[str]] = {}
+    for name, factor in off.items():
+        of.setdefault("0" if abs(factor) < 0.01 else factor_in_words(factor), []).append(name)
+    others = len(factors) - len(off)
+    if not off or (not others and len(of) == 1):
+        return ""
+    told = "; ".join(f"{factor} times for {listed(some)}" for factor, some in list(of.items())[:3])
+    more = f"; and {len(of) - 3} more" if len(of) > 3 else ", and the others are right" if others else ""
+    return (
+        f"in step {number} gradients are the reference's times a number: {told}{more}. Look at what scales, zeroes or "
+        "reduces these by themselves, such as a hook, a norm of each, or parameters that no gradient reaches"
+    )
+
+
 def _off(x: Tensor, right: Tensor, sized: Tensor) -> float:
     size, off = float(sized.double().norm()), float((x.double() - right.double()).norm())
     return off / size if size else math.inf if off else 0.0

@@ -184,6 +184,22 @@ def zeroed_between(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     return torch.stack([loss.detach() for loss in losses]).sum()
 
 
+def one_halved(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Make a step with half of the gradient of one matrix."""
+    return step(
+        model, optimizer, x, lambda model: next(grad for grad in _gradients(model) if grad.dim() == 2).mul_(0.5)
+    )
+
+
+def norms_zeroed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    """Make a step that norms take no part in."""
+    return step(model, optimizer, x, lambda model: [grad.zero_() for grad in _gradients(model) if grad.dim() == 1])
+
+
+def _gradients(model: Model) -> list[Tensor]:
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
 def not_zeroed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Add to the gradients of the steps before."""
     loss = model.loss(x)
@@ -628,7 +644,7 @@ WRONG = (
     Row("clipping each by itself", stepping(clipped_apart, clip=CLIP), ("gradient-clipping",)),
     Row("clipping of elements", stepping(elements_clipped), ("gradient-clipping",), "each element"),
     Row("a step before backward", stepping(other_first), ("stale-gradient", "no-gradient")),
-    Row("a parameter without gradient", stepping(frozen), ("state-between-steps", "no-gradient")),
+    Row("a parameter without gradient", stepping(frozen), ("gradient-scale",), "0 times for"),
     Row("the batch before", stepping(OneBatchBehind), ("stale-batch",), "step 2"),
     Row("the weights before", stepping(OldCopy), ("stale-weights",), "step 2"),
     Row("the weight matrices before", old_matrices, ("weight-cache-stale", "stale-weights")),
@@ -654,6 +670,8 @@ WRONG = (
     Row("SGD without decay", sgd(weight_decay=0.0), _OPTIMIZER, "weight_decay=0", precisions=("fp32",)),
     Row("betas of Lion", own_optimizers.lion(betas=(0.95, 0.98)), _OPTIMIZER, "betas=(0.95, 0.98)"),
     Row("no decay in Lion", own_optimizers.lion(weight_decay=0.0), _OPTIMIZER, "weight_decay=0"),
+    Row("one weight's gradient halved", stepping(one_halved), ("gradient-scale",), "1/2 times for", host="llama"),
+    Row("norms without gradients", stepping(norms_zeroed), ("gradient-scale",), "0 times for", host="llama"),
     Row("Muon of fused weights", own_optimizers.muon, _OPTIMIZER, "holds mlp.gate_proj.weight", host="llama"),
     Row("groups exchanged", own_optimizers.groups_exchanged, _OPTIMIZER, "weight_decay=0.1 for"),
     Row("averages in training", stepping(own_optimizers.Averaging), ("master-weights",), "averages", "", NARROW),
