@@ -14,15 +14,27 @@ from parity.passes.all_passes import Tensors
 from parity.passes.build import size_in_bytes
 from parity.passes.prepare import Prepared
 
+# A logarithm of a probability that is 1 may be rounded to either side of 0.
+_ROUNDING = 1e-6
+
 
 def log_prob_outputs(prepared: Prepared) -> tuple[str, ...]:
     """Return the names of the outputs that are log-probabilities of tokens, kept for the next precision."""
 
+    outputs = {name: x for name, x in prepared.golden.outputs.items() if x.dim() and _has_one_sign(x)}
+
     def names() -> tuple[str, ...]:
+        if not outputs:
+            return ()
         calls = prepared.cache.get("calls", lambda: calls_of(prepared), lambda one: size_in_bytes(one.trace.tensors))
-        return returned_log_probs(calls.trace, prepared.golden.outputs)
+        return returned_log_probs(calls.trace, outputs)
 
     return prepared.cache.get("log probs", names)
+
+
+def _has_one_sign(x: Tensor) -> bool:
+    """Return whether numbers are all negative or all positive, but for roundings, as log-probabilities are."""
+    return bool((x < _ROUNDING).all()) or bool((x > -_ROUNDING).all())
 
 
 def told(names: Sequence[str], candidate: Tensors, golden: Tensors, models: Sequence[Tensors]) -> Iterator[str]:
