@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from parity.mistakes.constants import numbers
 from parity.mistakes.hypothesis import Mistake
-from parity.trace.trace import Call, Trace, Value, edit
+from parity.trace.trace import Call, Trace, Value, edit, ordinal
 from parity.trace.walk import CASTS, JOINS, RESHAPES, binary, with_number
 
 # Calls with a number in them, and what a port computes that has another number there.
@@ -454,12 +454,18 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
                 end = "last" if left_out else "first"
                 yield f"it takes the {end} of dimension {dim}, so many times", [left_out] * count
             at_end = start != size - count
-            if start > 1 and not at_end:
-                yield f"it takes {count} of dimension {dim} from the second on", slice(1, 1 + count)
             yield (
                 f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}",
                 slice(size - count, size) if at_end else slice(0, count),
             )
+            taken = {start, size - count if at_end else 0}
+            for other in (1, start - 1, start + 1):
+                if 0 <= other <= size - count and other not in taken:
+                    taken.add(other)
+                    yield (
+                        f"it takes {count} of dimension {dim} from the {ordinal(other + 1)} on",
+                        slice(other, other + count),
+                    )
             if size % count == 0:
                 yield f"it takes every {size // count}th of dimension {dim}", slice(start // count, None, size // count)
         elif step > 1:

@@ -135,7 +135,8 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
             "operation",
             "the 1st 'var' of the module as the reference does; it divides by 23, not 24 elements",
         ),
-        (Whitened, dict(first=1), "operation", "it takes 20 of dimension 1 from the second on"),
+        (Whitened, dict(first=1), "operation", "it takes 20 of dimension 1 from the 2nd on"),
+        (Whitened, dict(first=3), "operation", "it takes 20 of dimension 1 from the 4th on"),
     ],
 )
 def test_the_call_and_what_is_wrong_with_it_are_told(module, port, title, phrase, precision):
