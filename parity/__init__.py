@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         transpose,
         under,
     )
+    from parity.conversion import convert
     from parity.ranks.layout import Parallel, Ranks, over
     from parity.ranks.pipeline import Pipeline
     from parity.result import Finding, Result, TensorResult
@@ -49,6 +50,7 @@ __all__ = [
     "UserError",
     "compare",
     "constant",
+    "convert",
     "copies",
     "experts",
     "interleaved_qkv",
@@ -82,6 +84,7 @@ _HOME = {
     "UserError": "user_error",
     "compare": "api",
     "constant": "case.weight_map",
+    "convert": "conversion",
     "copies": "case.weight_map",
     "experts": "case.weight_map",
     "interleaved_qkv": "case.weight_map",

@@ -346,6 +346,30 @@ def load(target: str) -> list[Case]:
     return [load_case(path, item.partition("[")[0])] if item else load_file(path)
 
 
+def only(target: str) -> Case:
+    """Return the case that ``my_pairs.py::my_mlp`` names, or the only one that a file declares.
+
+    Raises:
+        UserError: as ``load``; if the file declares several.
+    """
+    cases = load(target)
+    if len(cases) > 1:
+        ids = ", ".join(f"{target}::{case.name}" for case in cases)
+        raise UserError(f"{target} declares {len(cases)} pairs; name one of {ids}")
+    return cases[0]
+
+
+def size_of(case: Case, index: int) -> Size:
+    """Return one of a case's sizes, counted from 0.
+
+    Raises:
+        UserError: if there is no such size.
+    """
+    if not 0 <= index < len(case.sizes):
+        raise UserError(f"--size is {index}, but {case} has {len(case.sizes)}, counted from 0")
+    return case.sizes[index]
+
+
 def load_entry_points() -> list[Case]:
     """Return the cases of installed packages, whose entry points in the group ``parity.pairs`` name modules.
 

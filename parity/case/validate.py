@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import init
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
@@ -282,6 +283,46 @@ def _build_without_memory(case: Case, te: ModuleType, size: Size) -> tuple[Pair,
         # Sound code can need values. Only the real call tells whether it does, and shows the real cause if not.
         pass
     return build(case, te, size)
+
+
+def modules_without_memory(case: Case, te: ModuleType, size: Size) -> Pair:
+    """Return the pair at a size, whose modules are on the meta device if they can be built so.
+
+    Raises:
+        UserError: if the factory raises, or returns no pair of two modules; names the case and the size.
+    """
+    with located(case, size), undisturbed():
+        try:
+            with without_memory():
+                pair = case.build(te, size)
+        except (UserError, *INTERRUPTS):
+            raise
+        except BaseException:  # as for ``_build_without_memory``
+            with _as_user_error("the factory", case.path):
+                pair = case.build(te, size)
+        _check_pair(pair)
+        return pair
+
+
+def with_buffers_alone(case: Case, te: ModuleType, size: Size) -> Pair:
+    """Return the pair at a size with the values of its buffers, but not of its parameters.
+
+    Each parameter has memory from when it is made until its module is given it, so only one at a time has some.
+
+    Raises:
+        UserError: if the factory raises.
+    """
+
+    def forget(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(parameter.to(_META), parameter.requires_grad)
+
+    with located(case, size), undisturbed():
+        hook = register_module_parameter_registration_hook(forget)  # type: ignore[arg-type]
+        try:
+            with _as_user_error("the factory", case.path):
+                return case.build(te, size)
+        finally:
+            hook.remove()
 
 
 def build(case: Case, te: ModuleType, size: Size) -> tuple[Pair, Any]:

@@ -103,6 +103,39 @@ def suggest_map(
 
 
 @app.command()
+def convert(
+    target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="*.safetensors, *.index.json, a file of torch.save, or their folder.")
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="*.safetensors.")],
+    to: Annotated[str, typer.Option(help="te, or reference for the way back.")] = "te",
+    dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16; by default as the source has it.")] = "",
+    size: Annotated[
+        str,
+        typer.Option(help="The pair's arguments for this checkpoint: hidden=4096,heads=32; or a size's number."),
+    ] = "",
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option(help='What keys of the reference\'s checkpoint begin with: "model.", "model.layers.3.=layer."'),
+    ] = None,
+    te_prefix: Annotated[list[str] | None, typer.Option(help="The same for TE's checkpoint.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help='Keys to leave out: "*.inv_freq"; repeatable.')] = None,
+    within: Annotated[str, typer.Option(help="The entry that holds the model in a file of torch.save: model.")] = "",
+    backend: BackendName = "auto",
+) -> None:
+    """Convert a checkpoint to TE's layout by a pair's weight map, or back; nothing is written unless all of it fits."""
+    from parity.cli import conversion
+
+    print(
+        conversion.convert(
+            *(target, source, destination, to, dtype, size),
+            *(prefix or (), te_prefix or (), ignore or (), within, backend),
+        )
+    )
+
+
+@app.command()
 def report(
     file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from parity import reading, shown
 from parity.case import registry
-from parity.case.case import Case, Size
 from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
 from parity.report import changes, failure, markdown, record
@@ -126,8 +125,8 @@ def suggest(
     Raises:
         UserError: if there is no such pair or size, the backend cannot be had, or the pair cannot be built.
     """
-    case = _case(target)
-    chosen = _size(case, size)
+    case = registry.only(target)
+    chosen = registry.size_of(case, size)
     asked = [_ranks(text) for text in ranks] or None
     suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs, asked)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
@@ -139,14 +138,6 @@ def suggest(
         print(f"{python_over_ranks(suggestion.divided)}\n")
     print(explain(suggestion))
     return suggestion.settled
-
-
-def _case(target: str) -> Case:
-    cases = registry.load(target)
-    if len(cases) > 1:
-        ids = ", ".join(f"{target}::{case.name}" for case in cases)
-        raise UserError(f"{target} declares {len(cases)} pairs; name one of {ids}")
-    return cases[0]
 
 
 def _ranks(text: str) -> dict[str, int]:
@@ -165,9 +156,3 @@ def _ranks(text: str) -> dict[str, int]:
         else:
             raise UserError(f"--ranks is {text!r}, but must be such as tp=2 or tp=2,sequence_parallel")
     return asked
-
-
-def _size(case: Case, index: int) -> Size:
-    if not 0 <= index < len(case.sizes):
-        raise UserError(f"--size is {index}, but {case} has {len(case.sizes)}, counted from 0")
-    return case.sizes[index]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from parity.user_error import UserError
 
@@ -17,12 +18,22 @@ from parity.user_error import UserError
 def replace(path: Path, content: str | bytes) -> None:
     """Write a file in place of what is there; half a surrogate pair, which no UTF-8 has, is written as its escape."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Hand out a file to write to, which takes the place of what is there when the context ends.
+
+    If anything is raised within the context, what is there stays, and nothing is left beside it.
+    """
     target = Path(os.path.realpath(path))  # what a link leads to, and not the link
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(prefix=f".{target.name[:100]}-", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
         os.chmod(draft, _mode_of(target))
         os.replace(draft, target)
     except BaseException:

@@ -1,0 +1,123 @@
+"""Convert a checkpoint's file by a pair's weight map."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+
+from parity.case import registry
+from parity.case.case import Case
+from parity.conversion import checkpoint
+from parity.conversion.conversion import Direction, planned_conversion
+from parity.conversion.plan import Plan
+from parity.plugin.options import check_file, parse_backend
+from parity.report.numbers import plural
+from parity.user_error import UserError
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def convert(
+    target: str,
+    source: Path,
+    destination: Path,
+    to: str,
+    dtype: str,
+    size: str,
+    prefix: Sequence[str],
+    te_prefix: Sequence[str],
+    ignore: Sequence[str],
+    within: str,
+    backend: str,
+) -> str:
+    """Convert one file, and return what to tell about it.
+
+    Args:
+        target: ``my_pairs.py::my_model``, or only the file if it declares one pair.
+        source: what ``checkpoint.read`` reads.
+        destination: a file of safetensors.
+        to: ``te`` or ``reference``.
+        dtype: a key of ``DTYPES``, or nothing for the dtypes of the source.
+        size: see ``_size``.
+        prefix, te_prefix, ignore: as of ``parity.convert``.
+        within: the entry of a file of ``torch.save``, or nothing.
+        backend: ``auto``, ``gpu`` or ``cpu``.
+
+    Raises:
+        UserError: if an argument is not as above, or the checkpoint cannot be converted; nothing is written then.
+    """
+    if destination.suffix != checkpoint.SAFETENSORS:
+        raise UserError(f"{destination} should end in {checkpoint.SAFETENSORS}, the format that is written")
+    check_file(destination, "DST")
+    if destination.exists() and source.exists() and destination.samefile(source):
+        raise UserError(f"{destination} would replace its source; name another file")
+    if to not in get_args(Direction):
+        raise UserError(f"--to is {to!r}, but must be te or reference")
+    if dtype and dtype not in DTYPES:
+        raise UserError(f"--dtype is {dtype!r}, but must be one of {', '.join(DTYPES)}")
+    case = registry.only(target)
+    old = checkpoint.read(source, within)
+    plan = planned_conversion(
+        case,
+        old,
+        cast(Direction, to),
+        _size(case, size),
+        DTYPES.get(dtype),
+        prefix,
+        te_prefix,
+        ignore,
+        copy=False,  # what is written need not be copied before
+        backend=parse_backend(backend),
+    )
+    written = checkpoint.write(destination, plan, _progress if sys.stderr.isatty() else lambda done, of: None)
+    return _told(destination, plan, written)
+
+
+def _progress(done: int, of: int) -> None:
+    print(f"\r{done} of {of} entries of the map", end="\n" if done == of else "", file=sys.stderr, flush=True)
+
+
+def _told(destination: Path, plan: Plan, written: int) -> str:
+    """Say what was written, what was left out, and what was rounded."""
+    made = [one for step in plan.steps for one in step.made]
+    dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
+    kinds = ", ".join(f"{count} {name}" for name, count in dtypes.most_common())
+    lines = [f"{destination}: {plural(len(made), 'tensor')} ({kinds}), {written:,} bytes"]
+    for reason, count in Counter(plan.left_out.values()).items():
+        keys = [key for key, why in plan.left_out.items() if why == reason]
+        lines.append(f"left out, {reason}: {', '.join(keys[:3])}{f' and {count - 3} more' if count > 3 else ''}")
+    rounded = {key: error for key, error in plan.rounded.items() if error > 0}
+    if rounded:
+        key, error = max(rounded.items(), key=lambda entry: entry[1])
+        lines.append(
+            f"rounded, as the map adds a number: {plural(len(rounded), 'tensor')}, at most by {error:.2g}, in {key}"
+        )
+    return "\n".join(lines)
+
+
+def _size(case: Case, text: str) -> Mapping[str, Any] | None:
+    """Read ``hidden=4096,heads=32``, or the number of one of the case's sizes, counted from 0; None for no text.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    if not text:
+        return None
+    if text.isdecimal():
+        return registry.size_of(case, int(text))
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            found[name.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            raise UserError(
+                f"--size is {text!r}, but must be such as hidden=4096,heads=32, or the number of one of its sizes"
+            ) from None
+    return found

@@ -1,0 +1,232 @@
+"""Read checkpoints as others write them, without loading them into memory, and write one tensor after the other."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from parity import reading
+from parity.conversion.plan import Made, Plan
+from parity.machine import files
+from parity.user_error import UserError, one_line
+
+# Read a file, or the files that an index names. Tensors are maps of the files: what is not looked at is not read.
+
+
+INDEX = ".index.json"
+SAFETENSORS = ".safetensors"
+_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_IN_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+
+
+def read(path: Path, within: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, on the CPU, by their keys.
+
+    Args:
+        path: a file of safetensors or of ``torch.save``, an index ``*.index.json`` of several, or a folder with one of
+            these under the name that Hugging Face gives it.
+        within: for a file of ``torch.save``, the entry that holds the model, such as ``model``; nested ones with dots.
+
+    Raises:
+        UserError: if there is no such file, it is damaged, or it holds other things than tensors.
+    """
+    if path.is_dir():
+        there = [path / name for name in _IN_FOLDER if (path / name).is_file()]
+        if not there:
+            raise UserError(f"the folder {path} has none of {', '.join(_IN_FOLDER)}; name the file")
+        path = there[0]
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    if path.name.endswith(INDEX):
+        return _of_index(path, within)
+    return _of_file(path, within)
+
+
+def _of_index(path: Path, within: str) -> dict[str, Tensor]:
+    """Return the tensors of the files that an index names."""
+    try:
+        places = reading.parsed(path.read_bytes(), _weight_map)
+    except reading.NotReadableError as error:
+        raise UserError(f"{path}: {error}") from None
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(places.values()):
+        shard = path.with_name(name)
+        if not shard.is_file():
+            raise UserError(f"{path} names {name}, which is not beside it; was it downloaded whole?")
+        held = _of_file(shard, within)
+        for key in (key for key, place in places.items() if place == name):
+            if key not in held:
+                raise UserError(f'{path} says that {name} holds "{key}", but it does not')
+            found[key] = held[key]
+    return {key: found[key] for key in places}
+
+
+def _weight_map(value: Any) -> dict[str, str]:
+    """Return which file holds each key."""
+    places = value["weight_map"]
+    for key, name in places.items():
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise reading.NotReadableError(f"it says that {key!r} is in {name!r}, which is no file's name")
+    return dict(places)
+
+
+def _of_file(path: Path, within: str) -> dict[str, Tensor]:
+    if path.suffix == SAFETENSORS:
+        if within:
+            raise UserError(f"{path} is a file of safetensors, which has no entry {within!r} with others within")
+        return _of_safetensors(path)
+    if path.suffix in _TORCH:
+        return _of_torch(path, within)
+    raise UserError(
+        f"{path} should end in {SAFETENSORS}, in {INDEX}, or, as a file of torch.save, in one of {', '.join(_TORCH)}"
+    )
+
+
+def _of_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        safetensors = importlib.import_module("safetensors")
+    except ImportError as error:
+        raise UserError(f"reading {path} needs safetensors: pip install safetensors") from error
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in list(opened.keys())}
+    except Exception as error:  # the library raises one kind, PyTorch others, for a file that is cut short
+        raise UserError(f"{path} cannot be read as safetensors: {one_line(error)}") from None
+
+
+def _of_torch(path: Path, within: str) -> dict[str, Tensor]:
+    held = _loaded(path)
+    for entry in filter(None, within.split(".")):
+        if not isinstance(held, Mapping) or entry not in held:
+            raise UserError(f"{path} has no entry {within!r}; {_entries(held)}")
+        held = held[entry]
+    if not isinstance(held, Mapping) or not held:
+        raise UserError(f"{path} holds a {type(held).__name__}, and no state dict")
+    for key, value in held.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise UserError(
+                f"{path} holds more than tensors: its {key!r} is a {type(value).__name__}; if the model is an entry of "
+                f"it, name that by --within; {_entries(held)}"
+            )
+    return dict(held)
+
+
+def _entries(held: Any) -> str:
+    if not isinstance(held, Mapping):
+        return f"it holds a {type(held).__name__}"
+    shown = [str(key) for key in held][:8]
+    return f"it has {', '.join(shown)}{', ...' if len(held) > len(shown) else ''}"
+
+
+def _loaded(path: Path) -> Any:
+    """Return what ``torch.save`` wrote; code that the file names is not run."""
+
+    def load(mmap: bool) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+    try:
+        try:
+            return load(mmap=True)
+        except RuntimeError:  # before PyTorch 1.6 files were not archives, which alone can be mapped
+            return load(mmap=False)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} holds more than tensors and plain values, or is damaged, so that it is not read "
+            f"(weights_only=True): {one_line(error)}; save the module's state_dict() alone"
+        ) from None
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} cannot be read by torch.load: {one_line(error)}") from None
+
+
+# Write safetensors. The library's own writer wants all tensors at once; this one asks for them one after the other.
+#
+# The format (github.com/huggingface/safetensors, README): the header's length in 8 bytes, little-endian; the header in
+# JSON, which has dtype, shape and place of each tensor; the tensors' bytes, without gaps. As the header is padded with
+# spaces to a multiple of 8, and wide dtypes come first, each tensor is at a multiple of its width.
+
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write(path: Path, plan: Plan, told: Callable[[int, int], object] = lambda done, of: None) -> int:
+    """Write what a conversion makes as safetensors, whole or not at all.
+
+    Args:
+        path: the file, which is replaced if it is there.
+        plan: the conversion, whose steps are computed one after the other.
+        told: called with the number of steps that are done, and of all, after each.
+
+    Returns:
+        How many bytes the file has.
+
+    Raises:
+        UserError: if the file cannot be written, or a tensor's dtype has no name in the format; from a step.
+    """
+    made = [one for step in plan.steps for one in step.made]
+    header, places, size = _header(made)
+    with _said(path), files.replacing(path) as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for done, step in enumerate(plan.steps, 1):
+            for key, tensor in step.compute().items():
+                _put(file, len(header) + 8 + places[key], tensor)
+            told(done, len(plan.steps))
+        file.truncate(len(header) + 8 + size)
+    return len(header) + 8 + size
+
+
+def _header(made: list[Made]) -> tuple[bytes, dict[str, int], int]:
+    """Return the header, where each tensor begins after it, and how many bytes they have together."""
+    places: dict[str, int] = {}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    end = 0
+    for one in sorted(made, key=lambda one: (-one.dtype.itemsize, one.key)):
+        if one.dtype not in _NAMES:
+            raise UserError(f'"{one.key}" holds {one.dtype}, for which safetensors has no name here')
+        places[one.key] = end
+        end += torch.Size(one.shape).numel() * one.dtype.itemsize
+        entries[one.key] = {
+            "dtype": _NAMES[one.dtype],
+            "shape": list(one.shape),
+            "data_offsets": [places[one.key], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), places, end
+
+
+def _put(file: BinaryIO, place: int, tensor: Tensor) -> None:
+    file.seek(place)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel():
+        file.write(flat.view(torch.uint8).numpy().data)
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """Within the context, a file that cannot be written is the user's mistake."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise UserError(f"cannot write {path}: {error.strerror}") from None

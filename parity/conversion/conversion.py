@@ -1,0 +1,214 @@
+"""Convert a state dict by a pair's weight map: ``parity.convert``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from parity import te
+from parity.case.case import Case, Pair, Size
+from parity.case.map_check import check_map, other_names
+from parity.case.transfer import parameter_shapes
+from parity.case.validate import modules_without_memory, with_buffers_alone
+from parity.case.weight_map import WeightMap
+from parity.conversion.keys import Layout, ignored, layout_of, prefixes
+from parity.conversion.plan import ConversionError, Plan, Wanted, plan
+from parity.te import Backend
+from parity.user_error import UserError
+
+Direction = Literal["te", "reference"]
+
+
+def convert(
+    pair: Case | Pair,
+    state_dict: Mapping[str, Tensor],
+    to: Direction = "te",
+    *,
+    size: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    prefix: str | Sequence[str] = (),
+    te_prefix: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
+    copy: bool = True,
+    backend: Backend | Literal["auto"] = "auto",
+) -> dict[str, Tensor]:
+    """Convert a checkpoint from the reference's layout to TE's by the pair's weight map, or back.
+
+    ``te_module.load_state_dict(converted)`` takes the result as it is, with ``strict=True``: it has the empty
+    ``_extra_state`` that a new module of TE's has, and tied parameters under each of their names.
+
+    The pair's modules are built without memory. Elements are moved, not computed with, so that there and back gives
+    each bit again; but a ``shift`` (a gain that TE stores minus 1) is computed in FP64 and rounded once to the result's
+    dtype. A gain ``g`` is exact there and back from 0.5 to 2; others may be off by half a unit in the last place
+    of ``g - 1``, and another half of one of their own.
+
+    Args:
+        pair: a function decorated with ``@parity.pair``, or a ``parity.Pair``.
+        state_dict: of the reference (``to="te"``) or of the TE module (``to="reference"``), by name; in FP64, FP32,
+            BF16 or FP16, on any device, in the shapes that the modules have at ``size``. TE's quantized tensors are
+            read as the numbers that they stand for.
+        to: which of the two modules the result is for.
+        size: arguments of the pair's function with which its modules have the checkpoint's shapes; it need not be among
+            the pair's sizes, and what it leaves out is as in the first of these. None: the first of the pair's sizes
+            that fits.
+        dtype: the dtype of the result's floating-point parameters; None for that which they have. Parameters that one
+            of TE's holds together get the dtype that holds each of them; a ``constant`` that of most elements.
+        prefix: what keys of the reference's checkpoint begin with and names in the reference do not, such as
+            ``"model."``; with ``"model.layers.3.=layer."``, names begin with ``layer.`` instead. Several may be given:
+            the longest that fits counts, and keys that none fits stay as they are.
+        te_prefix: the same for TE's checkpoint and module.
+        ignore: keys of ``state_dict`` that may be left out, as patterns of a shell: ``"*.inv_freq"``.
+        copy: whether the result shares no memory with ``state_dict``. With False, what the map only renames is the
+            same memory.
+        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run; TE's modules are built, none runs.
+
+    Returns:
+        Tensors by their keys, in the order of the module's own ``state_dict()``, contiguous, on the device on which
+        they were given. What both keep as a persistent buffer of the same name and shape is carried over; buffers that
+        only the new side has are as the pair's function makes them.
+
+    Raises:
+        ConversionError: a ``UserError``, if keys are missing or too many, or shapes or dtypes do not fit; if the
+            reference has no place for what TE holds (a bias that is no more what ``constant`` says, ``copies`` that
+            have drifted apart), or tied parameters differ; if a number is beyond the dtype's largest.
+        UserError: if an argument is not as above, or the pair cannot be built or its map does not fit.
+        parity.te.BackendUnavailable: if the backend cannot be had on this machine.
+    """
+    if not isinstance(copy, bool):
+        raise UserError(f"copy must be True or False, not {copy!r}")
+    planned = planned_conversion(
+        pair, state_dict, to, size, dtype, prefix, te_prefix, ignore, copy=copy, backend=backend
+    )
+    found = {key: tensor for step in planned.steps for key, tensor in step.compute().items()}
+    return {key: found[key] for key in planned.order}
+
+
+def planned_conversion(
+    pair: Case | Pair,
+    state_dict: Mapping[str, Tensor],
+    to: Direction,
+    size: Mapping[str, Any] | None,
+    dtype: torch.dtype | None,
+    prefix: str | Sequence[str],
+    te_prefix: str | Sequence[str],
+    ignore: str | Sequence[str],
+    copy: bool,
+    backend: Backend | Literal["auto"],
+) -> Plan:
+    """Plan what ``convert`` does, with its arguments; no value of ``state_dict`` is read.
+
+    Raises:
+        UserError: as ``convert``, but for what only values tell.
+    """
+    if to not in get_args(Direction):
+        raise UserError(f'to is {to!r}, but must be "te" or "reference"')
+    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(f"dtype is {dtype!r}, but must be torch.float64, float32, bfloat16 or float16")
+    _check_tensors(state_dict)
+    wanted = Wanted(dtype, ignored(ignore), copy)
+    both = prefixes(prefix, "prefix"), prefixes(te_prefix, "te_prefix")
+    misfits: list[str] = []
+    for sides in _sides(pair, size, backend):
+        try:
+            if to == "te":
+                return plan(sides.weights, state_dict, *sides.layouts(to), both[0], both[1], wanted)
+            inverse = {right: left for left, right in sides.weights.items()}  # each is there once, as the map fits
+            return plan(inverse, state_dict, *sides.layouts(to), both[1], both[0], wanted)
+        except ConversionError as error:
+            misfits.append(f"{sides.where}:\n{_indented(str(error))}")
+    # The size with the fewest problems is the one that was meant.
+    raise ConversionError(min(misfits, key=lambda text: text.count("\n")))
+
+
+def _check_tensors(state_dict: object) -> None:
+    """Make sure that it is a state dict.
+
+    Raises:
+        UserError: if not.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UserError(f"state_dict must be a mapping from names to tensors, not {type(state_dict).__name__}")
+    for key, value in state_dict.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            nested = isinstance(value, Mapping)
+            advice = f"; is the state dict of the module under [{key!r}]?" if nested else ""
+            raise UserError(f"state_dict[{key!r}] is a {type(value).__name__} and no tensor{advice}")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+# Both modules of a pair, without memory.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sides:
+    """A pair at a size.
+
+    Attributes:
+        where: the pair and the size, for messages.
+        pair: its modules may be on the meta device.
+        buffers: builds it with the values of its buffers.
+    """
+
+    where: str
+    pair: Pair
+    case: Case | None = None
+    te: ModuleType | None = None
+    size: Size = dataclasses.field(default_factory=dict)
+
+    @property
+    def weights(self) -> WeightMap:
+        """The weight map."""
+        return self.pair.weights
+
+    def layouts(self, to: Direction) -> tuple[Layout, Layout]:
+        """Return what the old and the new checkpoint's modules hold."""
+        source, target = layout_of("reference", self.pair.reference), layout_of("TE", self.pair.candidate)
+        if to == "reference":
+            source, target = target, source
+        if self.case is None or not any(
+            buffer.is_meta for name, buffer in target.buffers.items() if name not in source.buffers
+        ):
+            return source, target
+        assert self.te is not None
+        built = with_buffers_alone(self.case, self.te, self.size)
+        with_values = layout_of(target.kind, built.candidate if to == "te" else built.reference)
+        return source, dataclasses.replace(target, buffers=with_values.buffers)
+
+
+def _sides(pair: Case | Pair, size: Mapping[str, Any] | None, backend: Backend | Literal["auto"]) -> Iterator[_Sides]:
+    """Yield the pair at each size that may be the checkpoint's."""
+    if isinstance(pair, Pair):
+        if size is not None:
+            raise UserError("size is for a pair that is built at it; this one's modules exist")
+        yield _checked(_Sides("the pair's modules", pair))
+        return
+    if not isinstance(pair, Case):
+        raise UserError(f"expected a parity.Pair or a function decorated with @parity.pair, not {type(pair).__name__}")
+    modules = te.kernels(backend).te
+    for one in pair.sizes if size is None else [{**pair.sizes[0], **size}]:
+        at = f" at {', '.join(f'{key}={value!r}' for key, value in one.items())}" if one else ""
+        built = modules_without_memory(pair, modules, one)
+        yield _checked(_Sides(f"{pair}{at}", built, pair, modules, one))
+
+
+def _checked(sides: _Sides) -> _Sides:
+    pair = sides.pair
+    try:
+        check_map(
+            pair.weights,
+            parameter_shapes(pair.reference),
+            parameter_shapes(pair.candidate),
+            other_names(pair.reference),
+            other_names(pair.candidate),
+        )
+    except UserError as error:
+        raise type(error)(f"{sides.where}: the weight map does not fit:\n{_indented(str(error))}") from None
+    return sides

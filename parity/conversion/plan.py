@@ -1,0 +1,403 @@
+"""Plan a conversion: which tensors it makes of which, in which dtype, and what of a checkpoint does not fit the map.
+
+A plan is made of shapes and dtypes alone. Values are read an entry of the map at a time, so that a checkpoint that is
+read from disk and written to disk needs memory for one entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from parity.case.map_check import Problem, lines
+from parity.case.weight_map import Constant, Copies, Shape, Shift, Side, WeightMap, holds, names, pack, unpack
+from parity.conversion.keys import EXTRA_STATE, Ignored, Layout, Prefixes, is_extra_state, suggested_prefix
+from parity.te.state import dequantized_tensor
+from parity.user_error import UserError
+
+_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TO_IGNORE = 'leave it out by a pattern, ignore=["..."] or --ignore'
+
+
+class ConversionError(UserError):
+    """Raised if a checkpoint does not fit a pair's modules; the message has one problem per line."""
+
+
+# What a plan is made of.
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that a conversion makes.
+
+    Attributes:
+        key: its key in the new checkpoint.
+        shape: its shape.
+        dtype: its dtype.
+    """
+
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tensors that are made together.
+
+    Attributes:
+        made: the tensors.
+        compute: returns them, by their keys.
+    """
+
+    made: tuple[Made, ...]
+    compute: Callable[[], dict[str, Tensor]]
+
+
+@dataclass
+class Plan:
+    """A conversion that was checked, as far as names, shapes and dtypes tell.
+
+    Attributes:
+        order: the new checkpoint's keys in its module's order.
+        steps: what makes them.
+        left_out: keys of the old checkpoint that the new one has no place for, by the reason.
+        rounded: by how much a number was rounded at most, of tensors that the map does arithmetic with, by their keys;
+            known when a step has been computed.
+    """
+
+    order: tuple[str, ...] = ()
+    steps: list[Step] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    rounded: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How tensors are handed over.
+
+    Attributes:
+        dtype: the dtype of floating-point tensors; None for the one that they have.
+        ignore: keys of the old checkpoint that may be left out.
+        copy: whether no tensor may share its memory with the old checkpoint's.
+    """
+
+    dtype: torch.dtype | None = None
+    ignore: Ignored = field(default_factory=Ignored)
+    copy: bool = True
+
+
+# The old checkpoint against the module that it should fit.
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What of a checkpoint has a place.
+
+    Attributes:
+        keys: the key of each parameter that was found, by the parameter's name.
+        buffers: the same for buffers.
+        again: keys of tied parameters, with the one that was taken.
+    """
+
+    keys: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
+    again: dict[str, str] = field(default_factory=dict)
+
+
+def plan(
+    weights: WeightMap,
+    old: Mapping[str, Tensor],
+    source: Layout,
+    target: Layout,
+    old_prefixes: Prefixes,
+    new_prefixes: Prefixes,
+    wanted: Wanted,
+) -> Plan:
+    """Plan the conversion of a checkpoint, without reading its values.
+
+    Args:
+        weights: the map with its left sides for ``source``, whichever way that is.
+        old: the checkpoint.
+        source: what its module holds.
+        target: what the other module holds; buffers that ``source`` lacks have values.
+        old_prefixes: how keys of ``old`` begin.
+        new_prefixes: how keys of the new checkpoint begin.
+        wanted: how tensors are handed over.
+
+    Raises:
+        ConversionError: with every key that is missing, too many, or does not fit.
+    """
+    found, made = _Found(), Plan()
+    without_place = list(_sorted_in(old, source, target, old_prefixes, wanted.ignore, found, made))
+    problems = [
+        *_missing(old, source, found, old_prefixes),
+        *_misfits(old, source, found),
+        *without_place,
+    ]
+    if problems:
+        raise ConversionError("\n".join(lines(problems)))
+    usual = _usual_dtype(old[key] for key in found.keys.values())
+    tensors = _Tensors(old, found.keys, found.again, usual)
+    for left, right in weights.items():
+        made.steps.append(_Entry(left, right, tensors, target, new_prefixes, wanted, made).step())
+    made.steps += _carried(old, target, found, new_prefixes, wanted.copy)
+    made.order = tuple(map(new_prefixes.outside, target.order))
+    return made
+
+
+def _sorted_in(
+    old: Mapping[str, Tensor],
+    source: Layout,
+    target: Layout,
+    before: Prefixes,
+    ignore: Ignored,
+    found: _Found,
+    made: Plan,
+) -> Iterator[Problem]:
+    """Sort each key in; yield what to say about those that have no place."""
+    for key, tensor in old.items():
+        name = before.inside(key)
+        first = source.tied.get(name, name)
+        if first in source.parameters:
+            taken = found.keys.setdefault(first, key)
+            if taken != key:
+                if before.inside(taken) == name:
+                    yield Problem(f'the checkpoint has both "{taken}" and "{key}" for the {source.kind}\'s "{name}"')
+                found.again[key] = taken
+        elif is_extra_state(name) and (name in source.states or source.kind == "TE"):
+            made.left_out[key] = "the state of FP8 scaling, which the other side has not"
+        elif name in source.buffers and name in target.buffers and tensor.shape == target.buffers[name].shape:
+            found.buffers[name] = key
+        elif key in ignore:
+            made.left_out[key] = "ignored"
+        elif name in source.buffers:
+            yield Problem(
+                f'the checkpoint has the buffer "{key}" {tuple(tensor.shape)}, and {target.kind} has none of this name '
+                "and shape; buffers are carried over by name",
+                f"give both modules the buffer under one name, or {_TO_IGNORE}",
+            )
+        else:
+            yield Problem(
+                f'the checkpoint has "{key}" {tuple(tensor.shape)}, which is no parameter of the {source.kind}',
+                f"if the other side needs it not, {_TO_IGNORE}",
+            )
+
+
+def _missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: Prefixes) -> Iterator[Problem]:
+    """Yield what to say about parameters that the checkpoint lacks."""
+    missing = [name for name in source.parameters if name not in found.keys]
+    taken = {*found.keys.values(), *found.again, *found.buffers.values()}
+    prefix = suggested_prefix((key for key in old if key not in taken), missing)
+    argument = "te_prefix" if source.kind == "TE" else "prefix"
+    option = f"--{argument.replace('_', '-')}"
+    advice = (
+        f'is {argument}="{prefix}" ({option} "{prefix}") meant?'
+        if prefix
+        else "was the checkpoint saved from the whole module?"
+    )
+    for name in missing:
+        key = before.outside(name)
+        called = f'"{key}"' if key == name else f'"{key}" for the {source.kind}\'s "{name}"'
+        yield Problem(f"the checkpoint lacks {called} {tuple(source.parameters[name])}", advice)
+
+
+def _misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterator[Problem]:
+    """Yield what to say about tensors of another shape, or of numbers that a map cannot move."""
+    for name, key in found.keys.items():
+        tensor, shape = old[key], source.parameters[name]
+        if tuple(tensor.shape) != tuple(shape):
+            yield Problem(
+                f'"{key}" is {tuple(tensor.shape)} in the checkpoint, and the {source.kind} has {tuple(shape)}',
+                "say at which size the pair's modules are the checkpoint's: size=dict(...), --size width=4096,...",
+            )
+        elif tensor.dtype not in _FLOATING:
+            yield Problem(
+                f'"{key}" holds {tensor.dtype}, which a scale turns into others that the map cannot know',
+                "dequantize the checkpoint first",
+            )
+    for key, taken in found.again.items():
+        if old[key].shape != old[taken].shape:
+            yield Problem(f'"{key}" and "{taken}" are tied in the {source.kind}, but differ in shape')
+
+
+def _usual_dtype(tensors: Iterator[Tensor]) -> torch.dtype:
+    """Return the dtype that most elements have."""
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        elements[tensor.dtype] += tensor.numel()
+    return elements.most_common(1)[0][0] if elements else torch.float32
+
+
+# One entry of the map.
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The old checkpoint's parameters.
+
+    Attributes:
+        old: the checkpoint.
+        keys: the key of each parameter.
+        again: further keys of tied parameters, with the one that is taken.
+        usual: the dtype of most elements, which a constant gets.
+    """
+
+    old: Mapping[str, Tensor]
+    keys: Mapping[str, str]
+    again: Mapping[str, str]
+    usual: torch.dtype
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter's values.
+
+        Raises:
+            ConversionError: if the checkpoint has other values under another name of the parameter.
+        """
+        taken = self.keys[name]
+        for key in (key for key, other in self.again.items() if other == taken):
+            if not torch.equal(self.old[key], self.old[taken]):
+                raise ConversionError(
+                    f'"{key}" and "{taken}" are one parameter of the module, but differ in the checkpoint; '
+                    "build the pair's module without the tie"
+                )
+        return dequantized_tensor(self.old[taken].detach())
+
+    def dtype(self, side: Side) -> torch.dtype:
+        """Return the narrowest dtype that holds all numbers of a side."""
+        return reduce(torch.promote_types, [self.old[self.keys[name]].dtype for name in names(side)])
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One entry of the map, from the old side to the new."""
+
+    old_side: Side
+    new_side: Side
+    tensors: _Tensors
+    target: Layout
+    prefixes: Prefixes
+    wanted: Wanted
+    plan: Plan
+
+    def step(self) -> Step:
+        """Return what the entry makes."""
+        return Step(
+            tuple(
+                Made(self.prefixes.outside(other), tuple(self.target.parameters[name]), self._dtype)
+                for name in names(self.new_side)
+                for other in self._written(name)
+            ),
+            self._compute,
+        )
+
+    def _written(self, name: str) -> list[str]:
+        return [other for other in self.target.further(name) if other in self.target.order]
+
+    @property
+    def _held(self) -> torch.dtype:
+        """Return the dtype of the numbers that are read."""
+        return self.tensors.dtype(self.old_side) if any(names(self.old_side)) else self.tensors.usual
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.wanted.dtype or self._held
+
+    def _compute(self) -> dict[str, Tensor]:
+        shifts = holds(self.old_side, Shift) or holds(self.new_side, Shift)
+        # A shift rounds once, where its result is stored; in 16 bits it would round before that as well.
+        among = torch.float64 if shifts else self._held
+        given = {name: self.tensors.read(name).to(among) for name in names(self.old_side)}
+        like = torch.empty(0, dtype=among)
+        moved = unpack(self.new_side, pack(self.old_side, given, like), self.target.parameters)
+        self._check_nothing_is_lost(given, moved, like)
+        found: dict[str, Tensor] = {}
+        for name, tensor in moved.items():
+            written = [self.prefixes.outside(other) for other in self._written(name)]
+            stored = self._stored(written[0], tensor)
+            if shifts:
+                self.plan.rounded.update(dict.fromkeys(written, _distance(stored, tensor)))
+            found.update(dict.fromkeys(written, stored))
+        return found
+
+    def _stored(self, key: str, tensor: Tensor) -> Tensor:
+        if not self.wanted.copy:
+            stored = tensor.to(self._dtype).contiguous()
+        else:
+            stored = tensor.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
+        if self._dtype is not tensor.dtype and bool((stored.isinf() & ~tensor.isinf()).any()):
+            raise ConversionError(
+                f'"{key}" has numbers beyond the largest of {self._dtype}, up to '
+                f"{tensor.abs().max().item():.3g}; take another dtype"
+            )
+        return stored
+
+    def _check_nothing_is_lost(self, given: Mapping[str, Tensor], moved: Mapping[str, Tensor], like: Tensor) -> None:
+        """Refuse to drop what the other side has no place for: copies that differ, and what is no constant any more.
+
+        Raises:
+            ConversionError: with the names.
+        """
+        if not (holds(self.old_side, Copies) or holds(self.new_side, Constant)):
+            return
+        again = unpack(self.old_side, pack(self.new_side, moved, like), {n: tuple(x.shape) for n, x in given.items()})
+        for name, tensor in given.items():
+            key = self.tensors.keys[name]
+            if key in self.wanted.ignore or _are_equal(tensor, again[name]):
+                continue
+            if holds(self.new_side, Constant):
+                raise ConversionError(
+                    f'"{key}" is not everywhere what the map says that the reference lacks, '
+                    f"up to {_distance(tensor, again[name]):.3g} away, so that the reference has no place for it; give "
+                    f"the reference such a parameter, or {_TO_IGNORE}"
+                )
+            raise ConversionError(
+                f'"{key}" is one parameter of the reference with another of TE, and the two have drifted apart, by up '
+                f"to {_distance(tensor, again[name]):.3g}; make them equal first, or {_TO_IGNORE} to take the first"
+            )
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two are equal, but for the last bits that a shift and its inverse lose in FP64."""
+    if one.dtype is not torch.float64:
+        return torch.equal(one, other)
+    eps = torch.finfo(torch.float64).eps
+    return bool(((one - other).abs() <= 2 * eps * one.abs().clamp_min(1.0)).all())
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else math.nan
+
+
+# What goes over as it is: buffers by name, and what TE's modules keep beside tensors.
+
+
+def _carried(old: Mapping[str, Tensor], target: Layout, found: _Found, after: Prefixes, copy: bool) -> Iterator[Step]:
+    """Yield a step for each buffer and each extra state of the new checkpoint.
+
+    TE's modules all have a key ``_extra_state``, and ``load_state_dict(strict=True)`` asks for it. It holds the scales
+    and the amax histories of delayed scaling, pickled, once a module has run with it; in one that has not it is an
+    empty tensor, which TE reads as nothing (``TransformerEngineBaseModule.get_extra_state`` and ``set_extra_state`` in
+    ``pytorch/module/base.py``, the operations' in ``pytorch/ops/op.py``, TE 2.14 to 2.20). Scales begin anew then, as
+    in a new module.
+    """
+    for name, own in target.buffers.items():
+        held = old[found.buffers[name]] if name in found.buffers else own
+        yield _as_is(after.outside(name), held, copy)
+    for name in target.states:
+        assert name.endswith(EXTRA_STATE)
+        yield _as_is(after.outside(name), torch.empty(0, dtype=torch.uint8), copy=False)
+
+
+def _as_is(key: str, tensor: Tensor, copy: bool) -> Step:
+    def compute() -> dict[str, Tensor]:
+        held = tensor.detach()
+        return {key: held.clone(memory_format=torch.contiguous_format) if copy else held}
+
+    return Step((Made(key, tuple(tensor.shape), tensor.dtype),), compute)
