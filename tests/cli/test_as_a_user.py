@@ -13,6 +13,7 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 
 import parity
 from parity.case import registry
@@ -175,6 +176,11 @@ def test_modules_that_exist_already_are_compared(cases_of_the_page: dict[str, pa
     te = parity.te.kernels("cpu").te
     namespace = cases_of_the_page["my_linear"].factory.__globals__
     assert [result.passed for result in namespace["compare_mine"](te)] == [True, True]
+
+
+def test_a_checkpoint_is_converted_by_the_map_of_a_pair(cases_of_the_page: dict[str, parity.Case]) -> None:
+    back = cases_of_the_page["my_linear"].factory.__globals__["to_te_and_back"](parity.te.kernels("cpu").te)
+    assert {name: x.dtype for name, x in back.items()} == {"weight": torch.bfloat16, "bias": torch.bfloat16}
 
 
 # TransformerEngine issue 407: rounding or bug?

@@ -85,7 +85,7 @@ def test_a_gain_that_te_stores_minus_1_is_off_by_the_two_roundings_that_the_docs
 
 
 def test_a_checkpoint_of_another_size_needs_no_memory_and_no_declaration(linear):
-    with pytest.raises(ConversionError, match='lacks "weight" .1048576, 1048576.'):
+    with pytest.raises(ConversionError, match=r'lacks "weight" \(1048576, 1048576\)'):
         parity.convert(linear, {}, size=dict(width=1 << 20))
     original = linear_state(48)
     assert torch.equal(parity.convert(linear, original, size=dict(width=48))["weight"], original["weight"])

@@ -1,0 +1,236 @@
+"""Files of checkpoints: those that others write are read, and what is written is whole or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from parity.case import registry
+from parity.cli import app
+from parity.conversion import checkpoint
+from parity.conversion.plan import Made, Plan, Step
+from parity.user_error import UserError
+
+TENSORS = {
+    "a.weight": torch.randn(3, 5),
+    "b.weight": torch.randn(7).bfloat16(),
+    "c.scalar": torch.tensor(2.5, dtype=torch.float64),
+    "d.empty": torch.empty(0, dtype=torch.uint8),
+    "e.mask": torch.tensor([True, False, True]),
+    "f.transposed": torch.randn(4, 2).half().T,
+    "g.ids": torch.arange(3),
+}
+
+
+def plan_of(tensors: dict[str, torch.Tensor]) -> Plan:
+    def step(key: str, tensor: torch.Tensor) -> Step:
+        return Step((Made(key, tuple(tensor.shape), tensor.dtype),), lambda: {key: tensor})
+
+    return Plan(tuple(tensors), [step(*entry) for entry in tensors.items()])
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype is tensor.dtype
+        assert torch.equal(found[key], tensor)
+
+
+def test_the_library_reads_every_dtype_and_shape_that_is_written(tmp_path):
+    size = checkpoint.write(tmp_path / "out.safetensors", plan_of(TENSORS))
+    assert (tmp_path / "out.safetensors").stat().st_size == size
+    assert_same(load_file(tmp_path / "out.safetensors"), TENSORS)
+    assert_same(checkpoint.read(tmp_path / "out.safetensors"), TENSORS)
+
+
+def test_what_is_there_stays_if_a_step_raises(tmp_path):
+    file = tmp_path / "out.safetensors"
+    file.write_bytes(b"before")
+    plan = plan_of(TENSORS)
+
+    def raises() -> dict[str, torch.Tensor]:
+        raise UserError("in the middle")
+
+    plan.steps.append(Step((), raises))
+    with pytest.raises(UserError, match="in the middle"):
+        checkpoint.write(file, plan)
+    assert file.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def shards(folder: Path, save, suffix: str) -> Path:
+    """Two files and their index, as Hugging Face writes them."""
+    names = [f"model-0000{i}-of-00002{suffix}" for i in (1, 2)]
+    keys = sorted(TENSORS)
+    places = {key: names[i % 2] for i, key in enumerate(keys)}
+    for name in names:
+        save({key: TENSORS[key].contiguous() for key in keys if places[key] == name}, folder / name)
+    stem = "model.safetensors" if suffix == ".safetensors" else "pytorch_model.bin"
+    index = folder / f"{stem}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return index
+
+
+@pytest.mark.parametrize(("save", "suffix"), [(save_file, ".safetensors"), (torch.save, ".bin")], ids=["st", "torch"])
+@pytest.mark.parametrize("by_folder", [False, True])
+def test_shards_are_read_by_their_index_or_folder(tmp_path, save, suffix, by_folder):
+    index = shards(tmp_path, save, suffix)
+    assert_same(checkpoint.read(tmp_path if by_folder else index), TENSORS)
+
+
+def saved(content, **arguments):
+    return lambda folder: torch.save(content, folder / "model.pt", **arguments) or folder / "model.pt"
+
+
+READ = {
+    "torch.save": (saved(TENSORS), ""),
+    "not an archive": (saved(TENSORS, _use_new_zipfile_serialization=False), ""),
+    "an entry": (saved({"model": TENSORS, "step": 3}), "model"),
+    "an entry of an entry": (saved({"state": {"model": TENSORS}}), "state.model"),
+}
+
+
+@pytest.mark.parametrize(("save", "within"), READ.values(), ids=READ)
+def test_a_file_of_torch_save_is_read(tmp_path, save, within):
+    assert_same(checkpoint.read(save(tmp_path), within), TENSORS)
+
+
+class Other:
+    pass
+
+
+def cut(folder: Path) -> Path:
+    file = folder / "model.safetensors"
+    checkpoint.write(file, plan_of(TENSORS))
+    file.write_bytes(file.read_bytes()[:-5])
+    return file
+
+
+def cut_archive(folder: Path) -> Path:
+    file = saved(TENSORS)(folder)
+    file.write_bytes(file.read_bytes()[:-50])
+    return file
+
+
+def text(name: str, content: str):
+    def write(folder: Path) -> Path:
+        (folder / name).write_text(content)
+        return folder / name
+
+    return write
+
+
+def without_a_shard(folder: Path) -> Path:
+    index = shards(folder, save_file, ".safetensors")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    return index
+
+
+def with_a_key_too_many(folder: Path) -> Path:
+    index = shards(folder, save_file, ".safetensors")
+    held = json.loads(index.read_text())
+    held["weight_map"]["z"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(held))
+    return index
+
+
+UNREADABLE = {
+    "nothing": (lambda folder: folder / "no.safetensors", "", "there is no file"),
+    "an empty folder": (lambda folder: folder, "", "has none of model.safetensors.index.json"),
+    "another kind": (text("model.gguf", ""), "", "should end in .safetensors"),
+    "cut short": (cut, "", "cannot be read as safetensors"),
+    "empty": (text("model.safetensors", ""), "", "cannot be read as safetensors"),
+    "an archive that is cut": (cut_archive, "", "torch"),
+    "code": (saved(Other()), "", "weights_only=True"),
+    "no state dict": (saved([1, 2]), "", "holds a list, and no state dict"),
+    "more than tensors": (saved({"model": TENSORS, "step": 3}), "", "name that by --within; it has model, step"),
+    "no such entry": (saved({"model": TENSORS}), "module", "has no entry 'module'; it has model"),
+    "no entries in safetensors": (lambda folder: cut(folder), "model", "has no entry 'model'"),
+    "an index that is no JSON": (text("m.index.json", "{"), "", "not JSON"),
+    "an index of another kind": (text("m.index.json", "{}"), "", "it lacks 'weight_map'"),
+    "an index of other folders": (text("m.index.json", '{"weight_map": {"a": "../b"}}'), "", "is no file's name"),
+    "a shard that is missing": (without_a_shard, "", "was it downloaded whole?"),
+    "a key that is missing": (with_a_key_too_many, "", 'holds "z", but it does not'),
+}
+
+
+@pytest.mark.parametrize(("make", "within", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_a_file_that_cannot_be_read_is_told_in_a_sentence(tmp_path, make, within, message):
+    with pytest.raises(UserError) as raised:
+        checkpoint.read(make(tmp_path), within)
+    assert message in str(raised.value)
+
+
+# The command.
+
+
+PAIR = """
+import parity
+from torch import nn
+
+
+@parity.pair("norm_linear", sizes=[dict(width=16)])
+def norm_linear(te, width):
+    return parity.Pair(
+        reference=nn.Sequential(nn.RMSNorm(width), nn.Linear(width, width, bias=False)),
+        candidate=te.LayerNormLinear(
+            width, width, bias=False, normalization="RMSNorm", zero_centered_gamma=True
+        ),
+        weights={parity.shift("0.weight", -1.0): "layer_norm_weight", "1.weight": "weight"},
+        inputs=lambda rng, width: rng.normal(16, width),
+    )
+"""
+MODEL = {"model.0.weight": torch.full((32,), 0.3), "model.1.weight": torch.randn(32, 32)}
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "conversion_pairs.py").write_text(PAIR)
+    save_file(MODEL, tmp_path / "model.safetensors")
+    declared = registry.cases()
+
+    def run(*arguments: str):
+        pair, files = tmp_path / "conversion_pairs.py", (tmp_path / "model.safetensors", tmp_path / "te.safetensors")
+        return CliRunner().invoke(app, ["convert", str(pair), *map(str, files), *arguments])
+
+    yield run
+    registry.restore(declared)
+
+
+def test_the_command_writes_te_s_checkpoint_and_says_what_it_rounded(command, tmp_path):
+    ended = command("--size", "width=32", "--prefix", "model.", "--dtype", "bf16")
+    assert ended.exit_code == 0, ended.exception
+    written = load_file(tmp_path / "te.safetensors")
+    assert_same(
+        written,
+        {
+            "layer_norm_weight": torch.full((32,), -0.7).bfloat16(),
+            "weight": MODEL["model.1.weight"].bfloat16(),
+            "_extra_state": torch.empty(0, dtype=torch.uint8),
+        },
+    )
+    assert "3 tensors (2 bfloat16, 1 uint8)" in ended.stdout
+    assert "rounded, as the map adds a number: 1 tensor, at most by 0.00078, in layer_norm_weight" in ended.stdout
+
+
+REFUSED = {
+    "size": (["--prefix", "model."], "say at which size"),
+    "prefix": (["--size", "width=32"], '--prefix "model."'),
+    "dtype": (["--dtype", "int8"], "must be one of fp64, fp32, bf16, fp16"),
+    "direction": (["--to", "there"], "must be te or reference"),
+    "size's text": (["--size", "width"], "must be such as hidden=4096"),
+    "size's number": (["--size", "1"], "has 1, counted from 0"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_command_refuses_leaves_no_file(command, tmp_path, arguments, message):
+    ended = command(*arguments)
+    assert isinstance(ended.exception, UserError)
+    assert message in str(ended.exception)
+    assert not (tmp_path / "te.safetensors").exists()
