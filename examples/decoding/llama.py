@@ -83,7 +83,7 @@ def decoded_llama(
             te.Linear(hidden, vocabulary, bias=False),
         ),
         weights={
-            **{left: right for i in range(count) for left, right in parity.under(LAYER, f"layers.{i}.").items()},
+            **parity.under(LAYER, "layers.{i}."),
             **{name: name for name in ("tokens.weight", "norm.weight", "head.weight")},
         },
         inputs=lambda rng, batch, seq: rng.integers(batch, seq, high=vocabulary),

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from parity.case.map_check import share_memory_alike
+from parity.case.patterns import expanded, has_patterns
 from parity.case.weight_map import WeightMap
 from parity.ranks.layout import IN_ONE_PROCESS, WHOLE, Degrees, Parallel, Ranks
 from parity.result import Switch
@@ -126,7 +127,8 @@ class Pair:
         inputs: called as ``inputs(rng, **sizes)`` with the sizes that it names; returns a tensor, a tuple (passed by
             position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get
             gradients.
-        weights: which reference parameters hold which TE parameters, see ``parity.case.weight_map``.
+        weights: which reference parameters hold which TE parameters, see ``parity.case.weight_map``; an entry with
+            names such as ``layers.{i}.weight`` stands for one for each layer that the reference has.
         call_reference: called as ``call_reference(reference, *inputs)`` if calling the module is not enough.
         call_candidate: the same for the candidate, e.g. to pass TE its mask arguments.
         fill: whether the candidate is given the reference's weights, as the map says, before it runs. With False it
@@ -149,6 +151,13 @@ class Pair:
     training: Training = Training()
     parallel: Parallel = IN_ONE_PROCESS
     evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        """Write out the weight map's entries that stand for several layers; whether they fit is checked later."""
+        modules = (self.reference, self.candidate)
+        if has_patterns(self.weights) and all(isinstance(module, nn.Module) for module in modules):
+            known = ([name for name, _ in module.named_parameters()] for module in modules)
+            object.__setattr__(self, "weights", expanded(self.weights, *known))
 
 
 @dataclass(frozen=True, eq=False)

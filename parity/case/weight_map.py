@@ -581,12 +581,12 @@ def constant(value: float, *shape: int) -> Term:
 def under(weights: WeightMap, reference: str, candidate: str | None = None) -> dict[Side, Side]:
     """Return the map of a module that is part of another: each name gets a prefix.
 
-    A layer's map, written once, serves every layer: ``{left: right for i in range(32) for left, right in under(LAYER,
-    f"layers.{i}.").items()}``.
+    A layer's map, written once, serves every layer: ``under(LAYER, "model.layers.{i}.", "layers.{i}.")``, where ``{i}``
+    stands for each number that the reference's parameters have there.
 
     Args:
         weights: the map of the module by itself.
-        reference: the prefix of its parameters' names in the reference, e.g. ``"model.layers.0."``.
+        reference: the prefix of its parameters' names in the reference, e.g. ``"model.layers.{i}."``.
         candidate: their prefix in the TE model; None for the same.
     """
     if not isinstance(weights, Mapping):

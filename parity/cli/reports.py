@@ -133,7 +133,7 @@ def suggest(
     print(f"{case}{f' at {at}' if at else ''}\n")
     for hint in suggestion.hints:
         print(f"{hint}\n")
-    print(f"{python(suggestion.weights)}\n")
+    print(f"{python(suggestion.written)}\n")
     if suggestion.divided:
         print(f"{python_over_ranks(suggestion.divided)}\n")
     print(explain(suggestion))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from parity import te
 from parity.case import registry
 from parity.case.case import Case, Pair, signed_as_call
+from parity.case.patterns import expanded_names
 from parity.case.validate import CheckedSize
 from parity.passes.build import build_as_declared
 from parity.passes.modes import usual_modes
@@ -275,7 +276,7 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
     dropout = tuple(switched_off(pair.candidate)) if pair.parallel.dropout else ()
     check(moved(pair.candidate, dtype=precision.dtype), precision)
     shapes = {name: tuple(x.shape) for name, x in given.weights.items()}
-    declared = {name: tuple(split) for name, split in pair.parallel.weights.items()}
+    declared = expanded_names({name: tuple(split) for name, split in pair.parallel.weights.items()}, shapes)
     renamed = _names_in_whole(pair, given.tied) if made.pp > 1 else {}
     held = held_by(pair.candidate, shapes, declared, made, place, renamed)
     if pair.fill is not False:

@@ -396,7 +396,8 @@ class Parallel:
     Attributes:
         splits: how inputs and outputs are divided, by their names in results (``input``, ``output``): a list of
             ``over(...)``. What is not named, each rank is given, or returns, whole.
-        weights: how parameters of the candidate are divided, by their names, where TE's marks do not say it.
+        weights: how parameters of the candidate are divided, by their names, where TE's marks do not say it;
+            ``layers.{i}.weight`` names that of each layer.
         finish: called as ``finish(module)`` on each rank after the backward pass, if what a port does then is left to
             it, such as reducing gradients over ranks.
         gradient_norm: called as ``gradient_norm(module)`` after that, if gradients are clipped; returns the norm of all

@@ -21,6 +21,7 @@ from parity.case.map_check import (
     other_names,
     tied_elsewhere,
 )
+from parity.case.patterns import collapsed
 from parity.case.registry import checked_ranks
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import build, located
@@ -189,7 +190,9 @@ def suggest_map(
         with usual_modes():
             suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
     hints = () if suggestion.fits else tuple(hints_at_norms(suggestion.weights, reference, candidate))
-    suggestion = replace(suggestion, weights=_in_order(suggestion.weights, list(shapes.candidate)), hints=hints)
+    ordered = _in_order(suggestion.weights, list(shapes.candidate))
+    written = collapsed(ordered, shapes.reference, shapes.candidate)
+    suggestion = replace(suggestion, weights=ordered, written=written, hints=hints)
     if not case.ranks:
         return suggestion
     parts, unknown = divided(case, chosen, case.ranks, suggestion.weights, shapes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from parity.case.weight_map import Reorder, Side, WeightMap, describe
@@ -71,6 +71,8 @@ class Suggestion:
         limit: the map fits if the error is at most this.
         runs: how many maps were run.
         divided: how ranks divide the candidate's parameters, if that was asked for.
+        written: the map as it is written into a file: with one entry, ``"layers.{i}.weight"``, for what all layers have
+            alike.
     """
 
     weights: WeightMap
@@ -82,6 +84,7 @@ class Suggestion:
     limit: float = math.nan
     runs: int = 0
     divided: tuple[Divided, ...] = ()
+    written: WeightMap = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:

@@ -1,0 +1,180 @@
+"""Expand patterns of a weight map: one entry for what all layers have, ``"layers.{i}.norm.weight"``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from parity.case.weight_map import SIDES, Constant, Copies, Experts, Side, Stack, WeightMap, describe, names, renamed
+
+# A name in braces stands for a number: ``{i}``. An entry is meant for each number that the names on its left have among
+# the reference's parameters, whatever TE has: where the counts differ, the map's check names the layers that one lacks.
+# A name in braces that only one side has stands for all of its numbers at once, in the outermost term that is given one
+# part: ``experts("fc1.weight{e}")`` is ``experts("fc1.weight0", "fc1.weight1", ...)``. What matches nothing is left as
+# it is, as a name that no module has.
+
+
+Numbers = Mapping[str, int]
+_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
+_GATHERING = (Stack, Experts, Copies)
+_Value = TypeVar("_Value")
+
+
+def has_patterns(weights: object) -> bool:
+    """Return whether a name of a weight map, or of a mapping from names, stands for those of several layers."""
+    if not isinstance(weights, Mapping):
+        return False
+    sides = (side for entry in weights.items() for side in entry if isinstance(side, SIDES))
+    return any(_INDEX.search(name) for side in sides for name in names(side))
+
+
+def expanded(weights: WeightMap, reference: Iterable[str], candidate: Iterable[str]) -> dict[Side, Side]:
+    """Return the map with an entry for each layer.
+
+    Args:
+        weights: a map, some of whose names have names in braces for numbers.
+        reference: the names of the reference's parameters.
+        candidate: the names of the candidate's.
+    """
+    ours, theirs = tuple(reference), tuple(candidate)
+    found: dict[Side, Side] = {}
+    for left, right in weights.items():
+        if not (isinstance(left, SIDES) and isinstance(right, SIDES)) or not (_indices(left) or _indices(right)):
+            found[left] = right
+            continue
+        # A constant has no name, so that TE's own parameters say how many there are.
+        counted, among = (left, ours) if any(names(left)) else (right, theirs)
+        shared = _indices(left) & _indices(right) if counted is left else _indices(right)
+        layers = _numbers(counted, shared, among) if shared else [{}]
+        for numbers in layers or [{}]:
+            found[_filled(left, numbers, ours)] = _filled(right, numbers, theirs)
+    return found
+
+
+def expanded_names(by_name: Mapping[str, _Value], candidate: Iterable[str]) -> dict[str, _Value]:
+    """Return a mapping from names with an entry for each name that a pattern stands for; ones that match none go."""
+    known = tuple(candidate)
+    found: dict[str, _Value] = {}
+    for pattern, value in by_name.items():
+        indices = _indices(pattern)
+        every = [_filled_name(pattern, numbers) for numbers in _numbers(pattern, indices, known)]
+        found.update(dict.fromkeys(every if indices else [pattern], value))
+    return found
+
+
+def _indices(side: Side) -> set[str]:
+    return {index for name in names(side) for index in _INDEX.findall(name)}
+
+
+def _numbers(side: Side, wanted: set[str], known: Sequence[str]) -> list[Numbers]:
+    """Return the numbers that stand for these indices in names that are known, in their order."""
+    order = [index for name in names(side) for index in _INDEX.findall(name) if index in wanted]
+    order = list(dict.fromkeys(order))
+    found: set[tuple[int, ...]] = set()
+    for name in names(side):
+        if set(order) <= set(_INDEX.findall(name)):
+            for matched in filter(None, map(_expression(name).fullmatch, known)):
+                found.add(tuple(int(matched[index]) for index in order))
+    return [dict(zip(order, numbers, strict=True)) for numbers in sorted(found)]
+
+
+def _expression(name: str) -> re.Pattern[str]:
+    """Return what the name stands for; an index that it has twice is the same number twice."""
+    parts = _INDEX.split(name)
+    seen: set[str] = set()
+    text = ""
+    for i, part in enumerate(parts):
+        if i % 2 == 0:
+            text += re.escape(part)
+        else:
+            text += f"(?P={part})" if part in seen else rf"(?P<{part}>0|[1-9]\d*)"
+            seen.add(part)
+    return re.compile(text)
+
+
+def _filled(side: Side, numbers: Numbers, known: Sequence[str]) -> Side:
+    """Return the side with numbers in the places of their indices, and of others that it has, with all of them."""
+    return _gathered(renamed(side, lambda name: _filled_name(name, numbers)), known)
+
+
+def _filled_name(name: str, numbers: Numbers) -> str:
+    return _INDEX.sub(lambda found: str(numbers.get(found[1], found[0])), name)
+
+
+def _gathered(side: Side, known: Sequence[str]) -> Side:
+    if isinstance(side, (str, Constant)) or not _indices(side):
+        return side
+    if isinstance(side, _GATHERING) and len(side.parts) == 1:
+        parts = _parts(side.parts[0], known)
+        return dataclasses.replace(side, parts=tuple(parts)) if parts else side
+    return dataclasses.replace(side, parts=tuple(_gathered(part, known) for part in side.parts))
+
+
+def _parts(part: Side, known: Sequence[str]) -> list[Side]:
+    """Return the part once for each number that its index has."""
+    return [renamed(part, partial(_filled_name, numbers=one)) for one in _numbers(part, _indices(part), known)]
+
+
+# The way back: one entry for those of all layers, where it stands for exactly these.
+
+
+_LETTERS = "ijk"
+_LAYER = re.compile(r"(?:^|(?<=\.))(?:0|[1-9]\d*)(?=\.)")
+_Entry = tuple[Side, Side]
+
+
+def collapsed(weights: WeightMap, reference: Iterable[str], candidate: Iterable[str]) -> dict[Side, Side]:
+    """Return a map that ``expanded`` makes this one of, with one entry for what several layers have alike.
+
+    Args:
+        weights: a map without patterns.
+        reference: the names of the reference's parameters, those that the map leaves out as well.
+        candidate: the names of the candidate's.
+    """
+    ours, theirs = tuple(reference), tuple(candidate)
+    entries: list[_Entry] = list(weights.items())
+    for letter in _LETTERS:
+        groups: dict[tuple[str, str], list[_Entry]] = {}
+        patterns: dict[tuple[str, str], _Entry] = {}
+        for entry in entries:
+            pattern = _pattern(entry, letter)
+            described = describe(pattern[0]), describe(pattern[1])
+            patterns.setdefault(described, pattern)
+            groups.setdefault(described, []).append(entry)
+        entries = [
+            one
+            for described, members in groups.items()
+            for one in _replaced(members, patterns[described], ours, theirs)
+        ]
+    return dict(entries)
+
+
+def _replaced(members: list[_Entry], pattern: _Entry, ours: Sequence[str], theirs: Sequence[str]) -> list[_Entry]:
+    """Return the pattern, if it stands for these entries and no others; else these."""
+
+    def described(entries: list[_Entry]) -> set[tuple[str, str]]:
+        return {(describe(left), describe(right)) for left, right in expanded(dict(entries), ours, theirs).items()}
+
+    return [pattern] if len(members) > 1 and described([pattern]) == described(members) else members
+
+
+def _pattern(entry: _Entry, letter: str) -> _Entry:
+    """Return the entry with a letter in the place of its layer's number; as it is if its names do not agree in that."""
+    layers = {layer for side in entry for layer in map(_layer, names(side))}
+    if None in layers or len({number for _, number in filter(None, layers)}) != 1:
+        return entry
+
+    def with_letter(name: str) -> str:
+        return _LAYER.sub(f"{{{letter}}}", name, count=1)
+
+    left, right = (renamed(side, with_letter) for side in entry)
+    return left, right
+
+
+def _layer(name: str) -> tuple[str, str] | None:
+    """Return the first number between dots, with what is before it; None if there is none."""
+    found = _LAYER.search(name)
+    return (name[: found.start()], found[0]) if found else None
