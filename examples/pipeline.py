@@ -82,13 +82,12 @@ def add_up_tied(ranks, module):
 
 @parity.pair("model_in_stages", ranks=[dict(pp=2), dict(tp=2, pp=2)])
 def model_in_stages(te, ranks):
-    weights = {"embedding.weight": "embedding.weight"}
-    for i in range(LAYERS):
-        weights |= {
-            f"layers.{i}.norm.weight": f"layers.{i}.layer_norm_weight",
-            stack(f"layers.{i}.gate.weight", f"layers.{i}.up.weight"): f"layers.{i}.fc1_weight",
-            f"layers.{i}.down.weight": f"layers.{i}.fc2_weight",
-        }
+    weights = {
+        "embedding.weight": "embedding.weight",
+        "layers.{i}.norm.weight": "layers.{i}.layer_norm_weight",
+        stack("layers.{i}.gate.weight", "layers.{i}.up.weight"): "layers.{i}.fc1_weight",
+        "layers.{i}.down.weight": "layers.{i}.fc2_weight",
+    }
     return parity.Pair(
         reference=Model(),
         candidate=Stage(te, ranks),
