@@ -314,7 +314,7 @@ def with_buffers_alone(case: Case, te: ModuleType, size: Size) -> Pair:
     """
 
     def forget(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(parameter.to(_META), parameter.requires_grad)
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=_META), parameter.requires_grad)
 
     with located(case, size), undisturbed():
         hook = register_module_parameter_registration_hook(forget)  # type: ignore[arg-type]

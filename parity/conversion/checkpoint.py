@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from parity import reading
+from parity.conversion.keys import is_extra_state
 from parity.conversion.plan import Made, Plan
 from parity.machine import files
 from parity.user_error import UserError, one_line
@@ -111,6 +112,7 @@ def _of_torch(path: Path, within: str) -> dict[str, Tensor]:
         held = held[entry]
     if not isinstance(held, Mapping) or not held:
         raise UserError(f"{path} holds a {type(held).__name__}, and no state dict")
+    held = {key: value for key, value in held.items() if isinstance(value, Tensor) or not is_extra_state(str(key))}
     for key, value in held.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise UserError(

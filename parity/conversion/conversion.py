@@ -16,7 +16,7 @@ from parity.case.map_check import check_map, other_names
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import modules_without_memory, with_buffers_alone
 from parity.case.weight_map import WeightMap
-from parity.conversion.keys import Layout, ignored, layout_of, prefixes
+from parity.conversion.keys import Layout, ignored, is_extra_state, layout_of, prefixes
 from parity.conversion.plan import ConversionError, Plan, Wanted, plan
 from parity.te import Backend
 from parity.user_error import UserError
@@ -70,7 +70,8 @@ def convert(
     Returns:
         Tensors by their keys, in the order of the module's own ``state_dict()``, contiguous, on the device on which
         they were given. What both keep as a persistent buffer of the same name and shape is carried over; buffers that
-        only the new side has are as the pair's function makes them.
+        only the new side has are as the pair's function makes them. What modules of one's own return from
+        ``get_extra_state`` is not converted.
 
     Raises:
         ConversionError: a ``UserError``, if keys are missing or too many, or shapes or dtypes do not fit; if the
@@ -134,6 +135,8 @@ def _check_tensors(state_dict: object) -> None:
     if not isinstance(state_dict, Mapping):
         raise UserError(f"state_dict must be a mapping from names to tensors, not {type(state_dict).__name__}")
     for key, value in state_dict.items():
+        if isinstance(key, str) and is_extra_state(key):  # a module of one's own may keep anything there
+            continue
         if not isinstance(key, str) or not isinstance(value, Tensor):
             nested = isinstance(value, Mapping)
             advice = f"; is the state dict of the module under [{key!r}]?" if nested else ""

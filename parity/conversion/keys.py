@@ -26,11 +26,11 @@ class Layout:
 
     Attributes:
         kind: ``reference`` or ``TE``.
-        order: every key, in the module's order.
+        order: every key that has a tensor, in the module's order.
         parameters: shapes of the parameters, tied ones under their first name.
         tied: further names of tied parameters, with their first.
         buffers: the persistent buffers.
-        states: keys of what modules hold beside tensors.
+        states: keys of what TE's modules hold beside parameters and buffers.
     """
 
     kind: str
@@ -51,11 +51,11 @@ def layout_of(kind: str, module: nn.Module) -> Layout:
     others = other_names(module)
     return Layout(
         kind,
-        tuple(held),
+        tuple(name for name, value in held.items() if isinstance(value, Tensor)),
         parameter_shapes(module),
         {name: first for name, first in others.tied.items() if name in held},
         {name: value for name, value in held.items() if name in others.buffers},
-        tuple(name for name in held if is_extra_state(name)),
+        tuple(name for name, value in held.items() if is_extra_state(name) and isinstance(value, Tensor)),
     )
 
 

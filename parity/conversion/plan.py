@@ -164,6 +164,9 @@ def _sorted_in(
     """Sort each key in; yield what to say about those that have no place."""
     for key, tensor in old.items():
         name = before.inside(key)
+        if is_extra_state(name) and (name in source.states or source.kind == "TE" or not isinstance(tensor, Tensor)):
+            made.left_out[key] = "what modules keep beside tensors, such as TE's FP8 scales"
+            continue
         first = source.tied.get(name, name)
         if first in source.parameters:
             taken = found.keys.setdefault(first, key)
@@ -171,8 +174,6 @@ def _sorted_in(
                 if before.inside(taken) == name:
                     yield Problem(f'the checkpoint has both "{taken}" and "{key}" for the {source.kind}\'s "{name}"')
                 found.again[key] = taken
-        elif is_extra_state(name) and (name in source.states or source.kind == "TE"):
-            made.left_out[key] = "the state of FP8 scaling, which the other side has not"
         elif name in source.buffers and name in target.buffers and tensor.shape == target.buffers[name].shape:
             found.buffers[name] = key
         elif key in ignore:

@@ -194,6 +194,37 @@ def test_the_state_of_fp8_scaling_is_empty_in_a_new_checkpoint_and_left_out_on_t
     assert list(parity.convert(pair, made, to="reference")) == ["weight", "bias"]
 
 
+class Stateful(nn.Linear):
+    """A linear layer with a state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"steps": 3}
+
+    def set_extra_state(self, state):
+        raise AssertionError("nothing was converted")
+
+
+def test_what_a_module_of_one_s_own_keeps_beside_tensors_is_left_out():
+    pair = pair_of(Stateful(4, 4), Stateful(4, 4), {"weight": "weight", "bias": "bias"})
+    assert list(parity.convert(pair, pair.reference.state_dict())) == ["weight", "bias"]
+
+
+def test_te_s_quantized_parameters_are_filled_and_read_as_the_numbers_that_they_stand_for():
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    transformer_engine = te.kernels("cpu").te
+    with transformer_engine.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
+        module = transformer_engine.Linear(32, 32, params_dtype=torch.bfloat16)
+    pair = pair_of(nn.Linear(32, 32), module, {"weight": "weight", "bias": "bias"})
+    original = {name: x.bfloat16() for name, x in linear_state(32).items()}
+    module.load_state_dict(parity.convert(pair, original), strict=True)
+    back = parity.convert(pair, module.state_dict(), to="reference")
+    assert torch.equal(back["weight"], module.weight.dequantize())
+    assert back["weight"].dtype is torch.bfloat16
+    assert float((back["weight"].double() - original["weight"].double()).abs().max()) > 0, "FP8 rounds"
+    torch.testing.assert_close(back["weight"], original["weight"], rtol=2.0**-4, atol=2.0**-10)
+
+
 PREFIXES = [
     ("model.", "model.weight", "weight"),
     ("model.layers.3.=", "model.layers.3.weight", "weight"),
