@@ -13,12 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from parity import shown
 from parity.case import files as of_pairs
+from parity.conversion import checkpoint
+from parity.conversion.plan import Made, Plan, Step
 from parity.cpu.loading import loader
 from parity.judge import differences, limits
 from parity.lab import campaign, same
@@ -159,6 +164,30 @@ def _pairs(file: Path) -> Iterator[str]:
     yield ""
 
 
+def _checkpoint_of(folder: Path) -> bytes:
+    tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
+    made = [Step((Made(key, tuple(x.shape), x.dtype),), partial(dict, {key: x})) for key, x in tensors.items()]
+    checkpoint.write(folder / "model.safetensors", Plan(steps=made))
+    return (folder / "model.safetensors").read_bytes()
+
+
+def _index_of(folder: Path) -> bytes:
+    _checkpoint_of(folder)
+    return json.dumps({"weight_map": dict.fromkeys("ab", "model.safetensors")}).encode()
+
+
+def _checkpoint(file: Path) -> Iterator[str]:
+    named = file.with_name("damaged.safetensors")
+    named.write_bytes(file.read_bytes())
+    yield from map(str, checkpoint.read(named))
+
+
+def _index(file: Path) -> Iterator[str]:
+    named = file.with_name("damaged.index.json")
+    named.write_bytes(file.read_bytes())
+    yield from map(str, checkpoint.read(named))
+
+
 def _arguments(file: Path) -> Iterator[str]:
     text = file.read_bytes().decode(errors="surrogateescape")
     for parse in (options.parse_seeds, options.parse_timeout, options.parse_precisions, options.parse_diagnosis):
@@ -180,6 +209,8 @@ READERS = (
     Reader("`lab.gpu_report.limits`", "a run's record", lambda _: samples.run(), _held_against),
     Reader("`plugin.ending.Diary`", "what a worker notes before it compares", _diary_of, _diary),
     Reader("`cpu.loading.loader`", "a compiled module of TE in the cache", _cache_of, _cache),
+    Reader("`conversion.checkpoint.read`", "a file of safetensors", _checkpoint_of, _checkpoint),
+    Reader("`conversion.checkpoint.read`, its index", "an index of a checkpoint's files", _index_of, _index),
     Reader("`case.files.imports_parity`", "a Python file", lambda _: samples.pairs(), _pairs),
     Reader("`plugin.options.parse_*`", "an option's value", lambda _: b"0,3,7-9", _arguments),
 )
