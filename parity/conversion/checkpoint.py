@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,12 +62,12 @@ def _of_index(path: Path, within: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(places.values()):
         shard = path.with_name(name)
-        if not shard.is_file():
-            raise UserError(f"{path} names {name}, which is not beside it; was it downloaded whole?")
+        if not os.path.isfile(shard):  # which no name is too long for
+            raise UserError(f"{path} names {name!r}, which is not beside it; was it downloaded whole?")
         held = _of_file(shard, within)
         for key in (key for key, place in places.items() if place == name):
             if key not in held:
-                raise UserError(f'{path} says that {name} holds "{key}", but it does not')
+                raise UserError(f"{path} says that {name!r} holds {key!r}, but it does not")
             found[key] = held[key]
     return {key: found[key] for key in places}
 

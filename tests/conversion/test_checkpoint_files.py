@@ -155,7 +155,7 @@ UNREADABLE = {
     "an index of another kind": (text("m.index.json", "{}"), "", "it lacks 'weight_map'"),
     "an index of other folders": (text("m.index.json", '{"weight_map": {"a": "../b"}}'), "", "is no file's name"),
     "a shard that is missing": (without_a_shard, "", "was it downloaded whole?"),
-    "a key that is missing": (with_a_key_too_many, "", 'holds "z", but it does not'),
+    "a key that is missing": (with_a_key_too_many, "", "holds 'z', but it does not"),
 }
 
 
