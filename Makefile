@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity parity-ranks test te-matrix mutants torture lint clean
+.PHONY: parity parity-ranks test package te-matrix mutants torture lint clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
@@ -12,6 +12,9 @@ parity-ranks: $(VENV)/ready  ## compare TE's modules over ranks and write report
 
 test: $(VENV)/ready  ## the harness's own tests, and every case
 	$(VENV)/bin/python -m pytest -n auto
+
+package: $(VENV)/ready  ## builds sdist and wheel and tries the wheel; with FRESH=1 in an empty environment, minutes
+	$(VENV)/bin/python scripts/check_package.py $(if $(FRESH),--fresh --constraints constraints.txt)
 
 te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of TransformerEngine; writes reports/te-matrix.md
 	$(VENV)/bin/python scripts/te_matrix.py
