@@ -15,7 +15,8 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def cuda_is_cpu_without_gpu() -> Iterator[None]:
-    """Within the context, ``device="cuda"``, ``.cuda()`` and ``.to("cuda")`` mean the CPU if PyTorch sees no GPU.
+    """Within the context, ``device="cuda"``, ``device=0``, ``.cuda()`` and ``.to("cuda")`` mean the CPU if PyTorch sees
+    no GPU.
 
     So a factory that was written on a GPU machine builds its pair on a laptop. Parity moves modules and inputs to where
     the kernels run in any case.
@@ -41,10 +42,13 @@ class _CudaIsCpu(TorchFunctionMode):
         if _is_cuda(named.get("device")):
             named["device"] = _CPU
         moves = func is Tensor.to
-        return func(*[_CPU if _is_cuda(arg, moves) else arg for arg in args], **named)
+        return func(*[_CPU if _is_cuda(arg, is_device=moves) else arg for arg in args], **named)
 
 
-def _is_cuda(argument: Any, as_text: bool = True) -> bool:
+def _is_cuda(argument: Any, is_device: bool = True) -> bool:
+    """Return whether an argument names a GPU; a text or a number does so only where a device is expected."""
     if isinstance(argument, torch.device):
         return argument.type == "cuda"
-    return as_text and isinstance(argument, str) and argument.partition(":")[0] == "cuda"
+    if not is_device or isinstance(argument, bool):
+        return False
+    return isinstance(argument, int) or (isinstance(argument, str) and argument.partition(":")[0] == "cuda")

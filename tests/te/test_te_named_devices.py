@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor, nn
 
 import parity
 from parity.te.named_devices import cuda_is_cpu_without_gpu
+from parity.user_error import raised
 
+TOLD = "this machine has no GPU: take the device of a tensor that is there (x.device)"
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes machines without a GPU")
 
 
@@ -24,6 +28,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes mac
         lambda: torch.ones(2).to("cuda"),
         lambda: torch.ones(2).to("cuda", torch.bfloat16, non_blocking=True),
         lambda: torch.zeros_like(torch.ones(2), device="cuda"),
+        lambda: torch.ones(2, device=0),
+        lambda: torch.ones(2).to(0),
+        lambda: torch.ones(2).cuda(0),
+        lambda: nn.Linear(2, 2, device=0).weight,
         lambda: nn.Linear(2, 2, device="cuda").weight,
         lambda: nn.Linear(2, 2).cuda().weight,
         lambda: nn.Linear(2, 2).to(device="cuda", dtype=torch.bfloat16).weight,
@@ -45,27 +53,87 @@ def test_a_pair_that_was_written_on_a_gpu_is_compared() -> None:
     @parity.pair("on_a_gpu")
     def on_a_gpu(te):
         return parity.Pair(
-            reference=nn.Linear(32, 32, device="cuda"),
-            candidate=te.Linear(32, 32, device="cuda").to("cuda"),
+            reference=nn.Linear(32, 32, device="cuda").to(torch.device("cuda", 0)),
+            candidate=te.Linear(32, 32, device=0).to("cuda"),
             weights={"weight": "weight", "bias": "bias"},
-            inputs=lambda rng: rng.normal(32, 32).cuda(),
+            inputs=lambda rng: rng.normal(32, 32).cuda().to(0),
         )
 
     (result,) = parity.compare(on_a_gpu, precisions=["bf16"])
     assert result.passed, result.reason
 
 
-def test_a_call_that_names_a_gpu_is_told_what_to_do() -> None:
-    @parity.pair("call_on_a_gpu")
-    def call_on_a_gpu(te):
+# What cannot be made on the CPU in a GPU's place is an error that says what to do.
+
+
+def asked(where: str, ask: Callable[[], object]) -> parity.Case:
+    """Return a pair that asks for a GPU at one place."""
+
+    def at(place: str, value: Any) -> Any:
+        if place == where:
+            ask()
+        return value
+
+    @parity.pair(f"asked_in_{where}")
+    def pair(te):
         return parity.Pair(
-            reference=nn.Linear(32, 32),
-            candidate=te.Linear(32, 32),
+            reference=at("reference", nn.Linear(32, 32)),
+            candidate=at("candidate", te.Linear(32, 32)),
             weights={"weight": "weight", "bias": "bias"},
-            inputs=lambda rng: rng.normal(32, 32),
-            call_reference=lambda module, x: module(x.cuda()),
+            inputs=lambda rng: at("inputs", rng.normal(32, 32)),
+            call_reference=lambda module, x: module(at("call_reference", x)),
+            call_candidate=lambda module, x: module(at("call_candidate", x)),
         )
 
-    (result,) = parity.compare(call_on_a_gpu, precisions=["bf16"])
+    return pair
+
+
+@pytest.mark.parametrize("where", ["reference", "candidate", "inputs"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda: torch.cuda.current_device(), id="current_device"),
+        pytest.param(lambda: nn.Linear(2, 2).to(0), id="module.to(0)"),
+    ],
+)
+def test_a_pair_that_cannot_be_built_is_refused_with_what_to_do(where: str, ask: Callable[[], object]) -> None:
+    with pytest.raises(parity.UserError, match=re.escape(TOLD)):
+        parity.compare(asked(where, ask), precisions=["bf16"])
+
+
+@pytest.mark.parametrize("where", ["call_reference", "call_candidate"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda: torch.ones(2).cuda(), id=".cuda()"),
+        pytest.param(lambda: torch.ones(2).to("cuda"), id='.to("cuda")'),
+        pytest.param(lambda: torch.ones(2, device=torch.device("cuda")), id='torch.device("cuda")'),
+        pytest.param(lambda: torch.ones(2, device=0), id="device=0"),
+        pytest.param(lambda: torch.cuda.current_device(), id="current_device"),
+    ],
+)
+def test_a_call_is_not_made_on_the_cpu_but_told_what_to_do(where: str, ask: Callable[[], object]) -> None:
+    (result,) = parity.compare(asked(where, ask), precisions=["bf16"])
     assert result.status == "error"
-    assert "this machine has no GPU: take the device of a tensor that is there (x.device)" in result.reason
+    assert TOLD in result.reason
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda: torch.device(0), id="torch.device(0)"),
+        pytest.param(lambda: torch.cuda.device(0).__enter__(), id="torch.cuda.device(0)"),
+        pytest.param(lambda: torch.cuda.set_device(0), id="set_device"),
+        pytest.param(lambda: torch.cuda.synchronize(), id="synchronize"),
+        pytest.param(lambda: torch.cuda.get_device_capability(), id="get_device_capability"),
+        pytest.param(lambda: torch.cuda.reset_peak_memory_stats(), id="reset_peak_memory_stats"),
+        pytest.param(lambda: torch.cuda.Stream(), id="Stream"),
+        pytest.param(lambda: torch.cuda.Event(), id="Event"),
+        pytest.param(lambda: torch.Generator(device="cuda"), id="Generator"),
+        pytest.param(lambda: torch.ones(2).type("torch.cuda.FloatTensor"), id="FloatTensor"),
+    ],
+)
+def test_pytorch_says_in_many_ways_that_there_is_no_gpu(ask: Callable[[], object]) -> None:
+    with pytest.raises((AssertionError, AttributeError, RuntimeError)) as error, cuda_is_cpu_without_gpu():
+        ask()
+    assert TOLD in raised(error.value)
