@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity parity-ranks test package te-matrix mutants torture lint clean
+.PHONY: parity parity-ranks test package versions te-matrix mutants torture lint clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
@@ -15,6 +15,9 @@ test: $(VENV)/ready  ## the harness's own tests, and every case
 
 package: $(VENV)/ready  ## builds sdist and wheel and tries the wheel; with FRESH=1 in an empty environment, minutes
 	$(VENV)/bin/python scripts/check_package.py $(if $(FRESH),--fresh --constraints constraints.txt)
+
+versions: $(VENV)/ready  ## tries each Python with its newest and its oldest dependencies; WITHOUT_TORCH="3.12 3.13"; writes reports/versions.md
+	$(VENV)/bin/python scripts/versions.py $(if $(WITHOUT_TORCH),--without-torch $(WITHOUT_TORCH))
 
 te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of TransformerEngine; writes reports/te-matrix.md
 	$(VENV)/bin/python scripts/te_matrix.py
