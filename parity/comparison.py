@@ -24,6 +24,7 @@ from parity.judge.directions import Direction, directions
 from parity.judge.judge import NONE_DRAWN, Drawn, judge
 from parity.judge.limits import Table
 from parity.judge.log_probs import log_prob_outputs
+from parity.judge.pictures import pictured
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
@@ -522,7 +523,7 @@ class _Unexplained:
 def _judged(asked: Asked, ran: _Ran) -> Judged:
     prepared, precision = ran.prepared, asked.precision
     verdicts = _verdicts(asked, ran)
-    tensors = verdicts.tensors
+    tensors = pictured(verdicts.tensors, golden_truths(prepared), ran.made.tensors, ran.models)
     changed = prepared.golden.changed_inputs, ran.made.changed_inputs
     not_compared = prepared.golden.not_compared
     notes = verdicts.remarks + prepared.apart

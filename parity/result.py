@@ -73,12 +73,14 @@ class Finding:
         title: the cause in a few words, e.g. ``not-finite``.
         message: the evidence and what to do, in one sentence or two.
         sure: whether it is told as a fact; else the message ends with what speaks against it.
+        repair: what to change in the user's code, by itself; empty where nothing is known, and in older records.
     """
 
     code: str
     title: str
     message: str
     sure: bool = True
+    repair: str = ""
 
     @property
     def name(self) -> str:
@@ -111,6 +113,59 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Profile:
+    """Describe how an error lies along one axis of its tensor, in consecutive parts of the axis.
+
+    Attributes:
+        axis: which, from 0.
+        span: how many indices a part has; the last part may have fewer.
+        error: the root mean square of the candidate's finite errors in each part.
+        expected: likewise of the rounding model's.
+        spoiled: how many NaNs and infinities the candidate has in each part; empty where it has none at all.
+    """
+
+    axis: int
+    span: int
+    error: tuple[float, ...]
+    expected: tuple[float, ...]
+    spoiled: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Count elements by the decimal logarithm of their error over the root mean square of the expected one.
+
+    Attributes:
+        start: the lower edge of the first bin; it and the last one also have what lies beyond.
+        width: of a bin.
+        error: how many of the candidate's elements each bin has.
+        expected: how many of the rounding model's.
+        exact: how many elements have no error at all, the candidate's and the model's; no bin has them.
+    """
+
+    start: float
+    width: float
+    error: tuple[int, ...]
+    expected: tuple[int, ...]
+    exact: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Show where a tensor's error lies and how it is distributed, in a few hundred numbers.
+
+    Attributes:
+        unit: the root mean square of the expected error; of the candidate's where none is expected.
+        profiles: one for each axis that is longer than 1.
+        histogram: None where there are too few elements for one.
+    """
+
+    unit: float
+    profiles: tuple[Profile, ...] = ()
+    histogram: Histogram | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TensorResult:
     """One compared tensor of one run.
 
@@ -126,6 +181,7 @@ class TensorResult:
         checks: every statistic that was judged.
         of: the outputs whose gradient it is, where not all are differentiated in one pass; else empty.
         step: of a training, from 1; 0 for a single pass.
+        picture: where its error lies; the worst tensors of a result have one, those of older records have none.
     """
 
     name: str
@@ -139,6 +195,7 @@ class TensorResult:
     checks: tuple[Check, ...] = ()
     of: str = ""
     step: int = 0
+    picture: Picture | None = None
 
     @property
     def label(self) -> str:

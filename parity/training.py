@@ -30,6 +30,7 @@ from parity.case.weight_map import names
 from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
+from parity.judge.pictures import thinned
 from parity.judge.scaling import wrong_scaling
 from parity.judge.updates import Replay, deviations, holds, not_as
 from parity.mistakes.codes import finding
@@ -238,7 +239,7 @@ def _trained(
                     return asked.result(
                         "failed",
                         reason=f"step {number} is the first that is not right",
-                        tensors=tuple(run.worst.values()),
+                        tensors=thinned(list(run.worst.values())),
                         findings=(told,),
                         notes=tuple(run.notes),
                         steps=tuple(run.steps),
@@ -342,7 +343,7 @@ def _diverged(asked: Asked, checked: CheckedSize, run: _Run, number: int, why: s
     return asked.result(
         "failed",
         reason=f"step {number} is the first that cannot be judged",
-        tensors=tuple(run.worst.values()),
+        tensors=thinned(list(run.worst.values())),
         findings=(diverging(number, why, own),),
         notes=tuple(run.notes),
         steps=tuple(run.steps),
@@ -613,7 +614,7 @@ def _clipping(largest: float, stepped: Stepped) -> float:
 
 
 def _result(asked: Asked, run: _Run, status: Any, judged: Result, findings: tuple[Finding, ...]) -> Result:
-    tensors = tuple(run.worst.values())
+    tensors = thinned(list(run.worst.values()))
     reason = judged.reason
     if status == "failed":
         reason = f"step {len(run.steps)} is the first that is not right"

@@ -15,6 +15,7 @@ from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize
 from parity.judge.judge import judge
 from parity.judge.limits import Table
+from parity.judge.pictures import thinned
 from parity.mistakes.codes import UNEXPLAINED, finding
 from parity.numerics.errors import Truth
 from parity.passes.all_passes import Tensors, model_numbers
@@ -95,7 +96,7 @@ def merged(results: Sequence[Result]) -> Result:
             tensors[tensor.label] = tensor
     return dataclasses.replace(
         told,
-        tensors=tuple(sorted(tensors.values(), key=lambda tensor: _KINDS.index(tensor.kind))),
+        tensors=thinned(sorted(tensors.values(), key=lambda tensor: _KINDS.index(tensor.kind))),
         findings=_findings(results),
         notes=tuple(dict.fromkeys(chain.from_iterable(result.notes for result in results))),
         attention=", ".join(dict.fromkeys(filter(None, (result.attention for result in results)))),

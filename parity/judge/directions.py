@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parity.judge.statistics import Component, Statistic, has_component, has_enough
 from parity.mistakes.catalogue import calls_of, subtle_hypotheses
-from parity.mistakes.codes import CODES
+from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.trial import outputs_under
 from parity.numerics.errors import Summed, difference, in_fp32
@@ -162,11 +162,11 @@ def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> lis
     found: dict[str, Finding] = {}
     for tensor, check, direction in found_by_filter(tensors, known):
         mistake = direction.mistake
-        found[mistake.name] = Finding(
-            CODES[mistake.title],
+        found[mistake.name] = finding(
             mistake.title,
             f"the error of {tensor.label} contains {check.coefficient:.2g} times what {mistake.name} would change, "
             f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
             f"{mistake.repair}",
+            repair=mistake.repair,
         )
     return list(found.values())

@@ -165,6 +165,6 @@ UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
 """Codes of the findings that name no cause."""
 
 
-def finding(title: str, message: str, sure: bool = True) -> Finding:
+def finding(title: str, message: str, sure: bool = True, repair: str = "") -> Finding:
     """Return a finding of this title, a key of ``CODES``."""
-    return Finding(CODES[title], title, message, sure)
+    return Finding(CODES[title], title, message, sure, repair)

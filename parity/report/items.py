@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from parity import shown
 from parity.report.numbers import markdown_table, short
-from parity.result import Result, Status
+from parity.result import Result, Status, TensorResult
 from parity.settings import PRECISION_NAMES
 
 # Gather a run's results, one for each seed, into what pytest calls an item: a case at one precision and size.
@@ -64,6 +64,31 @@ class Item:
     @property
     def ranks(self) -> str:
         return self.results[0].ranks
+
+
+@dataclass(frozen=True)
+class AtWorst:
+    """One tensor of an item, at the seed where its margin is worst.
+
+    Attributes:
+        result: that seed's.
+        tensor: the tensor's there.
+        seeds: at how many seeds it was compared.
+    """
+
+    result: Result
+    tensor: TensorResult
+    seeds: int
+
+
+def worst_of_each_tensor(item: Item) -> list[AtWorst]:
+    """Return an item's tensors, in the order of its results."""
+    at_seeds: dict[str, list[tuple[Result, TensorResult]]] = {}
+    for result in item.results:
+        for tensor in result.tensors:
+            at_seeds.setdefault(tensor.label, []).append((result, tensor))
+    worst = (max(each, key=lambda pair: pair[1].margin) for each in at_seeds.values())
+    return [AtWorst(result, tensor, len(at_seeds[tensor.label])) for result, tensor in worst]
 
 
 def in_order(items: Iterable[Item]) -> list[Item]:

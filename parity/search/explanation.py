@@ -16,7 +16,7 @@ from parity.judge.directions import PRESENT, Direction
 from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
 from parity.mistakes.catalogue import calls_of, subtle_hypotheses_anywhere
-from parity.mistakes.codes import CODES, UNEXPLAINED
+from parity.mistakes.codes import UNEXPLAINED, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.trial import tensors_under
 from parity.numerics.errors import Deviations, in_fp32
@@ -89,7 +89,7 @@ def _finding(shown: _Shown) -> Finding:
         f"the error of {shown.label} contains {shown.coefficient:.2g} times what {mistake.name} would change, which is "
         f"worth {shown.worth:.2g} standard deviations of rounding, and no tensor lacks it; {mistake.repair}"
     )
-    return Finding(CODES[mistake.title], mistake.title, message)
+    return finding(mistake.title, message, repair=mistake.repair)
 
 
 def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:

@@ -97,7 +97,7 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
         f"{mistake.what}: the candidate is {1 / max(share, 0.01):.2g} times nearer to a reference that rounds like "
         f"this than to one that rounds as {failure.precision.name} does. {mistake.repair}"
     )
-    return [finding(mistake.title, message)]
+    return [finding(mistake.title, message, repair=mistake.repair)]
 
 
 def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:

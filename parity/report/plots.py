@@ -1,0 +1,190 @@
+"""Say what the plots of a page show, as plain numbers and in words; the page's script draws them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parity.report.numbers import plural, short
+from parity.result import Histogram, Profile, Result, TensorResult
+
+MOST_LINES = 12  # of a plot over depth
+_FEWEST_LAYERS = 2
+_DEPTH = re.compile(r"(?<![^.])\d+(?![^.])")
+_OF_ATTENTION = re.compile(r"attn|attention|[qkvo]_proj|query|key|value|qkv", re.IGNORECASE)
+_OF_GROUPS = re.compile(r"\b(?:k_proj|v_proj)\b|key|value", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot.
+
+    Attributes:
+        kind: which of the script's functions draws it.
+        title: what it shows, in a few words.
+        words: the same as a sentence, for who does not see it.
+        numbers: what it is drawn from; lists, texts and numbers, None where a number is not finite.
+    """
+
+    kind: str
+    title: str
+    words: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def of_tensor(result: Result, tensor: TensorResult) -> Iterator[Plot]:
+    """Yield where a tensor's error lies, axis by axis, and how it is distributed; nothing without a picture."""
+    picture = tensor.picture
+    if picture is None:
+        return
+    for profile in picture.profiles:
+        if profile.axis < len(tensor.shape) and len(profile.error) == len(profile.expected) > 0:
+            yield _along_axis(result, tensor, profile)
+    histogram = picture.histogram
+    if histogram is not None and len(histogram.error) == len(histogram.expected) > 0:
+        yield _distribution(histogram)
+
+
+def _along_axis(result: Result, tensor: TensorResult, profile: Profile) -> Plot:
+    length, span = tensor.shape[profile.axis], max(1, profile.span)
+    name = axis_name(result.size, tensor, profile.axis)
+    starts = [min(part * span, length - 1) for part in range(len(profile.error))]
+    times = [error / expected for error, expected in zip(profile.error, profile.expected, strict=True) if expected]
+    worst = max(range(len(starts)), key=lambda part: profile.error[part])
+    where = f"{starts[worst]}" if span == 1 else f"{starts[worst]} to {min(starts[worst] + span, length) - 1}"
+    told = f"The error is largest at {where}"
+    if times:
+        told += f"; it is {short(min(times))} to {short(max(times))} times the expected one"
+    if profile.spoiled:
+        told += f". NaN or Inf in {plural(sum(map(bool, profile.spoiled)), 'part')} of {len(profile.spoiled)}"
+    return Plot(
+        "profile",
+        f"along {name}",
+        f"{told}.",
+        {
+            "at": starts,
+            "span": span,
+            "error": finite(profile.error),
+            "expected": finite(profile.expected),
+            "spoiled": list(profile.spoiled),
+            "axis": name,
+            "parted": _heads(result.size, tensor, length),
+        },
+    )
+
+
+def axis_name(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> str:
+    """Return what an axis is, as far as the shape tells: by the case's sizes, or a weight's rows and columns."""
+    length = tensor.shape[axis]
+    named = [name for name, value in size.items() if value == length and not isinstance(value, bool)]
+    alike = f" ({' or '.join(named)}, {length})" if named else f" ({length})"
+    if tensor.kind == "weight gradient" and len(tensor.shape) == 2:
+        return ("rows, output features", "columns, input features")[axis] + alike
+    if axis == len(tensor.shape) - 1 and axis:
+        return f"the last axis, channels{alike}"
+    return f"axis {axis}{alike}"
+
+
+def _heads(size: Mapping[str, Any], tensor: TensorResult, length: int) -> int:
+    """Return into how many heads an axis is parted, as far as names and sizes tell; 0 for none."""
+    if not _OF_ATTENTION.search(tensor.name):
+        return 0
+    named = ("groups", "kv_heads", "heads") if _OF_GROUPS.search(tensor.name) else ("heads",)
+    heads = next((size[name] for name in named if isinstance(size.get(name), int)), 0)
+    return heads if heads > 1 and length > heads and length % heads == 0 else 0
+
+
+def _distribution(histogram: Histogram) -> Plot:
+    edges = [histogram.start + histogram.width * i for i in range(len(histogram.error))]
+    filled = [i for i, counts in enumerate(zip(histogram.error, histogram.expected, strict=True)) if any(counts)]
+    kept = slice(filled[0], filled[-1] + 1) if filled else slice(0, 0)
+    total, total_of_model = (sum(bins) + exact for bins, exact in _sides(histogram))
+    beyond = sum(count for edge, count in zip(edges, histogram.error, strict=True) if edge >= 1.0)
+    exact, exact_of_model = histogram.exact
+    return Plot(
+        "histogram",
+        "how large the elements' errors are",
+        f"{_share(beyond, total)} of the elements err by more than 10 times the expected error in root mean square. "
+        f"{_share(exact, total)} have no error at all, where {_share(exact_of_model, total_of_model)} are expected to.",
+        {
+            "at": [edge + histogram.width / 2 for edge in edges[kept]],
+            "width": histogram.width,
+            "error": [count / max(total, 1) for count in histogram.error[kept]],
+            "expected": [count / max(total_of_model, 1) for count in histogram.expected[kept]],
+        },
+    )
+
+
+def _sides(histogram: Histogram) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int]]:
+    return (histogram.error, histogram.exact[0]), (histogram.expected, histogram.exact[1])
+
+
+def _share(count: int, total: int) -> str:
+    percent = 100 * count / max(total, 1)
+    return f"{short(percent)} %" if percent != 0.0 else "None"
+
+
+def over_depth(tensors: Sequence[TensorResult]) -> Plot | None:
+    """Return the errors of a model's gradients layer by layer; None where the names tell no depth.
+
+    A layer is the first number in a parameter's name, and parameters whose names are alike but for it are a line.
+    """
+    lines: dict[str, dict[int, TensorResult]] = {}
+    for tensor in tensors:
+        found = _DEPTH.search(tensor.name)
+        if found is not None and tensor.kind == "weight gradient" and len(found[0]) < 6:
+            kind = f"{tensor.name[: found.start()]}#{tensor.name[found.end() :]}"
+            lines.setdefault(kind, {})[int(found[0])] = tensor
+    deep = {kind: layers for kind, layers in lines.items() if len(layers) >= _FEWEST_LAYERS}
+    if not deep:
+        return None
+    shown = sorted(deep, key=lambda kind: -max(tensor.margin for tensor in deep[kind].values()))[:MOST_LINES]
+    layers = sorted({layer for kind in deep.values() for layer in kind})
+    over = sorted({layer for kind in deep.values() for layer, tensor in kind.items() if not tensor.passed})
+    told = f"{plural(len(deep), 'kind')} of parameters in layers {layers[0]} to {layers[-1]}. "
+    told += f"Beyond a limit: layers {', '.join(map(str, over))}." if over else "Every layer is within its limits."
+    if len(deep) > len(shown):
+        told += f" The {len(shown)} with the largest margins are drawn."
+    return Plot(
+        "depth",
+        "error against depth",
+        told,
+        {
+            "lines": [
+                {
+                    "name": kind,
+                    "at": list(deep[kind]),
+                    "margin": finite(tensor.margin for tensor in deep[kind].values()),
+                    "error": finite(tensor.errors.relative_l2 for tensor in deep[kind].values()),
+                    "expected": finite(tensor.expected.relative_l2 for tensor in deep[kind].values()),
+                }
+                for kind in shown
+            ]
+        },
+    )
+
+
+def over_steps(result: Result) -> Plot | None:
+    """Return a training's losses and margins, step by step; None for a single pass."""
+    if not result.steps:
+        return None
+    worst = max(result.steps, key=lambda step: step.margin)
+    return Plot(
+        "steps",
+        "loss and margin against steps",
+        f"{plural(len(result.steps), 'step')}; the largest margin is {short(worst.margin)}, at step {worst.number}.",
+        {
+            "at": [step.number for step in result.steps],
+            "loss": finite(step.loss for step in result.steps),
+            "golden": finite(step.golden for step in result.steps),
+            "margin": finite(step.margin for step in result.steps),
+        },
+    )
+
+
+def finite(values: Any) -> list[float | None]:
+    """Return numbers as JSON has them: None for NaN and the infinities."""
+    return [value if math.isfinite(value) else None for value in values]
