@@ -10,7 +10,7 @@ from parity import reading, shown
 from parity.case import registry
 from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
-from parity.report import changes, failure, markdown, record
+from parity.report import changes, failure, html, markdown, record
 from parity.report.markdown import digest
 from parity.report.numbers import plural
 from parity.report.record import Record
@@ -26,7 +26,7 @@ def draw(file: Path, output: Path | None) -> bool:
 
     Args:
         file: the run's record.
-        output: the report; None for one beside the record.
+        output: the report, HTML or markdown by its name; None for one of each beside the record.
 
     Raises:
         UserError: if the record cannot be read, or the report cannot be written; after it was drawn, if lines of the
@@ -34,12 +34,14 @@ def draw(file: Path, output: Path | None) -> bool:
     """
     read = _read(file)
     run = digest(read)
-    target = output or file.with_suffix(".md")
-    _write(target, markdown.draw(run, file.stem), [file])
+    targets = [output] if output else [file.with_suffix(".html"), file.with_suffix(".md")]
+    for target in targets:
+        _write(target, (html if _is_html(target) else markdown).draw(run, file.stem), [file])
     print(markdown.verdict(run))
     for line in failure.lines(run.notes):
         print(line)
-    print(f"report: {target}")
+    for target in targets:
+        print(f"{'page' if _is_html(target) else 'report'}: {target}")
     _end_if_damaged({file: read})
     return run.complete and not run.failed
 
@@ -50,7 +52,7 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
     Args:
         file: the run's record.
         older: the other run's.
-        output: the report; None for one beside the record.
+        output: the report, HTML or markdown by its name; None for markdown beside the record.
         factor: a margin has to change by this factor to be reported.
 
     Raises:
@@ -59,9 +61,10 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
     """
     runs = changes.Comparison(_read(older), _read(file), (str(older), str(file)), factor)
     target = output or file.with_name(f"{file.stem}_against_{older.stem}.md")
-    _write(target, changes.draw(runs), [file, older])
+    drawn = html.draw(digest(runs.after), file.stem, runs) if _is_html(target) else changes.draw(runs)
+    _write(target, drawn, [file, older])
     print(changes.verdict(runs))
-    print(f"report: {target}")
+    print(f"{'page' if _is_html(target) else 'report'}: {target}")
     _end_if_damaged({file: runs.after, older: runs.before})
     if not runs.shares_items:
         raise UserError(f"{file} and {older} have no item in common, so that nothing was compared")
@@ -91,12 +94,19 @@ def _end_if_damaged(records: Mapping[Path, Record]) -> None:
         raise UserError("; ".join(damaged))
 
 
+def _is_html(target: Path) -> bool:
+    return target.suffix.lower() in (".html", ".htm")
+
+
 def _write(target: Path, text: str, records: Sequence[Path]) -> None:
     for file in records:
         if target.exists() and target.samefile(file):
             raise UserError(f"the report would replace its record {file}; name another file by -o")
-    if target.suffix.lower() not in (".md", ".markdown", ".txt", ""):
-        raise UserError(f"-o: the report is markdown, and {target.name} says that it is not; name it {target.stem}.md")
+    if target.suffix.lower() not in (".html", ".htm", ".md", ".markdown", ".txt", ""):
+        raise UserError(
+            f"-o: a report is HTML or markdown, and {target.name} says that it is neither; name it {target.stem}.html "
+            f"or {target.stem}.md"
+        )
     check_file(target, "-o")
     try:
         files.replace(target, text)

@@ -12,7 +12,7 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -84,24 +84,25 @@ def exit_heard(ended: Callable[[], object]) -> Iterator[None]:
 
 _WAITER = """
 import os, subprocess, sys
-record, report, advice = sys.argv[1:]
+record, advice, *reports = sys.argv[1:]
 told = sys.stdin.read().splitlines()
 if told and told[-1]:
-    subprocess.run([sys.executable, "-m", "parity", "report", record, "-o", report], stdout=subprocess.DEVNULL)
+    for report in reports:
+        subprocess.run([sys.executable, "-m", "parity", "report", record, "-o", report], stdout=subprocess.DEVNULL)
     ended = f"the process of this run ended while it compared {told[-1]}; {advice}"
-    print(f"parity: {ended}\\nreport: {report}", file=sys.stderr)
+    print(f"parity: {ended}\\nreport: {reports[0]}", file=sys.stderr)
 """
 
 
 class Waiter:
-    """A process that draws the report from the record if this process ends without a farewell.
+    """A process that draws the reports from the record if this process ends without a farewell.
 
     It ends with this one in any case, since its input does.
     """
 
-    def __init__(self, record: Path, report: Path, advice: str, stderr: int) -> None:
+    def __init__(self, record: Path, reports: Sequence[Path], advice: str, stderr: int) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _WAITER, record, report, advice],
+            [sys.executable, "-I", "-S", "-c", _WAITER, record, advice, *reports],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=stderr,

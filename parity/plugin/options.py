@@ -174,6 +174,10 @@ class Options:
         return self.folder / f"{self.name}.md"
 
     @property
+    def page(self) -> Path:
+        return self.folder / f"{self.name}.html"
+
+    @property
     def as_asked(self) -> dict[str, str]:
         """Return what a result depends on, by option; seeds and the table of limits are in the record anyway."""
         return {

@@ -53,7 +53,7 @@ class Recorder:
         stderr: int = 2,
         killer: str = "",
     ) -> None:
-        self._record, self._report, self._name = options.record, options.report, options.name
+        self._record, self._report, self._page, self._name = options.record, options.report, options.page, options.name
         self._digest: Digest | None = None
         self._verdict = ""
         self._begun = False
@@ -165,7 +165,7 @@ class Recorder:
                 self._meanwhile = size
         if self._waiter is None:
             with suppress(OSError):
-                self._waiter = Waiter(self._record, self._report, ending.RESUME, self._stderr)
+                self._waiter = Waiter(self._record, [self._report, self._page], ending.RESUME, self._stderr)
         if self._waiter is not None:
             self._waiter.tell(node_id)
 
@@ -219,9 +219,10 @@ class Recorder:
         else:
             if is_worth_keeping(before):
                 aside = self._claim.set_aside("unfinished")
-                with suppress(OSError):
-                    if self._report.exists():
-                        os.replace(self._report, aside.with_suffix(".md"))
+                for drawn in (self._report, self._page):
+                    with suppress(OSError):
+                        if drawn.exists():
+                            os.replace(drawn, aside.with_suffix(drawn.suffix))
                 self._tell(f"{self._record} was of a run that did not end; it is kept as {aside}")
             self._claim.begin(content)
         try:
@@ -229,6 +230,8 @@ class Recorder:
         except OSError:
             with suppress(OSError):  # an older report would pass for this run's
                 self._report.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._page.unlink(missing_ok=True)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.finish()
@@ -238,16 +241,17 @@ class Recorder:
             session.exitstatus = self._exit_code(session.exitstatus)
 
     def finish(self) -> None:
-        """Draw the report."""
+        """Draw the report, then the page: a disk may have room for the first alone."""
         self._withdraw()
         if self._waiter is not None:
             self._waiter.dismiss()
             self._waiter = None
         if self._digest is None or self._refused:
             return
-        from parity.report import markdown
+        from parity.report import html, markdown
 
-        drawn, self._verdict = markdown.draw(self._digest, self._name), markdown.verdict(self._digest)
+        digest = self._digest
+        drawn, self._verdict = markdown.draw(digest, self._name), markdown.verdict(digest)
         if self._claim is not None:
             with suppress(OSError):
                 self._claim.append(b"")  # sees what became of it since the last line
@@ -256,6 +260,8 @@ class Recorder:
             self._lost = not self._tried(lambda: self._save_elsewhere(drawn))
             if self._lost:
                 self._tell("so this run left no complete record and report; make room, and run it again")
+                return
+        self._tried(lambda: files.replace(self._page, html.draw(digest, self._name)))
 
     def _exit_code(self, code: int) -> int:
         """Return what the run would have ended with if it had not been interrupted."""
@@ -281,6 +287,8 @@ class Recorder:
         for trouble in self._troubles:
             terminalreporter.write_line(trouble)
         if not self._lost:
+            if self._page.exists():
+                terminalreporter.write_line(f"page: {self._page}")
             terminalreporter.write_line(f"report: {self._report}")
             terminalreporter.write_line(f"record: {self._record}")
 
@@ -313,7 +321,7 @@ class Recorder:
         folder = Path(tempfile.mkdtemp(prefix="parity-report-"))
         written = self._claim.content() if self._claim is not None and self._unwritten else b""
         files.replace(folder / self._report.name, drawn)
-        self._report = folder / self._report.name
+        self._page, self._report = folder / self._page.name, folder / self._report.name
         if self._unwritten:
             files.replace(folder / self._record.name, written + record.data("".join(self._unwritten)))
             self._record = folder / self._record.name

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import html
 import json
+import math
 from importlib import resources
 from typing import Any
 
@@ -38,7 +39,7 @@ def draw(run: Digest, name: str, runs: Comparison | None = None) -> str:
 def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = None) -> str:
     """Return the page with another library of plots, or none; arguments as for ``draw``."""
     view = page(run, name, runs)
-    scripts = [plots_by, _file("page.js")]
+    scripts = [plots_by, script()]
     text = _template().render(
         page=view,
         columns=COLUMNS,
@@ -55,8 +56,13 @@ def plotly() -> str:
     """Return Plotly's script, 4.8 MB: plotly.py brings the full bundle and no smaller one."""
     from plotly.offline import get_plotlyjs
 
-    script: str = get_plotlyjs()
-    return script.replace("</script", "<\\/script")
+    bundle: str = get_plotlyjs()
+    return bundle.replace("</script", "<\\/script")
+
+
+def script() -> str:
+    """Return the page's own script."""
+    return _file("page.js")
 
 
 def data_of(plots: dict[str, Plot]) -> str:
@@ -67,7 +73,9 @@ def data_of(plots: dict[str, Plot]) -> str:
 
 
 def _escaped(value: Any) -> Any:
-    """Escape texts as in HTML, since Plotly takes some tags in its labels for markup."""
+    """Escape texts as in HTML, since Plotly takes some tags in its labels for markup; JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, str):
         return html.escape(shown.line(value))
     if isinstance(value, dict):

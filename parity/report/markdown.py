@@ -1,4 +1,4 @@
-"""Draw the report of a run: verdict, environment, matrix, failures, then a table for each case."""
+"""Draw the report of a run as markdown: verdict, matrix, failures, environment, and what is folded below them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,23 @@ from parity import shown
 from parity.judge.limits import describe
 from parity.report import failure, trainings
 from parity.report.environment import Environment, limits_in_words, limits_section
-from parity.report.items import ERROR, FAILED, PASSED, SKIPPED, WORST_FIRST, Item, draw_matrix, in_order, verdict_of
+from parity.report.items import (
+    ERROR,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    WORST_FIRST,
+    AtWorst,
+    Item,
+    draw_matrix,
+    in_order,
+    verdict_of,
+    worst_of_each_tensor,
+)
 from parity.report.numbers import cosine, markdown_table, plural, ratio, seeds, short
 from parity.report.record import Record, Uncollected
-from parity.result import Determinism, Result, Status, TensorResult
+from parity.report.repairs import repair
+from parity.result import Determinism, Finding, Result, Status, TensorResult
 
 # What a report keeps of a run, however long: counts of everything, and the items that are worth a look.
 #
@@ -169,8 +182,6 @@ _COLUMNS = (
     *("max abs", "its tolerance", "max ulps", "cosine", "SQNR dB", "NaN/Inf", "margin"),
 )
 _TEXT_COLUMNS = 3
-# Beyond so many tensors, an item that passed shows its worst alone: a page of some hundred kilobytes is still drawn.
-MOST_ROWS = 2_500
 
 
 def draw(run: Digest, name: str) -> str:
@@ -183,23 +194,23 @@ def draw(run: Digest, name: str) -> str:
     items = run.items
     failed = [item for item in items if item.status in ("failed", "error")]
     skipped = [item for item in items if item.status == "skipped"]
-    tensors = sum(len(item.worst.tensors) for item in items)
     sections = [
         f"# Parity report: {shown.prose(name)}",
         f"**{verdict(run)}**",
-        _environment(run.environment),
-        *limits_section(run.environment.limits_compared),
         "## Cases by precision",
         draw_matrix(items),
-        _how_to_read(items),
+        *_how_to_read(items),
         *_uncollected(run),
         *_failures(failed, run.environment.limits),
+        "## Environment",
+        _environment(run.environment),
+        *limits_section(run.environment.limits_compared),
         *_skips(skipped),
         *_notes(run, items),
         *_determinism([result for item in items for result in item.results]),
-        "## Every tensor",
+        "## Case by case",
         *_omitted(run),
-        *_cases(items, tensors <= MOST_ROWS),
+        *_cases(items),
     ]
     return shown.text("\n\n".join(sections) + "\n")
 
@@ -254,13 +265,14 @@ def _environment(environment: Environment) -> str:
     return markdown_table(rows.items(), ["environment", ""])
 
 
-def _how_to_read(items: Sequence[Item]) -> str:
-    lines = [
+def _how_to_read(items: Sequence[Item]) -> Iterator[str]:
+    yield (
         "A cell holds the worst **margin** over all sizes and seeds: of all tensors and of all statistics of their "
         "errors, the largest part of its limit. "
         f"Up to 1 passes ({PASSED}), above 1 fails ({FAILED}); {ERROR} could not be compared, "
-        f"{SKIPPED} was skipped, an empty cell was not asked for.",
-        "",
+        f"{SKIPPED} was skipped, an empty cell was not asked for."
+    )
+    lines = [
         "- **golden**: the plain PyTorch reference in FP64, on the same rounded weights and inputs.",
         "- **expected**: the error of that reference under the precision's rounding model: what a faithful port costs.",
         f"- **tolerance**: {describe()}",
@@ -272,7 +284,9 @@ def _how_to_read(items: Sequence[Item]) -> str:
             "- **fp32**: TransformerEngine computes every FP32 GEMM in TF32 (10 mantissa bits), so a faithful port has "
             "the error of TF32, far above that of true FP32."
         )
-    return "\n".join(lines)
+    yield "<details>\n<summary>What the words mean</summary>"
+    yield "\n".join(lines)
+    yield "</details>"
 
 
 def _uncollected(run: Digest) -> Iterator[str]:
@@ -295,6 +309,7 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
             yield "\n".join(
                 f"- **{shown.prose(finding.name)}**: {shown.prose(finding.message)}" for finding in findings
             )
+            yield from _repairs(findings)
         yield shown.fence([failure.headline(item), *failure.measures(item.worst)])
         if item.worst.traceback:
             yield "<details>\n<summary>Traceback</summary>"
@@ -302,6 +317,15 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
             yield "</details>"
         yield "Run it alone:"
         yield shown.fence([failure.reproduce(item.worst, table)])
+
+
+def _repairs(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the lines that findings would change, where they name lines."""
+    lines = []
+    for one in dict.fromkeys(repair(finding.repair) for finding in findings):
+        lines += [f"- {line}" for line in one.now if one.then] + [f"+ {line}" for line in one.then]
+    if lines:
+        yield shown.fence(lines)
 
 
 def _skips(skipped: Sequence[Item]) -> Iterator[str]:
@@ -358,9 +382,8 @@ def _omitted(run: Digest) -> Iterator[str]:
         )
 
 
-def _cases(items: Sequence[Item], in_full: bool) -> Iterator[str]:
-    if not in_full:
-        yield "Of items that passed, the worst tensor is shown; the record has the others as well."
+def _cases(items: Sequence[Item]) -> Iterator[str]:
+    yield "Of items that passed, the worst tensor is shown; the page beside this file and the record have the others."
     for case in dict.fromkeys(item.case for item in items):
         of_case = [item for item in items if item.case == case and item.worst.tensors]
         if not of_case:
@@ -375,7 +398,7 @@ def _cases(items: Sequence[Item], in_full: bool) -> Iterator[str]:
         trained = [result for item in of_case for result in item.results if result.steps]
         if trained:
             yield trainings.summary(trained)
-        rows = [row for item in of_case for row in _rows(item, many_seeds, in_full or item.status != "passed")]
+        rows = [row for item in of_case for row in _rows(item, many_seeds)]
         headers = [*_COLUMNS, "worst seed"] if many_seeds else list(_COLUMNS)
         yield markdown_table(rows, headers, left=_TEXT_COLUMNS)
         yield "</details>"
@@ -413,17 +436,13 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
         )
 
 
-def _rows(item: Item, many_seeds: bool, every_tensor: bool) -> Iterator[list[str]]:
-    """Yield a row for each tensor, or for the worst, at the seed where its own margin is worst."""
-    compared = [result for result in item.results if result.tensors]
-    at_seeds: dict[str, list[tuple[Result, TensorResult]]] = {}
-    for result in compared:
-        for tensor in result.tensors:
-            at_seeds.setdefault(tensor.label, []).append((result, tensor))
-    worst = [max(each, key=lambda pair: pair[1].margin) for each in at_seeds.values()]
-    for result, tensor in worst if every_tensor else [max(worst, key=lambda pair: pair[1].margin)]:
-        seeds = len(at_seeds[tensor.label])
-        yield _row(result, tensor) + ([f"{result.seed} of {seeds}"] if many_seeds else [])
+def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
+    """Yield a row for each tensor at the seed where its own margin is worst; of an item that passed, for the worst."""
+    worst: Sequence[AtWorst] = worst_of_each_tensor(item)
+    if item.status == "passed":
+        worst = [max(worst, key=lambda one: one.tensor.margin)]
+    for one in worst:
+        yield _row(one.result, one.tensor) + ([f"{one.result.seed} of {one.seeds}"] if many_seeds else [])
 
 
 def _row(result: Result, tensor: TensorResult) -> list[str]:

@@ -149,14 +149,14 @@
     const of = (name) => style.getPropertyValue(`--${name}`).trim();
     return { fg: of("fg"), quiet: of("quiet"), line: of("line"), pass: of("pass"), fail: of("fail"), font: getComputedStyle(document.body).fontFamily };
   };
-  const axis = (colours, more) => ({ gridcolor: colours.line, linecolor: colours.line, zeroline: false, automargin: true, title: { standoff: 8, font: { size: 11 } }, ...more });
+  const axis = (colours, more) => ({ gridcolor: colours.line, linecolor: colours.line, zeroline: false, automargin: true, ...more });
   const titled = (text) => ({ text, standoff: 8, font: { size: 11 } });
   const layout = (colours, more) => ({
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 50, r: 12, t: 10, b: 40 },
     font: { family: colours.font, size: 11, color: colours.quiet }, hovermode: "x", hoverlabel: { font: { size: 11 } },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } }, ...more,
   });
-  const LOG = { type: "log", exponentformat: "power", dtick: 1, minexponent: 2 };
+  const LOG = { type: "log", exponentformat: "power", minexponent: 2, nticks: 5, tickfont: { size: 10 } };
 
   const draw = {
     profile(one, colours) {

@@ -13,9 +13,11 @@ from parity.result import Histogram, Profile, Result, TensorResult
 
 MOST_LINES = 12  # of a plot over depth
 _FEWEST_LAYERS = 2
+_MOST_HEADS = 256
 _DEPTH = re.compile(r"(?<![^.])\d+(?![^.])")
-_OF_ATTENTION = re.compile(r"attn|attention|[qkvo]_proj|query|key|value|qkv", re.IGNORECASE)
-_OF_GROUPS = re.compile(r"\b(?:k_proj|v_proj)\b|key|value", re.IGNORECASE)
+_MAKES_HEADS = re.compile(r"\b[qkv]_proj\b|query|key|value")
+_READS_HEADS = re.compile(r"\b(?:o|out)_proj\b")
+_OF_GROUPS = re.compile(r"\b[kv]_proj\b|key|value")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def of_tensor(result: Result, tensor: TensorResult) -> Iterator[Plot]:
     if picture is None:
         return
     for profile in picture.profiles:
-        if profile.axis < len(tensor.shape) and len(profile.error) == len(profile.expected) > 0:
+        if 0 <= profile.axis < len(tensor.shape) and len(profile.error) == len(profile.expected) > 0:
             yield _along_axis(result, tensor, profile)
     histogram = picture.histogram
     if histogram is not None and len(histogram.error) == len(histogram.expected) > 0:
@@ -71,7 +73,7 @@ def _along_axis(result: Result, tensor: TensorResult, profile: Profile) -> Plot:
             "expected": finite(profile.expected),
             "spoiled": list(profile.spoiled),
             "axis": name,
-            "parted": _heads(result.size, tensor, length),
+            "parted": _heads(result.size, tensor, profile.axis),
         },
     )
 
@@ -88,43 +90,43 @@ def axis_name(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> str:
     return f"axis {axis}{alike}"
 
 
-def _heads(size: Mapping[str, Any], tensor: TensorResult, length: int) -> int:
-    """Return into how many heads an axis is parted, as far as names and sizes tell; 0 for none."""
-    if not _OF_ATTENTION.search(tensor.name):
+def _heads(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> int:
+    """Return into how many heads an axis of a projection's weight is parted, as far as names and sizes tell; 0 for
+    none. Heads are rows of what makes queries, keys and values, and columns of what reads their outputs.
+    """
+    of_rows, of_columns = _MAKES_HEADS.search(tensor.name), _READS_HEADS.search(tensor.name)
+    if tensor.kind != "weight gradient" or not (of_columns if axis else of_rows):
         return 0
     named = ("groups", "kv_heads", "heads") if _OF_GROUPS.search(tensor.name) else ("heads",)
     heads = next((size[name] for name in named if isinstance(size.get(name), int)), 0)
-    return heads if heads > 1 and length > heads and length % heads == 0 else 0
+    length = tensor.shape[axis]
+    return heads if 1 < heads <= _MOST_HEADS and length > heads and length % heads == 0 else 0
 
 
 def _distribution(histogram: Histogram) -> Plot:
     edges = [histogram.start + histogram.width * i for i in range(len(histogram.error))]
-    filled = [i for i, counts in enumerate(zip(histogram.error, histogram.expected, strict=True)) if any(counts)]
+    error, expected = ([max(count, 0) for count in bins] for bins in (histogram.error, histogram.expected))
+    exact, exact_of_model = (max(count, 0) for count in histogram.exact)
+    total, total_of_model = max(sum(error) + exact, 1), max(sum(expected) + exact_of_model, 1)
+    filled = [i for i, counts in enumerate(zip(error, expected, strict=True)) if any(counts)]
     kept = slice(filled[0], filled[-1] + 1) if filled else slice(0, 0)
-    total, total_of_model = (sum(bins) + exact for bins, exact in _sides(histogram))
-    beyond = sum(count for edge, count in zip(edges, histogram.error, strict=True) if edge >= 1.0)
-    exact, exact_of_model = histogram.exact
+    beyond = sum(count for edge, count in zip(edges, error, strict=True) if edge >= 1.0)
     return Plot(
         "histogram",
         "how large the elements' errors are",
         f"{_share(beyond, total)} of the elements err by more than 10 times the expected error in root mean square. "
-        f"{_share(exact, total)} have no error at all, where {_share(exact_of_model, total_of_model)} are expected to.",
+        f"Without any error: {_share(exact, total)}; expected: {_share(exact_of_model, total_of_model)}.",
         {
             "at": [edge + histogram.width / 2 for edge in edges[kept]],
             "width": histogram.width,
-            "error": [count / max(total, 1) for count in histogram.error[kept]],
-            "expected": [count / max(total_of_model, 1) for count in histogram.expected[kept]],
+            "error": [count / total for count in error[kept]],
+            "expected": [count / total_of_model for count in expected[kept]],
         },
     )
 
 
-def _sides(histogram: Histogram) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int]]:
-    return (histogram.error, histogram.exact[0]), (histogram.expected, histogram.exact[1])
-
-
 def _share(count: int, total: int) -> str:
-    percent = 100 * count / max(total, 1)
-    return f"{short(percent)} %" if percent != 0.0 else "None"
+    return f"{short(100 * (count / total))} %"
 
 
 def over_depth(tensors: Sequence[TensorResult]) -> Plot | None:

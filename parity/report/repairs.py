@@ -12,6 +12,7 @@ _ARGUMENT = re.compile(
 # What ``parity.mistakes.weight_maps`` says of an entry, and ``norms`` of a number that is the reference's own.
 _ENTRY = re.compile(r"map (?P<left>.+) to (?P<right>.+?), in place of (?P<wrong>[^;]+)")
 _NUMBER = r"\b{name}, (?P<value>-?\d[\d.]*(?:e[+-]?\d+)?)"
+_CALL = re.compile(r"(?<![\w.])([a-z_]+)\(")  # parity's functions are told without their module
 _NAME = re.compile(r"\"[^\"]*\"")
 
 
@@ -39,7 +40,7 @@ def repair(sentence: str) -> Repair:
     """Return what a repair's sentence tells, such as ``pass normalization="RMSNorm"; TE subtracts the mean``."""
     entry = _ENTRY.search(sentence)
     if entry is not None:
-        left, right, wrong = entry["left"], entry["right"], entry["wrong"]
+        left, right, wrong = (_CALL.sub(r"parity.\1(", entry[part]) for part in ("left", "right", "wrong"))
         is_left = bool(set(_NAME.findall(wrong)) & set(_NAME.findall(left)))
         now = f"{wrong}: {right}," if is_left else f"{left}: {wrong},"
         return Repair(sentence, (now,), (f"{left}: {right},",))

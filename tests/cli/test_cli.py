@@ -522,12 +522,17 @@ def test_a_report_never_replaces_a_record_that_it_is_drawn_from(report: Command,
     assert len(record.read(Path(target)).results) == 1
 
 
-def test_a_report_is_markdown_and_says_so_to_who_asks_for_a_page(report: Command) -> None:
+def test_a_report_is_a_page_or_markdown_by_its_name(report: Command) -> None:
     write_record("night.jsonl", result())
-    done = report("night.jsonl", "-o", "night.html")
+    assert report("night.jsonl").returncode == 0
+    assert Path("night.html").read_text().startswith("<!DOCTYPE html>")
+    assert Path("night.md").read_text().startswith("# Parity report: night")
+    assert report("night.jsonl", "-o", "alone/night.html").stdout.endswith("page: alone/night.html\n")
+    assert [file.name for file in Path("alone").iterdir()] == ["night.html"]
+    done = report("night.jsonl", "-o", "night.pdf")
     assert done.returncode == 2
-    assert "the report is markdown, and night.html says that it is not; name it night.md" in done.stderr
-    assert not Path("night.html").exists()
+    assert "a report is HTML or markdown, and night.pdf says that it is neither; name it night.html" in done.stderr
+    assert not Path("night.pdf").exists()
 
 
 def test_runs_without_a_common_item_prove_nothing_and_end_with_code_2(report: Command) -> None:

@@ -50,6 +50,23 @@ def test_what_a_reader_does_with_a_file_is_watched(tmp_path_factory: pytest.Temp
         assert readers._one(reader, file) == wrong
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        '<a href="javascript:alert(1)">x</a>',
+        '<b onclick="alert(1)">x</b>',
+        '<link href="https://example.com/x.css">',
+        "<iframe></iframe>",
+    ],
+)
+def test_what_a_page_would_run_or_fetch_besides_its_own_is_seen(hostile: str) -> None:
+    data = '<script type="application/json" id="plots">{}</script>'
+    assert list(readers.foreign(f'<a href="#x">x</a>{data}')) == []
+    assert list(readers.foreign(f"{hostile}{data}"))
+
+
 # The one place that escapes.
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from html.parser import HTMLParser
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,8 +37,61 @@ from parity.lab.torture.mutations import mutated
 from parity.machine.files import Claim
 from parity.plugin import options, resume
 from parity.plugin.ending import Diary, Entry
-from parity.report import changes, failure, markdown, record
+from parity.report import changes, failure, html, markdown, record
 from parity.user_error import UserError
+
+# What a page has of a record, apart from text.
+
+_NO_PLOTS = "/* no plots */"
+_DATA = [("type", "application/json"), ("id", "plots")]
+_LINKS = {"data:,"}  # besides those to places of the page
+
+
+class _Parsed(HTMLParser):
+    """Collects what a browser might run or fetch, and the data for the page's script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.foreign: list[str] = []
+        self.data = ""
+        self._in_script: list[tuple[str, str | None]] | None = None
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in_script = attrs if tag == "script" else None
+        for name, value in attrs:
+            fetches = name in ("href", "src", "action", "srcset") and not (value or "").startswith("#")
+            if name.startswith("on") or (fetches and value not in _LINKS):
+                self.foreign.append(f"{tag} {name}")
+        if not _TAGS.fullmatch(tag):
+            self.foreign.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = None
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script == _DATA:
+            self.data += data
+        elif self._in_script is not None and data not in (_NO_PLOTS, html.script()):
+            self.foreign.append("script")
+
+
+_TAGS = re.compile(
+    "html|head|meta|title|link|style|body|header|main|nav|section|div|p|span|a|b|i|code|pre|kbd|del|ins|h[1-5]|ul|li|"
+    "dl|dt|dd|table|thead|tbody|tr|th|td|details|summary|figure|figcaption|form|label|input|select|option|output|"
+    "button|script"
+)
+
+
+def foreign(page: str) -> Iterator[str]:
+    """Yield what a page would run or fetch that is not its own, as no report shows it."""
+    parsed = _Parsed()
+    parsed.feed(page)
+    parsed.close()
+    yield from (f"<script of the record: {what}>" for what in parsed.foreign)
+    if "<" in parsed.data or ">" in parsed.data:
+        yield "<script data has tags>"
+    json.loads(parsed.data, parse_constant=float.fromhex)  # which takes neither NaN nor Infinity of JavaScript
+
 
 # Every place where parity reads what a file says; docs/reliability.md has this table, and a test compares the two.
 
@@ -69,6 +123,12 @@ def _report(file: Path) -> Iterator[str]:
     for item in run.items:
         if item.bad:
             yield shown.fence(["", failure.message(item, details=True), ""]) + "\n"
+
+
+def _page(file: Path) -> Iterator[str]:
+    page = html.draw_with(_NO_PLOTS, markdown.digest(record.read(file)), file.stem)
+    yield from foreign(page)
+    yield page.replace("<script", "")  # those are its own, as nothing foreign was found
 
 
 def _against(file: Path) -> Iterator[str]:
@@ -199,6 +259,7 @@ def _arguments(file: Path) -> Iterator[str]:
 
 READERS = (
     Reader("`report.record.read`, `parity report`", "a run's record", lambda _: samples.run(), _report, 6),
+    Reader("`report.html`, `parity report -o x.html`", "a run's record", lambda _: samples.run(), _page, 2),
     Reader("`report.changes`, `--against`", "two records", lambda _: samples.run(), _against, 3),
     Reader("`plugin.resume`, `--resume`", "a record to go on with", lambda _: samples.run(), _resume, 3),
     Reader("`judge.limits.load`, `--calibration`", "a table of limits", samples.table, _limits, 3),
@@ -323,5 +384,9 @@ def _one(reader: Reader, file: Path) -> str:
         _watching = None
     if events:
         return f"did {json.dumps(dict(events))}"
-    found = _UNSEEN.search(output) or _TAG.search(_SPAN.sub("", _BLOCK.sub("", output)))
-    return f"showed {found[0]!r}" if found and reader.read in (_report, _against, _held_against) else verdict
+    found = _UNSEEN.search(output) or _TAG.search(output if reader.read is _page else _outside_of_code(output))
+    return f"showed {found[0]!r}" if found and reader.read in (_report, _page, _against, _held_against) else verdict
+
+
+def _outside_of_code(markdown: str) -> str:
+    return _SPAN.sub("", _BLOCK.sub("", markdown))

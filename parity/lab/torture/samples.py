@@ -16,7 +16,7 @@ from parity.report import record
 from parity.report.environment import Environment
 from parity.report.identity import PARITY, Asked, code_of_parity
 from parity.report.record import Uncollected
-from parity.result import Check, Determinism, Errors, Finding, Result, TensorResult
+from parity.result import Check, Determinism, Errors, Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 
 OPTIONS = Options(None, "cpu", (0, 1), Path(), "run")
 _DIFFERENCE = Difference("output", "norm", 3.5, 1.7)
@@ -30,10 +30,17 @@ ENVIRONMENT = Environment(
 
 
 def result(case: str, seed: int, margin: float = 0.4, **fields: object) -> Result:
-    """Return a result with two tensors, which passed up to a margin of 1."""
+    """Return a result with three tensors, which passed up to a margin of 1."""
     errors = Errors(3e-3, 1e-2, 1.7, 0.9999, 50.0, 1.0)
     checks = (Check("norm", 1.0, 1.8, "row"),)
-    tensor = TensorResult("output", "output", (2, 64), errors, errors, 4e-3, 2e-2, margin, checks)
+    profiles = tuple(Profile(axis, 16, (1e-3, 2e-3), (1e-3, 1e-3), (0, 3)) for axis in (0, 1))
+    picture = Picture(1e-3, profiles, Histogram(-1.0, 0.5, (60, 65), (125, 0), (3, 3)))
+    tensor = TensorResult("output", "output", (2, 64), errors, errors, 4e-3, 2e-2, margin, checks, picture=picture)
+    weights = (
+        dataclasses.replace(tensor, name=f"layers.{i}.q_proj.weight", kind="weight gradient", margin=margin / 2)
+        for i in range(2)
+    )
+    swapped = Finding("PAR101", "gate-up-swapped", "halves are exchanged", repair="pass x=1; it has x=2")
     complete = Result(
         case=case,
         precision="bf16",
@@ -42,8 +49,8 @@ def result(case: str, seed: int, margin: float = 0.4, **fields: object) -> Resul
         seed=seed,
         backend="cpu",
         status="passed" if margin <= 1 else "failed",
-        tensors=(tensor, dataclasses.replace(tensor, name="weight", kind="weight gradient", margin=margin / 2)),
-        findings=() if margin <= 1 else (Finding("PAR101", "gate-up-swapped", "halves are exchanged"),),
+        tensors=(tensor, *weights),
+        findings=() if margin <= 1 else (swapped,),
         notes=("a note",),
         path="pairs.py",
         attention="FusedAttention",
@@ -57,6 +64,7 @@ def run() -> bytes:
     results = [
         *(result("sound", seed) for seed in (0, 1)),
         *(result("fails", seed, margin=math.inf) for seed in (0, 1)),
+        result("trains", 0, steps=(Step(1, 5.0, 5.0, 0.4), Step(2, 4.0, 4.1, 0.5))),
         result("skips", 0, status="skipped", reason="no FP8", tensors=()),
     ]
     lines = [record.environment_line(ENVIRONMENT), record.uncollected_line(Uncollected("pairs.py::x", "it misfits"))]
