@@ -156,7 +156,19 @@
     font: { family: colours.font, size: 11, color: colours.quiet }, hovermode: "x", hoverlabel: { font: { size: 11 } },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } }, ...more,
   });
-  const LOG = { type: "log", exponentformat: "power", minexponent: 2, nticks: 5, tickfont: { size: 10 } };
+  // A logarithmic axis with labels at powers of ten, or at 1, 2 and 5 of each where there are few.
+  const log = (colours, values, more) => {
+    const known = values.filter((value) => value > 0).map(Math.log10);
+    let [low, high] = known.length ? [Math.min(...known), Math.max(...known)] : [-1, 1];
+    [low, high] = [low - 0.06 * (high - low) - 0.04, high + 0.06 * (high - low) + 0.04];
+    const decades = high - low, every = Math.ceil(decades / 5), ticks = [];
+    for (let power = Math.floor(low); power <= high; power++) {
+      if (decades > 2 && power % every) continue;
+      for (const factor of decades > 2 ? [1] : [1, 2, 5]) ticks.push(factor * 10 ** power);
+    }
+    const text = (tick) => (tick >= 0.001 && tick < 1e5 ? String(Number(tick.toPrecision(1))) : tick.toExponential(0).replace("+", ""));
+    return axis(colours, { type: "log", range: [low, high], tickvals: ticks, ticktext: ticks.map(text), ...more });
+  };
 
   const draw = {
     profile(one, colours) {
@@ -170,8 +182,8 @@
       const length = one.at.length ? one.at[one.at.length - 1] + one.span : 0;
       const heads = one.parted ? Array.from({ length: one.parted - 1 }, (_, i) => (i + 1) * length / one.parted - 0.5) : [];
       return [traces, layout(colours, {
-        xaxis: axis(colours, { title: titled(one.parted ? `index; lines part ${one.parted} heads` : "index") }),
-        yaxis: axis(colours, { ...LOG, title: titled("RMS error") }),
+        xaxis: axis(colours, { title: titled(one.parted ? `index; lines part ${one.parted} heads` : "index"), tickvals: one.span === 1 && one.at.length <= 8 ? one.at : undefined }),
+        yaxis: log(colours, [...one.error, ...one.expected], { title: titled("RMS error") }),
         yaxis2: { overlaying: "y", visible: false, range: [0, 1.1] },
         shapes: heads.map((x) => ({ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colours.quiet, width: 1, dash: "dot" } })),
       })];
@@ -190,20 +202,21 @@
       })];
     },
     depth(one, colours) {
+      const times = one.lines.map((line) => line.error.map((error, j) => (line.expected[j] ? error / line.expected[j] : null)));
       const traces = one.lines.flatMap((line, i) => {
         const colour = ITO[i % ITO.length];
         const look = { line: { color: colour, width: 2, dash: DASHES[Math.floor(i / ITO.length) % DASHES.length] }, marker: { symbol: SYMBOLS[i % SYMBOLS.length], size: 7, color: colour }, mode: "lines+markers", legendgroup: line.name, name: line.name };
         return [
           { ...look, x: line.at, y: line.margin },
-          { ...look, x: line.at, y: line.error.map((error, j) => (line.expected[j] ? error / line.expected[j] : null)), yaxis: "y2", showlegend: false },
+          { ...look, x: line.at, y: times[i], yaxis: "y2", showlegend: false },
         ];
       });
       return [traces, layout(colours, {
         margin: { l: 55, r: 12, t: 10, b: 40 }, hovermode: "closest",
         legend: { x: 1.01, y: 1, font: { size: 11 } },
         xaxis: axis(colours, { title: titled("layer"), dtick: one.lines.every((line) => line.at.length <= 24) ? 1 : undefined, anchor: "y2" }),
-        yaxis: axis(colours, { ...LOG, title: titled("margin"), domain: [0.54, 1] }),
-        yaxis2: axis(colours, { ...LOG, title: titled("error / expected"), domain: [0, 0.46] }),
+        yaxis: log(colours, [1, ...one.lines.flatMap((line) => line.margin)], { title: titled("margin"), domain: [0.54, 1] }),
+        yaxis2: log(colours, times.flat(), { title: titled("error / expected"), domain: [0, 0.46] }),
         shapes: [limit(colours)],
       })];
     },
@@ -212,7 +225,7 @@
       return [[line("loss of the candidate", one.loss, colours.fail, "solid", "circle"), line("of the reference, same step", one.golden, colours.pass, "dash", "diamond"), line("margin", one.margin, colours.fg, "solid", "square", "y2")], layout(colours, {
         xaxis: axis(colours, { title: titled("step"), anchor: "y2", dtick: one.at.length <= 20 ? 1 : undefined }),
         yaxis: axis(colours, { title: titled("loss"), domain: [0.45, 1] }),
-        yaxis2: axis(colours, { ...LOG, title: titled("margin"), domain: [0, 0.37] }),
+        yaxis2: log(colours, [1, ...one.margin], { title: titled("margin"), domain: [0, 0.37] }),
         shapes: [{ ...limit(colours), yref: "y2" }],
       })];
     },

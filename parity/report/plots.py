@@ -12,7 +12,7 @@ from parity.report.numbers import plural, short
 from parity.result import Histogram, Profile, Result, TensorResult
 
 MOST_LINES = 12  # of a plot over depth
-_FEWEST_LAYERS = 2
+_FEWEST_LAYERS = 3  # two numbers are as often a Sequential's parts
 _MOST_HEADS = 256
 _DEPTH = re.compile(r"(?<![^.])\d+(?![^.])")
 _MAKES_HEADS = re.compile(r"\b[qkv]_proj\b|query|key|value")

@@ -245,7 +245,7 @@ def test_what_is_kept_can_be_gone_on_with_by_its_name(pytester: pytest.Pytester,
 def test_a_complete_record_is_replaced(pytester: pytest.Pytester, file: Path) -> None:
     for _ in range(2):
         run(pytester, "my_pairs.py")
-    assert sorted(each.name for each in file.parent.iterdir()) == ["parity.jsonl", "parity.md"]
+    assert sorted(each.name for each in file.parent.iterdir()) == ["parity.html", "parity.jsonl", "parity.md"]
 
 
 def test_a_file_that_is_no_record_is_kept(pytester: pytest.Pytester, file: Path) -> None:
