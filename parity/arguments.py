@@ -11,8 +11,7 @@ import operator
 from collections.abc import Iterable
 
 from parity.judge.limits import Table
-from parity.settings import default_seconds
-from parity.te.precision import PRECISIONS
+from parity.settings import check_precisions, default_seconds
 from parity.user_error import UserError
 
 _BACKENDS = ("auto", "gpu", "cpu")
@@ -23,9 +22,7 @@ def checked_precisions(precisions: object) -> list[str]:
     if isinstance(precisions, str) or not isinstance(precisions, Iterable):
         raise UserError(f'precisions is a list of names, such as ["bf16"], not {precisions!r}')
     names = list(precisions)
-    unknown = [name for name in names if name not in PRECISIONS]
-    if unknown:
-        raise UserError(f"unknown precision {unknown[0]!r}; there are {', '.join(PRECISIONS)}")
+    check_precisions(names, "precisions")
     if not names:
         raise UserError("precisions is empty; leave it out for all of them")
     return names

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 
 from parity.user_error import UserError
 
@@ -11,6 +13,23 @@ from parity.user_error import UserError
 
 
 PRECISION_NAMES = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+
+
+def check_precisions(names: Iterable[object], where: str) -> None:
+    """Make sure that there are precisions of these names.
+
+    Args:
+        names: as a user wrote them.
+        where: the option or argument that has them, for the message, such as ``--precision``.
+
+    Raises:
+        UserError: for the first name that there is none of; suggests the nearest one.
+    """
+    for name in names:
+        if name not in PRECISION_NAMES:
+            close = difflib.get_close_matches(str(name).lower(), PRECISION_NAMES, n=1)
+            there_are = f"did you mean {close[0]}? There are" if close else "there are"
+            raise UserError(f"unknown precision {name!r} in {where}; {there_are} {', '.join(PRECISION_NAMES)}")
 
 
 # The most steps that a pair may be trained for.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -11,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -22,7 +22,7 @@ from parity.case.case import Case, Pair, Size
 from parity.case.files import Place, place_of
 from parity.ranks.layout import Degrees, degrees
 from parity.result import Switch
-from parity.settings import MOST_STEPS
+from parity.settings import MOST_STEPS, check_precisions
 from parity.te.attention_backend import BACKENDS, AttentionBackend
 from parity.user_error import INTERRUPTS, UserError
 
@@ -83,16 +83,10 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
     """Return names that ``parity.te.precision`` knows; None stays None."""
     if precisions is None:
         return None
-    from parity.te.precision import PRECISIONS
-
     chosen = _strings("precisions", precisions)
     if not chosen:
         raise UserError("precisions is empty; leave it out for each that the run asks for")
-    for name in chosen:
-        if name not in PRECISIONS:
-            close = difflib.get_close_matches(name, PRECISIONS, n=1)
-            advice = f"; did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"there is no precision {name!r}, only {', '.join(PRECISIONS)}{advice}")
+    check_precisions(chosen, "precisions")
     return chosen
 
 
@@ -205,6 +199,8 @@ class NoPairError(UserError):
 
 _CASES: dict[str, Case] = {}
 _PLACES: WeakKeyDictionary[Case, Place] = WeakKeyDictionary()
+_MISDECLARED: dict[tuple[Path, int, str], UserError] = {}
+_KEEPS_MISTAKES: ContextVar[bool] = ContextVar("keeps mistakes", default=False)
 
 
 def pair(
@@ -251,6 +247,7 @@ def pair(
     def declare(factory: Callable[..., Pair]) -> Case:
         applied = _callers_place(inspect.currentframe())
         place = written if written.path == applied.path else applied
+        case = Case(name=str(name), factory=factory, sizes=(), path=place.path, line=place.line)
         try:
             case = Case(
                 name=checked_name(name),
@@ -268,11 +265,41 @@ def pair(
                 line=place.line,
             )
         except UserError as error:
-            raise UserError(f"{place.path}:{place.line}: pair {name!r}: {error}") from None
-        _register(case, place)
+            return _refused(case, UserError(f"{place.path}:{place.line}: pair {name!r}: {error}"))
+        try:
+            _register(case, place)
+        except UserError as error:
+            return _refused(case, error)
         return case
 
     return declare
+
+
+def _refused(case: Case, mistake: UserError) -> Case:
+    """Raise what is wrong with a declaration, or keep it for ``misdeclared`` and return the case, which names it."""
+    if not _KEEPS_MISTAKES.get():
+        raise mistake from None
+    _MISDECLARED[case.path, case.line, case.name] = mistake
+    return case
+
+
+@contextmanager
+def mistakes_kept() -> Iterator[None]:
+    """Within the context, a pair that is declared wrongly does not keep the others of its file from being declared."""
+    before = _KEEPS_MISTAKES.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_MISTAKES.reset(before)
+
+
+def misdeclared(file: Path) -> dict[str, UserError]:
+    """Return what is wrong with the declarations of a file that was imported while mistakes were kept, by pair's name.
+
+    Args:
+        file: its resolved path.
+    """
+    return {name: error for (path, _, name), error in _MISDECLARED.items() if path == file}
 
 
 def cases() -> list[Case]:

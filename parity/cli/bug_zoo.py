@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parity.lab.zoo import catalogue, trial
 from parity.lab.zoo.planting import SIZES
+from parity.settings import check_precisions
 from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
 
@@ -34,7 +35,7 @@ def run(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("the zoo's plot needs matplotlib: pip install 'te-parity[studies]'")
-    _check("precision", precisions, tuple(PRECISIONS))
+    check_precisions(precisions, "--precision")
     _check("size", sizes, SIZES)
     asked = tuple(precisions) or tuple(PRECISIONS)
     left_out = trial.unavailable(asked)

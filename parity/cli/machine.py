@@ -24,6 +24,12 @@ from parity.user_error import UserError
 
 
 Availability = dict[str, str]
+_WITHOUT_A_GPU = """\
+No GPU here ({why}).
+What works: every pair is compared, on CPU kernels that emulate the GPU of your choice, at the precisions in its column.
+What needs a GPU: TransformerEngine's compiled kernels (parity run --backend gpu, parity kernels, parity gpu-report).
+parity throughput measures the speed of the CPU kernels here, which says nothing about a GPU's.
+"""
 # Older than any version that TE asks for, so that TE says what it asks for.
 _OLD_CUDA, _OLD_CUBLASLT = "11.0", 110000
 
@@ -55,7 +61,7 @@ class Diagnosis:
             return f"{verdict} ({notes.setdefault(why, len(notes) + 1)})" if why else verdict
 
         columns = self.emulated if self.no_gpu else {"this GPU": self.real, **self.emulated}
-        here = f"No GPU here ({self.no_gpu}): pairs are compared on the CPU kernels, which need none.\n"
+        here = _WITHOUT_A_GPU.format(why=self.no_gpu)
         rows = [(name, *(cell(answers[name]) for answers in columns.values())) for name in next(iter(columns.values()))]
         return "\n\n".join(
             (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -196,6 +197,9 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
         0 if everything passed, 1 if something failed, 2 if nothing could be run, or if a pair or a file could not be
         collected, whatever became of the others; then a sentence on stderr says why.
     """
+    if _selects_nothing(files, arguments):
+        print(f"parity: nothing to compare: {_without_a_match(files, arguments)}", file=sys.stderr)
+        return MISTAKE
     errors = _CollectionErrors()
     try:
         code = pytest.main([*files, *_OPTIONS, *arguments], plugins=[errors])
@@ -242,9 +246,27 @@ def _compares_itself(processes: str) -> bool:
     return bool(count) and set(count) == {"0"} and not {"--pdb", "--trace"} & set(asked)
 
 
+def _selects_nothing(files: Sequence[str], arguments: Sequence[str]) -> bool:
+    """Return whether a keyword matches no item; where the files' text suggests that, they are collected to make sure,
+    without workers.
+    """
+    keyword = _keyword(arguments)
+    if keyword is None or uncollected.may_match(keyword, files):
+        return False
+    alone = [*files, *_OPTIONS, *arguments, "-n", "0", "--collect-only", "-q"]
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return pytest.main(alone) == pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _keyword(arguments: Sequence[str]) -> str | None:
+    return arguments[arguments.index("-k") + 1] if "-k" in arguments else None
+
+
 def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:
-    keyword = f" -k {arguments[arguments.index('-k') + 1]!r}" if "-k" in arguments else ""
-    return f"no pair in {', '.join(files)} matches{keyword}"
+    keyword = _keyword(arguments)
+    if keyword is None:
+        return f"there is no pair in {', '.join(files)}"
+    return f"no pair in {', '.join(files)} matches -k {keyword!r}; `parity list` shows the pairs' names"
 
 
 def _unknown(files: Sequence[str]) -> Iterator[str]:
@@ -255,9 +277,9 @@ def _unknown(files: Sequence[str]) -> Iterator[str]:
     from parity.case import registry
 
     for path in dict.fromkeys(name.partition("::")[0] for name in ids):
-        with suppress(UserError):  # told already, by the workers
+        with suppress(UserError), registry.mistakes_kept():  # told already, by the workers
             registry.load_file(path)
-    yield from unknown_pairs(ids, Path.cwd(), registry.cases())
+    yield from unknown_pairs(ids, Path.cwd(), registry.cases(), registry.misdeclared)
 
 
 # The options of ``parity run``, turned into the plugin's; each is checked under the name that the user gave.

@@ -210,7 +210,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
             raise
         start = session.config.invocation_params.dir
         missing = [argument for argument in session.config.args if _is_told(argument, error)]
-        raise pytest.UsageError(*error.args, *unknown_pairs(missing, start, registry.cases())) from None
+        told = unknown_pairs(missing, start, registry.cases(), registry.misdeclared)
+        raise pytest.UsageError(*error.args, *told) from None
 
 
 def _is_told(argument: str, error: pytest.UsageError) -> bool:
@@ -263,9 +264,11 @@ def pytest_make_collect_report(
     A mistake in a user's file is reported by its message; its traceback would lead into parity, not to the mistake.
     """
     if isinstance(collector, pytest.Module) and collector.path in collector.config.stash.get(_OF_PAIRS, ()):
+        from parity.case.registry import mistakes_kept
+
         seconds = 0.0 if collector.config.getoption("usepdb") else collector.config.stash[_OPTIONS].timeout
         try:
-            with collected_in_time(collector, seconds):
+            with collected_in_time(collector, seconds), mistakes_kept():
                 report = yield
                 if report.passed:
                     report.result.extend(_nodes(collector))
@@ -314,6 +317,8 @@ def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
             yield from list(_items(case, module))
         except Exception as error:
             yield BrokenCase.from_parent(module, name=case.name, error=error)
+    for name, mistake in registry.misdeclared(file).items():
+        yield BrokenCase.from_parent(module, name=name, error=mistake)
 
 
 def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:

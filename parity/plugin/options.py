@@ -14,7 +14,7 @@ import pytest
 
 from parity.machine import host
 from parity.plugin.ending import Diary
-from parity.settings import LONGEST, MOST_STEPS, PRECISION_NAMES, default_seconds, seconds_of
+from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, seconds_of
 from parity.user_error import UserError
 
 # What one process of a run works with: its device, its share of that device's memory, and the place of its diary.
@@ -363,9 +363,7 @@ def parse_precisions(text: str, option: str = "--precision") -> tuple[str, ...] 
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         return None
-    unknown = [name for name in names if name not in PRECISION_NAMES]
-    if unknown:
-        raise UserError(f"unknown precision {unknown[0]!r} in {option}; there are {', '.join(PRECISION_NAMES)}")
+    check_precisions(names, option)
     return names
 
 

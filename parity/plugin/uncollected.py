@@ -1,14 +1,17 @@
-"""Say in one message why a pair was not collected, or what an unknown id may have meant."""
+"""Say why a pair was not collected, what an unknown id may have meant, and whether a keyword may match."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from parity.settings import PRECISION_NAMES
+from parity.user_error import UserError
 
 if TYPE_CHECKING:
     from parity.case.case import Case
@@ -55,22 +58,31 @@ def _place(file: str, text: str) -> str:
 # What an id that names no pair or item may have meant: the nearest existing names.
 
 
-def unknown_pairs(arguments: Iterable[str], start: Path, cases: Iterable[Case]) -> Iterator[str]:
+def unknown_pairs(
+    arguments: Iterable[str],
+    start: Path,
+    cases: Iterable[Case],
+    misdeclared: Callable[[Path], Mapping[str, UserError]] = lambda file: {},
+) -> Iterator[str]:
     """Yield a sentence for each id of a file of pairs that names none of them.
 
     Args:
         arguments: pytest's: files, folders and ids.
         start: the folder that relative paths are relative to.
         cases: the declared cases.
+        misdeclared: what is wrong with a file's declarations, by the pair's name.
     """
     by_file: dict[Path, dict[str, Case]] = {}
     for case in cases:
         by_file.setdefault(case.path, {})[case.name] = case
     for argument in arguments:
         path, _, item = argument.partition("::")
-        declared = by_file.get((start / path).resolve(), {})
+        file = (start / path).resolve()
+        declared = by_file.get(file, {})
         name = item.partition("[")[0]
-        if not item or not declared:
+        if name in (wrong := misdeclared(file)):
+            yield str(wrong[name])
+        elif not item or not declared:
             continue
         if name == item and name in declared:
             at = ", ".join(declared[name].precisions or ("every precision",))
@@ -79,6 +91,28 @@ def unknown_pairs(arguments: Iterable[str], start: Path, cases: Iterable[Case]) 
             yield f"the pair {name!r} of {path} has no item {item!r}; `pytest {path} --collect-only -q` lists them"
         else:
             yield f"there is no pair {name!r} in {path}; {_advice(path, name, list(declared))}"
+
+
+# A keyword that is misspelt should not cost the start of workers, each of which would import PyTorch to find nothing.
+
+
+def may_match(keyword: str, files: Iterable[str]) -> bool:
+    """Return whether an item of these files may match, judged by their text alone.
+
+    A pair's name and its sizes usually stand in the text, but a file may also compute them. So where this returns
+    False, no item is likely to match; that none does shows in collecting them.
+
+    Args:
+        keyword: an expression, as of pytest's ``-k``.
+        files: files of pairs, or pytest ids of theirs.
+    """
+    words = [word for word in re.findall(r"[^\s()]+", keyword.lower()) if word not in ("and", "or")]
+    if "not" in words or not words:
+        return True
+    places = [Path(file.partition("::")[0]) for file in files]
+    texts = [place.read_text(encoding="utf-8", errors="replace") for place in places]
+    known = "\n".join([*PRECISION_NAMES, *map(str, places), *texts]).lower()
+    return any(word in known or re.search(r"\d", word) for word in words)
 
 
 def _advice(path: str, name: str, declared: list[str]) -> str:

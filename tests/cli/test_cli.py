@@ -27,6 +27,7 @@ from parity import cli
 from parity.case import registry
 from parity.cli import app, suite
 from parity.judge import limits
+from parity.plugin import uncollected
 from parity.plugin.options import Options
 from parity.report import record
 from parity.report.record import Uncollected
@@ -193,7 +194,7 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("throughput", "my_pairs.py", "--precisions", "bf15"), ("'bf15' in --precisions;",)),
         (("throughput", "my_pairs.py", "-p", "fp32", "-p", "bf15"), ("'bf15' in --precisions;",)),
         (("run", "my_pairs.py", "--precisions", "fp32,bf15"), ("'bf15' in --precision;",)),
-        (("zoo", "--precision", "bf15"), ("there is no precision 'bf15'",)),
+        (("zoo", "--precision", "bf15"), ("unknown precision 'bf15' in --precision; did you mean bf16?",)),
         (("false-alarms", "my_pairs.py", "--seeds", "none"), ("--seeds is 'none'",)),
         (("calibrate", "my_pairs.py", "-o", "my_pairs.py/table.json"), ("-o is", "a file, but should be a folder")),
         (("calibrate", "my_pairs.py", "-p", "fp32", "-n", "1"), ("input gradients in fp32", "5 different tensors")),
@@ -229,8 +230,37 @@ def test_run_has_an_option_for_each_of_the_plugin() -> None:
 
 def test_a_keyword_that_selects_nothing_is_told_with_code_2(here: Here) -> None:
     here.write(FITS)
-    assert here.run("-k", "no_such") == 2
-    assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches -k 'no_such'\n"
+    assert here.run("-k", "no_such", "-n", "2") == 2
+    told = f"no pair in {here.file} matches -k 'no_such'; `parity list` shows the pairs' names"
+    assert here.stderr == f"parity: nothing to compare: {told}\n"
+    assert here.stdout == ""  # no worker has been started
+
+
+def test_a_keyword_that_matches_what_a_file_computes_selects_it(here: Here) -> None:
+    here.write(FITS.replace('"my_linear"', '"my_" + "raenil"[::-1]'))
+    assert here.run("-k", "my_linear") == 0
+
+
+@pytest.mark.parametrize(
+    ("keyword", "may"),
+    [
+        ("my_lin", True),
+        ("MY_LINEAR", True),
+        ("gone", False),
+        ("gone or missing", False),
+        ("gone or my_linear", True),
+        ("not gone", True),
+        ("fp8_block", True),  # every precision is a name of items
+        ("pairs", True),  # the file's name
+        ("4x16", True),  # a size is computed
+        ("(gone)", False),
+        ("", True),
+    ],
+)
+def test_the_text_of_a_file_tells_whether_a_keyword_may_match(tmp_path: Path, keyword: str, may: bool) -> None:
+    file = write(tmp_path, FITS, "some_pairs.py")
+    assert uncollected.may_match(keyword, [str(file)]) is may
+    assert uncollected.may_match(keyword, [f"{file}::my_linear[bf16-2x16]"]) is may
 
 
 def test_a_bad_option_of_the_plugin_ends_in_a_sentence_and_code_2(here: Here) -> None:
@@ -261,7 +291,7 @@ def test_a_file_that_skips_itself_is_told_with_its_reason(here: Here) -> None:
 def test_a_file_without_pairs_ends_in_a_sentence_and_code_2(here: Here) -> None:
     here.write("import parity")
     assert here.run() == 2
-    assert here.stderr == f"parity: nothing to compare: no pair in {here.file} matches\n"
+    assert here.stderr == f"parity: nothing to compare: there is no pair in {here.file}\n"
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])

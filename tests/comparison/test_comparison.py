@@ -332,7 +332,7 @@ def test_a_layer_outside_of_the_recipe_is_noted(outside):
         ({"pair": lambda te: linear()}, "expected a parity.Pair or .*, not function"),
         ({"precisions": "bf16"}, "precisions is a list of names"),
         ({"precisions": []}, "precisions is empty"),
-        ({"precisions": ["bf61"]}, "unknown precision 'bf61'; there are fp32"),
+        ({"precisions": ["bf61"]}, "unknown precision 'bf61' in precisions; did you mean bf16\\? There are fp32"),
         ({"seeds": 3}, r"such as range\(3\), not 3"),
         ({"seeds": "3"}, r"such as range\(3\), not '3'"),
         ({"seeds": []}, "seeds is empty"),

@@ -61,7 +61,10 @@ def test_the_options_may_stand_in_the_ini_file(pytester: pytest.Pytester) -> Non
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--parity-precisions=fp33", "*unknown precision 'fp33'*fp32, bf16, fp16, fp8_delayed, fp8_current*"),
+        (
+            "--parity-precisions=fp33",
+            "*unknown precision 'fp33' in --parity-precisions; did you mean fp32? *",
+        ),
         ("--parity-backend=tpu", "*'tpu', but must be one of auto, gpu, cpu*"),
         ("--parity-seeds=0", "*'0', but must be a count of at least 1*"),
         ("--parity-seeds=1,x", "*'1,x', but must be a count*"),
@@ -394,9 +397,31 @@ def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester
     assert "raise UserError" not in result.stdout.str()
 
 
-def test_an_unknown_precision_of_a_pair_is_reported_at_collection(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize(
+    ("declaration", "told"),
+    [
+        ("'wrong', precisions=['bf61']", "unknown precision 'bf61' in precisions; did you mean bf16?*"),
+        ("'wrong', sizes=[]", "sizes is empty*"),
+        ("'wrong name'", "a name consists of letters*"),
+        ("'wrong', steps='many'", "steps is a whole number*"),
+    ],
+)
+def test_a_wrong_declaration_is_told_at_its_pair_and_the_others_are_compared(
+    pytester: pytest.Pytester, declaration: str, told: str
+) -> None:
+    write(pytester, f"import parity\n@parity.pair({declaration})\ndef test_it(te): ..." + CASE.format(name="right"))
+    result = run(pytester, "my_pairs.py", "--continue-on-collection-errors")
+    result.assert_outcomes(passed=1, errors=1)
+    name = declaration.split("'")[1]
+    result.stdout.fnmatch_lines([f"*my_pairs.py:2: pair '{name}': {told}", f"ERROR my_pairs.py::{name} - *"])
+    assert [kept.case for kept in recorded(pytester).results] == ["right"]
+    assert [kept.node_id for kept in recorded(pytester).uncollected] == [f"my_pairs.py::{name}"]
+
+
+def test_an_id_of_a_pair_that_is_declared_wrongly_tells_what_is_wrong(pytester: pytest.Pytester) -> None:
     write(pytester, "import parity\n@parity.pair('mlp', precisions=['fp33'])\ndef mlp(te): ...")
-    run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*fp33*"])
+    result = run(pytester, "my_pairs.py::mlp[fp32-2x64]")
+    result.stderr.fnmatch_lines(["*my_pairs.py:2: pair 'mlp': unknown precision 'fp33'*did you mean fp32?*"])
 
 
 def test_a_file_that_exits_while_it_is_imported_costs_no_other_file(pytester: pytest.Pytester) -> None:

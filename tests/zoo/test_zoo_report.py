@@ -101,7 +101,7 @@ def test_the_command_plants_bugs_and_names_its_report(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--precisions", "fp9"], "there is no precision 'fp9'; there are fp32"),
+        (["--precisions", "fp9"], "unknown precision 'fp9' in --precision; "),
         (["--seeds", "3,1,1"], "--seeds must be a count for all sizes or one for each of small, large, at least 1"),
         (["--sizes", "huge"], "there is no size 'huge'; there are small, large"),
     ],
