@@ -3,46 +3,71 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tabulate import tabulate
 
 from parity import shown
 from parity.report.items import Item
 from parity.report.numbers import cosine, plural, seeds, short
-from parity.result import Finding, Result, TensorResult
+from parity.result import Check, Finding, Kind, Result, TensorResult
 
-# The message of a failed item: the findings, the margin, the worst tensor, and how to run it again.
+# The message of a failed item: what, why, the evidence, and how to run it again.
+
+
+_EMULATED = ("PARITY_EMULATED_", "PARITY_KERNEL_CHOICES")
+_KINDS: dict[Kind, str] = {
+    "output": "output",
+    "probed output": "the output on probing inputs, whose rows differ in size, which shows what usual inputs hide",
+    "input gradient": "input gradient",
+    "weight gradient": "weight gradient",
+}
 
 
 def message(item: Item, details: bool = False, limits: str = "") -> str:
-    """Return everything that people need to start looking, in a dozen lines; the traceback only with details.
+    """Return what people need to know, in the order in which they ask: what, why, with which evidence, and how to see
+    it again.
 
-    The first line has the first finding's name with the margin, since pytest's summary shows only that line.
+    The first line has the first finding's name with the margin, since pytest's summary shows only that line. Nothing
+    follows the reason of an item that could not be compared but the way to run it again.
 
     Args:
         item: an item that failed.
         details: whether to add a traceback.
         limits: the file with the table of limits; empty for the packaged one.
     """
-    lines = [*_findings_first(item), *measures(item.worst)]
+    lines = [_first_line(item), *_what(item.worst), *_causes(item), *measures(item.worst)]
     if details and item.worst.traceback:
         lines.append(item.worst.traceback)
-    return shown.text("\n".join([*lines, f"reproduce: {reproduce(item.worst, limits)}"]))
+    return shown.text("\n".join([*lines, f"reproduce: {_as_here()}{reproduce(item.worst, limits)}"]))
 
 
-def _findings_first(item: Item) -> Iterator[str]:
-    found = findings(item)
-    if not found:
-        yield headline(item)
+def _first_line(item: Item) -> str:
+    named = findings(item)
+    return f"{named[0].name}: {headline(item)}" if named else headline(item)
+
+
+def _what(result: Result) -> Iterator[str]:
+    """Yield what the margin means; nothing for an item that could not be compared, which has its reason."""
+    worst = result.worst
+    if worst is None or result.reason:
         return
-    first, *others = found
-    yield f"{first.name}: {headline(item)}"
-    yield first.message
-    yield from (f"{finding.name}: {finding.message}" for finding in others)
+    if math.isfinite(worst.margin):
+        how = f"the error is up to {short(worst.margin)} times its limit (the margin; up to 1 passes)"
+    else:
+        how = "no error is expected there" if worst.errors.finite else "there are numbers that are not finite"
+    yield f"what: {result.item} differs from the reference at {worst.label}: {how}"
+
+
+def _causes(item: Item) -> Iterator[str]:
+    """Yield each finding with its repair; the first one's name is in the first line."""
+    for index, finding in enumerate(findings(item)):
+        yield f"why: {finding.message}" if index == 0 else f"why, too: {finding.name}: {finding.message}"
 
 
 def headline(item: Item) -> str:
@@ -59,7 +84,7 @@ def measures(result: Result) -> Iterator[str]:
     if worst is None:
         return
     shape = "x".join(map(str, worst.shape)) or "scalar"
-    yield f"worst tensor: {worst.label} ({worst.kind}, {shape})"
+    yield f"worst tensor: {worst.label} ({shape}; {_KINDS[worst.kind]})"
     errors, expected = worst.errors, worst.expected
     if not errors.finite:
         yield f"  {non_finite(worst)}"
@@ -76,15 +101,53 @@ def measures(result: Result) -> Iterator[str]:
     headers = ["", "error", "tolerance", "expected"]
     table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=("left", *["right"] * 3))
     yield from (f"  {line}" for line in table.splitlines())
+    yield f"  (expected: what rounding to {result.precision} costs the reference; tolerance: the most that passes)"
     yield from _beyond(worst)
 
 
+# How each statistic is told, ``parity.judge.statistics``. A signed one is in standard deviations of what rounding does.
+_LOOKS = {
+    "norm": "whole tensor",
+    "largest": "largest element",
+    "row": "worst row",
+    "slice": "worst slice",
+    "shift": "mean over rows, as a bias would shift it",
+    "gain": "all of it, by one factor",
+    "mistake": "along the change of a known mistake",
+}
+_SIGNED = ("gain", "mistake")
+
+
 def _beyond(tensor: TensorResult) -> Iterator[str]:
-    """Yield the checks that failed, worst first."""
-    failed = [check for check in tensor.checks if check.margin > 1]
-    for check in sorted(failed, key=lambda check: check.margin, reverse=True):
-        where = f" ({check.where})" if check.where else ""
-        yield f"  {check.statistic} {short(check.value)} beyond {short(check.limit)}{where}"
+    """Yield the checks that failed, worst first, in words."""
+    failed = sorted(
+        (check for check in tensor.checks if check.margin > 1), key=lambda check: check.margin, reverse=True
+    )
+    if not failed:
+        return
+    rows = [
+        [_look(check), _in_its_unit(check.value, check.statistic), _in_its_unit(check.limit, check.statistic)]
+        for check in failed
+    ]
+    headers = ["error of the", "over expected", "limit"]
+    table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=("left", "right", "right"))
+    yield from (f"  {line}" for line in table.splitlines())
+    if any(check.statistic in _SIGNED for check in failed):
+        yield "  (σ: standard deviations of what rounding alone does)"
+
+
+def _in_its_unit(value: float, statistic: str) -> str:
+    return f"{short(value)} σ" if statistic in _SIGNED else f"{short(value)}x"
+
+
+def _look(check: Check) -> str:
+    """Return ``slice 18 of dimension 0`` or ``largest element, at [23, 38]``."""
+    if found := re.fullmatch(r"dim (\d+) at (\d+)", check.where):
+        return f"slice {found[2]} of dimension {found[1]}"
+    what = _LOOKS.get(check.statistic, check.statistic)
+    if found := re.fullmatch(r"(?:row at|element) (.*)", check.where):
+        return f"{what}, at [{found[1]}]" if found[1] else what
+    return f"{what}: {check.where}" if check.where else what
 
 
 def non_finite(tensor: TensorResult) -> str:
@@ -122,11 +185,19 @@ def reproduce(result: Result, limits: str = "") -> str:
     """
     node_id = shlex.quote(f"{result.path}::{result.item}")
     options = f"--parity-seeds={result.seed}, --parity-backend={result.backend} --parity-name=reproduce"
+    if trained := re.search(r"(?:^|-)steps(\d+)", result.size_label):
+        options += f" --parity-steps={trained[1]}"
     if result.forced_attention:
         options += f" --parity-attention={result.forced_attention}"
     if limits:
         options += f" --parity-calibration={shlex.quote(limits)}"
     return f"pytest {node_id} {options} -n 0"
+
+
+def _as_here() -> str:
+    """Return the variables that decide what is emulated here, as a shell takes them before a command."""
+    chosen = sorted(name for name in os.environ if name.startswith(_EMULATED))
+    return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in chosen)
 
 
 def _at_seeds(item: Item) -> str:
@@ -135,6 +206,27 @@ def _at_seeds(item: Item) -> str:
         return f"seed {bad[0]}"
     count = f"{len(bad)} of {plural(len(item.results), 'seed')}"
     return f"{count}: {seeds(bad)}; worst {item.worst.seed}" if len(bad) > 1 else f"{count}: {bad[0]}"
+
+
+# A run's failures for a terminal: a line each, so that the end of a run fits a screen.
+
+
+MOST_FAILURES = 20
+
+
+def lines_of_failures(items: Iterable[Item], count: int) -> Iterator[str]:
+    """Yield a line for each item that failed, with its finding, worst first, and how many more there are.
+
+    Args:
+        items: those of a run that are kept.
+        count: how many of all items failed.
+    """
+    failed = sorted((item for item in items if item.bad), key=lambda item: item.worst.margin, reverse=True)
+    for item in failed[:MOST_FAILURES]:
+        told = textwrap.shorten(_first_line(item), _LONGEST, placeholder=" ...")
+        yield f"  {shown.line(f'{item.name}: {told}')}"
+    if (others := count - len(failed[:MOST_FAILURES])) > 0:
+        yield f"  and {others} more in the report"
 
 
 # A run's notes for a terminal: what its comparisons leave unproven, so that a pass is not overrated.

@@ -175,8 +175,9 @@ def test_a_failure_shows_findings_margin_worst_tensor_and_how_to_reproduce_it(py
     result.stdout.fnmatch_lines(
         [
             "PAR101 gate-up-swapped: margin 102 at output (2 of 3 seeds: 0, 2; worst 2)",
-            "fc1_weight matches with its halves exchanged",
-            "worst tensor: output (output, 2x64)",
+            "what: fails[[]bf16-2x64[]] differs from the reference at output: the error is up to 102 times its limit *",
+            "why: fc1_weight matches with its halves exchanged",
+            "worst tensor: output (2x64; output)",
             "*relative L2*0.31*0.003*0.001",
             "reproduce: pytest 'my_pairs.py::fails[[]bf16-2x64[]]' --parity-seeds=2, --parity-backend=cpu *-n 0",
         ]

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fakes import ENVIRONMENT, GATE_UP_SWAPPED, result, tensor
@@ -27,7 +28,7 @@ from parity.report.environment import Environment
 from parity.report.items import Item, draw_matrix
 from parity.report.markdown import MOST_RESULTS, Digest, digest
 from parity.report.record import Record, Uncollected
-from parity.result import Finding, Result
+from parity.result import Check, Finding, Result
 
 # The markdown that is drawn from a run's record.
 
@@ -449,20 +450,83 @@ def test_the_message_of_a_failure_repeats_no_finding() -> None:
     assert failure.message(item).count("PAR101") == 1
 
 
-def test_the_message_of_a_failure_has_its_findings_before_its_numbers() -> None:
+WHAT = "what: mlp[bf16-2x64] differs from the reference at output: "
+
+
+def test_the_message_of_a_failure_tells_what_why_the_evidence_and_how_to_see_it_again() -> None:
     further = Finding("PAR401", "eps", "the norm has another eps")
     [item] = gathered(result(margin=9.0, findings=(GATE_UP_SWAPPED, further)))
-    assert failure.message(item).splitlines()[:4] == [
-        "PAR101 gate-up-swapped: margin 9 at output (seed 0)",
-        GATE_UP_SWAPPED.message,
-        "PAR401 eps: the norm has another eps",
-        "worst tensor: output (output, 2x64)",
+    first, what, why, also, worst, *evidence, reproduce = failure.message(item).splitlines()
+    assert first == "PAR101 gate-up-swapped: margin 9 at output (seed 0)"
+    assert what == f"{WHAT}the error is up to 9 times its limit (the margin; up to 1 passes)"
+    assert (why, also) == (f"why: {GATE_UP_SWAPPED.message}", "why, too: PAR401 eps: the norm has another eps")
+    assert worst == "worst tensor: output (2x64; output)"
+    assert [" ".join(line.split()) for line in evidence[-3:]] == [
+        "(expected: what rounding to bf16 costs the reference; tolerance: the most that passes)",
+        "error of the over expected limit",
+        "whole tensor 16x 1.8x",
     ]
+    assert reproduce == f"reproduce: {failure.reproduce(item.worst)}"
+
+
+@pytest.mark.parametrize(
+    ("check", "told"),
+    [
+        (Check("norm", 95.0, 1.7), "whole tensor 95x 1.7x"),
+        (Check("largest", 127.0, 2.3, "element 23, 38"), "largest element, at [23, 38] 127x 2.3x"),
+        (Check("largest", 127.0, 2.3, "element "), "largest element 127x 2.3x"),  # of a single number
+        (Check("row", 9.0, 1.8, "row at 0, 7"), "worst row, at [0, 7] 9x 1.8x"),
+        (Check("slice", 8.7e3, 2.2, "dim 0 at 18"), "slice 18 of dimension 0 8.7e3x 2.2x"),
+        (Check("slice", 9.0, 2.2, "row at 3, 5"), "worst slice, at [3, 5] 9x 2.2x"),
+        (Check("shift", 101.0, 1.7), "mean over rows, as a bias would shift it 101x 1.7x"),
+        (Check("gain", -118.0, 6.1), "all of it, by one factor -118 σ 6.1 σ"),
+        (Check("mistake", 9.0, 6.1, "norm eps=1e-6"), "along the change of a known mistake: norm eps=1e-6 9 σ 6.1 σ"),
+    ],
+)
+def test_each_check_that_failed_is_told_in_words(check: Check, told: str) -> None:
+    bad = replace(tensor(margin=9.0), checks=(check, Check("norm", 0.9, 1.7)))
+    [item] = gathered(result(margin=9.0, tensors=(bad,)))
+    evidence = [" ".join(line.split()) for line in failure.measures(item.worst)]
+    assert told in evidence
+    assert ("(σ: standard deviations of what rounding alone does)" in evidence) == ("σ" in told)
+    assert not any("0.9" in line for line in evidence)
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ({"nans": 3, "first_non_finite": (0, 7)}, "there are numbers that are not finite"),
+        ({}, "no error is expected there"),
+    ],
+)
+def test_a_margin_without_a_number_is_told_by_its_cause(counts: dict[str, Any], told: str) -> None:
+    bad = tensor(margin=math.inf, **counts)
+    [item] = gathered(result(margin=math.inf, tensors=(bad,), findings=()))
+    assert failure.message(item).splitlines()[1] == WHAT + told
+
+
+def test_what_could_not_be_compared_is_told_by_its_reason_alone() -> None:
+    [item] = gathered(ERROR)
+    first, *others = failure.message(item).splitlines()
+    assert first == "the candidate raised ValueError: no (seed 0)"
+    assert [line.split()[0] for line in others] == ["reproduce:"]
 
 
 def test_the_message_of_a_failure_without_findings_begins_with_the_margin() -> None:
     [item] = gathered(result(margin=9.0, findings=()))
-    assert failure.message(item).startswith("margin 9 at output (seed 0)\nworst tensor")
+    first, _, evidence, *_ = failure.message(item).splitlines()
+    assert (first, evidence.split(":")[0]) == ("margin 9 at output (seed 0)", "worst tensor")
+
+
+def test_what_is_emulated_is_part_of_the_command_that_reproduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_EMULATED_GPU", "blackwell")
+    [item] = gathered(result(margin=9.0))
+    assert "\nreproduce: PARITY_EMULATED_GPU=blackwell pytest 'my_pairs.py::mlp[bf16-2x64]'" in failure.message(item)
+
+
+def test_a_training_is_reproduced_with_its_steps() -> None:
+    assert " --parity-steps=3 " in failure.reproduce(result(size_label="2x64-steps3-resume"))
+    assert "--parity-steps" not in failure.reproduce(result())
 
 
 def test_the_report_of_a_failure_has_its_findings_before_its_numbers() -> None:
