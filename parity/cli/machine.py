@@ -16,6 +16,7 @@ from parity.cli import suite
 from parity.lab.throughput import command, workload
 from parity.machine.process import spawned
 from parity.plugin.options import parse_backend, parse_precisions
+from parity.progress import Following
 from parity.report import environment
 from parity.te.precision import PRECISIONS
 from parity.user_error import UserError
@@ -82,7 +83,7 @@ def diagnose() -> Diagnosis:
 
     reason = te.why_no_gpu()
     # A process loads TE for one backend only.
-    with spawned(1) as of_cpu, spawned(1) as of_gpu:
+    with Following("asking TransformerEngine what it runs"), spawned(1) as of_cpu, spawned(1) as of_gpu:
         emulated = of_cpu.submit(emulated_availability)
         asked = of_gpu.submit(availability, "gpu") if reason is None else None
         real = asked.result() if asked else dict.fromkeys(PRECISIONS, f"no: {reason}")

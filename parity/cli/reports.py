@@ -10,6 +10,7 @@ from parity import reading, shown
 from parity.case import registry
 from parity.machine import files
 from parity.plugin.options import check_file, parse_backend
+from parity.progress import Following
 from parity.report import changes, failure, html, markdown, record
 from parity.report.markdown import digest
 from parity.report.numbers import plural
@@ -138,7 +139,8 @@ def suggest(
     case = registry.only(target)
     chosen = registry.size_of(case, size)
     asked = [_ranks(text) for text in ranks] or None
-    suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs, asked)
+    with Following("trying weight maps"):
+        suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs, asked)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     print(f"{case}{f' at {at}' if at else ''}\n")
     for hint in suggestion.hints:

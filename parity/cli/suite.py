@@ -17,9 +17,10 @@ from tabulate import tabulate
 
 from parity.case.files import MODULE, checkout, imports_parity
 from parity.machine import supervision
-from parity.plugin import options, uncollected
+from parity.plugin import following, options, uncollected
 from parity.plugin.options import check_file
 from parity.plugin.uncollected import unknown_pairs
+from parity.progress import is_quiet
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -162,7 +163,8 @@ PASSED, FAILED, MISTAKE = 0, 1, 2
 # pytest would rewrite its plugins' asserts; parity is already imported, and has none.
 _NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 # A wrong pair or file does not cost the others; in workers pytest always goes on.
-_OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors")
+# The end of the run lists what failed, with its cause.
+_OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors", "-rN", *following.PLAIN)
 
 
 class _CollectionErrors:
@@ -201,8 +203,14 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
         print(f"parity: nothing to compare: {_without_a_match(files, arguments)}", file=sys.stderr)
         return MISTAKE
     errors = _CollectionErrors()
+    quietly = ["-q"] * is_quiet()
     try:
-        code = pytest.main([*files, *_OPTIONS, *arguments], plugins=[errors])
+        with following.uncaptured_stderr() as stderr:
+            followed = following.ItemsFollowed(stderr)
+            try:
+                code = pytest.main([*files, *_OPTIONS, *quietly, *arguments], plugins=[errors, followed])
+            finally:
+                followed.end()
     except BrokenPipeError:
         print("parity: nobody reads the output any more, so the run ended before all was compared", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

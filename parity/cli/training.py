@@ -14,6 +14,7 @@ from parity.cli import suite
 from parity.judge.band import Band, band_of
 from parity.judge.limits import packaged
 from parity.passes.refusals import NothingToJudge
+from parity.progress import followed
 from parity.report import trainings
 from parity.report.trainings import Curve
 from parity.te.precision import PRECISIONS, why_unavailable
@@ -43,19 +44,21 @@ def train(
     if drawn < 0 or drawn == 1:
         raise UserError("--band is how many trainings a band is drawn from: a whole number from 2, or 0 for no band")
     kernels, curves = te.kernels(backend), []
-    for case in suite.cases(paths):
-        for checked in check_case(case, kernels.te):
-            chosen = [PRECISIONS[name] for name in precisions or tuple(PRECISIONS) if case.runs_at(name)]
-            for precision in chosen:
-                if why_unavailable(precision, kernels) is not None:
-                    continue
-                for seed in seeds:
-                    result = train_at(case, checked, precision, seed, kernels, packaged(), steps)
-                    band: Band | None = None
-                    with suppress(NothingToJudge):  # the training is too wild to have one
-                        if drawn and result.steps:
-                            band = band_of(case, checked, precision, seed, kernels, len(result.steps), drawn)
-                    curves.append(Curve(result, band))
+    trained = [
+        (case, checked, PRECISIONS[name], seed)
+        for case in suite.cases(paths)
+        for checked in check_case(case, kernels.te)
+        for name in precisions or tuple(PRECISIONS)
+        if case.runs_at(name) and why_unavailable(PRECISIONS[name], kernels) is None
+        for seed in seeds
+    ]
+    for case, checked, precision, seed in followed(trained, "training"):
+        result = train_at(case, checked, precision, seed, kernels, packaged(), steps)
+        band: Band | None = None
+        with suppress(NothingToJudge):  # the training is too wild to have one
+            if drawn and result.steps:
+                band = band_of(case, checked, precision, seed, kernels, len(result.steps), drawn)
+        curves.append(Curve(result, band))
     if not curves:
         raise UserError("nothing was trained: no precision of these pairs runs on this machine")
     print(trainings.summary([curve.result for curve in curves]))

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
-from rich.console import Console
-from rich.progress import track
 
 from parity import reading, shown
 from parity.lab import record
 from parity.machine import files
 from parity.machine.process import processes
+from parity.progress import followed
 
 # A number that a record keeps with four digits, and as null where there is none.
 FourDigits = Annotated[
@@ -101,12 +100,11 @@ def made(
         doing: what the progress bar says.
         workers: processes of one thread each; None for this process, as it is.
     """
-    console = Console(stderr=True)
     if workers is None:
-        for job in track(jobs, doing, console=console, disable=not jobs):
+        for job in followed(jobs, doing):
             yield job, make(job)
         return
     with processes(workers) as pool:
         futures = {pool.submit(make, job): job for job in jobs}
-        for future in track(as_completed(futures), doing, total=len(jobs), console=console, disable=not jobs):
+        for future in followed(as_completed(futures), doing, len(jobs)):
             yield futures[future], future.result()

@@ -281,7 +281,10 @@ class Recorder:
         from parity.report import failure
 
         terminalreporter.section("parity")
-        terminalreporter.write_line(self._verdict)
+        failed = self._digest.failed > 0
+        terminalreporter.write_line(self._verdict, bold=True, red=failed, green=self._digest.complete and not failed)
+        for line in failure.lines_of_failures(self._digest.items, self._digest.failed):
+            terminalreporter.write_line(line)
         for note in failure.lines(self._digest.notes):
             terminalreporter.write_line(note)
         for trouble in self._troubles:

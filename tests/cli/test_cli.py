@@ -28,6 +28,7 @@ from parity.case import registry
 from parity.cli import app, suite
 from parity.judge import limits
 from parity.plugin import uncollected
+from parity.plugin.following import ItemsFollowed
 from parity.plugin.options import Options
 from parity.report import record
 from parity.report.record import Uncollected
@@ -141,7 +142,7 @@ def here(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     declared = registry.cases()
-    yield Here(tmp_path, f"pairs_of_{request.node.name}.py", capsys)
+    yield Here(tmp_path, re.sub(r"\W", "_", f"pairs_of_{request.node.name}") + ".py", capsys)
     registry.restore(declared)
 
 
@@ -168,7 +169,7 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("run", "--speed", "9"), ("--speed",)),
         (("run", "missing.py"), ("there is no file or folder missing.py",)),
         (("run", "-n", "many", "my_pairs.py"), ("'many'", "a number of processes or auto")),
-        (("run", "-p", "bf15", "my_pairs.py"), ("'bf15' in --precision; there are fp32",)),
+        (("run", "-p", "bf15", "my_pairs.py"), ("'bf15' in --precision; did you mean bf16? There are fp32",)),
         (("run", "--seeds", "none", "my_pairs.py"), ("--seeds is 'none'",)),
         (("run", "--timeout", "soon", "my_pairs.py"), ("--timeout is 'soon'",)),
         (("run", "--timeout", 14 * "9", "my_pairs.py"), ("--timeout is '999", "up to 1e+09")),
@@ -305,6 +306,47 @@ def test_failed_parity_is_code_1(here: Here) -> None:
     here.write(FITS.replace("my_linear", "fails"))
     assert here.run() == 1
     assert here.stderr == ""
+
+
+def test_the_end_of_a_run_is_one_screen_with_a_line_for_each_failure(here: Here) -> None:
+    here.write(FITS.replace("my_linear", "fails") + FITS)
+    assert here.run() == 1
+    head, end = re.split("=+ parity =+\n", here.stdout)
+    verdict, *failures, report, record, _ = end.splitlines()
+    assert verdict.startswith("❌ 2 of 4 items failed, worst margin 100 at `fails[")
+    told = "PAR101 gate-up-swapped: margin 100 at output (seed 0)"
+    assert sorted(failures) == [f"  fails[{precision}-2x16]: {told}" for precision in ("bf16", "fp32")]
+    assert (report, record) == (f"report: {Path.cwd()}/reports/parity.md", f"record: {Path.cwd()}/reports/parity.jsonl")
+    assert f"{here.file} " not in head.partition("FAILURES")[0]  # pytest's line of dots
+    assert "short test summary" not in here.stdout
+    assert "\x1b" not in here.stdout + here.stderr
+
+
+def test_a_run_tells_a_file_its_progress_by_lines(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.progress._BETWEEN_LINES", 0.0)
+    here.write(FITS.replace("my_linear", "fails") + FITS)
+    here.run()
+    told = [re.sub(" after.*", "", line) for line in here.stderr.splitlines()]
+    assert [re.sub(", . failed", "", line) for line in told] == [f"comparing: {done} of 4" for done in range(1, 5)]
+    assert told[-1] == "comparing, 2 failed: 4 of 4"
+
+
+def test_a_run_with_workers_counts_what_they_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parity.progress._BETWEEN_LINES", 0.0)
+    file = io.StringIO()
+    followed = ItemsFollowed(file)
+    for _ in range(2):  # each worker collects all items
+        followed.pytest_xdist_node_collection_finished(["a", "b", "c"])
+    for name, when, outcome in (
+        ("a", "setup", "passed"),
+        ("a", "call", "passed"),
+        ("a", "teardown", "passed"),
+        ("b", "setup", "failed"),
+        ("b", "teardown", "failed"),  # an item counts once
+    ):
+        followed.pytest_runtest_logreport(pytest.TestReport(name, ("", None, ""), {}, outcome, None, when))
+    told = [re.sub(" after.*", "", line) for line in file.getvalue().splitlines()]
+    assert told == ["comparing: 1 of 3", "comparing, 1 failed: 2 of 3"]
 
 
 def test_a_pair_that_does_not_fit_costs_no_other_and_ends_in_code_2(here: Here) -> None:

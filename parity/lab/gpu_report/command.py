@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
 
 from parity import te
 from parity.lab.gpu_report.steps import Ended, Outcome, Status, Step, run_limited, steps
 from parity.machine import files
 from parity.machine.files import Claim
+from parity.progress import is_quiet
 from parity.report import environment
 from parity.report.environment import Environment
 from parity.report.numbers import markdown_table
@@ -174,4 +174,5 @@ def _last_line(log: Path) -> str:
 
 
 def _tell(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, soft_wrap=True, markup=False)
+    if not is_quiet():
+        print(text, file=sys.stderr, flush=True)

@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from parity.lab.throughput import measure, record, report
 from parity.lab.throughput.measure import Plan, row_without
 from parity.lab.throughput.workload import COMPILED, Implementation, Workload, implementations
 from parity.machine.files import claimed
 from parity.machine.process import spawned
+from parity.progress import Following
 from parity.user_error import UserError
 
 NAME = "throughput"
@@ -67,10 +66,15 @@ def run(settings: Settings, folder: Path) -> Path:
             raise UserError(str(why or "the process that measures the device's peak was ended"))
         plan = Plan(settings.repeats or _REPEATS[environment.backend], ends)
         chosen = list(implementations(settings.precisions, settings.compiled, environment.backend == "gpu"))
-        for workload, some in _rounds(settings.workloads, chosen):
-            Console(stderr=True).print(f"measuring {workload.name}", highlight=False)
-            _measure(workload, some, lambda *work: call(measure.measure_one, *work, plan, settings.backend, file), file)
-            report.write(record.read(file), folder / f"{NAME}.md")
+        rounds = list(_rounds(settings.workloads, chosen))
+        with Following("measuring", len(rounds)) as following:
+            for workload, some in rounds:
+                following.step(0, f"measuring {workload.name}")
+                _measure(
+                    workload, some, lambda *work: call(measure.measure_one, *work, plan, settings.backend, file), file
+                )
+                report.write(record.read(file), folder / f"{NAME}.md")
+                following.step()
     return folder / f"{NAME}.md"
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,6 +21,7 @@ from parity.case import registry
 from parity.case.case import Case, Pair, Rng, Size, draw_inputs
 from parity.lab import flops
 from parity.passes import one_pass
+from parity.progress import followed
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -92,7 +91,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Count], Set
     """
     _check(settings)
     kernels = te.kernels()
-    cases = track(list(suite()), "counting", console=Console(stderr=True))
+    cases = followed(list(suite()), "counting")
     return {_run(*entry): count(*entry, kernels) for entry in cases}, settings
 
 
