@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from parity import shown
+from parity.cli import completion
+from parity.cli.shared import add_command
 from parity.machine import host
 from parity.user_error import UserError
 
@@ -20,28 +22,46 @@ OWN_PROCESS = "own process"  # what commands find in their context if nobody els
 CORES = host.cores()
 
 app = typer.Typer(
-    help="Tells whether a port from PyTorch to TransformerEngine is right, and if not, what is wrong.",
+    help="Tell whether a port from PyTorch to TransformerEngine is right, and if not, what is wrong.",
+    epilog="\b\nExamples:\n"
+    "  parity run my_pairs.py            compare your pairs, and write reports/parity.md\n"
+    "  parity suggest-map my_pairs.py    propose a weight map for a pair that has none\n"
+    "  parity run --help                 what a command does; each has examples\n"
+    "  parity --install-completion       complete commands, precisions and pairs in your shell",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     no_args_is_help=True,
 )
 lab = typer.Typer(help="For parity's own developers.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(lab, name="lab")
 Paths = Annotated[
     list[str] | None,
-    typer.Argument(help="Files or folders of pairs, or pytest ids; without any, the default suite."),
+    typer.Argument(
+        help="Files or folders of pairs, or pytest ids; without any, the default suite.",
+        autocompletion=completion.pairs,
+    ),
 ]
 Precisions = Annotated[
     list[str] | None,
-    typer.Option("--precision", "--precisions", "-p", help="fp32,bf16, or repeat for several; without any, all."),
+    typer.Option(
+        "--precision",
+        "--precisions",
+        "-p",
+        help="fp32,bf16, or repeat for several; without any, all.",
+        autocompletion=completion.precisions,
+    ),
 ]
 BackendName = Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")]
 ReportFile = Annotated[Path, typer.Option("-o", "--out", help="The report; its record is beside it.")]
 Processes = Annotated[int, typer.Option("-n", min=1, help="Processes, with one thread each.")]
 
 
-@app.command()
+@add_command(
+    app,
+    "parity run",
+    "parity run my_pairs.py -p bf16,fp8_current --seeds 20",
+    'parity run my_pairs.py::mlp -k "bf16 and not 2x64" -n 4',
+)
 def run(
     context: typer.Context,
     paths: Paths = None,
@@ -65,7 +85,7 @@ def run(
     engine: Annotated[str | None, typer.Option(help="local, or ray for the nodes of a Ray cluster [local].")] = None,
     address: Annotated[str | None, typer.Option(help="The Ray cluster's; local starts one here.")] = None,
 ) -> None:
-    """Compare pairs and write a report; exit code 1 if one fails."""
+    """Compare pairs and write a report. The exit code is 1 if one fails."""
     from parity.cli import suite
 
     arguments = suite.as_plugins(
@@ -78,7 +98,12 @@ def run(
     raise typer.Exit(suite.run_in_this_process(files, arguments, workers) if is_own else suite.run(files, arguments))
 
 
-@app.command(name="list")
+@add_command(
+    app,
+    "parity list",
+    "parity list my_pairs.py",
+    name="list",
+)
 def list_cases(paths: Paths = None) -> None:
     """Show the cases, without loading TransformerEngine."""
     from parity.cli import suite
@@ -86,9 +111,17 @@ def list_cases(paths: Paths = None) -> None:
     print(suite.table(suite.cases(paths)))
 
 
-@app.command(name="suggest-map")
+@add_command(
+    app,
+    "parity suggest-map my_pairs.py::mlp",
+    "parity suggest-map my_pairs.py::mlp --afresh --max-runs 1000",
+    "parity suggest-map my_pairs.py::mlp --ranks tp=2",
+    name="suggest-map",
+)
 def suggest_map(
-    target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.")],
+    target: Annotated[
+        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=completion.pairs)
+    ],
     size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     backend: BackendName = "auto",
@@ -96,13 +129,17 @@ def suggest_map(
     max_runs: Annotated[int, typer.Option(help="Run at most so many alternatives.", min=1)] = 300,
     ranks: Annotated[list[str] | None, typer.Option(help="tp=2,dp=2: how ranks divide weights; repeatable.")] = None,
 ) -> None:
-    """Propose a weight map for a pair that has none, or complete it; exit code 1 if something is left open."""
+    """Propose a weight map for a pair, or complete it. The exit code is 1 if something is left open."""
     from parity.cli import reports
 
     raise typer.Exit(0 if reports.suggest(target, size, seed, backend, not afresh, max_runs, ranks or ()) else 1)
 
 
-@app.command()
+@add_command(
+    app,
+    "parity convert my_pairs.py::llama model.safetensors te.safetensors",
+    "parity convert my_pairs.py::llama te.safetensors back.safetensors --to reference --dtype bf16",
+)
 def convert(
     target: Annotated[str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.")],
     source: Annotated[
@@ -135,31 +172,53 @@ def convert(
     )
 
 
-@app.command()
+@add_command(
+    app,
+    "parity report reports/parity.jsonl",
+    "parity report reports/parity.jsonl --against old.jsonl --factor 3",
+)
 def report(
     file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
     against: Annotated[Path | None, typer.Option(help="An older run's JSON lines: draw what changed since.")] = None,
     factor: Annotated[float, typer.Option(min=1.0, help="With --against: report margins that changed more.")] = 1.5,
 ) -> None:
-    """Draw the report of a run again, or what changed since another run; exit code 1 if one fails, or newly fails."""
+    """Draw the report of a run again, or what changed.
+
+    The exit code is 1 if an item fails, or, with --against, if one newly fails.
+    """
     from parity.cli import reports
 
     passed = reports.draw(file, output) if against is None else reports.compare(file, against, output, factor)
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command()
+@add_command(
+    app,
+    "parity doctor",
+    "PARITY_EMULATED_GPU=blackwell parity run -p mxfp8",
+)
 def doctor() -> None:
-    """Show which precisions this GPU, an Ada, a Hopper and a Blackwell run, and what the rest needs."""
+    """Show what this machine can run.
+
+    It lists the precisions that this GPU, an Ada, a Hopper and a Blackwell have, and what the others need.
+    """
     from parity.cli import machine
 
     print(machine.diagnose())
 
 
-@app.command()
+@add_command(
+    app,
+    "parity train my_pairs.py::mlp",
+    "parity train my_pairs.py::mlp --steps 100 -p bf16 --seeds 4",
+    "parity train my_pairs.py --band 0 -o reports/mine.md",
+)
 def train(
-    paths: Annotated[list[str], typer.Argument(help="Files of pairs, or pytest ids: my_pairs.py::mlp.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(help="Files of pairs, or pytest ids: my_pairs.py::mlp.", autocompletion=completion.pairs),
+    ],
     steps: Annotated[int, typer.Option(help="How many steps.")] = 20,
     precision: Precisions = None,
     backend: BackendName = "auto",
@@ -167,7 +226,7 @@ def train(
     out: ReportFile = Path("reports/training.md"),
     band: Annotated[int, typer.Option(help="Of how many drawn trainings a curve's band is made; 0 for none.")] = 6,
 ) -> None:
-    """Train pairs step by step and draw their losses; exit code 1 if a step is not right."""
+    """Train pairs step by step and draw their losses. The exit code is 1 if a step is wrong."""
     from parity.cli import training
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
 
@@ -177,12 +236,19 @@ def train(
     raise typer.Exit(0 if passed else 1)
 
 
-@app.command(name="exec", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+@add_command(
+    app,
+    "parity exec train.py",
+    "parity exec train.py small.yaml",
+    "torchrun --nproc-per-node 2 -m parity exec train.py",
+    name="exec",
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
 def execute(
     script: Annotated[Path, typer.Argument(help="A Python script that imports TransformerEngine.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
 ) -> None:
-    """Run a TransformerEngine script as it is on the CPU kernels; cuda in it means the CPU."""
+    """Run your TransformerEngine script on a CPU. What it calls cuda is the CPU then."""
     if not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
@@ -199,7 +265,12 @@ def execute(
             raise typer.Exit(1) from None
 
 
-@app.command()
+@add_command(
+    app,
+    "parity calibrate",
+    "parity calibrate my_right_pairs.py --seeds 8 --report reports/fit.md",
+    "parity run --calibration parity-calibration.json",
+)
 def calibrate(
     paths: Paths = None,
     precision: Precisions = None,
@@ -213,7 +284,7 @@ def calibrate(
         bool, typer.Option("--accept-wider", help="Also write limits far outside the packaged ones.")
     ] = False,
 ) -> None:
-    """Measure how far right ports stray from the rounding model; the pairs must be known to agree."""
+    """Measure the limits on this machine. The pairs must be known to be right."""
     from parity.cli import suite
     from parity.lab.calibration import command
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
@@ -228,7 +299,11 @@ def calibrate(
     print(f"table: {output}")
 
 
-@app.command()
+@add_command(
+    app,
+    "parity false-alarms",
+    "parity false-alarms -p bf16 --seeds 100-149 -n 8",
+)
 def false_alarms(
     paths: Paths = None,
     precision: Precisions = None,
@@ -238,7 +313,10 @@ def false_alarms(
     workers: Processes = CORES,
     out: ReportFile = Path("reports/false_alarms.md"),
 ) -> None:
-    """Count how often right ports are rejected, on seeds, sizes and models that no limit was fitted to."""
+    """Count how often right ports are rejected.
+
+    They are compared on seeds, sizes and models that no limit was fitted to.
+    """
     from parity import te
     from parity.cli import suite
     from parity.lab import false_alarms as count
@@ -257,7 +335,12 @@ def false_alarms(
     print(f"report: {out}")
 
 
-@app.command()
+@add_command(
+    app,
+    "parity kernels",
+    "parity kernels -k rmsnorm --minutes 2",
+    "parity kernels --reference cpu",
+)
 def kernels(
     keyword: Annotated[str, typer.Option("-k", help="Only kernels whose name and variant contain this text.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
@@ -267,7 +350,7 @@ def kernels(
         float | None, typer.Option(min=0.0, help="Minutes after which what was compared is drawn.")
     ] = None,
 ) -> None:
-    """Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; needs a GPU."""
+    """Compare CPU kernels with compiled ones, on a GPU."""
     from parity.lab.kernel_table import table
     from parity.plugin.options import check_file
 
@@ -278,7 +361,12 @@ def kernels(
     print(f"report: {report}")
 
 
-@app.command()
+@add_command(
+    app,
+    "parity throughput",
+    "parity throughput -k mlp,linear --precision bf16,fp8_current",
+    "parity throughput my_pairs.py --minutes 5 -o reports/mine",
+)
 def throughput(
     paths: Paths = None,
     precisions: Precisions = None,
@@ -296,14 +384,23 @@ def throughput(
     minutes: Annotated[float | None, typer.Option(min=0, help="Minutes after which nothing more is begun.")] = None,
     output: Annotated[Path, typer.Option("-o", "--out", help="Folder of the report.")] = Path("reports/throughput"),
 ) -> None:
-    """Measure time, memory and error of the plain modules and of TransformerEngine's, in each precision."""
+    """Measure time, memory and error of ports.
+
+    Plain modules and TransformerEngine's are measured in each precision.
+    """
     from parity.cli import machine
 
     chosen = ",".join(precisions or ())
     print(f"report: {machine.run(paths, chosen, backend, sizes, keyword, repeats, compiled, minutes, output)}")
 
 
-@app.command(name="gpu-report")
+@add_command(
+    app,
+    "parity gpu-report",
+    "parity gpu-report reports/gpu --minutes 20",
+    "parity gpu-report --only suite,kernels --quick",
+    name="gpu-report",
+)
 def gpu_report(
     folder: Annotated[Path, typer.Argument(help="Of the report.")] = Path("reports/gpu"),
     minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 7.5,
@@ -311,30 +408,46 @@ def gpu_report(
     backend: BackendName = "auto",
     only: Annotated[str, typer.Option(help="Only these steps: suite,kernels")] = "",
 ) -> None:
-    """Run every check that a GPU machine allows, and leave one folder with an index; exit code 1 if one fails."""
+    """Run every check that a GPU machine allows.
+
+    It leaves one folder with an index; the exit code is 1 if a check fails.
+    """
     from parity.lab.gpu_report import command
     from parity.plugin.options import parse_backend
 
     raise typer.Exit(0 if command.run(folder, minutes, quick, parse_backend(backend), _listed(only)) else 1)
 
 
-@app.command()
+@add_command(
+    app,
+    "parity study",
+    "parity study names --quick",
+    "parity study training_drift --set steps=20",
+)
 def study(
-    names: Annotated[list[str] | None, typer.Argument(help="Studies to run; without any, list them.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Studies to run; without any, list them.", autocompletion=completion.studies),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Each of them.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute each.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Compute again what other code computed.")] = False,
     options: Annotated[list[str] | None, typer.Option("--set", help="A study's option: steps=20; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Folder of the reports [reports/studies].")] = None,
 ) -> None:
-    """Run numerical studies and write their reports; what was interrupted goes on where it stopped."""
+    """Run numerical studies and write their reports. The same command goes on with one that was interrupted."""
     from parity.cli import studies
     from parity.lab.studies.catalogue import STUDIES
 
     studies.run(list(STUDIES) if every else names or [], quick, again, options or [], output)
 
 
-@app.command()
+@add_command(
+    app,
+    "parity zoo",
+    'parity zoo --bugs "norm*" --precision bf16',
+    "parity zoo --sizes small --seeds 3 -n 8",
+)
 def zoo(
     bugs: Annotated[str, typer.Option(help="Only bugs whose names match this shell pattern.")] = "*",
     precisions: Precisions = None,
@@ -345,7 +458,10 @@ def zoo(
     workers: Processes = 1,
     out: ReportFile = Path("reports/zoo.md"),
 ) -> None:
-    """Plant known bugs in right ports and write what parity and other rules detect; goes on where it stopped."""
+    """Plant known bugs and write what is detected.
+
+    The same command goes on with a run that was interrupted.
+    """
     from parity.cli import bug_zoo
     from parity.plugin.options import check_file
 
@@ -354,13 +470,20 @@ def zoo(
     print(f"report: {bug_zoo.run(bugs, chosen, _listed(sizes), _counts(seeds), workers, out)}")
 
 
-@app.command()
+@add_command(
+    app,
+    "parity kernel-freedoms",
+    "parity kernel-freedoms --seeds 3 -n 8",
+)
 def kernel_freedoms(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from 0.")] = 1,
     workers: Processes = CORES,
     out: ReportFile = Path("reports/kernel_freedoms.md"),
 ) -> None:
-    """Write what other faithful kernels may do, and what it costs to grant it; on the CPU kernels."""
+    """Write what other right kernels may do.
+
+    The report also says what it costs to allow it, on the CPU kernels.
+    """
     from parity.lab.zoo import kernel_freedoms as freedoms
     from parity.plugin.options import check_file
 
@@ -368,12 +491,16 @@ def kernel_freedoms(
     print(f"report: {freedoms.run(seeds, workers, out)}")
 
 
-@lab.command()
+@add_command(
+    lab,
+    "parity lab same old.jsonl new.jsonl",
+    "parity lab same before/ after/",
+)
 def same(
     old: Annotated[Path, typer.Argument(help="A record (JSON lines), or a folder of records.")],
     new: Annotated[Path, typer.Argument(help="What another version of parity recorded for the same runs.")],
 ) -> None:
-    """Tell whether two versions computed the same numbers and said the same words; exit code 1 if not."""
+    """Tell whether two versions agree in numbers and words. The exit code is 1 if not."""
     from parity.lab import same as ruler
 
     comparison = ruler.compare(old, new)
