@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity parity-ranks test package versions te-matrix mutants torture lint clean
+.PHONY: parity parity-ranks test package versions te-matrix mutants torture lint site clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
@@ -33,6 +33,9 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+site: $(VENV)/ready  ## the documentation as a site, in build/site; a warning is an error, and no network is needed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 $(VENV)/ready: scripts/setup.sh pyproject.toml constraints.txt
 	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV)

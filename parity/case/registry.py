@@ -223,7 +223,9 @@ def pair(
         sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
         precisions: names from ``parity.te.precision.PRECISIONS``; None means each that the run asks for.
         marks: names of pytest marks.
-        vary_constants, probe: see ``Case``.
+        vary_constants: whether parameters whose elements are all equal get noise, so that one that was never copied
+            shows.
+        probe: whether the outputs are compared on probing inputs as well.
         attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
         steps: how many steps the pair is trained for, in an item of its own beside the one of a single pass.
         switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``,

@@ -1,0 +1,86 @@
+"""Write the tables of ``docs/normal-error.md`` from the record of the study ``expected_error``.
+
+Only what stands between the two marks of the page is replaced. A test holds the page to the record.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "reports" / "studies" / "expected_error.jsonl"
+PAGE = ROOT / "docs" / "normal-error.md"
+BEGIN, END = "<!-- begin: scripts/normal_errors.py -->", "<!-- end: scripts/normal_errors.py -->"
+
+MODULES = {
+    "layernorm": "LayerNorm",
+    "rmsnorm": "RMSNorm",
+    "linear": "Linear",
+    "grouped_linear": "GroupedLinear",
+    "layernorm_linear": "LayerNormLinear",
+    "layernorm_mlp_gelu": "LayerNormMLP with GELU",
+    "layernorm_mlp_swiglu": "LayerNormMLP with RMSNorm and SwiGLU",
+    "dot_product_attention": "DotProductAttention, causal",
+    "multihead_attention": "MultiheadAttention, causal, grouped queries, RoPE",
+    "transformer_layer_gpt": "TransformerLayer as in GPT",
+    "transformer_layer_llama": "TransformerLayer as in Llama",
+}
+PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
+BASE = (256, 128, 1)
+
+Size = tuple[int, int, int]
+Key = tuple[str, Size, str, str]
+
+
+def measured(record: Path = RECORD) -> dict[Key, float]:
+    """Return each error of TE's modules, the root mean square over seeds, by module, size, precision and kind."""
+    found: dict[Key, list[float]] = defaultdict(list)
+    for line in record.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        run = entry.get("run", {})
+        if run.get("way") == "te" and run["module"] in MODULES:
+            size = tuple(run["shape"][name] for name in ("hidden", "seq", "depth"))
+            for kind, error in entry["result"]["relative_l2"].items():
+                found[run["module"], size, run["precision"], kind].append(error)
+    return {key: math.sqrt(sum(error**2 for error in errors) / len(errors)) for key, errors in found.items()}
+
+
+def tables(errors: dict[Key, float]) -> str:
+    """Return a section for each module, with a row for each size."""
+    return "\n".join("\n".join(_section(errors, name)) for name in MODULES)
+
+
+def page(text: str, drawn: str) -> str:
+    """Return the page with these tables between its marks."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{drawn}\n{END}{after}"
+
+
+def _section(errors: dict[Key, float], name: str) -> Iterator[str]:
+    yield f"### {MODULES[name]}\n"
+    yield f"| tensor | hidden | tokens | modules | {' | '.join(PRECISIONS)} |"
+    yield f"| --- | --- | --- | --- |{' --- |' * len(PRECISIONS)}"
+    kinds = ("output", "input gradient", "weight gradient")
+    sizes = sorted({size for module, size, *_ in errors if module == name}, key=lambda size: (size[2], size))
+    for kind, size in [(kind, BASE) for kind in kinds] + [("output", size) for size in sizes if size != BASE]:
+        row = [errors.get((name, size, precision, kind), math.nan) for precision in PRECISIONS]
+        if not all(map(math.isnan, row)):
+            hidden, tokens, modules = size
+            yield f"| {kind} | {hidden} | {tokens} | {modules} | {' | '.join(map(_short, row))} |"
+    yield ""
+
+
+def _short(error: float) -> str:
+    """Write an error with two digits."""
+    if math.isnan(error):
+        return "–"
+    return f"{error:.1e}".replace("e-0", "e-") if error < 1e-4 else f"{error:.2g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), tables(measured())), encoding="utf-8")
