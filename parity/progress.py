@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
 from types import TracebackType
 from typing import TextIO, TypeVar
@@ -100,7 +100,7 @@ def followed(parts: Iterable[Each], doing: str, total: int | None = None) -> Ite
         parts: a sequence, or anything whose number ``total`` says.
         doing, total: as of ``Following``.
     """
-    count = len(parts) if total is None and hasattr(parts, "__len__") else total
+    count = len(parts) if total is None and isinstance(parts, Sized) else total
     if count == 0:
         return
     with Following(doing, count) as following:

@@ -1,19 +1,16 @@
-"""parity as a user meets it: installed, in a folder of their own, and in the examples and the pages that show it."""
+"""parity as a user meets it: installed, in a folder of their own, and in the examples."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import forked
 import pytest
-import torch
 
 import parity
 from parity.case import registry
@@ -115,50 +112,6 @@ def test_a_forgotten_weight_is_one_sentence_and_exit_code_2(folder: Path) -> Non
     assert ran.returncode == 2
     assert "inner.bias" in ran.stderr
     assert "Traceback" not in ran.stdout + ran.stderr
-
-
-# The examples of docs/pairs.md and docs/decoding.md are two files of pairs that pass.
-
-
-PAGES = Path(parity.__file__).parents[1] / "docs"
-BLOCKS = {
-    page: re.findall(
-        r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    for page in ("pairs", "decoding")
-}
-
-
-@pytest.fixture(scope="module")
-def cases_of_the_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, parity.Case]]:
-    before = registry.cases()
-    cases: dict[str, parity.Case] = {}
-    for page, blocks in BLOCKS.items():
-        file = tmp_path_factory.mktemp("page") / f"pairs_of_{page}.py"
-        file.write_text("\n\n".join(blocks), encoding="utf-8")
-        cases |= {case.name: case for case in registry.load_file(file)}
-    yield cases
-    registry.restore(before)
-
-
-@pytest.mark.parametrize("name", re.findall(r'parity\.pair\("(\w+)"', "".join(itertools.chain(*BLOCKS.values()))))
-def test_each_example_passes(cases_of_the_page: dict[str, parity.Case], name: str) -> None:
-    precision = "bf16" if cases_of_the_page[name].runs_at("bf16") else "fp8_current"
-    results = parity.compare(cases_of_the_page[name], [precision])
-    assert results
-    for result in results:
-        assert result.passed, (result.reason, result.findings)
-
-
-def test_modules_that_exist_already_are_compared(cases_of_the_page: dict[str, parity.Case]) -> None:
-    te = parity.te.kernels("cpu").te
-    namespace = cases_of_the_page["my_linear"].factory.__globals__
-    assert [result.passed for result in namespace["compare_mine"](te)] == [True, True]
-
-
-def test_a_checkpoint_is_converted_by_the_map_of_a_pair(cases_of_the_page: dict[str, parity.Case]) -> None:
-    back = cases_of_the_page["my_linear"].factory.__globals__["to_te_and_back"](parity.te.kernels("cpu").te)
-    assert {name: x.dtype for name, x in back.items()} == {"weight": torch.bfloat16, "bias": torch.bfloat16}
 
 
 # TransformerEngine issue 407: rounding or bug?

@@ -1,0 +1,146 @@
+"""The README and the pages of ``docs/`` do what they show: their Python runs, and their commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from unittest import SkipTest
+
+import pytest
+import torch
+import typer
+from sybil import Example, Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+
+import parity
+from parity.case import registry
+from parity.cli import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAYER = ROOT / "docs" / "port-a-layer.md"  # which other pages import as ``my_layer``
+
+# Pairs that are wrong on purpose, and what they must be told; all others must pass.
+NAMED = {"norm_linear": "PAR201", "my_mlp": "PAR101"}
+
+SHELLS = ("console", "sh")
+NOT_RUN = ("text", "diff", "toml")  # what a program prints, and what is no program
+
+
+# The commands that a page shows: each is there, and takes these options.
+
+
+def check_commands(example: Example) -> None:
+    """Fail for a command that does not exist, or does not take what the page gives it."""
+    lines = str(example.parsed).splitlines()
+    prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for line in prompted or lines:
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        if words:
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    program, *arguments = words
+    if program == "torchrun":  # torchrun OPTIONS -m parity exec ...
+        program, *arguments = words[words.index("-m") + 1 :]
+    if program == "parity":
+        commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+        assert arguments[0] in commands, f"there is no command {arguments[0]!r}"
+        commands[arguments[0]].make_context(arguments[0], arguments[1:])
+    elif program == "pytest":
+        of_plugin = {f"--parity-{name}" for name in option_names()}
+        given = {word.split("=")[0] for word in arguments if word.startswith("--parity-")}
+        assert given <= of_plugin, f"pytest has no {given - of_plugin}"
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert arguments[0] in targets, f"the Makefile has no {arguments[0]}"
+    elif program == "python" and arguments[0].endswith(".py"):
+        somewhere = (ROOT / arguments[0], *ROOT.glob(f"examples/**/{arguments[0]}"))
+        assert any(file.is_file() for file in somewhere), f"there is no {arguments[0]}"
+    else:
+        assert program in {"pip", "python3", ".", "ray"}, f"nobody checks {program!r}; add it here"
+
+
+def option_names() -> set[str]:
+    """Return what may follow ``--parity-``: the options of ``parity run``, of which the plugin has each."""
+    run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    return {name.lstrip("-") for parameter in run.params for name in parameter.opts}
+
+
+# Python: blocks of a page run in order, in one module, and the pairs that they declare are compared.
+
+
+SYBIL = Sybil(
+    parsers=[
+        SkipParser(),
+        PythonCodeBlockParser(),
+        *(CodeBlockParser(language=shell, evaluator=check_commands) for shell in SHELLS),
+    ]
+)
+
+
+@pytest.fixture
+def page_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A module for a page's blocks, beside which ``my_layer`` is; what is declared is forgotten afterwards."""
+    before = registry.cases()
+    blocks = re.findall(r"^```python\n(.*?)^```", LAYER.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_layer.py").write_text("\n\n".join(blocks), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_layer", raising=False)
+    monkeypatch.setitem(sys.modules, "page", ModuleType("page"))
+    yield sys.modules["page"]
+    registry.restore(before)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_does_what_it_shows(page: Path, page_module: ModuleType) -> None:
+    document = SYBIL.parse(page)
+    document.namespace = vars(page_module)
+    for example in document.examples():
+        try:
+            example.evaluate()
+        except SkipTest:
+            continue
+    declared = [case for case in registry.cases() if case.path == page]
+    told = {case.name: verdict(case) for case in declared}
+    assert told == {case.name: NAMED.get(case.name, "passed") for case in declared}
+
+
+def verdict(case: parity.Case) -> str:
+    """Return ``passed``, or what a pair is told."""
+    precision = "bf16" if case.runs_at("bf16") else "fp8_current"
+    found = {
+        result.findings[0].code if result.findings else result.reason or result.status
+        for result in parity.compare(case, [precision], steps=case.steps)
+        if not result.passed
+    }
+    return ", ".join(sorted(found)) or "passed"
+
+
+def test_modules_that_exist_already_are_compared_and_checkpoints_converted(page_module: ModuleType) -> None:
+    page = SYBIL.parse(ROOT / "docs" / "pairs.md")
+    page.namespace = vars(page_module)
+    for example in page.examples():
+        example.evaluate()
+    results = page_module.compare_mine(parity.te.kernels("cpu").te)
+    assert [result.passed for result in results] == [True, True]
+    back = page_module.to_te_and_back(parity.te.kernels("cpu").te)
+    assert {name: x.dtype for name, x in back.items()} == {"weight": torch.bfloat16, "bias": torch.bfloat16}
+
+
+# No block goes unseen: its language says whether it is run, and a block that is skipped says why.
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    languages = re.findall(r"^ *```(\S*)\n.*?^ *```$", text, re.DOTALL | re.MULTILINE)
+    assert set(languages) <= {"python", *SHELLS, *NOT_RUN}
+    assert all(re.fullmatch(r'next ".+"', skipped) for skipped in re.findall(r"<!--+ *skip: (.*?) *-->", text))
