@@ -312,11 +312,13 @@ def test_the_end_of_a_run_is_one_screen_with_a_line_for_each_failure(here: Here)
     here.write(FITS.replace("my_linear", "fails") + FITS)
     assert here.run() == 1
     head, end = re.split("=+ parity =+\n", here.stdout)
-    verdict, *failures, report, record, _ = end.splitlines()
+    verdict, *failures, page, report, record, _ = end.splitlines()
     assert verdict.startswith("❌ 2 of 4 items failed, worst margin 100 at `fails[")
     told = "PAR101 gate-up-swapped: margin 100 at output (seed 0)"
     assert sorted(failures) == [f"  fails[{precision}-2x16]: {told}" for precision in ("bf16", "fp32")]
-    assert (report, record) == (f"report: {Path.cwd()}/reports/parity.md", f"record: {Path.cwd()}/reports/parity.jsonl")
+    drawn = {"report": report, "page": page, "record": record}
+    ends = {"report": "md", "page": "html", "record": "jsonl"}
+    assert drawn == {name: f"{name}: {Path.cwd()}/reports/parity.{end}" for name, end in ends.items()}
     assert f"{here.file} " not in head.partition("FAILURES")[0]  # pytest's line of dots
     assert "short test summary" not in here.stdout
     assert "\x1b" not in here.stdout + here.stderr
