@@ -79,7 +79,7 @@ def compare(
         known = ", ".join(SWITCHES_OVER_RANKS)
         raise UserError(f"a training over ranks knows {known}, and not {switch!r}; leave that or ranks out")
     if made is not None and not isinstance(pair, Case):
-        raise UserError("a pair over ranks is built for each of them: declare its function with @parity.pair")
+        raise UserError("a pair over ranks is built on each rank: declare its function with @parity.pair")
     case = case if made is None else dataclasses.replace(case, ranks=(made,))
     kernels, table = te.kernels(backend), calibration or packaged()
 

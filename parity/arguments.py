@@ -20,7 +20,7 @@ _BACKENDS = ("auto", "gpu", "cpu")
 def checked_precisions(precisions: object) -> list[str]:
     """Return names of precisions, at least one."""
     if isinstance(precisions, str) or not isinstance(precisions, Iterable):
-        raise UserError(f'precisions is a list of names, such as ["bf16"], not {precisions!r}')
+        raise UserError(f'precisions must be a list of names, such as ["bf16"], not {precisions!r}')
     names = list(precisions)
     check_precisions(names, "precisions")
     if not names:
@@ -31,7 +31,7 @@ def checked_precisions(precisions: object) -> list[str]:
 def checked_seeds(seeds: object) -> list[int]:
     """Return the seeds: whole numbers from 0, Python's or NumPy's, at least one."""
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
-        raise UserError(f"seeds is a list of whole numbers, such as range(3), not {seeds!r}")
+        raise UserError(f"seeds must be a list of whole numbers, such as range(3), not {seeds!r}")
     numbers = list(map(_seed, seeds))
     if not numbers:
         raise UserError("seeds is empty; leave it out for seed 0")
@@ -49,7 +49,7 @@ def check_kinds(backend: object, calibration: object, determinism: object) -> No
     if not isinstance(determinism, bool):
         raise UserError(f"determinism must be True or False, not {determinism!r}")
     if not (calibration is None or isinstance(calibration, Table)):
-        raise UserError(f"calibration is a table that parity.judge.limits.load() reads, not {calibration!r}")
+        raise UserError(f"calibration must be a table that parity.judge.limits.load() reads, not {calibration!r}")
 
 
 def checked_diagnosis(diagnose: object, seconds: object) -> float | None:
@@ -60,7 +60,7 @@ def checked_diagnosis(diagnose: object, seconds: object) -> float | None:
         seconds = default_seconds()
     is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
     if not is_number or not 0.0 <= float(seconds) <= math.inf:  # type: ignore[arg-type]
-        raise UserError(f"diagnosis_seconds is a number of seconds, 0 for no limit, not {seconds!r}")
+        raise UserError(f"diagnosis_seconds must be a number of seconds, or 0 for no limit, not {seconds!r}")
     return float(seconds) if diagnose else None  # type: ignore[arg-type]
 
 
@@ -70,5 +70,5 @@ def _seed(seed: object) -> int:
     except TypeError:
         number = -1
     if isinstance(seed, bool) or not 0 <= number < 2**63:
-        raise UserError(f"a seed is a whole number from 0 to 2**63 - 1, not {seed!r}")
+        raise UserError(f"a seed must be a whole number from 0 to 2**63 - 1, not {seed!r}")
     return number

@@ -147,7 +147,7 @@ def _between_ranks(
     with_dropout = [one.dropped for one in ran if one.dropped is not None]
     if with_dropout:
         if not any(one.drops for one in ran):
-            reason = "parallel=parity.Parallel(dropout=True), and nothing was dropped: leave it out, or set dropout"
+            reason = "nothing was dropped, though parallel=parity.Parallel(dropout=True): leave it out, or set dropout"
             return dataclasses.replace(result, status="error", reason=reason)
         dropped = put_together(with_dropout, made, prepared)
         checks.append(("ranks do not drop what they should", wrong_dropout(ran, dropped, made)))
@@ -197,7 +197,7 @@ def on_all_ranks(function: Callable[[Any], Any], given: Any, made: Degrees, time
         return launch(function, made.count, [given], timeout=timeout)
     count = distributed.get_world_size()
     if count != made.count:
-        raise UserError(f"{made.label} are {made.count} ranks, and this process group has {count}")
+        raise UserError(f"{made.label} needs {made.count} ranks, but this process group has {count}")
     ran: list[Any] = [None] * count
     distributed.all_gather_object(ran, function(given))
     return ran

@@ -113,7 +113,7 @@ class Decoding:
         passed = {name: value for name, value in passed.items() if name in named or takes_all}
         if "inference_params" not in passed:
             raise UserError(
-                f"{type(module).__name__}.forward takes no inference_params, so that nothing is cached: pass "
+                f"{type(module).__name__}.forward takes no inference_params, so it caches nothing: pass "
                 "step=lambda module, part, inference_params: ... to parity.Decoding"
             )
         masks = {name: _MASK for name in ("attn_mask_type", "self_attn_mask_type") if name in named}

@@ -36,7 +36,7 @@ _VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 def checked_name(name: object) -> str:
     """Return a case's name, which consists of letters, digits, ``_``, ``-`` and ``.``."""
     if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
-        raise UserError("a name consists of letters, digits, '_', '-' and '.'")
+        raise UserError("a name may only have letters, digits, '_', '-' and '.'")
     return name
 
 
@@ -65,7 +65,7 @@ def checked_switch(argument: str, value: object) -> bool:
 def checked_sizes(sizes: object, factory: Callable[..., Pair], besides: Sequence[str] = ()) -> tuple[Size, ...]:
     """Return the sizes, each of which ``factory(te, **size)`` accepts, with further arguments of these names."""
     if isinstance(sizes, (str, Mapping)) or not isinstance(sizes, Iterable):
-        raise UserError(f"sizes is a list of dicts, one for each size, not {sizes!r}")
+        raise UserError(f"sizes must be a list of dicts, one for each size, not {sizes!r}")
     chosen = tuple(sizes)
     if not chosen:
         raise UserError("sizes is empty; leave it out for a factory that needs none")
@@ -93,7 +93,7 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
 def checked_steps(steps: object) -> int:
     """Return a number of training steps, 0 for none."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
-        raise UserError(f"steps is a whole number from 0 to {MOST_STEPS}, not {steps!r}")
+        raise UserError(f"steps must be a whole number from 0 to {MOST_STEPS}, not {steps!r}")
     return steps
 
 
@@ -107,9 +107,9 @@ def checked_switches(switches: object, steps: int) -> tuple[Switch, ...]:
     known = [switch for switch in get_args(Switch) if switch]
     unknown = [name for name in chosen if name not in known]
     if unknown:
-        raise UserError(f"there is no way of training {unknown[0]!r}, only {', '.join(known)}")
+        raise UserError(f"unknown switch {unknown[0]!r}; there are {', '.join(known)}")
     if chosen and steps < 2:
-        raise UserError(f"switches={list(chosen)} are ways of training for two steps or more; steps is {steps}")
+        raise UserError(f"switches={list(chosen)} needs a training of at least two steps; steps is {steps}")
     return tuple(switch for switch in known if switch in chosen)
 
 
@@ -117,10 +117,10 @@ def checked_ranks(ranks: object) -> tuple[Degrees, ...]:
     """Return over which ranks a candidate is computed; a single dict is one of them."""
     asked = [ranks] if isinstance(ranks, Mapping) else ranks
     if isinstance(asked, str) or not isinstance(asked, Iterable):
-        raise UserError(f"ranks is a list of dicts, such as [dict(tp=2)], not {ranks!r}")
+        raise UserError(f"ranks must be a list of dicts, such as [dict(tp=2)], not {ranks!r}")
     found = tuple(map(degrees, asked))
     if len(set(found)) < len(found):
-        raise UserError("ranks lists the same twice")
+        raise UserError("ranks lists the same layout twice")
     return found
 
 
@@ -129,7 +129,7 @@ def checked_attention(backends: object) -> tuple[AttentionBackend, ...]:
     chosen = _strings("attention", backends)
     unknown = [name for name in chosen if name not in BACKENDS]
     if unknown:
-        raise UserError(f"there is no attention backend {unknown[0]!r}, only {', '.join(BACKENDS)}")
+        raise UserError(f"unknown attention backend {unknown[0]!r}; there are {', '.join(BACKENDS)}")
     return tuple(backend for backend in BACKENDS if backend in chosen)
 
 
@@ -153,7 +153,7 @@ def are_same(entry: object, other: object) -> bool:
 def _strings(argument: str, values: object) -> tuple[str, ...]:
     listed = None if isinstance(values, str) or not isinstance(values, Iterable) else tuple(values)
     if listed is None or not all(isinstance(value, str) for value in listed):
-        raise UserError(f"{argument} is a list of names, not {values!r}")
+        raise UserError(f"{argument} must be a list of names, not {values!r}")
     return listed
 
 

@@ -242,7 +242,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
             raise WeightMapError(f"{error}\n{_advice(case)}") from None
         tensors = list(_tensors(drawn))
         if not tensors:
-            raise UserError(f"inputs returned no tensor but {_type_name(drawn)}")
+            raise UserError(f"inputs must return at least one tensor, not {_type_name(drawn)}")
     return CheckedSize(
         size,
         label="x".join(map(str, tensors[0].shape)) or "scalar",
@@ -361,7 +361,7 @@ def _check_pair(pair: Any) -> None:
     check_module("reference", pair.reference)
     check_module("candidate", pair.candidate)
     if pair.reference is pair.candidate:
-        raise UserError("reference and candidate are the same module, which compares it with itself")
+        raise UserError("reference and candidate are the same module, which would be compared with itself")
     for role, function in (
         ("inputs", pair.inputs),
         ("call_reference", pair.call_reference),

@@ -68,7 +68,7 @@ def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool
     print(f"{'page' if _is_html(target) else 'report'}: {target}")
     _end_if_damaged({file: runs.after, older: runs.before})
     if not runs.shares_items:
-        raise UserError(f"{file} and {older} have no item in common, so that nothing was compared")
+        raise UserError(f"{file} and {older} have no item in common, so nothing was compared")
     return "newly failing" not in runs.changes
 
 
@@ -166,5 +166,5 @@ def _ranks(text: str) -> dict[str, int]:
         elif number.isdecimal():
             asked[axis] = int(number)
         else:
-            raise UserError(f"--ranks is {text!r}, but must be such as tp=2 or tp=2,sequence_parallel")
+            raise UserError(f"--ranks is {text!r}, but must be like tp=2 or tp=2,sequence_parallel")
     return asked

@@ -76,7 +76,7 @@ def _look_after(path: Path, code: record.Code, again: bool) -> None:
     reasons = [f"changed since: {told}{f' and {more} more' if more > 0 else ''}"] if told else []
     reasons += [f"of {outdated.unnamed} the code is not known"] if outdated.unnamed else []
     print(
-        f"{path}: {outdated.results} of {outdated.of} results are not of this code ({'; '.join(reasons)}); they are "
-        "used as they are, --again computes them again",
+        f"{path}: {outdated.results} of {outdated.of} results were computed by other code ({'; '.join(reasons)}); "
+        "they are used as they are; --again computes them anew",
         file=sys.stderr,
     )

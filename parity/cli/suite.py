@@ -135,7 +135,7 @@ def _module_files(entry_point: metadata.EntryPoint) -> list[Path]:
         spec = None
     if spec is None or spec.origin is None:
         raise UserError(
-            f"the entry point {entry_point.name!r} of {GROUP} names {entry_point.module}, which is not there"
+            f"the entry point {entry_point.name!r} of {GROUP} names {entry_point.module}, which does not exist"
         )
     folders = spec.submodule_search_locations or ()
     if not folders:
@@ -359,7 +359,7 @@ def engine(name: str | None, address: str | None) -> list[str]:
     if name is not None:
         options.parse_engine(name)
     if address is not None and name != "ray":
-        raise UserError("--address is that of a Ray cluster: add --engine ray")
+        raise UserError("--address is for a Ray cluster: add --engine ray")
     given = {"engine": name, "address": address}
     return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
 

@@ -40,9 +40,11 @@ def train(
         UserError: if a path holds no pair, or no precision of these runs on this machine.
     """
     if not checked_steps(steps):
-        raise UserError("--steps is a whole number from 1")
+        raise UserError("--steps must be a whole number, at least 1")
     if drawn < 0 or drawn == 1:
-        raise UserError("--band is how many trainings a band is drawn from: a whole number from 2, or 0 for no band")
+        raise UserError(
+            "--band must be the number of trainings from which a band is drawn: 2 or more, or 0 for no band"
+        )
     kernels, curves = te.kernels(backend), []
     trained = [
         (case, checked, PRECISIONS[name], seed)

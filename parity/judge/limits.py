@@ -185,7 +185,7 @@ class Table:
         law = self.laws.get((precision, kind, statistic))
         if law is None:
             raise UserError(
-                f"the calibration table has no law for {statistic!r} of the kind {kind!r} in {precision}; "
+                f"the calibration table has no limit for {statistic!r} of the kind {kind!r} at {precision}; "
                 f"make one with: parity calibrate --precision {precision}"
             )
         return _limit(law, statistic)
@@ -231,13 +231,13 @@ def load(file: Path) -> Table:
 def _table_of(content: Any) -> Table:
     """Return the table that a file's JSON describes."""
     if content["format"] != _FORMAT:
-        raise NotReadableError(f"it has format {content['format']!r}, and not {_FORMAT}")
+        raise NotReadableError(f"it has format {content['format']!r}, but this version reads {_FORMAT}")
     laws: dict[Key, Law] = {}
     for position, each in enumerate(content["laws"]):
         fields = dict(each)
         key = fields.pop("precision"), fields.pop("kind"), fields.pop("statistic")
         if not all(isinstance(part, str) for part in key):
-            raise NotReadableError(f"laws.{position}: precision, kind and statistic are to be texts")
+            raise NotReadableError(f"laws.{position}: precision, kind and statistic must be texts")
         if key in laws:
             raise NotReadableError(f"laws.{position}: it has a second law for {key[2]!r} of {key[1]!r} in {key[0]}")
         laws[key] = Law(**fields)

@@ -75,7 +75,7 @@ class Replay:
         self._shapes = {name: one.shape for name, one in self.parameters.items()}
         made = make(self._module)
         if not isinstance(made, Optimizer):
-            raise UserError(f"a training's optimizer is a torch.optim.Optimizer, not {type(made).__name__}")
+            raise UserError(f"a training's optimizer must be a torch.optim.Optimizer, not {type(made).__name__}")
         self.optimizer = edit(made)
         self._scheduler = scheduler(self.optimizer) if scheduler else None
 

@@ -162,7 +162,7 @@ class Claim:
             except BlockingIOError:
                 os.close(descriptor)
                 raise UserError(
-                    f"another run writes to {self.path} at this moment; wait for its end, or give this one another "
+                    f"another run is writing to {self.path}; wait until it ends, or give this one another "
                     "name or folder"
                 ) from None
             except OSError:  # a file system without locks

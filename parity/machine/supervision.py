@@ -26,8 +26,8 @@ from parity.machine.forks import withheld
 
 UNSAID = 1  # the exit code of work that ended with 0, but has not said that it is done
 _ENDED_EARLY = (
-    "parity: the process of this run ended with exit code 0 before the run had ended, as C code does that calls _exit; "
-    "so the exit code is 1"
+    "parity: the process of this run ended with exit code 0 before the run was over, perhaps because C code called "
+    "_exit; so the exit code is 1"
 )
 
 

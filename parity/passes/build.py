@@ -183,7 +183,7 @@ def _check_has_values(role: str, module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise UserError(
-                f"the {role}'s {name} is on the device meta, where it has no values; build the {role} on the CPU or "
+                f"the {role}'s {name} is on the meta device, where it has no values; build the {role} on the CPU or "
                 "the GPU"
             )
 

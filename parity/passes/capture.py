@@ -122,7 +122,7 @@ def by_te(te: ModuleType, model: Model, optimizer: Optimizer, *args: Any, **kwar
     others = [type(one).__name__ for one in positional if not isinstance(one, Tensor)]
     if others:
         raise UserError(
-            f"TE's make_graphed_callables takes tensors by position, and the candidate is called with a {others[0]}; "
+            f"TE's make_graphed_callables takes tensors by position, but the candidate is called with a {others[0]}; "
             "let call_candidate pass it by name, or capture it yourself: parity.Training(graph=...)"
         )
     constants = {name: one for name, one in named.items() if not isinstance(one, Tensor)}

@@ -36,7 +36,7 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
     the first tensor is.
 
     Raises:
-        UserError: if the reference's loss is no weighted sum of its micro-batches' losses.
+        UserError: if the reference's loss is not a weighted sum of its micro-batches' losses.
     """
     tensors = [x for x in tree_leaves(prepared.inputs) if isinstance(x, Tensor)]
     for dim in (0, 1):
@@ -50,7 +50,7 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
                 for share, part in zip(shares, _parts(inputs, dim, size), strict=True)
             ]
     raise UserError(
-        "the reference's loss is no weighted sum of the losses of its micro-batches, along the first or the second "
+        "the reference's loss is not a weighted sum of the losses of its micro-batches, along the first or the second "
         "dimension of its inputs; split these in a step of your own: training=parity.Training(candidate_step=...)"
     )
 

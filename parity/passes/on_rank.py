@@ -75,9 +75,7 @@ def source_of(case: Case) -> AsItIs | FromFile:
         return AsItIs(case)
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
-    raise UserError(
-        "a pair that is computed over ranks is built in each of them: declare it with @parity.pair in a file of its own"
-    )
+    raise UserError("a pair over ranks is built on each rank: declare it with @parity.pair in a file of its own")
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +167,7 @@ def pass_on_rank(given: Given) -> OnRank:
                 return {}
             if outputs.keys() != given.cotangents.keys():
                 own, whole = ", ".join(outputs), ", ".join(given.cotangents)
-                raise UserError(f"on a rank the candidate returns {own}, and the reference {whole}")
+                raise UserError(f"on a rank the candidate returns {own}, but the reference {whole}")
             return {name: cotangent(name, output) for name, output in outputs.items()}
 
         def cotangent(name: str, output: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
     for path, value in tree_flatten_with_path(drawn)[0]:
         what = f"the input{keystr(path)}"
         if isinstance(value, Tensor) and value.is_meta:
-            raise NothingToJudge(f"{what} is on the device meta, where it has no values; draw it with rng")
+            raise NothingToJudge(f"{what} is on the meta device, where it has no values; draw it with rng")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         _check_no_overflow(what, value, dtype)
@@ -127,7 +127,7 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
     for name, moved in _moved(golden, again):
         raise NothingToJudge(
             f"the reference draws random numbers (PAR253 not-reproducible): with other numbers its {name} moves by "
-            f"{moved:.2g} of its norm, so that nothing can be compared with it; switch off what draws them in both "
+            f"{moved:.2g} of its norm, so nothing can be compared with it; switch off what draws them in both "
             "modules (dropout, stochastic depth, added noise), or draw them once and give them to both as an input"
         )
 
@@ -166,7 +166,7 @@ def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequen
     if golden.outputs.keys() != again.keys() or list(_moved(golden, again)):
         raise NothingToJudge(
             f"the reference remembers its last call in {', '.join(changed)}: called again on the same inputs, it "
-            "returns something else, so that nothing can be compared with it; forget that at the start of each call, "
+            "returns something else, so nothing can be compared with it; forget that at the start of each call, "
             "in call_reference and call_candidate"
         )
 

@@ -287,7 +287,7 @@ class Trainee:
         self._in_micro_batches = switch == "micro-batches"
         if self._in_micro_batches and training.candidate_step is not None:
             raise UserError(
-                "the switch micro-batches splits the batch of a plain step, and this pair has a candidate_step of its "
+                "the switch micro-batches splits the batch of a plain step, but this pair has a candidate_step of its "
                 "own: split the batch there"
             )
         self.is_plain = training.candidate_step is None and not self._in_micro_batches
@@ -499,7 +499,7 @@ class Trainee:
         if len(seen.used) != 1:
             raise UserError(
                 f"a training step must call optimizer.step() once, and this one called it {len(seen.used)} times; "
-                "compare as many steps with a batch each"
+                "compare that many steps, with one batch each"
             )
         if self._scheduler is not None:
             self._scheduler.step()

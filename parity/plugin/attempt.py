@@ -118,8 +118,8 @@ def attempt(
         return dataclasses.replace(second, notes=(*second.notes, RETRIED))
     memory.release()
     reason = (
-        f"does not fit in memory, alone on its device and tried twice: it needs about {devices.in_words(needed())}, "
-        f"{devices.in_words(devices.free())} are free; {second.reason}"
+        f"does not fit in memory, though it was tried twice and alone on its device: it needs about "
+        f"{devices.in_words(needed())}, {devices.in_words(devices.free())} are free; {second.reason}"
     )
     return dataclasses.replace(second, status="skipped", reason=reason)
 

@@ -224,7 +224,7 @@ class ParityItem(pytest.Item):
         later = ", and no later seed was compared" if len(self.results) + 1 < len(self.options.seeds) else ""
         note = f"{self.unfinished} was cut short{later}"
         if self.unfinished == _SECOND_LOOK:
-            note += "; the first one counts, so what is beyond a limit may be so by chance"
+            note += "; the first one counts, so what exceeds a limit may do so by chance"
         notes = (*self.verdict.notes, f"{note}: {cause}" if cause else note)
         return dataclasses.replace(self.verdict, notes=notes, cut_short=from_outside)
 

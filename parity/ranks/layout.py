@@ -86,18 +86,18 @@ def degrees(asked: object) -> Degrees:
         return asked
     known = (*AXES, "sequence_parallel")
     if not isinstance(asked, Mapping) or not set(asked) <= set(known):
-        raise UserError(f"ranks is a dict such as dict(tp=2), of {', '.join(known)}, not {asked!r}")
+        raise UserError(f"ranks must be a dict such as dict(tp=2), of {', '.join(known)}, not {asked!r}")
     for axis in AXES:
         size = asked.get(axis, 1)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise UserError(f"{axis} is a whole number from 1, not {size!r}")
+            raise UserError(f"{axis} must be a whole number, at least 1, not {size!r}")
     if not isinstance(asked.get("sequence_parallel", False), bool):
-        raise UserError(f"sequence_parallel is True or False, not {asked['sequence_parallel']!r}")
+        raise UserError(f"sequence_parallel must be True or False, not {asked['sequence_parallel']!r}")
     found = Degrees(**asked)
     if not 2 <= found.count <= MOST_RANKS:
         raise UserError(f"ranks={dict(asked)!r} are {found.count}, and there are from 2 to {MOST_RANKS}")
     if found.sequence_parallel and found.tp == 1:
-        raise UserError("sequence_parallel divides sequences over tensor parallel ranks, and tp is 1")
+        raise UserError("sequence_parallel divides sequences over tensor parallel ranks, but tp is 1")
     return found
 
 
@@ -200,9 +200,9 @@ def over(axis: AxisName, dim: int = 0, *, blocks: int = 1, balanced: bool = Fals
         UserError: if there is no such axis, or ``blocks`` and ``balanced`` are both given.
     """
     if axis not in DIVIDING:
-        raise UserError(f"there is no axis {axis!r} that divides tensors, only {', '.join(DIVIDING)}")
+        raise UserError(f"unknown axis {axis!r}; tensors are divided over {', '.join(DIVIDING)}")
     if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
-        raise UserError(f"blocks is a whole number from 1, not {blocks!r}")
+        raise UserError(f"blocks must be a whole number, at least 1, not {blocks!r}")
     if balanced and blocks > 1:
         raise UserError("a dimension is divided in blocks or balanced, not both")
     return Over(axis, dim, blocks, balanced)
@@ -428,7 +428,7 @@ class Parallel:
         """
         unknown = [name for name in self.splits if name not in names]
         if unknown:
-            raise UserError(f"splits names {unknown[0]!r}, and inputs and outputs are called {', '.join(names)}")
+            raise UserError(f"splits names {unknown[0]!r}, but the inputs and outputs are {', '.join(names)}")
 
     def split(self, name: str) -> Split:
         """Return how an input or output is divided."""

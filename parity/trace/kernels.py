@@ -112,7 +112,7 @@ def first_difference(one: Trace, other: Trace) -> str:
     """Say where two traces of a pass first differ; return an empty text if they do not."""
     for a, b in zip(one.events, other.events, strict=False):
         if (a.what, a.place) != (b.what, b.place):
-            return f"{a.what} in {a.place}, where the second time {b.what} in {b.place} was computed"
+            return f"{a.what} in {a.place}, but {b.what} in {b.place} the second time"
         if a.digest != b.digest:
             if a.what in _BETWEEN:
                 return f"{a.place}, in none of TransformerEngine's kernels"

@@ -178,7 +178,7 @@ def _shown(frame: FrameSummary) -> str:
 
 
 WITHOUT_TE = (
-    "the candidate has no module of TransformerEngine's and calls none of its functions, so that PyTorch was compared "
+    "the candidate has no module of TransformerEngine's and calls none of its functions, so PyTorch was compared "
     "with PyTorch"
 )
 

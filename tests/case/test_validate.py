@@ -193,7 +193,7 @@ def test_a_module_is_not_compared_with_itself():
         module = nn.Linear(4, 4, bias=False)
         return linear_pair(te_module, reference=module, candidate=module)
 
-    assert "compares it with itself" in complaint(factory)
+    assert "would be compared with itself" in complaint(factory)
 
 
 @pytest.mark.parametrize("role", ["inputs", "call_reference", "call_candidate"])
@@ -215,7 +215,7 @@ def test_inputs_that_raise_are_told():
 
 
 def test_inputs_must_return_a_tensor():
-    assert "inputs returned no tensor but dict" in complaint(
+    assert "inputs must return at least one tensor, not dict" in complaint(
         lambda te_module: linear_pair(te_module, inputs=lambda rng: {"mask": None})
     )
 

@@ -614,7 +614,7 @@ def test_runs_without_a_common_item_prove_nothing_and_end_with_code_2(report: Co
     write_record("new.jsonl", result("mlp"))
     done = report("new.jsonl", "--against", "old.jsonl")
     assert done.returncode == 2
-    assert "new.jsonl and old.jsonl have no item in common, so that nothing was compared" in done.stderr
+    assert "new.jsonl and old.jsonl have no item in common, so nothing was compared" in done.stderr
 
 
 def test_an_item_that_newly_fails_ends_with_code_1(report: Command) -> None:

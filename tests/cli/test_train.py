@@ -41,5 +41,5 @@ def test_pairs_are_trained_with_a_band_and_without(drawn, pair, tmp_path, capsys
 
 @pytest.mark.parametrize("drawn", [-1, 1])
 def test_a_band_is_drawn_from_two_trainings_or_more(drawn, pair, tmp_path):
-    with pytest.raises(UserError, match="--band is how many"):
+    with pytest.raises(UserError, match="--band must be the number of trainings"):
         train([pair], 2, ["fp32"], [0], "cpu", tmp_path / "report.md", drawn)

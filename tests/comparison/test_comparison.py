@@ -330,7 +330,7 @@ def test_a_layer_outside_of_the_recipe_is_noted(outside):
     [
         ({"pair": nn.Linear(2, 2)}, "expected a parity.Pair or .*, not Linear"),
         ({"pair": lambda te: linear()}, "expected a parity.Pair or .*, not function"),
-        ({"precisions": "bf16"}, "precisions is a list of names"),
+        ({"precisions": "bf16"}, "precisions must be a list of names"),
         ({"precisions": []}, "precisions is empty"),
         ({"precisions": ["bf61"]}, "unknown precision 'bf61' in precisions; did you mean bf16\\? There are fp32"),
         ({"seeds": 3}, r"such as range\(3\), not 3"),
@@ -343,11 +343,11 @@ def test_a_layer_outside_of_the_recipe_is_noted(outside):
         ({"attention": "flsh"}, "the attention backend is 'flsh'"),
         ({"determinism": "no"}, "determinism must be True or False"),
         ({"diagnose": "no"}, "diagnose must be True or False, not 'no'"),
-        ({"diagnosis_seconds": -1}, "a number of seconds, 0 for no limit, not -1"),
-        ({"diagnosis_seconds": float("nan")}, "0 for no limit, not nan"),
-        ({"diagnosis_seconds": "30"}, "0 for no limit, not '30'"),
-        ({"diagnosis_seconds": True}, "0 for no limit, not True"),
-        ({"calibration": "table.json"}, "calibration is a table"),
+        ({"diagnosis_seconds": -1}, "a number of seconds, or 0 for no limit, not -1"),
+        ({"diagnosis_seconds": float("nan")}, "or 0 for no limit, not nan"),
+        ({"diagnosis_seconds": "30"}, "or 0 for no limit, not '30'"),
+        ({"diagnosis_seconds": True}, "or 0 for no limit, not True"),
+        ({"calibration": "table.json"}, "calibration must be a table"),
     ],
 )
 def test_a_wrong_argument_is_told(arguments, complaint):

@@ -282,7 +282,7 @@ def test_an_optimizer_is_one_of_torch(make):
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True, "3"])
 def test_steps_are_a_whole_number(steps):
-    with pytest.raises(parity.UserError, match="steps is a whole number"):
+    with pytest.raises(parity.UserError, match="steps must be a whole number"):
         parity.compare(case_of("mlp"), ["fp32"], steps=steps)
 
 

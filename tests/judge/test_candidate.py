@@ -439,7 +439,7 @@ def test_a_pass_that_takes_other_steps_differs_there() -> None:
         trace.watch(module)
         module(torch.ones(2))
     here, there = (f"output in the forward pass of the module ({name})" for name in ("ReLU", "Tanh"))
-    assert first_difference(*traces) == f"{here}, where the second time {there} was computed"
+    assert first_difference(*traces) == f"{here}, but {there} the second time"
 
 
 def test_attention_that_differs_comes_with_what_te_allows() -> None:

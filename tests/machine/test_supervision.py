@@ -26,7 +26,7 @@ word = supervision.supervised()
 libc = ctypes.CDLL(None)
 print(os.getpid(), flush=True)
 """
-SENTENCE = "exit code 0 before the run had ended, as C code does that calls _exit; so the exit code is 1"
+SENTENCE = "exit code 0 before the run was over, perhaps because C code called _exit; so the exit code is 1"
 HEARS = """
 heard = []
 

@@ -92,7 +92,7 @@ def test_shares_are_what_makes_the_gradients_of_the_parts_those_of_the_whole(los
 
 
 def test_a_loss_that_depends_on_the_whole_batch_is_refused():
-    with pytest.raises(UserError, match="no weighted sum of the losses of its micro-batches"):
+    with pytest.raises(UserError, match="not a weighted sum of the losses of its micro-batches"):
         micro_batches(first_step(*BATCHES["a mean over all"][:2], reference=Mixing))
 
 

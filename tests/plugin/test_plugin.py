@@ -403,8 +403,8 @@ def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester
     [
         ("'wrong', precisions=['bf61']", "unknown precision 'bf61' in precisions; did you mean bf16?*"),
         ("'wrong', sizes=[]", "sizes is empty*"),
-        ("'wrong name'", "a name consists of letters*"),
-        ("'wrong', steps='many'", "steps is a whole number*"),
+        ("'wrong name'", "a name may only have letters*"),
+        ("'wrong', steps='many'", "steps must be a whole number*"),
     ],
 )
 def test_a_wrong_declaration_is_told_at_its_pair_and_the_others_are_compared(

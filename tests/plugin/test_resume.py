@@ -294,7 +294,7 @@ def test_a_second_run_into_the_same_record_is_refused(
     finally:
         claim.close()
     assert started.ret == pytest.ExitCode.USAGE_ERROR
-    assert f"another run writes to {file} at this moment; wait for its end" in started.stderr.str()
+    assert f"another run is writing to {file}; wait until it ends" in started.stderr.str()
     assert file.read_text() == "the other run's\n"
     assert "report:" not in started.stdout.str()
 
@@ -318,7 +318,7 @@ def test_a_claim_ends_with_its_process_and_no_child_keeps_it(tmp_path: Path) -> 
 
 def test_a_file_has_one_claim(tmp_path: Path) -> None:
     first = Claim(tmp_path / "run.jsonl")
-    with pytest.raises(UserError, match="another run writes to"):
+    with pytest.raises(UserError, match="another run is writing to"):
         Claim(tmp_path / "run.jsonl")
     first.close()
     assert not (tmp_path / "run.jsonl").exists()  # nothing was written

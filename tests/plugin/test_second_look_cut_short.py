@@ -17,7 +17,7 @@ LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
 # New workers import PyTorch while they collect, for which the limit holds as well.
 LIMIT_OF_WORKERS = LIMIT.replace("3 s", "20 s")
 CUT_SHORT = "a second look, which tells chance from a mistake, was cut short"
-COUNTS = "; the first one counts, so what is beyond a limit may be so by chance: "
+COUNTS = "; the first one counts, so what exceeds a limit may do so by chance: "
 WITH_WORKERS = {
     "looks_again_and_dies": "its worker died: SIGKILL",
     "looks_again_and_exits": "its worker ended with exit code 3",

@@ -423,7 +423,7 @@ def test_where_an_item_hangs_is_printed(eventful: Eventful) -> None:
 def test_what_does_not_fit_even_alone_is_skipped_with_the_bytes(eventful: Eventful) -> None:
     (result,) = eventful[2]["never_fits"]
     assert result.status == "skipped"
-    assert "does not fit in memory, alone on its device and tried twice" in result.reason
+    assert "does not fit in memory, though it was tried twice and alone on its device" in result.reason
     assert "GiB are free; raised OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB" in result.reason
 
 

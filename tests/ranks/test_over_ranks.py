@@ -87,7 +87,7 @@ def test_a_mistake_of_the_module_itself_is_told_as_such():
     [
         ("raises", "rank 1 of 2 (tp2) raised: RuntimeError: no memory left"),
         ("dies", "rank 1 of 2"),
-        ("names no input", "splits names 'x', and inputs and outputs are called input, output"),
+        ("names no input", "splits names 'x', but the inputs and outputs are input, output"),
     ],
 )
 def test_a_rank_that_breaks_is_an_error_with_its_number(mishap, told):
@@ -161,7 +161,7 @@ def test_ranks_of_a_script_s_own_all_have_the_same_result():
     told = launch(compared_on_each, 2, [dict(tp=2, sequence_parallel=True)])
     assert told == [("failed", ["reduction-missing"], "")] * 2
     assert [
-        "tp4 are 4 ranks, and this process group has 2" in one[2] for one in launch(compared_on_each, 2, [dict(tp=4)])
+        "tp4 needs 4 ranks, but this process group has 2" in one[2] for one in launch(compared_on_each, 2, [dict(tp=4)])
     ] == [True] * 2
 
 

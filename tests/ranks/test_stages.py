@@ -87,7 +87,7 @@ def test_a_training_over_stages_is_refused():
 
 
 def test_no_tensor_is_divided_over_stages():
-    with pytest.raises(parity.UserError, match="no axis 'pp' that divides tensors, only tp, cp, ep, dp"):
+    with pytest.raises(parity.UserError, match="unknown axis 'pp'; tensors are divided over tp, cp, ep, dp"):
         parity.over("pp")
 
 

@@ -99,8 +99,8 @@ def run_small(folder: Path, *further: str) -> Any:
 
 
 def test_results_of_other_code_are_used_and_told_and_computed_again_when_asked_for(tmp_path: Path) -> None:
-    assert "not of this code" not in run_small(tmp_path).stderr
-    assert "not of this code" not in run_small(tmp_path).stderr
+    assert "computed by other code" not in run_small(tmp_path).stderr
+    assert "computed by other code" not in run_small(tmp_path).stderr
     path = tmp_path / "fp8_accumulation.jsonl"
     code, *results = path.read_text().splitlines()
     other = json.loads(code)
@@ -108,7 +108,7 @@ def test_results_of_other_code_are_used_and_told_and_computed_again_when_asked_f
     spoiled = results[0].replace(": 0.", ": 9.")
     path.write_text("\n".join([json.dumps(other), spoiled]) + "\n")
     told = run_small(tmp_path).stderr
-    assert "1 of 1 results are not of this code (changed since: parity.numerics.formats)" in told
+    assert "1 of 1 results were computed by other code (changed since: parity.numerics.formats)" in told
     assert "--again" in told
     assert spoiled in path.read_text()
     run_small(tmp_path, "--again")

@@ -243,5 +243,5 @@ def test_the_command_asks_for_ranks_of_a_pair_that_declares_none(
     assert '"weight": [parity.over("tp", dim=0)],  # as TE marks it\n' in printed
     assert reports.suggest(str(file), 0, 0, "cpu", True, 300)
     assert "parallel=" not in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"--ranks is 'two', but must be such as tp=2"):
+    with pytest.raises(UserError, match=r"--ranks is 'two', but must be like tp=2"):
         reports.suggest(str(file), 0, 0, "cpu", True, 300, ["two"])

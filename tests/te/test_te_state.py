@@ -419,7 +419,7 @@ def test_the_run_asks_for_backends_or_else_the_case_does(
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(UserError, match="'cudnn', but must be one of auto, flash, fused, unfused, all"):
         attention_of(case(), CheckedSize({}, ""), "cudnn")
-    with pytest.raises(UserError, match="there is no attention backend 'cudnn', only flash, fused, unfused"):
+    with pytest.raises(UserError, match="unknown attention backend 'cudnn'; there are flash, fused, unfused"):
         parity.pair("any", attention=["cudnn"])(lambda te: None)
 
 

@@ -307,7 +307,7 @@ def test_modules_without_values_are_named_as_such():
     case = parity.Case("on_meta", on_meta, ({},))
     (result,) = parity.compare(case, ["fp32"])
     assert result.status == "error"
-    assert "the candidate's weight is on the device meta" in result.reason
+    assert "the candidate's weight is on the meta device" in result.reason
 
 
 @pytest.mark.parametrize("ends", [lambda: sys.exit(3), lambda: pytest.skip("not today")], ids=["exit", "skip"])
