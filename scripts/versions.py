@@ -34,22 +34,23 @@ KINDS = ("newest", "oldest")
 PINNED = ("torch", "transformer-engine")
 CASES = ("cases", "-q", "-p", "no:cacheprovider", "--parity-backend=cpu", "--parity-seeds=1")
 
-# Imports every module of parity; prints how many there are, how many need torch, and what else fails.
+# Imports every module of parity; prints how many there are, how many need torch or what an extra brings, and what else
+# fails.
 IMPORTS = """
 import importlib, pkgutil, parity
 
 found = pkgutil.walk_packages(parity.__path__, "parity.", onerror=lambda name: None)
 names = [module.name for module in found if not module.name.endswith("__main__")]
-need_torch, wrong = 0, []
+absent, wrong = 0, []
 for name in names:
     try:
         importlib.import_module(name)
     except Exception as error:
-        if isinstance(error, ImportError) and str(error.name).partition(".")[0] == "torch":
-            need_torch += 1
+        if isinstance(error, ImportError) and str(error.name).partition(".")[0] in ("torch", "matplotlib"):
+            absent += 1
         else:
             wrong.append(f"{name}: {error!r}")
-print(len(names), need_torch, *wrong, sep="\\n")
+print(len(names), absent, *wrong, sep="\\n")
 """
 
 
@@ -133,12 +134,10 @@ def without_torch(python: Path, empty: Path) -> str:
     check_package.expect("--resume", check_package.run([parity, "run", "--help"], empty))
     place = check_package.run([python, "-c", "import parity; print(parity.__path__[0])"], empty).strip()
     check_package.run([python, "-W", "error", "-m", "compileall", "-q", "-f", place])
-    modules, need_torch, *wrong = check_package.run([python, "-c", IMPORTS], empty).splitlines()
+    modules, absent, *wrong = check_package.run([python, "-c", IMPORTS], empty).splitlines()
     if wrong:
         raise check_package.Wrong("\n".join(wrong))
-    return (
-        f"{modules} modules compile, {int(modules) - int(need_torch)} import without torch, `parity run --help` works"
-    )
+    return f"{modules} modules compile, {int(modules) - int(absent)} import without torch, `parity run --help` works"
 
 
 def summary(said: str) -> str:
