@@ -201,6 +201,6 @@ def test_the_summary_tells_how_each_step_ended() -> None:
 def test_two_reports_do_not_share_a_folder(tmp_path: Path) -> None:
     with claimed(tmp_path / "steps.jsonl") as claim:
         claim.begin(b"the other's\n")
-        with pytest.raises(UserError, match=r"another run writes to .*steps\.jsonl"):
+        with pytest.raises(UserError, match=r"another run is writing to .*steps\.jsonl"):
             command.run(tmp_path, 1.0, quick=True, backend="cpu", only=["doctor"])
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("steps.jsonl", "the other's\n")]

@@ -137,6 +137,6 @@ def test_on_a_gpu_amaxes_are_equal_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_two_runs_do_not_write_one_table(tmp_path: Path) -> None:
-    with claimed(tmp_path / "table.jsonl"), pytest.raises(UserError, match=r"another run writes to .*table\.jsonl"):
+    with claimed(tmp_path / "table.jsonl"), pytest.raises(UserError, match=r"another run is writing to .*table\.jsonl"):
         table.make_table("compute_amax: BF16", 0, tmp_path / "table.md", reference="cpu")
     assert not (tmp_path / "table.md").exists()

@@ -108,6 +108,6 @@ def test_the_command_leaves_record_report_and_plot(tmp_path: Path) -> None:
 def test_two_measurements_do_not_share_a_folder(tmp_path: Path) -> None:
     with claimed(tmp_path / "throughput.jsonl") as claim:
         claim.begin(b"the other's\n")
-        with pytest.raises(UserError, match=r"another run writes to .*throughput\.jsonl"):
+        with pytest.raises(UserError, match=r"another run is writing to .*throughput\.jsonl"):
             command.run(command.Settings([WORK], ("bf16",), "cpu"), tmp_path)
     assert (tmp_path / "throughput.jsonl").read_text() == "the other's\n"
