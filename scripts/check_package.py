@@ -52,7 +52,7 @@ def wrong(te):
 
 
 class Wrong(Exception):
-    """What is wrong with the package, and what a command said of it."""
+    """Say what is wrong with the package, and what a command said of it."""
 
 
 def build(folder: Path, root: Path = ROOT) -> tuple[Path, Path]:

@@ -56,7 +56,7 @@ print(len(names), absent, *wrong, sep="\\n")
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of one environment; a step that was not taken is empty."""
+    """Hold what came of one environment; a step that was not taken is empty."""
 
     python: str
     dependencies: str

@@ -22,7 +22,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a module's state dict holds, by name.
+    """Hold what a module's state dict holds, by name.
 
     Attributes:
         kind: ``reference`` or ``TE``.

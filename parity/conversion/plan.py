@@ -80,7 +80,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """How tensors are handed over.
+    """Say how tensors are handed over.
 
     Attributes:
         dtype: the dtype of floating-point tensors; None for the one that they have.
@@ -98,7 +98,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Found:
-    """What of a checkpoint has a place.
+    """Hold what of a checkpoint has a place.
 
     Attributes:
         keys: the key of each parameter that was found, by the parameter's name.

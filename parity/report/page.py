@@ -128,13 +128,13 @@ class CaseView:
 
     @property
     def failed(self) -> int:
-        """How many of its items failed or could not be compared."""
+        """Return how many of its items failed or could not be compared."""
         return sum(each.item.status in ("failed", "error") for each in self.items)
 
 
 @dataclass(frozen=True)
 class ChangeView:
-    """What became of an item since the baseline."""
+    """Say what became of an item since the baseline."""
 
     kind: str
     name: str

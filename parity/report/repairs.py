@@ -18,7 +18,7 @@ _NAME = re.compile(r"\"[^\"]*\"")
 
 @dataclass(frozen=True)
 class Repair:
-    """What to change in the user's code.
+    """Say what to change in the user's code.
 
     Attributes:
         sentence: in words.

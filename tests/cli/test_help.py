@@ -1,4 +1,4 @@
-"""What every command has: examples in its help, ``--color``, ``--quiet``, and completion in the shell."""
+"""Test what every command has: examples in its help, ``--color``, ``--quiet``, and completion in the shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown of how far something is: a bar on a terminal, a line now and then elsewhere, or nothing."""
+"""Test what is shown of how far something is: a bar on a terminal, lines elsewhere, or nothing."""
 
 from __future__ import annotations
 

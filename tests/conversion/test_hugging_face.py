@@ -24,7 +24,7 @@ FILE = ROOT / "examples" / "hugging_face" / "llama_model.py"
 
 @pytest.fixture(scope="module")
 def example():
-    """What the example's file has, by name."""
+    """Return what the example's file has, by name."""
     declared = registry.cases()
     (case,) = registry.load_file(FILE)
     yield case.factory.__globals__

@@ -1,4 +1,4 @@
-"""What a record keeps of an error, for pictures."""
+"""Test what a record keeps of an error, for pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make package` looks at: the files that a wheel holds, and what its commands say."""
+"""Test what `make package` looks at: the files that a wheel holds, and what its commands say."""
 
 from __future__ import annotations
 

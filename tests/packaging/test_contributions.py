@@ -1,4 +1,4 @@
-"""What people are asked for when they report something, and what they may cite."""
+"""Test what people are asked for when they report something, and what they may cite."""
 
 from __future__ import annotations
 

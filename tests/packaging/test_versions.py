@@ -1,4 +1,4 @@
-"""What `make versions` reads, asks for and shows."""
+"""Test what `make versions` reads, asks for and shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a finding's repair can be copied."""
+"""Test what of a finding's repair can be copied."""
 
 from __future__ import annotations
 
