@@ -286,7 +286,9 @@ def test_steps_are_a_whole_number(steps):
         parity.compare(case_of("mlp"), ["fp32"], steps=steps)
 
 
-@pytest.mark.parametrize(("switch", "steps", "told"), [("resume", 1, "two steps or more"), ("graphs", 3, "no way")])
+@pytest.mark.parametrize(
+    ("switch", "steps", "told"), [("resume", 1, "at least two steps"), ("graphs", 3, "unknown switch")]
+)
 def test_a_switch_is_a_known_one_of_two_steps(switch, steps, told):
     with pytest.raises(parity.UserError, match=told):
         parity.compare(case_of("mlp"), ["fp32"], steps=steps, switch=switch)
