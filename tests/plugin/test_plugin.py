@@ -410,7 +410,8 @@ def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester
 def test_a_wrong_declaration_is_told_at_its_pair_and_the_others_are_compared(
     pytester: pytest.Pytester, declaration: str, told: str
 ) -> None:
-    write(pytester, f"import parity\n@parity.pair({declaration})\ndef test_it(te): ..." + CASE.format(name="right_beside_wrong"))
+    right = CASE.format(name="right_beside_wrong")
+    write(pytester, f"import parity\n@parity.pair({declaration})\ndef test_it(te): ..." + right)
     result = run(pytester, "my_pairs.py", "--continue-on-collection-errors")
     result.assert_outcomes(passed=1, errors=1)
     name = declaration.split("'")[1]
