@@ -210,6 +210,11 @@ class TensorResult:
         return self.kind, self.name
 
     @property
+    def shape_label(self) -> str:
+        """Return the shape as ``32x64``; ``scalar`` for a single number."""
+        return "x".join(map(str, self.shape)) or "scalar"
+
+    @property
     def numel(self) -> int:
         """Return how many elements it has."""
         return math.prod(self.shape)

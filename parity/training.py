@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from parity.case.case import Case, Training, mixed
-from parity.case.checkpoints import WAYS
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
@@ -44,7 +43,7 @@ from parity.passes.offloading import Journal
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
 from parity.passes.side_by_side import Beside, side_by_side
-from parity.passes.steps import Named, Stepped, Trainee, Update, step_case
+from parity.passes.steps import Named, Stepped, Trainee, Update, is_interrupted, step_case
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
@@ -252,7 +251,7 @@ def _trained(
                     f"it is made again, so that steps with {_WITHOUT[switch]} are judged by limits alone"
                 )
                 without = beside = None
-        elif (switch in WAYS or switch == "rollback") and number == steps // 2 + 1:
+        elif is_interrupted(switch, number, steps):
             new = partial(_new_trainee, resuming, case, checked, prepared, precision, seed, kernels)
             trainee, stepped, resumption = trainee.resumed(switch, new, prepared)
             lost = lost_state(number, resumption)

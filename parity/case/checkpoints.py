@@ -108,6 +108,12 @@ def _together(structure: Any, tensors: Mapping[str, Tensor], mesh: Any = None) -
     return tuple(found) if kind == "tuple" else found
 
 
+def own_part(x: Any) -> Tensor:
+    """Return this rank's part of a tensor that FSDP divides; any other as it is."""
+    own: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return own
+
+
 def _divided(own: Tensor, mesh: Any, held: Sequence[int | None], shape: Sequence[int], stride: Sequence[int]) -> Any:
     """Return a tensor that FSDP divides, of this rank's part."""
     from torch.distributed.tensor import DTensor
@@ -134,7 +140,8 @@ def _taken_apart(module: nn.Module, optimizer: Optimizer) -> tuple[str, dict[str
 
 
 def _filled(module: nn.Module, optimizer: Optimizer, structure: str, tensors: Mapping[str, Tensor]) -> None:
-    model, steps = (_together(one, tensors, _mesh(module)) for one in json.loads(structure))
+    mesh = _mesh(module)
+    model, steps = (_together(one, tensors, mesh) for one in json.loads(structure))
     module.load_state_dict(model)
     optimizer.load_state_dict(steps)
 
@@ -148,8 +155,7 @@ def _save_safetensors(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -
     Tensors that share their memory are written each by itself.
     """
     structure, tensors = _taken_apart(module, optimizer)
-    own = {name: getattr(x, "to_local", lambda x=x: x)() for name, x in tensors.items()}
-    copies = {name: x.cpu().clone().contiguous() for name, x in own.items()}
+    copies = {name: own_part(x).cpu().clone().contiguous() for name, x in tensors.items()}
     file.write(_safetensors("torch").save(copies, metadata={_STRUCTURE: structure}))
 
 
@@ -193,11 +199,11 @@ def _load_distributed(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -
         found: dict[str, Any] = {_of_rank(_STRUCTURE): ""}
         distributed.load(found, checkpoint_id=folder, no_dist=not _ranks())
         structure = found[_of_rank(_STRUCTURE)]
-        divided = dict(_divided_in(json.loads(structure)))
+        divided, mesh = dict(_divided_in(json.loads(structure))), _mesh(module)
         states: dict[str, Any] = {}
         for name, one in held.items():
             if name in divided:
-                states[name] = _empty(one.size, one.properties.dtype, _mesh(module), divided[name])
+                states[name] = _empty(one.size, one.properties.dtype, mesh, divided[name])
             elif name.startswith(_of_rank("")) and name != _of_rank(_STRUCTURE):
                 states[name] = torch.empty(one.size, dtype=one.properties.dtype)
         distributed.load(states, checkpoint_id=folder, no_dist=not _ranks())

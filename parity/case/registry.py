@@ -310,7 +310,8 @@ def cases() -> list[Case]:
 
 
 def restore(declared: Sequence[Case]) -> None:
-    """Make these the declared cases, which undoes what was declared since ``declared = cases()``."""
+    """Make these the declared cases, which undoes what was declared, rightly or not, since ``declared = cases()``."""
+    _MISDECLARED.clear()
     _CASES.clear()
     _CASES.update({case.name: case for case in declared})
 

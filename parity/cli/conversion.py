@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,12 +74,7 @@ def convert(
         copy=False,  # what is written need not be copied before
         backend=parse_backend(backend),
     )
-    written = checkpoint.write(destination, plan, _progress if sys.stderr.isatty() else lambda done, of: None)
-    return _told(destination, plan, written)
-
-
-def _progress(done: int, of: int) -> None:
-    print(f"\r{done} of {of} entries of the map", end="\n" if done == of else "", file=sys.stderr, flush=True)
+    return _told(destination, plan, checkpoint.write(destination, plan))
 
 
 def _told(destination: Path, plan: Plan, written: int) -> str:

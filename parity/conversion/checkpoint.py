@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ from parity import reading
 from parity.conversion.keys import is_extra_state
 from parity.conversion.plan import Made, Plan
 from parity.machine import files
+from parity.progress import followed
 from parity.user_error import UserError, one_line
 
 # Read a file, or the files that an index names. Tensors are maps of the files: what is not looked at is not read.
@@ -171,13 +172,12 @@ _NAMES = {
 }
 
 
-def write(path: Path, plan: Plan, told: Callable[[int, int], object] = lambda done, of: None) -> int:
-    """Write what a conversion makes as safetensors, whole or not at all.
+def write(path: Path, plan: Plan) -> int:
+    """Write what a conversion makes as safetensors, whole or not at all, and show how much of it is done.
 
     Args:
         path: the file, which is replaced if it is there.
         plan: the conversion, whose steps are computed one after the other.
-        told: called with the number of steps that are done, and of all, after each.
 
     Returns:
         How many bytes the file has.
@@ -190,10 +190,9 @@ def write(path: Path, plan: Plan, told: Callable[[int, int], object] = lambda do
     with _said(path), files.replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
-        for done, step in enumerate(plan.steps, 1):
+        for step in followed(plan.steps, "converting"):
             for key, tensor in step.compute().items():
                 _put(file, len(header) + 8 + places[key], tensor)
-            told(done, len(plan.steps))
         file.truncate(len(header) + 8 + size)
     return len(header) + 8 + size
 

@@ -17,7 +17,7 @@ from parity.case.transfer import parameter_shapes
 from parity.case.validate import modules_without_memory, with_buffers_alone
 from parity.case.weight_map import WeightMap
 from parity.conversion.keys import Layout, ignored, is_extra_state, layout_of, prefixes
-from parity.conversion.plan import ConversionError, Plan, Wanted, plan
+from parity.conversion.plan import FLOATING, ConversionError, Plan, Wanted, plan
 from parity.te import Backend
 from parity.user_error import UserError
 
@@ -108,7 +108,7 @@ def planned_conversion(
     """
     if to not in get_args(Direction):
         raise UserError(f'to is {to!r}, but must be "te" or "reference"')
-    if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    if dtype not in (None, *FLOATING):
         raise UserError(f"dtype is {dtype!r}, but must be torch.float64, float32, bfloat16 or float16")
     _check_tensors(state_dict)
     wanted = Wanted(dtype, ignored(ignore), copy)

@@ -21,7 +21,7 @@ from parity.conversion.keys import EXTRA_STATE, Ignored, Layout, Prefixes, is_ex
 from parity.te.state import dequantized_tensor
 from parity.user_error import UserError
 
-_FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TO_IGNORE = 'leave it out by a pattern, ignore=["..."] or --ignore'
 
 
@@ -218,7 +218,7 @@ def _misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterat
                 f'"{key}" is {tuple(tensor.shape)} in the checkpoint, and the {source.kind} has {tuple(shape)}',
                 "say at which size the pair's modules are the checkpoint's: size=dict(...), --size width=4096,...",
             )
-        elif tensor.dtype not in _FLOATING:
+        elif tensor.dtype not in FLOATING:
             yield Problem(
                 f'"{key}" holds {tensor.dtype}, which a scale turns into others that the map cannot know',
                 "dequantize the checkpoint first",

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.case import transfer
 from parity.case.case import Case, MakeOptimizer, Pair, Rng, draw_inputs
-from parity.case.checkpoints import WAYS
+from parity.case.checkpoints import WAYS, own_part
 from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
@@ -226,6 +226,11 @@ class Resumption:
     moments: tuple[str, ...]
     is_same: bool
     caches_weights: bool
+
+
+def is_interrupted(switch: Switch, number: int, steps: int) -> bool:
+    """Return whether a training of so many steps is saved and loaded before a step, counted from 1: in the middle."""
+    return (switch in WAYS or switch == "rollback") and number == steps // 2 + 1
 
 
 class Trainee:
@@ -824,8 +829,7 @@ def digest(value: Any) -> bytes:
     """Return a digest of a value's bytes; of a quantized tensor's, as optimizers read it."""
     if not isinstance(value, Tensor):
         return repr(value).encode()
-    own = value.to_local() if hasattr(value, "to_local") else value  # this rank's part of what FSDP divides
-    plain = state.dequantized_tensor(own.detach(), torch.float32).reshape(-1).contiguous().cpu()
+    plain = state.dequantized_tensor(own_part(value).detach(), torch.float32).reshape(-1).contiguous().cpu()
     return hashlib.blake2b(plain.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
 
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 
 from parity import te
 from parity.case.case import Pair
-from parity.case.checkpoints import WAYS
 from parity.case.training import distance_of_part, distance_to_targets
 from parity.case.weight_map import WeightMap
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import Given, OnRank, built_on_rank, is_so_on_all, parts_of_inputs
 from parity.passes.one_pass import named_inputs, named_outputs
-from parity.passes.steps import Batch, Named, Resumption, Stepped, Trainee, gathered, is_rounded
+from parity.passes.steps import Batch, Named, Resumption, Stepped, Trainee, gathered, is_interrupted, is_rounded
 from parity.ranks.layout import AXES, AxisName, Degrees, Ranks, joined, part, whole_shape
 from parity.result import Switch
 from parity.te import Kernels
@@ -105,7 +104,7 @@ def steps_on_rank(given: GivenSteps) -> list[StepOnRank]:
         for number, whole in enumerate(given.batches, 1):
             before = _on_cpu(trainee.weights), trainee.settings
             batch = trainee.part_of(whole)
-            if given.switch in (*WAYS, "rollback") and number == len(given.batches) // 2 + 1:
+            if is_interrupted(given.switch, number, len(given.batches)):
                 trainee, stepped, resumed = trainee.resumed(given.switch, anew, batch)
                 steps.append(trainee.of_rank(*before, stepped, resumed))
             else:

@@ -336,15 +336,11 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]
     kernels = _kernels(module.config)
     trained = case.steps if options.steps is None else options.steps
-    ways: list[tuple[int, Switch, Degrees | None]] = [(0, "", None)]
-    ways += [(trained, switch, None) for switch in ("", *case.switches)] if trained else []
-    over_ranks = [(0, "")] + [(trained, switch) for switch in ("", *case.switches) if trained]
-    ways += [
-        (steps, switch, ranks)
-        for ranks in case.ranks
-        for steps, switch in over_ranks
-        if switch in ("", *SWITCHES_OVER_RANKS)
-    ]
+    alone: list[tuple[int, Switch]] = [(0, "")]
+    alone += [(trained, switch) for switch in ("", *case.switches)] if trained else []
+    over_ranks = [(steps, switch) for steps, switch in alone if switch in ("", *SWITCHES_OVER_RANKS)]
+    ways: list[tuple[int, Switch, Degrees | None]] = [(*way, None) for way in alone]
+    ways += [(*way, ranks) for ranks in case.ranks for way in over_ranks]
     for checked in check_case(case, kernels.te) if chosen else ():
         forced = attention_of(case, checked, options.attention)
         for precision in chosen:

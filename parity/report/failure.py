@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from parity import shown
 from parity.report.items import Item
-from parity.report.numbers import cosine, plural, seeds, short
+from parity.report.numbers import cosine, plural, ratio, seeds, short
 from parity.result import Check, Finding, Kind, Result, TensorResult
 
 # The message of a failed item: what, why, the evidence, and how to run it again.
@@ -83,8 +83,7 @@ def measures(result: Result) -> Iterator[str]:
     worst = result.worst
     if worst is None:
         return
-    shape = "x".join(map(str, worst.shape)) or "scalar"
-    yield f"worst tensor: {worst.label} ({shape}; {_KINDS[worst.kind]})"
+    yield f"worst tensor: {worst.label} ({worst.shape_label}; {_KINDS[worst.kind]})"
     errors, expected = worst.errors, worst.expected
     if not errors.finite:
         yield f"  {non_finite(worst)}"
@@ -148,6 +147,30 @@ def _look(check: Check) -> str:
     if found := re.fullmatch(r"(?:row at|element) (.*)", check.where):
         return f"{what}, at [{found[1]}]" if found[1] else what
     return f"{what}: {check.where}" if check.where else what
+
+
+FIGURES = (
+    *("relative L2", "expected", "tolerance", "error / expected", "max abs", "its tolerance", "max ulps", "cosine"),
+    *("SQNR dB", "NaN/Inf"),
+)
+"""The headings of ``figures``."""
+
+
+def figures(tensor: TensorResult) -> tuple[str, ...]:
+    """Return a tensor's errors, with what is expected and allowed, as the tables of reports show them."""
+    errors, expected = tensor.errors, tensor.expected
+    return (
+        short(errors.relative_l2),
+        short(expected.relative_l2),
+        short(tensor.tolerance_relative_l2),
+        ratio(errors.relative_l2, expected.relative_l2),
+        short(errors.max_abs),
+        short(tensor.tolerance_max_abs),
+        short(errors.max_ulps),
+        cosine(errors.cosine),
+        short(errors.sqnr_db),
+        non_finite(tensor),
+    )
 
 
 def non_finite(tensor: TensorResult) -> str:

@@ -25,7 +25,7 @@ from parity.report.items import (
     verdict_of,
     worst_of_each_tensor,
 )
-from parity.report.numbers import cosine, markdown_table, plural, ratio, seeds, short
+from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import Record, Uncollected
 from parity.report.repairs import repair
 from parity.result import Determinism, Finding, Result, Status, TensorResult
@@ -177,10 +177,7 @@ def _severity(item: Item) -> tuple[int, float, str]:
 # Draw the report.
 
 
-_COLUMNS = (
-    *("precision", "size", "tensor", "relative L2", "expected", "tolerance", "error / expected"),
-    *("max abs", "its tolerance", "max ulps", "cosine", "SQNR dB", "NaN/Inf", "margin"),
-)
+_COLUMNS = ("precision", "size", "tensor", *failure.FIGURES, "margin")
 _TEXT_COLUMNS = 3
 
 
@@ -446,20 +443,10 @@ def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
 
 
 def _row(result: Result, tensor: TensorResult) -> list[str]:
-    errors, expected = tensor.errors, tensor.expected
     return [
         shown.prose(result.precision),
         shown.prose("-".join(filter(None, (result.size_label, result.forced_attention)))),
         shown.code(tensor.label),
-        short(errors.relative_l2),
-        short(expected.relative_l2),
-        short(tensor.tolerance_relative_l2),
-        ratio(errors.relative_l2, expected.relative_l2),
-        short(errors.max_abs),
-        short(tensor.tolerance_max_abs),
-        short(errors.max_ulps),
-        cosine(errors.cosine),
-        short(errors.sqnr_db),
-        failure.non_finite(tensor),
+        *failure.figures(tensor),
         f"{PASSED if tensor.passed else FAILED} {short(tensor.margin)}",
     ]

@@ -11,7 +11,7 @@ from parity.report import failure, plots
 from parity.report.changes import Change, Comparison
 from parity.report.items import ERROR, FAILED, PASSED, SKIPPED, Item, precisions, worst_of_each_tensor
 from parity.report.markdown import Digest, verdict
-from parity.report.numbers import cosine, plural, ratio, seeds, short
+from parity.report.numbers import plural, seeds, short
 from parity.report.plots import Plot
 from parity.report.repairs import Repair, repair
 from parity.result import Determinism, Finding, Status, TensorResult
@@ -195,10 +195,7 @@ def plots_of(item: ItemView) -> list[Plot]:
     return [*item.courses, *(plot for each in item.pictured for plot in each.plots)]
 
 
-COLUMNS = (
-    *("tensor", "relative L2", "expected", "tolerance", "error / expected", "max abs", "its tolerance", "max ulps"),
-    *("cosine", "SQNR dB", "NaN/Inf", "margin"),
-)
+COLUMNS = ("tensor", *failure.FIGURES, "margin")
 
 
 def page(run: Digest, name: str, runs: Comparison | None = None) -> Page:
@@ -294,7 +291,7 @@ def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool) -> ItemView:
         tensors=tuple(_row(row.tensor) for row in shown),
         left_out=len(rows) - len(shown),
         pictured=tuple(
-            Pictured(f"{tensor.label} ({'x'.join(map(str, tensor.shape)) or 'scalar'})", found)
+            Pictured(f"{tensor.label} ({tensor.shape_label})", found)
             for tensor in drawn
             if (found := tuple(plots.of_tensor(worst, tensor)))
         ),
@@ -320,21 +317,8 @@ def _sort(item: Item) -> float:
 
 
 def _row(tensor: TensorResult) -> tuple[str, ...]:
-    errors, expected = tensor.errors, tensor.expected
-    return (
-        tensor.label,
-        short(errors.relative_l2),
-        short(expected.relative_l2),
-        short(tensor.tolerance_relative_l2),
-        ratio(errors.relative_l2, expected.relative_l2),
-        short(errors.max_abs),
-        short(tensor.tolerance_max_abs),
-        short(errors.max_ulps),
-        cosine(errors.cosine),
-        short(errors.sqnr_db),
-        failure.non_finite(tensor),
-        f"{MARKS['passed' if tensor.passed else 'failed']} {short(tensor.margin)}",
-    )
+    mark = MARKS["passed" if tensor.passed else "failed"]
+    return (tensor.label, *failure.figures(tensor), f"{mark} {short(tensor.margin)}")
 
 
 def _rows(cases: Sequence[CaseView], columns: Sequence[str]) -> Iterator[RowView]:

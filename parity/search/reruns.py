@@ -454,8 +454,7 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
     """Yield what is known of values that are not finite: whose fault they are."""
     for tensor in failed:
         errors, expected = tensor.errors, tensor.expected
-        shape = "x".join(map(str, tensor.shape)) or "scalar"
-        where = f"{tensor.label} of shape {shape}, first at {list(errors.first_non_finite or ())}"
+        where = f"{tensor.label} of shape {tensor.shape_label}, first at {list(errors.first_non_finite or ())}"
         if errors.golden_non_finite:
             yield Finding(
                 "PAR002",

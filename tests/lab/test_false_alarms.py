@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parity.case import registry
 from parity.lab import campaign, false_alarms
 from parity.lab.calibration.right_ports import QUANTIZED_MULTIPLE, like
 from parity.lab.false_alarms import DRAWN, Outcome, Plan, Port
@@ -67,8 +68,10 @@ def compared(tmp_path_factory):
     file = folder / "right_ports.py"
     file.write_text(PAIRS)
     plan = Plan((str(file),), ("fp32", "bf16", "fp8_current"), (100,), own=1, backend="cpu")
+    declared = registry.cases()
     outcomes = false_alarms.run(plan, folder / "alarms.jsonl", workers=1)
-    return folder, plan, outcomes
+    yield folder, plan, outcomes
+    registry.restore(declared)
 
 
 def test_every_precision_is_compared_at_its_own_and_at_a_drawn_size(compared):

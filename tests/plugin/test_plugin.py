@@ -410,13 +410,12 @@ def test_a_duplicate_name_is_reported_at_collection_without_a_traceback(pytester
 def test_a_wrong_declaration_is_told_at_its_pair_and_the_others_are_compared(
     pytester: pytest.Pytester, declaration: str, told: str
 ) -> None:
-    right = CASE.format(name="right_beside_wrong")
-    write(pytester, f"import parity\n@parity.pair({declaration})\ndef test_it(te): ..." + right)
+    write(pytester, f"import parity\n@parity.pair({declaration})\ndef test_it(te): ..." + CASE.format(name="right"))
     result = run(pytester, "my_pairs.py", "--continue-on-collection-errors")
     result.assert_outcomes(passed=1, errors=1)
     name = declaration.split("'")[1]
     result.stdout.fnmatch_lines([f"*my_pairs.py:2: pair '{name}': {told}", f"ERROR my_pairs.py::{name} - *"])
-    assert [kept.case for kept in recorded(pytester).results] == ["right_beside_wrong"]
+    assert [kept.case for kept in recorded(pytester).results] == ["right"]
     assert [kept.node_id for kept in recorded(pytester).uncollected] == [f"my_pairs.py::{name}"]
 
 
