@@ -106,5 +106,5 @@ def model(te: ModuleType, **size: int) -> parity.Pair:
 
 @parity.pair("model_window_in_a_layer", sizes=MODEL)
 def model_window_in_a_layer(te: ModuleType, **size: int) -> parity.Pair:
-    """One layer, the fifth, sees only the 16 tokens before each."""
+    """Let one layer, the fifth, see only the 16 tokens before each."""
     return _model(te, {4: dict(window_size=(16, 0))}, **size)

@@ -1,4 +1,4 @@
-"""All of Llama, as transformers has it, against a model of TE's layers; and a checkpoint of it that was converted.
+"""Compare all of Llama, as transformers has it, with a model of TE's layers; and a checkpoint of it that was converted.
 
 docs/hugging-face.md goes through this file. ``parity run`` compares the pair. ``python llama_model.py ORIGINAL
 CONVERTED.safetensors`` compares two loaded models on real text: that of a folder as Hugging Face has it, and that of

@@ -69,7 +69,7 @@ def is_extra_state(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Beginnings of a checkpoint's keys, and what the module's names have in their place.
+    """Exchange beginnings of a checkpoint's keys for what the module's names have in their place.
 
     Attributes:
         pairs: of both; the longest that fits counts, and a name that none fits stays as it is.
@@ -148,7 +148,7 @@ def _beginnings(key: str, name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Keys that may be left out, as patterns of a shell."""
+    """Hold keys that may be left out, as patterns of a shell."""
 
     patterns: tuple[str, ...] = ()
 

@@ -277,7 +277,7 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One entry of the map, from the old side to the new."""
+    """Move one entry of the map, from the old side to the new."""
 
     old_side: Side
     new_side: Side

@@ -68,7 +68,7 @@ class Item:
 
 @dataclass(frozen=True)
 class AtWorst:
-    """One tensor of an item, at the seed where its margin is worst.
+    """Hold one tensor of an item, at the seed where its margin is worst.
 
     Attributes:
         result: that seed's.

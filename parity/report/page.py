@@ -31,7 +31,7 @@ _SIGNS = re.compile(f"^(?:{PASSED}|{FAILED}|{ERROR}|{SKIPPED}|⚠️) ")
 
 @dataclass(frozen=True)
 class FindingView:
-    """A finding, and its repair where it has one."""
+    """Hold a finding, and its repair where it has one."""
 
     finding: Finding
     repair: Repair | None
@@ -39,7 +39,7 @@ class FindingView:
 
 @dataclass(frozen=True)
 class Pictured:
-    """The plots of one tensor."""
+    """Hold the plots of one tensor."""
 
     label: str
     plots: tuple[Plot, ...]
@@ -86,7 +86,7 @@ class ItemView:
 
     @property
     def codes(self) -> str:
-        """The codes and titles of its findings."""
+        """Return the codes and titles of its findings."""
         return " ".join(f"{each.finding.code} {each.finding.title}" for each in self.findings)
 
 
@@ -120,7 +120,7 @@ class RowView:
 
 @dataclass(frozen=True)
 class CaseView:
-    """All items of one case."""
+    """Hold all items of one case."""
 
     id: str
     name: str
@@ -182,7 +182,7 @@ class Page:
 
     @property
     def plots(self) -> dict[str, Plot]:
-        """Every plot, by the id of its element."""
+        """Return every plot, by the id of its element."""
         found = {}
         for item in (item for case in self.cases for item in case.items):
             for number, plot in enumerate(plots_of(item)):

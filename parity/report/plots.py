@@ -22,7 +22,7 @@ _OF_GROUPS = re.compile(r"\b[kv]_proj\b|key|value")
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot.
+    """Hold one plot.
 
     Attributes:
         kind: which of the script's functions draws it.

@@ -32,7 +32,7 @@ class Repair:
 
     @property
     def to_copy(self) -> str:
-        """The lines as they should be, or else the sentence."""
+        """Return the lines as they should be, or else the sentence."""
         return "\n".join(self.then) or self.sentence
 
 

@@ -64,7 +64,7 @@ def test_what_is_there_stays_if_a_step_raises(tmp_path):
 
 
 def shards(folder: Path, save, suffix: str) -> Path:
-    """Two files and their index, as Hugging Face writes them."""
+    """Write two files and their index, as Hugging Face does."""
     names = [f"model-0000{i}-of-00002{suffix}" for i in (1, 2)]
     keys = sorted(TENSORS)
     places = {key: names[i % 2] for i, key in enumerate(keys)}

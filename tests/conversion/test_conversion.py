@@ -26,7 +26,7 @@ def built(case: Case, size=None) -> Pair:
 
 
 def of_random_bits(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Every number that the dtype has, subnormal ones and NaN too."""
+    """Return every number that the dtype has, subnormal ones and NaN too."""
     info = torch.iinfo(INTEGERS[dtype])
     return {
         name: torch.randint(info.min, info.max, x.shape, dtype=INTEGERS[dtype]).view(dtype)

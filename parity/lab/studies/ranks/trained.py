@@ -254,7 +254,7 @@ HOSTS: dict[str, Callable[..., Pair]] = {
 
 
 SWITCHES: dict[str, Switch] = {"saved": "resume"}
-"""How hosts are trained that are not trained plainly."""
+"""Maps hosts that are not trained plainly to their switch."""
 
 
 def case_of(host: str, mistake: str = "") -> Case:
