@@ -16,7 +16,7 @@ from parity.report.plots import Plot
 from parity.report.repairs import Repair, repair
 from parity.result import Determinism, Finding, Status, TensorResult
 
-# Beyond so many tensors, an item that passed shows its worst alone: a page of some megabytes is still quick.
+# Beyond so many tensors, an item that passed shows its worst alone and no depth: a page of some megabytes is quick.
 MOST_ROWS = 2_500
 MARKS: Mapping[Status, str] = {"passed": "✓", "failed": "✕", "error": "!", "skipped": "–"}
 _WORDS: Mapping[Status, str] = {
@@ -274,7 +274,8 @@ def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool) -> ItemView:
     failed = status in ("failed", "error")
     compared = bool(worst.tensors)
     drawn = sorted(worst.tensors, key=lambda tensor: -tensor.margin)
-    courses = (plots.over_steps(worst), plots.over_depth(worst.tensors) if not worst.steps else None)
+    by_layer = plots.over_depth(worst.tensors) if every_tensor and not worst.steps else None
+    courses = (plots.over_steps(worst), by_layer)
     at = worst.worst.label if worst.worst else ""
     return ItemView(
         id=ids.of(item.name),
