@@ -28,6 +28,10 @@ FALSE_ALARMS_A_RUN = 1e-3
 STATISTICS_A_RUN = 20_000
 
 
+# What a margin is, as reports say it; README and docs/design.md say the same.
+MARGIN = "the worst statistic over its limit"
+
+
 def describe() -> str:
     """Return how limits are set, in two sentences."""
     return (

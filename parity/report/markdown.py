@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from parity import shown
-from parity.judge.limits import describe
+from parity.judge.limits import MARGIN, describe
 from parity.report import failure, trainings
 from parity.report.environment import Environment, limits_in_words, limits_section
 from parity.report.items import (
@@ -264,8 +264,7 @@ def _environment(environment: Environment) -> str:
 
 def _how_to_read(items: Sequence[Item]) -> Iterator[str]:
     yield (
-        "A cell holds the worst **margin** over all sizes and seeds: of all tensors and of all statistics of their "
-        "errors, the largest part of its limit. "
+        f"A cell holds the worst **margin** over all sizes, seeds and tensors: {MARGIN}. "
         f"Up to 1 passes ({PASSED}), above 1 fails ({FAILED}); {ERROR} could not be compared, "
         f"{SKIPPED} was skipped, an empty cell was not asked for."
     )

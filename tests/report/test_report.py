@@ -628,3 +628,12 @@ def test_what_could_not_be_collected_is_named() -> None:
 
 def test_what_was_not_compared_comes_with_its_reason() -> None:
     assert "| – no FP8 |" in changes.draw(compared([result()], [SKIPPED]))
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "docs/statistics.md", "the report"])
+def test_a_margin_is_defined_by_the_same_words_everywhere(page: str) -> None:
+    if page == "the report":
+        text = markdown.draw(digest_of(result()), "mine")
+    else:
+        text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+    assert limits.MARGIN in text
