@@ -27,6 +27,7 @@ from parity.judge.log_probs import log_prob_outputs
 from parity.judge.pictures import pictured
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
+from parity.numerics.checksum import checksum
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
 from parity.numerics.plain import plain_calls
@@ -311,8 +312,21 @@ def _compared(asked: Asked) -> Judged:
         judged = _judged(asked, ran)
     except UserError as error:  # the table has no law for it
         judged = Judged(asked.result("error", reason=said(error)))
-    result = dataclasses.replace(judged.result, attention=ran.made.attention, determinism=ran.made.determinism)
+    result = dataclasses.replace(
+        judged.result,
+        tensors=_with_digests(judged.result.tensors, ran.made.tensors),
+        attention=ran.made.attention,
+        determinism=ran.made.determinism,
+    )
     return dataclasses.replace(judged, result=result)
+
+
+def _with_digests(judged: Sequence[TensorResult], computed: Tensors) -> tuple[TensorResult, ...]:
+    """Return the verdicts with checksums of the candidate's tensors; what was computed of these has none."""
+    return tuple(
+        dataclasses.replace(each, digest=checksum(computed[each.key])) if each.key in computed else each
+        for each in judged
+    )
 
 
 def _run(asked: Asked) -> _Ran:

@@ -182,6 +182,7 @@ class TensorResult:
         of: the outputs whose gradient it is, where not all are differentiated in one pass; else empty.
         step: of a training, from 1; 0 for a single pass.
         picture: where its error lies; the worst tensors of a result have one, those of older records have none.
+        digest: a checksum of the candidate's bytes; empty where none was taken, as in older records.
     """
 
     name: str
@@ -196,6 +197,7 @@ class TensorResult:
     of: str = ""
     step: int = 0
     picture: Picture | None = None
+    digest: str = ""
 
     @property
     def label(self) -> str:

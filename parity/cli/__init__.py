@@ -84,14 +84,18 @@ def run(
     steps: Annotated[str | None, typer.Option(help="Train every pair for so many steps, 0 for none.")] = None,
     engine: Annotated[str | None, typer.Option(help="local, or ray for the nodes of a Ray cluster [local].")] = None,
     address: Annotated[str | None, typer.Option(help="The Ray cluster's; local starts one here.")] = None,
+    save_as: Annotated[str | None, typer.Option(help="Keep the record as a baseline of this name.")] = None,
+    against: Annotated[str | None, typer.Option(help="A baseline or a record: tell what changed since.")] = None,
+    keep_runs: Annotated[str | None, typer.Option(help="How many earlier runs are kept [20].")] = None,
+    ci: Annotated[str | None, typer.Option(help="junit, summary, annotations; all or none [all].")] = None,
 ) -> None:
-    """Compare pairs and write a report. The exit code is 1 if one fails."""
+    """Compare pairs and write a report. The exit code is 1 if one fails, or has regressed since a baseline."""
     from parity.cli import suite
 
     arguments = suite.as_plugins(
         precision, backend, seeds, attention, determinism, timeout, diagnosis, calibration, report, name, resume, steps
     )
-    arguments += suite.engine(engine, address)
+    arguments += suite.engine(engine, address) + suite.kept(save_as, against, keep_runs, ci)
     arguments += suite.workers(workers) + (["-k", keyword] if keyword else []) + ["--lf"] * last_failed
     files = suite.files(paths)
     is_own = context.obj == OWN_PROCESS
@@ -175,21 +179,23 @@ def convert(
 @add_command(
     app,
     "parity report reports/parity.jsonl",
-    "parity report reports/parity.jsonl --against old.jsonl --factor 3",
+    "parity report 7 --against good",
 )
 def report(
-    file: Annotated[Path, typer.Argument(help="The JSON lines that a run wrote.")],
+    file: Annotated[str, typer.Argument(help="The JSON lines that a run wrote, an earlier run's number, a baseline.")],
     output: Annotated[Path | None, typer.Option("-o", "--out", help="Where to draw it [beside the file].")] = None,
-    against: Annotated[Path | None, typer.Option(help="An older run's JSON lines: draw what changed since.")] = None,
-    factor: Annotated[float, typer.Option(min=1.0, help="With --against: report margins that changed more.")] = 1.5,
+    against: Annotated[str | None, typer.Option(help="An older run or a baseline: draw what changed since.")] = None,
 ) -> None:
     """Draw the report of a run again, or what changed.
 
-    The exit code is 1 if an item fails, or, with --against, if one newly fails.
+    The exit code is 1 if an item fails, or, with --against, if one newly fails or has regressed.
     """
     from parity.cli import reports
+    from parity.report.baselines import find
 
-    passed = reports.draw(file, output) if against is None else reports.compare(file, against, output, factor)
+    found = find(file, Path(), "FILE")
+    older = None if against is None else find(against, Path(), "--against")
+    passed = reports.draw(found, output) if older is None else reports.compare(found, older, output)
     raise typer.Exit(0 if passed else 1)
 
 
@@ -489,6 +495,21 @@ def kernel_freedoms(
 
     check_file(out, "--out")
     print(f"report: {freedoms.run(seeds, workers, out)}")
+
+
+@add_command(
+    lab,
+    "parity lab noise default.jsonl truncated.jsonl --alike default.jsonl --alike real.jsonl",
+)
+def noise(
+    others: Annotated[list[Path], typer.Argument(help="Records of the same right pairs under various kernels.")],
+    alike: Annotated[list[Path], typer.Option(help="Of kernels that round alike; repeatable.")],
+    output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("noise.json"),
+) -> None:
+    """Measure by how much right kernels of the same port differ, which --against takes for noise."""
+    from parity.lab import noise as measured
+
+    print(f"{measured.measure(others, alike, output):,} growths\ntable: {output}")
 
 
 @add_command(

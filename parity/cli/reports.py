@@ -47,29 +47,29 @@ def draw(file: Path, output: Path | None) -> bool:
     return run.complete and not run.failed
 
 
-def compare(file: Path, older: Path, output: Path | None, factor: float) -> bool:
-    """Draw what has changed since another run; return whether no item newly fails.
+def compare(file: Path, older: Path, output: Path | None) -> bool:
+    """Draw what has changed since another run; return whether no item newly fails or has regressed.
 
     Args:
         file: the run's record.
         older: the other run's.
         output: the report, HTML or markdown by its name; None for markdown beside the record.
-        factor: a margin has to change by this factor to be reported.
 
     Raises:
         UserError: if a record cannot be read, or the report cannot be written; after it was drawn, if lines of a
             record were left out.
     """
-    runs = changes.Comparison(_read(older), _read(file), (str(older), str(file)), factor)
+    runs = changes.Comparison(_read(older), _read(file), (str(older), str(file)))
     target = output or file.with_name(f"{file.stem}_against_{older.stem}.md")
     drawn = html.draw(digest(runs.after), file.stem, runs) if _is_html(target) else changes.draw(runs)
     _write(target, drawn, [file, older])
-    print(changes.verdict(runs))
+    for line in changes.lines(runs):
+        print(line)
     print(f"{'page' if _is_html(target) else 'report'}: {target}")
     _end_if_damaged({file: runs.after, older: runs.before})
     if not runs.shares_items:
         raise UserError(f"{file} and {older} have no item in common, so nothing was compared")
-    return "newly failing" not in runs.changes
+    return not runs.is_worse
 
 
 def _read(file: Path) -> Record:

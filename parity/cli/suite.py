@@ -364,6 +364,24 @@ def engine(name: str | None, address: str | None) -> list[str]:
     return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
 
 
+def kept(save_as: str | None, against: str | None, keep_runs: str | None, ci: str | None) -> list[str]:
+    """Return the plugin's arguments for what is kept of a run, compared with it, and told to a CI system.
+
+    Raises:
+        UserError: if a value is not valid; names the option of ``parity run``.
+    """
+    if save_as is not None:
+        options.parse_name(save_as, "--save-as")
+    if against is not None:
+        options.check_against(against, Path(), "--against")
+    if keep_runs is not None:
+        options.parse_keep_runs(keep_runs, "--keep-runs")
+    if ci is not None:
+        options.parse_ci(ci, "--ci")
+    given = {"save-as": save_as, "against": against, "keep-runs": keep_runs, "ci": ci}
+    return [f"--parity-{option}={value}" for option, value in given.items() if value is not None]
+
+
 def workers(text: str) -> list[str]:
     """Return pytest-xdist's argument for so many processes, or ``auto``.
 

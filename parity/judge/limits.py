@@ -53,10 +53,11 @@ def describe() -> str:
 
 
 SIGNED = ("gain", "mistake")
+WORST_OF_MANY = ("largest", "row", "slice")
 # No model of rounding is trusted more closely than this. The spreads are of the logarithm, and wider for statistics
 # that are the worst of many, which a few errors decide; for signed statistics they are in standard deviations.
 _LEAST_SPREAD = 0.1
-_LEAST_SPREADS = {"largest": 0.15, "row": 0.15, "slice": 0.15, "gain": 1.0, "mistake": 1.0}
+LEAST_SPREADS = {"largest": 0.15, "row": 0.15, "slice": 0.15, "gain": 1.0, "mistake": 1.0}
 # With fewer tensors the quantiles of Student's t are astronomical, and a limit that nothing exceeds is useless.
 FEWEST_TENSORS = 8
 # In standard deviations: nearer to the center a law need not fit.
@@ -102,7 +103,7 @@ class Law:
         return distance / self._trusted(statistic)
 
     def _trusted(self, statistic: str) -> float:
-        return max(self.spread, _LEAST_SPREADS.get(statistic, _LEAST_SPREAD))
+        return max(self.spread, LEAST_SPREADS.get(statistic, _LEAST_SPREAD))
 
 
 def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:

@@ -124,12 +124,11 @@ class Claim:
             os.ftruncate(self._descriptor, size)
             self._size = size
 
-    def set_aside(self, suffix: str) -> Path:
-        """Give what is there another name, which is returned, and claim a new file."""
-        aside = free_name(self.path, suffix)
+    def set_aside(self, aside: Path) -> None:
+        """Give what is there another name, which no file has, and claim a new file."""
+        aside.parent.mkdir(parents=True, exist_ok=True)
         os.rename(self.path, aside)
         self._open_again()
-        return aside
 
     def close(self) -> None:
         """Let others have the file, and remove it if it is new and nothing was written to it."""

@@ -14,6 +14,7 @@ import pytest
 
 from parity.machine import host
 from parity.plugin.ending import Diary
+from parity.report import baselines
 from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, seconds_of
 from parity.user_error import UserError
 
@@ -122,7 +123,9 @@ def _why(error: OSError) -> str:
 
 BACKENDS = ("auto", "gpu", "cpu")
 ENGINES = ("local", "ray")
+CI = ("junit", "summary", "annotations")
 PARITY_BACKEND = "PARITY_BACKEND"
+_DIGITS_OF_COUNTS = 8
 _LONGEST_NAME = 100
 _MOST_SEEDS = 1_000_000
 _LAST_SEED = 2**63 - 1  # the largest seed that PyTorch's generators take
@@ -148,6 +151,11 @@ class Options:
         steps: for how many steps every pair is trained, 0 for none; None for what each declares.
         engine: where items are compared: on this machine, or on the nodes of a Ray cluster.
         address: the cluster's; empty for the one that Ray finds.
+        save_as: the name of the baseline as which the record is kept; empty for none.
+        against: the baseline or the record with which the run is compared at its end; empty for none.
+        start: the folder where pytest was started, below which baselines are.
+        keep_runs: how many earlier runs of the same name are kept.
+        ci: what a CI system is told, of ``CI``.
     """
 
     precisions: tuple[str, ...] | None
@@ -164,6 +172,11 @@ class Options:
     steps: int | None = None
     engine: Literal["local", "ray"] = "local"
     address: str = ""
+    save_as: str = ""
+    against: str = ""
+    start: Path = Path()
+    keep_runs: int = 20
+    ci: frozenset[str] = frozenset()
 
     @property
     def record(self) -> Path:
@@ -205,6 +218,10 @@ def declare(parser: pytest.Parser) -> None:
         ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
         ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
         ("resume", "no", "yes|no", "go on with the record of a run that did not end (default: no)"),
+        ("save-as", "", "NAME", "keep the record as the baseline NAME, for --parity-against"),
+        ("against", "", "NAME|FILE", "tell what has changed since a baseline; fails if something regressed"),
+        ("keep-runs", "20", "N", "how many earlier runs of the same name are kept in DIR/runs (default: 20)"),
+        ("ci", "all", "all|none|P,P", "junit, summary, annotations: what a CI system is told (default: all)"),
         ("engine", "local", "local|ray", "compare on this machine, or on the nodes of a Ray cluster (default: local)"),
         (
             "address",
@@ -248,7 +265,57 @@ def read(config: pytest.Config) -> Options:
         steps=parse_steps(value("steps"), "--parity-steps"),
         engine=parse_engine(value("engine"), "--parity-engine"),
         address=value("address"),
+        save_as=parse_baseline(value("save-as"), "--parity-save-as"),
+        against=value("against"),
+        start=config.invocation_params.dir,
+        keep_runs=parse_keep_runs(value("keep-runs"), "--parity-keep-runs"),
+        ci=parse_ci(value("ci"), "--parity-ci"),
     )
+
+
+def parse_baseline(text: str, option: str) -> str:
+    """Return the name of a baseline; empty for none.
+
+    Raises:
+        UserError: if it is no file name.
+    """
+    return parse_name(text, option) if text else ""
+
+
+def check_against(text: str, start: Path, option: str) -> None:
+    """Make sure that a run can be compared with this baseline or record, before hours of work.
+
+    Raises:
+        UserError: if there is none of this name, or it cannot be read.
+    """
+    from parity.report import record
+
+    record.read(baselines.find(text, start, option))
+
+
+def parse_keep_runs(text: str, option: str) -> int:
+    """Return how many earlier runs are kept.
+
+    Raises:
+        UserError: if it is no number.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) < _DIGITS_OF_COUNTS):
+        raise UserError(f"{option} is {text!r}, but must be a number of runs from 0")
+    return int(text)
+
+
+def parse_ci(text: str, option: str) -> frozenset[str]:
+    """Return what a CI system is told.
+
+    Raises:
+        UserError: if it is not of ``CI``.
+    """
+    if text in ("all", "none"):
+        return frozenset(CI if text == "all" else ())
+    chosen = frozenset(part.strip() for part in text.split(","))
+    if not chosen <= set(CI):
+        raise UserError(f"{option} is {text!r}, but must be all, none, or some of {', '.join(CI)}")
+    return chosen
 
 
 def parse_steps(text: str, option: str) -> int | None:
@@ -284,6 +351,10 @@ def check_files(options: Options) -> None:
         check_file(file, "--parity-report")
     if options.calibration is not None:
         check_calibration(options.calibration, "--parity-calibration")
+    if options.save_as:
+        check_file(baselines.path_of(options.save_as, options.start), "--parity-save-as")
+    if options.against:
+        check_against(options.against, options.start, "--parity-against")
 
 
 # Each of the following gets the name of the option that the user gave: commands and the plugin have their own.

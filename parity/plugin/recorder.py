@@ -6,7 +6,6 @@ this process only listens.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,10 +16,10 @@ import pytest
 
 from parity.machine import files
 from parity.machine.files import Claim
-from parity.plugin import ending, uncollected
+from parity.plugin import baseline, ending, uncollected
 from parity.plugin.alone import Waiter
 from parity.plugin.options import Options
-from parity.plugin.resume import Unfinished, is_worth_keeping, report_meanwhile
+from parity.plugin.resume import Unfinished, left_by, report_meanwhile, set_aside
 from parity.plugin.workers import is_item
 from parity.user_error import UserError
 
@@ -53,8 +52,10 @@ class Recorder:
         stderr: int = 2,
         killer: str = "",
     ) -> None:
+        self._options = options
         self._record, self._report, self._page, self._name = options.record, options.report, options.page, options.name
         self._digest: Digest | None = None
+        self._since: baseline.Told | None = None
         self._verdict = ""
         self._begun = False
         self._meanwhile: int | None = None
@@ -209,7 +210,7 @@ class Recorder:
             pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
     def _start(self, content: bytes) -> None:
-        """Put the record's first lines in place of an older run's, which keeps another name if it did not end."""
+        """Put the record's first lines in place of an older run's, which is kept under another name."""
         if self._claim is None:
             raise OSError(f"{self._record} could not be opened")
         before = self._claim.content()
@@ -217,13 +218,9 @@ class Recorder:
             if before != content:
                 self._claim.replace(content)
         else:
-            if is_worth_keeping(before):
-                aside = self._claim.set_aside("unfinished")
-                for drawn in (self._report, self._page):
-                    with suppress(OSError):
-                        if drawn.exists():
-                            os.replace(drawn, aside.with_suffix(drawn.suffix))
-                self._tell(f"{self._record} was of a run that did not end; it is kept as {aside}")
+            left = left_by(before)
+            if left != "nothing" and (self._options.keep_runs or left == "unfinished"):
+                self._tell(set_aside(self._claim, self._report, left, self._options.keep_runs))
             self._claim.begin(content)
         try:
             files.replace(self._report, report_meanwhile(self._name, self._record))
@@ -239,6 +236,8 @@ class Recorder:
             session.exitstatus = pytest.ExitCode.INTERRUPTED  # a pass that no file has
         if self._unfinished is not None and self._digest is not None:
             session.exitstatus = self._exit_code(session.exitstatus)
+        if self._since is not None and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = self._since.code
 
     def finish(self) -> None:
         """Draw the report, then the page: a disk may have room for the first alone."""
@@ -262,6 +261,20 @@ class Recorder:
                 self._tell("so this run left no complete record and report; make room, and run it again")
                 return
         self._tried(lambda: files.replace(self._page, html.draw(digest, self._name)))
+        if self._options.save_as:
+            self._tried(lambda: self._tell(baseline.keep(self._options, self._record, digest.complete)))
+        if self._options.against:
+            self._since = baseline.compare(self._options, self._record)
+
+    @property
+    def digest(self) -> Digest | None:
+        """Return the run as its report shows it; None if nothing was recorded."""
+        return self._digest
+
+    @property
+    def name(self) -> str:
+        """Return the report's name."""
+        return self._name
 
     def _exit_code(self, code: int) -> int:
         """Return what the run would have ended with if it had not been interrupted."""
@@ -289,6 +302,8 @@ class Recorder:
             terminalreporter.write_line(note)
         for trouble in self._troubles:
             terminalreporter.write_line(trouble)
+        for line in self._since.lines if self._since is not None else ():
+            terminalreporter.write_line(line)
         if not self._lost:
             if self._page.exists():
                 terminalreporter.write_line(f"page: {self._page}")

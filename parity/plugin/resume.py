@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
 from parity import reading
+from parity.machine import files
 from parity.machine.files import Claim
 from parity.plugin import ending
 from parity.plugin.options import Options
+from parity.report import baselines
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -141,21 +145,62 @@ def leave_out(session: pytest.Session, items: Sequence[ParityItem], finished: fr
         session.config.hook.pytest_deselected(items=[item for item in items if item in done])
 
 
-# A record that no run goes on with: it may be replaced if it is complete, or has nothing.
+# A record that no run goes on with: it is kept under another name, unless it has nothing.
 
 
-def is_worth_keeping(content: bytes) -> bool:
-    """Return whether a file holds results of a run that did not end, or something that is no record at all."""
+Left = Literal["nothing", "unfinished", "complete"]
+
+
+def left_by(content: bytes) -> Left:
+    """Return what a file holds: results of a run that did not end, or something that is no record at all, or results of
+    one that did.
+    """
     first, *lines = (_parsed(line) for line in content.removesuffix(b"\n").split(b"\n"))
     environment = first.get("environment")
     if not isinstance(environment, Mapping):
-        return bool(content.strip(b"\0\n "))
+        return "unfinished" if content.strip(b"\0\n ") else "nothing"
     results = [line["result"] for line in lines if isinstance(line.get("result"), Mapping)]
     names = ("path", "case", "precision", "size_label", "forced_attention")
     items = {str([result.get(name) for name in names]): bool(result.get("cut_short")) for result in results}
     if not items:
-        return False
-    return any(items.values()) or len(items) != environment.get("items")
+        return "nothing"
+    return "unfinished" if any(items.values()) or len(items) != environment.get("items") else "complete"
+
+
+def set_aside(claim: Claim, report: Path, left: Left, most: int) -> str:
+    """Give the record of a run before this one, and its report, another name; return a sentence about it.
+
+    Args:
+        claim: the record.
+        report: where its report is.
+        left: ``unfinished``, which is kept beside it, or ``complete``, which becomes an earlier run with a number.
+        most: how many earlier runs of this name are kept; those with the smallest numbers are removed.
+
+    Raises:
+        OSError: if the record cannot be renamed.
+    """
+    record = claim.path
+    if left == "unfinished":
+        aside = files.free_name(record, "unfinished")
+        told = f"{record} was of a run that did not end; it is kept as {aside}"
+    else:
+        folder = record.parent / baselines.RUNS
+        known = baselines.numbers(folder, record.stem)
+        aside = baselines.numbered(folder, record.stem, max(known, default=0) + 1, record.suffix)
+        told = f"the run before is kept as {aside}"
+        for number in known[: max(0, len(known) + 1 - most)]:
+            for suffix in (record.suffix, *_DRAWN):
+                with suppress(OSError):
+                    baselines.numbered(folder, record.stem, number, suffix).unlink()
+    claim.set_aside(aside)
+    for suffix in _DRAWN:
+        with suppress(OSError):
+            os.replace(report.with_suffix(suffix), aside.with_suffix(suffix))
+    return told
+
+
+# What a run draws beside its record.
+_DRAWN = (".md", ".html")
 
 
 def _parsed(line: bytes) -> Mapping[str, Any]:

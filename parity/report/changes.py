@@ -1,25 +1,86 @@
-"""Compare two runs item by item, and draw what changed."""
+"""Compare two runs item by item and tensor by tensor, and draw what changed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from parity import shown
-from parity.report import failure
+from parity.judge import noise
+from parity.judge.noise import Kernels
+from parity.report import failure, identity
 from parity.report.items import FAILED, PASSED, Item, in_order, verdict_of
 from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import Record
-from parity.result import Result
+from parity.result import Check, Result, TensorResult
 
 # What has changed from one run to another, item by item.
 
 
-Kind = Literal["newly failing", "newly passing", "new", "gone", "otherwise", "margin", "none"]
+Kind = Literal[
+    "newly failing",
+    "regressed",
+    "grown",
+    "newly passing",
+    "otherwise",
+    "improved",
+    "other numbers",
+    "new",
+    "gone",
+    "within noise",
+    "same bytes",
+    "not compared",
+]
 _FAILED = ("failed", "error")
+# Golden's norm is summed in FP32, in another order on another device; other inputs or weights change it by much more.
+_SAME_GOLDEN = 1e-6
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One statistic of one tensor in two runs that computed it from the same numbers.
+
+    Attributes:
+        seed: of the result.
+        tensor: the tensor's label.
+        precision: the precision's name.
+        before, after: what the runs say of it.
+        elements: how many the tensor has.
+        growth: as ``noise.growth`` returns it.
+    """
+
+    seed: int
+    tensor: str
+    precision: str
+    before: Check
+    after: Check
+    elements: int
+    growth: float
+
+    def allowed(self, noise_of: Noise) -> float:
+        """Return the growth that noise explains."""
+        return noise.allowed(noise_of.kernels, self.precision, self.after.statistic, self.elements, noise_of.compared)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What a whole comparison takes for noise.
+
+    Attributes:
+        kernels: whether those of both runs round alike.
+        compared: how many statistics it has.
+    """
+
+    kernels: Kernels
+    compared: int
+
+    @property
+    def of_kernels_alike(self) -> Noise:
+        """The same where kernels are taken to round alike."""
+        return replace(self, kernels="alike")
 
 
 @dataclass(frozen=True)
@@ -41,22 +102,25 @@ class Change:
         assert shown is not None
         return shown
 
-    @property
-    def growth(self) -> float:
-        """The newer margin over the older; NaN if one run did not compare, or both margins are 0 or infinite."""
-        if self.before is None or self.after is None:
-            return math.nan
-        old, new = self.before.worst.margin, self.after.worst.margin
-        if old == new or math.isnan(old) or math.isnan(new):
-            return 1.0 if old == new else math.nan
-        return new / old if old else math.inf
+    @cached_property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """What noise may have changed: all statistics of tensors that have other bytes though golden is the same."""
+        return tuple(found for pair in self._pairs for found in _statistics(*pair))
 
-    def kind(self, factor: float) -> Kind:
-        """Return what kind of change it is.
+    @cached_property
+    def has_same_bytes(self) -> bool:
+        """Whether every tensor of every seed is known to be the same to the byte."""
+        tensors = [each for before, after in self._pairs for each in (before.tensors, after.tensors)]
+        seeds_of = [len(item.results) for item in (self.before, self.after) if item is not None]
+        return (
+            bool(self._pairs)
+            and seeds_of == 2 * [len(self._pairs)]
+            and all(each.digest for of_seed in tensors for each in of_seed)
+            and all(_digests(before) == _digests(after) for before, after in self._pairs)
+        )
 
-        Args:
-            factor: a margin has to grow or shrink by this factor to count.
-        """
+    def kind(self, given: Noise) -> Kind:
+        """Return what kind of change it is."""
         before = self.before.status if self.before else None
         after = self.after.status if self.after else None
         if after in _FAILED and before not in _FAILED:
@@ -67,7 +131,82 @@ class Change:
             return "gone"
         if after != before:
             return "newly passing" if after == "passed" else "otherwise"
-        return "margin" if self.growth > factor or self.growth < 1 / factor else "none"
+        return self._kind_by_numbers(given)
+
+    def _kind_by_numbers(self, given: Noise) -> Kind:
+        """Return what kind of change it is if the verdict is the same."""
+        if not self._pairs:
+            return "not compared"
+        if self.has_same_bytes:
+            return "same bytes"
+        if self.grown(given):
+            return "regressed"
+        if not all(_from_same_numbers(before, after) for before, after in self._pairs):
+            return "other numbers"
+        if self.grown(given.of_kernels_alike):
+            return "grown"
+        shrunk = any(each.growth < -each.allowed(given) for each in self.statistics)
+        return "improved" if shrunk else "within noise"
+
+    def grown(self, given: Noise) -> list[Statistic]:
+        """Return the statistics that have grown beyond noise, of each tensor the one that is farthest beyond it."""
+        beyond = [(each.growth / each.allowed(given), each) for each in self.statistics if each.growth > 0.0]
+        found: dict[str, Statistic] = {}
+        for times, each in sorted(beyond, key=lambda one: -one[0]):
+            if times > 1.0:
+                found.setdefault(each.tensor, each)
+        return list(found.values())
+
+    @cached_property
+    def _pairs(self) -> list[tuple[Result, Result]]:
+        """Results of both runs at the same seeds, where both compared."""
+        if self.before is None or self.after is None:
+            return []
+        older = {result.seed: result for result in self.before.results}
+        both = [(older[result.seed], result) for result in self.after.results if result.seed in older]
+        return [(before, after) for before, after in both if before.tensors and after.tensors]
+
+
+def _statistics(before: Result, after: Result) -> Iterator[Statistic]:
+    older = {tensor.label: tensor for tensor in before.tensors}
+    steps = {step for step in {tensor.step for tensor in after.tensors} if _same_golden(before, after, step)}
+    for tensor in after.tensors:
+        old = older.get(tensor.label)
+        if old is None or tensor.step not in steps or (tensor.digest and tensor.digest == old.digest):
+            continue
+        checks = {check.statistic: check for check in old.checks}
+        for check in tensor.checks:
+            if check.statistic in checks:
+                grown = noise.growth(checks[check.statistic], check, after.precision, tensor.kind)
+                yield Statistic(
+                    after.seed, tensor.label, after.precision, checks[check.statistic], check, tensor.numel, grown
+                )
+
+
+def _from_same_numbers(before: Result, after: Result) -> bool:
+    return all(_same_golden(before, after, step) for step in {tensor.step for tensor in after.tensors})
+
+
+def _same_golden(before: Result, after: Result, step: int) -> bool:
+    """Return whether both runs had the same inputs, weights and reference, as far as outputs of golden tell.
+
+    Gradients do not: one that vanishes but for rounding is another in every run.
+    """
+    older = {tensor.key: tensor for tensor in _outputs(before, step)}
+    newer = _outputs(after, step)
+    return bool(newer) and all(
+        tensor.key in older
+        and math.isclose(tensor.errors.golden_rms, older[tensor.key].errors.golden_rms, rel_tol=_SAME_GOLDEN)
+        for tensor in newer
+    )
+
+
+def _outputs(result: Result, step: int) -> list[TensorResult]:
+    return [tensor for tensor in result.tensors if tensor.kind == "output" and tensor.step == step]
+
+
+def _digests(result: Result) -> dict[str, str]:
+    return {tensor.label: tensor.digest for tensor in result.tensors}
 
 
 def between(before: Iterable[Result], after: Iterable[Result]) -> list[Change]:
@@ -88,18 +227,46 @@ def _by_name(results: Iterable[Result]) -> dict[str, Item]:
     return {name: Item(tuple(sorted(each, key=lambda result: result.seed))) for name, each in found.items()}
 
 
-# Draw what has changed from one run to another: verdict, both environments, then a table for each kind of change.
+# Draw what has changed from one run to another: what differs between both environments, the verdict, then a table for
+# each kind of change.
 
 
-_COLUMNS = ("item", "before", "now", "margin now / before", "worst tensor now", "findings")
+_COLUMNS = ("item", "before", "now", "worst tensor now", "findings")
+_GROWN = ("item", "seed", "tensor", "statistic", "before", "now", "grew", "noise alone")
 _TITLES: dict[Kind, str] = {
     "newly failing": "Newly failing",
+    "regressed": "Regressed",
+    "grown": "Grown, as other kernels may make it",
     "newly passing": "Newly passing",
     "otherwise": "Otherwise changed",
-    "margin": "Other margins",
+    "improved": "Improved",
+    "other numbers": "From other numbers",
     "new": "New",
     "gone": "Gone",
 }
+_WORDS: dict[Kind, str] = {
+    "grown": "grown as other kernels may make it",
+    "newly passing": "newly passing",
+    "otherwise": "otherwise changed",
+    "improved": "improved beyond noise",
+    "other numbers": "computed from other numbers",
+    "new": "new",
+    "gone": "gone",
+    "within noise": "changed within noise",
+    "same bytes": "equal to the byte",
+    "not compared": "not compared in either run",
+}
+# Kinds of which there is no more to say, and those that are told tensor by tensor.
+AS_BEFORE: tuple[Kind, ...] = ("within noise", "same bytes", "not compared")
+_GROWING: tuple[Kind, ...] = ("regressed", "grown")
+_TOLD: dict[Kind, str] = {
+    "regressed": "The verdict is the same, but these tensors' errors have grown by more than right kernels of the same "
+    "port differ by. Noise makes a whole comparison tell one less often than once in 1,000 times.",
+    "grown": "Kernels that round alike do not differ so much. Others may, and be right: those that split sums, keep "
+    "fewer bits of them or round operands otherwise. So this is no regression, but a mistake may hide in it.",
+    "other numbers": "Inputs, weights or the reference are not those of before, so that only verdicts were compared.",
+}
+_MOST_LINES = 5
 
 
 @dataclass(frozen=True)
@@ -109,26 +276,56 @@ class Comparison:
     Attributes:
         before, after: the older and the newer one.
         names: the names of both, for the reader.
-        factor: a margin has to grow or shrink by this factor to be reported.
     """
 
     before: Record
     after: Record
     names: tuple[str, str]
-    factor: float
+
+    @cached_property
+    def all(self) -> list[Change]:
+        """Every item of either run."""
+        return between(self.before.results, self.after.results)
+
+    @cached_property
+    def noise(self) -> Noise:
+        """What noise may change, given what differs between the runs."""
+        environments = self.before.environment, self.after.environment
+        alike = identity.kernels_round_alike(*environments)
+        return Noise("alike" if alike else "others", sum(len(change.statistics) for change in self.all))
 
     @cached_property
     def changes(self) -> dict[Kind, list[Change]]:
         """Return what changed, by kind."""
         found: dict[Kind, list[Change]] = {}
-        for change in between(self.before.results, self.after.results):
-            found.setdefault(change.kind(self.factor), []).append(change)
+        for change in self.all:
+            found.setdefault(change.kind(self.noise), []).append(change)
         return found
 
     @property
     def shares_items(self) -> bool:
-        """Return whether any item is in both runs."""
-        return any(change.before and change.after for changes in self.changes.values() for change in changes)
+        """Whether any item is in both runs."""
+        return any(change.before and change.after for change in self.all)
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether an item newly fails or has regressed."""
+        return "newly failing" in self.changes or "regressed" in self.changes
+
+
+def differences(runs: Comparison) -> list[str]:
+    """Return what differs between the environments and what was asked for, a sentence each."""
+    before, after = (_facts(run) for run in (runs.before, runs.after))
+    found = [
+        f"{name}: {before.get(name) or 'none'}, now {after.get(name) or 'none'}"
+        for name in dict.fromkeys([*before, *after])
+        if before.get(name) != after.get(name) and name != "date"
+    ]
+    asked, now = runs.before.environment.asked, runs.after.environment.asked
+    if asked is not None and now is not None:
+        found += identity.differences_of_options(asked.options, now.options)
+        found += [f"{name} changed" for name in identity.changed_code(asked.code, now.code)]
+    return [shown.line(each) for each in found]
 
 
 def draw(runs: Comparison) -> str:
@@ -136,34 +333,70 @@ def draw(runs: Comparison) -> str:
     changes = runs.changes
     sections = [
         f"# Parity report: {shown.prose(runs.names[1])} against {shown.prose(runs.names[0])}",
+        *_differing(runs),
         f"**{verdict(runs)}**",
-        _environments(runs),
         "A cell holds an item's worst **margin** over all seeds, as in the report of a run: up to 1 passes.",
     ]
     for kind, title in _TITLES.items():
         if kind in changes:
-            sections += [f"## {title}", *_told_of(kind, runs.factor), _table(changes[kind])]
+            sections += [f"## {title}", *([_TOLD[kind]] if kind in _TOLD else [])]
+            sections.append(_growths(runs, kind) if kind in _GROWING else _table(changes[kind]))
+    sections += ["## Environments", _environments(runs)]
     return shown.text("\n\n".join(sections) + "\n")
 
 
 def verdict(runs: Comparison) -> str:
     """Sum up all changes in one line."""
     counts = {kind: len(changes) for kind, changes in runs.changes.items()}
-    failing = counts.get("newly failing", 0)
-    head = f"{PASSED} no item newly fails"
-    if failing:
-        head = f"{FAILED} {plural(failing, 'item')} newly failing"
+    worse = [
+        f"{plural(counts[kind], 'item')} {word}"
+        for kind, word in (("newly failing", "newly failing"), ("regressed", "regressed"))
+        if kind in counts
+    ]
+    head = f"{FAILED} {', '.join(worse)}" if worse else f"{PASSED} nothing regressed"
     if not runs.shares_items:
         head = f"⚠️ the runs have no item in common; {head}"
-    words: dict[Kind, str] = {
-        "newly passing": "newly passing",
-        "otherwise": "otherwise changed",
-        "margin": f"with a margin that changed by more than {runs.factor:g} times",
-        "new": "new",
-        "gone": "gone",
-        "none": "as before",
-    }
-    return ", ".join([head, *(f"{counts[kind]} {text}" for kind, text in words.items() if kind in counts)])
+    return ", ".join([head, *(f"{counts[kind]} {text}" for kind, text in _WORDS.items() if kind in counts)])
+
+
+def lines(runs: Comparison) -> Iterator[str]:
+    """Yield what a terminal shows: what differs between the environments, the verdict, and what regressed most."""
+    yield from (f"differs: {each}" for each in differences(runs))
+    yield verdict(runs)
+    told = [
+        f"regressed: {change.item.name}, {_sentence(worst, runs.noise)}"
+        for change in runs.changes.get("regressed", ())
+        for worst in change.grown(runs.noise)[:1]
+    ]
+    yield from map(shown.line, told[:_MOST_LINES])
+    if len(told) > _MOST_LINES:
+        yield f"and {len(told) - _MOST_LINES} more in the report"
+
+
+def growth_in_words(change: Change, kind: Kind, given: Noise) -> str:
+    """Return what has grown the farthest beyond noise; empty if nothing has."""
+    grown = change.grown(given if kind == "regressed" else given.of_kernels_alike) if kind in _GROWING else []
+    return "; ".join(f"{each.tensor}: {each.after.statistic} {_by(each, each.growth)}" for each in grown[:1])
+
+
+def _sentence(each: Statistic, given: Noise) -> str:
+    values = short(abs(each.before.value)), short(abs(each.after.value))
+    by, most = _by(each, each.growth), _by(each, each.allowed(given))
+    return f"{each.tensor} (seed {each.seed}): {each.after.statistic} {values[0]}, now {values[1]}, {by}; noise: {most}"
+
+
+def _by(each: Statistic, growth: float) -> str:
+    """Return a growth as people read it: a factor, or standard deviations."""
+    if each.after.statistic in noise.SIGNED:
+        return f"{short(growth)} standard deviations"
+    return f"{short(math.exp(min(growth, 700.0)), 3)} times"
+
+
+def _differing(runs: Comparison) -> Iterator[str]:
+    found = differences(runs)
+    yield "Both runs had the same environment." if not found else "What differs between the runs:"
+    if found:
+        yield "\n".join(f"- {shown.prose(each)}" for each in found)
 
 
 def _environments(runs: Comparison) -> str:
@@ -186,11 +419,6 @@ def _facts(run: Record) -> dict[str, str]:
     return facts
 
 
-def _told_of(kind: Kind, factor: float) -> Iterator[str]:
-    if kind == "margin":
-        yield f"The verdict is the same, but the margin changed by more than {factor:g} times."
-
-
 def _table(changes: Sequence[Change]) -> str:
     return markdown_table([_row(change) for change in changes], _COLUMNS)
 
@@ -203,10 +431,29 @@ def _row(change: Change) -> list[str]:
         shown.code(change.item.name),
         _cell(change.before),
         _cell(after),
-        "" if math.isnan(change.growth) else short(change.growth),
         shown.code(worst.label) if worst else "",
         shown.prose(", ".join(dict.fromkeys(finding.name for finding in found))),
     ]
+
+
+def _growths(runs: Comparison, kind: Kind) -> str:
+    """Return a table of the tensors that have grown, each with the statistic that is farthest beyond noise."""
+    given = runs.noise if kind == "regressed" else runs.noise.of_kernels_alike
+    rows = [
+        [
+            shown.code(change.item.name),
+            each.seed,
+            shown.code(each.tensor),
+            each.after.statistic,
+            f"{short(abs(each.before.value))} (margin {short(each.before.margin)})",
+            f"{short(abs(each.after.value))} (margin {short(each.after.margin)})",
+            _by(each, each.growth),
+            f"up to {_by(each, each.allowed(given))}",
+        ]
+        for change in runs.changes[kind]
+        for each in change.grown(given)
+    ]
+    return markdown_table(rows, _GROWN)
 
 
 def _cell(item: Item | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parity.report import failure, plots
-from parity.report.changes import Change, Comparison
+from parity.report.changes import AS_BEFORE, Change, Comparison, Kind, growth_in_words
 from parity.report.items import ERROR, FAILED, PASSED, SKIPPED, Item, precisions, worst_of_each_tensor
 from parity.report.markdown import Digest, verdict
 from parity.report.numbers import plural, seeds, short
@@ -353,13 +353,12 @@ def shade(item: Item) -> float:
 
 def _changes(runs: Comparison, ids: Mapping[str, str]) -> Iterator[ChangeView]:
     for kind, changes in runs.changes.items():
-        if kind != "none":
+        if kind not in AS_BEFORE:
             for change in changes:
-                yield _change(kind, change, ids)
+                yield _change(kind, change, growth_in_words(change, kind, runs.noise), ids)
 
 
-def _change(kind: str, change: Change, ids: Mapping[str, str]) -> ChangeView:
-    growth = "" if math.isnan(change.growth) else f"{short(change.growth)} times"
+def _change(kind: Kind, change: Change, growth: str, ids: Mapping[str, str]) -> ChangeView:
     before, now = (_told(item) for item in (change.before, change.after))
     return ChangeView(kind, change.item.name, before, now, growth, ids.get(change.item.name, ""))
 

@@ -224,7 +224,9 @@ def test_an_unknown_backend_in_the_environment_ends_in_a_sentence_and_code_2(
 
 
 def test_run_has_an_option_for_each_of_the_plugin() -> None:
-    of_plugin = {name for name in vars(Options(None, "auto", (0,), Path(), "")) if name not in ("precisions", "folder")}
+    of_plugin = {
+        name for name in vars(Options(None, "auto", (0,), Path(), "")) if name not in ("precisions", "folder", "start")
+    }
     of_run = {parameter.name for parameter in typer.main.get_command(app).commands["run"].params}
     assert of_plugin | {"precision", "report"} <= of_run
 
@@ -632,11 +634,21 @@ def test_an_item_that_failed_before_as_well_ends_with_code_0(report: Command) ->
     assert report("new.jsonl", "--against", "old.jsonl").returncode == 0
 
 
-def test_the_factor_by_which_a_margin_has_to_change_can_be_chosen(report: Command) -> None:
-    write_record("old.jsonl", result(margin=0.2))
-    write_record("new.jsonl", result(margin=0.5))
-    assert "1 with a margin that changed by more than 1.5 times" in report("new.jsonl", "--against", "old.jsonl").stdout
-    assert "1 as before" in report("new.jsonl", "--against", "old.jsonl", "--factor", "3").stdout
+def test_a_baseline_and_an_earlier_run_have_names(report: Command) -> None:
+    for file in ("new", ".parity/baselines/good", "reports/runs/parity-0003"):
+        write_record(f"{file}.jsonl", result())
+    assert "nothing regressed" in report("new.jsonl", "--against", "good").stdout
+    assert "nothing regressed" in report("3", "--against", "good").stdout
+    assert report("3").stdout.endswith("report: reports/runs/parity-0003.md\n")
+    assert Path("reports/runs/parity-0003_against_good.md").exists()
+
+
+def test_an_unknown_baseline_is_told_with_those_that_there_are(report: Command) -> None:
+    write_record("new.jsonl", result())
+    write_record(".parity/baselines/good.jsonl", result())
+    done = report("new.jsonl", "--against", "god")
+    assert done.returncode == 2
+    assert "--against is 'god', which is no file, no baseline in .parity/baselines (good; " in done.stderr
 
 
 # Commands that messages and documents tell a person to run.

@@ -220,7 +220,7 @@ def test_what_is_no_record_is_refused(pytester: pytest.Pytester, file: Path) -> 
     assert file.read_text() == "my notes\n"
 
 
-# A run that begins anew replaces a complete record, and keeps one that is not.
+# A run that begins anew keeps what is there: of a complete record, see test_kept_runs.py.
 
 
 def test_what_a_run_that_did_not_end_has_left_is_kept_and_told(pytester: pytest.Pytester, file: Path) -> None:
@@ -240,12 +240,6 @@ def test_what_is_kept_can_be_gone_on_with_by_its_name(pytester: pytest.Pytester,
     run(pytester, "my_pairs.py")
     assert run(pytester, "my_pairs.py", RESUME, "--parity-name=parity-unfinished").ret == 1
     assert [each.item for each in recorded(pytester, "parity-unfinished").results] == ITEMS
-
-
-def test_a_complete_record_is_replaced(pytester: pytest.Pytester, file: Path) -> None:
-    for _ in range(2):
-        run(pytester, "my_pairs.py")
-    assert sorted(each.name for each in file.parent.iterdir()) == ["parity.html", "parity.jsonl", "parity.md"]
 
 
 def test_a_file_that_is_no_record_is_kept(pytester: pytest.Pytester, file: Path) -> None:

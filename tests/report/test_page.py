@@ -233,7 +233,7 @@ def test_a_training_is_drawn_against_steps() -> None:
 
 def test_changes_since_a_baseline_are_on_the_page() -> None:
     before, after = (Record(ENVIRONMENT, (result(margin=margin), result("norm"))) for margin in (0.4, 140.0))
-    runs = Comparison(before, after, ("monday.jsonl", "tuesday.jsonl"), 1.5)
+    runs = Comparison(before, after, ("monday.jsonl", "tuesday.jsonl"))
     found = page(digest(after), "tuesday", runs)
     (change,) = found.changes
     assert (change.kind, change.before, change.now) == ("newly failing", "✓ passed 0.4", "✕ failed 140")

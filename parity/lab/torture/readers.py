@@ -137,11 +137,11 @@ def _against(file: Path) -> Iterator[str]:
         whole.write_bytes(samples.run())
     for pair in ((whole, file), (file, whole)):
         before, now = map(record.read, pair)
-        yield changes.draw(changes.Comparison(before, now, ("before", "now"), 1.5))
+        yield changes.draw(changes.Comparison(before, now, ("before", "now")))
 
 
 def _resume(file: Path) -> Iterator[str]:
-    resume.is_worth_keeping(file.read_bytes())
+    resume.left_by(file.read_bytes())
     claim = Claim(file)
     try:
         resume.unfinished(claim, samples.OPTIONS)
