@@ -20,6 +20,7 @@ from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
 from parity.plugin import ending, options, resume, threads, uncollected
+from parity.plugin.ci import GitHub
 from parity.plugin.collecting import Module, collected_in_time, too_late
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
@@ -391,6 +392,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let the results travel with pytest's own report, from xdist's workers too."""
+    if isinstance(item, ParityItem) and call.when == "call":
+        _note_properties(item)
     report = yield
     if not isinstance(item, ParityItem) or (call.when == "setup" and report.passed) or call.when == "teardown":
         return report
@@ -409,6 +412,14 @@ def pytest_runtest_makereport(
     return report
 
 
+def _note_properties(item: ParityItem) -> None:
+    """Give pytest's JUnit file what the item's results say."""
+    if item.results and "junit" in item.options.ci:
+        from parity.report import ci
+
+        item.user_properties.extend(ci.properties(item.results))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out what a resumed run has, after all other plugins have chosen and ordered the items."""
@@ -423,6 +434,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         claim, unfinished = stash.get(_RESUMED, (None, None))
         recorder = Recorder(stash[_OPTIONS], claim, unfinished, stash[ending.STDERR], stash.get(_KILLER, ""))
         session.config.pluginmanager.register(recorder, ending.RECORDER)
+        github = GitHub(recorder, stash[_OPTIONS].ci, session.config.invocation_params.dir)
+        session.config.pluginmanager.register(github, "parity-github")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

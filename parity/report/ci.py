@@ -1,0 +1,85 @@
+"""Write what continuous integration shows: properties of JUnit, GitHub's summary of a job and annotations of lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parity import shown
+from parity.report import failure, markdown
+from parity.report.items import Item, draw_matrix
+from parity.report.markdown import Digest
+from parity.report.numbers import plural
+from parity.result import Result
+
+# GitHub shows ten errors of a step, and takes a summary of one MiB.
+MOST_ANNOTATIONS = 10
+_MOST_FAILURES = 30
+
+
+def properties(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
+    """Yield what JUnit's XML says of an item, by name; margins with all digits, so that others can draw them.
+
+    Args:
+        results: those of one item, at least one.
+    """
+    item = Item(tuple(results))
+    worst = item.worst
+    yield "parity_precision", item.precision
+    yield "parity_seeds", ",".join(str(result.seed) for result in results)
+    if worst.worst is not None:
+        yield "parity_margin", f"{worst.margin:.6g}"
+        yield "parity_worst_tensor", worst.worst.label
+    for finding in failure.findings(item):
+        yield "parity_finding", finding.name
+
+
+def summary(run: Digest, name: str) -> str:
+    """Return the summary of a job: the headline, the matrix and the failures.
+
+    Args:
+        run: what it shows.
+        name: the report's.
+    """
+    failed = [item for item in run.items if item.status in ("failed", "error")]
+    sections = [f"## Parity: {shown.prose(name)}", f"**{markdown.verdict(run)}**", draw_matrix(run.items)]
+    for item in failed[:_MOST_FAILURES]:
+        found = "".join(
+            f"\n- **{shown.prose(each.name)}**: {shown.prose(each.message)}" for each in failure.findings(item)
+        )
+        sections.append(f"{shown.code(item.name)}: {shown.prose(failure.headline(item))}{found}")
+    if len(failed) > _MOST_FAILURES:
+        sections.append(f"and {len(failed) - _MOST_FAILURES} more")
+    return shown.text("\n\n".join(sections) + "\n")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a pair is declared.
+
+    Attributes:
+        file: relative to the repository.
+        line: from 1; 0 if it is not known.
+    """
+
+    file: str
+    line: int = 0
+
+
+def annotation(place: Place, title: str, message: str) -> str:
+    """Return GitHub's command that marks a line as wrong."""
+    at = {"file": place.file, **({"line": str(place.line)} if place.line else {}), "title": title}
+    given = ",".join(f"{name}={_escaped(shown.line(value), in_property=True)}" for name, value in at.items())
+    return f"::error {given}::{_escaped(shown.text(message))}"
+
+
+def others(count: int) -> str:
+    """Return GitHub's command that tells how many failures have no mark."""
+    told = f"{plural(count, 'other failure')} of parity, in the summary of this job"
+    return f"::notice::{_escaped(told)}"
+
+
+def _escaped(text: str, in_property: bool = False) -> str:
+    """Escape what ends a command's message or property, as GitHub's toolkit does."""
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if in_property else text
