@@ -664,4 +664,6 @@ def test_a_command_has_every_option_with_which_it_is_told(command):
     told = re.compile(rf"parity {command}\b([^`\"'\n;)]*)")
     arguments = [found for text in TEXTS for found in told.findall(text.read_text(encoding="utf-8"))]
     options = {option for found in arguments for option in re.findall(r"(?<![\w-])--?[a-z][a-z-]*", found)}
-    assert options <= {"--help"} | {name for parameter in COMMANDS[command].params for name in parameter.opts}
+    below = getattr(COMMANDS[command], "commands", {}).values()
+    known = {name for each in (COMMANDS[command], *below) for parameter in each.params for name in parameter.opts}
+    assert options <= {"--help"} | known
