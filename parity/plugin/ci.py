@@ -79,6 +79,6 @@ def _message(report: pytest.TestReport) -> str:
     from parity.report import failure, record
     from parity.report.items import Item
 
-    results = tuple(map(record.result_of, report.parity_lines["results"]))  # type: ignore[attr-defined]
+    results = tuple(map(record.result_of, report.parity_lines["results"]))
     item = Item(results) if results else None
     return failure.message(item) if item is not None and item.bad else report.longreprtext
