@@ -65,9 +65,19 @@ def _what(result: Result) -> Iterator[str]:
 
 
 def _causes(item: Item) -> Iterator[str]:
-    """Yield each finding with its repair; the first one's name is in the first line."""
+    """Yield each finding, and its repair where that is known by itself; the first one's name is in the first line."""
     for index, finding in enumerate(findings(item)):
-        yield f"why: {finding.message}" if index == 0 else f"why, too: {finding.name}: {finding.message}"
+        told = _without_repair(finding)
+        yield f"why: {told}" if index == 0 else f"why, too: {finding.name}: {told}"
+        if finding.repair:
+            yield f"repair: {finding.repair}"
+
+
+def _without_repair(finding: Finding) -> str:
+    """Return a finding's message without the repair that follows it in a line of its own."""
+    if not finding.repair:
+        return finding.message
+    return finding.message.replace(f"if you {finding.repair}", "with this repair").replace(f"; {finding.repair}", "")
 
 
 def headline(item: Item) -> str:

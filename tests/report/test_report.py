@@ -471,6 +471,25 @@ def test_the_message_of_a_failure_tells_what_why_the_evidence_and_how_to_see_it_
 
 
 @pytest.mark.parametrize(
+    ("message", "repair", "told"),
+    [
+        ("it falls to 0.1 if you pass eps=1e-6. But so it does by x", "pass eps=1e-6",
+         ["why: it falls to 0.1 with this repair. But so it does by x", "repair: pass eps=1e-6"]),
+        ("it contains 1 times what eps changes; pass eps=1e-6", "pass eps=1e-6",
+         ["why: it contains 1 times what eps changes", "repair: pass eps=1e-6"]),
+        ("its repair is said otherwise", "pass eps=1e-6",
+         ["why: its repair is said otherwise", "repair: pass eps=1e-6"]),
+        ("halves are exchanged", "", ["why: halves are exchanged"]),
+    ],
+)  # fmt: skip
+def test_a_repair_follows_its_finding_in_a_line_of_its_own(message: str, repair: str, told: list[str]) -> None:
+    finding = Finding("PAR201", "norm-eps", message, repair=repair)
+    [item] = gathered(result(margin=9.0, findings=(finding,)))
+    lines = failure.message(item).splitlines()
+    assert [line for line in lines if line.startswith(("why", "repair"))] == told
+
+
+@pytest.mark.parametrize(
     ("check", "told"),
     [
         (Check("norm", 95.0, 1.7), "whole tensor 95x 1.7x"),
