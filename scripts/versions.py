@@ -155,7 +155,8 @@ def draw(tried: Sequence[Tried], wheel: Path) -> str:
         "Made by `make versions`. *newest*: what pip takes by itself. *oldest*: the lowest versions that the package "
         f"admits and that Python has wheels for. Both with {' and '.join(pins())}, as CI has them. *the package*: the "
         "wheel, installed, told a right port from a wrong one in a folder of its own, and `parity doctor` answered. "
-        "*cases*: what pytest says of the built-in ones on the CPU kernels, one seed. What is empty was not tried.",
+        "*cases*: what pytest says of the built-in ones on the CPU kernels, one seed. What is empty was not tried: "
+        "where torch was left out, since that machine's pip has only builds for CUDA, nothing was compared.",
         markdown_table(rows, ["Python", "dependencies", "torch", "the package", "cases", "failed"]),
         *(["## What failed", *failed] if failed else []),
         "## What the wheel depends on",
