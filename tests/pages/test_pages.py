@@ -88,8 +88,9 @@ SYBIL = Sybil(
 
 @pytest.fixture
 def page_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module for a page's blocks, beside which ``my_layer`` is; what is declared is forgotten afterwards."""
+    """A module for a page's blocks, beside which ``my_layer`` is; only they declare pairs."""
     before = registry.cases()
+    registry.restore([])
     blocks = re.findall(r"^```python\n(.*?)^```", LAYER.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     (tmp_path / "my_layer.py").write_text("\n\n".join(blocks), encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

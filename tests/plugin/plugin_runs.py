@@ -85,4 +85,6 @@ def run_in_a_process(
     outside |= {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
     command = ["-m", "pytest", "-p", "parity.plugin", "my_pairs.py", *arguments]
     ran = forked.run(*command, folder=folder, environment=outside | environment)
-    return ran.returncode, ran.stdout + ran.stderr, list(record.read(folder / "reports/parity.jsonl").results)
+    written = folder / "reports/parity.jsonl"
+    assert written.exists(), f"exit code {ran.returncode} and no record: {ran.stdout}{ran.stderr}"
+    return ran.returncode, ran.stdout + ran.stderr, list(record.read(written).results)
