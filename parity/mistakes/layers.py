@@ -17,7 +17,7 @@ from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import made_again
 from parity.mistakes.weight_maps import Mapped, Shapes
 from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users
+from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users, with_number
 
 # Layers, or experts, whose weights TE holds in another order than the reference, and layers that are called twice.
 #
@@ -184,11 +184,12 @@ _MOST_ANCESTORS = 400  # how far back a branch is followed
 
 @dataclass(frozen=True)
 class ParallelBlock:
-    """``stream + first(norm(stream)) + second(norm(stream))``, in any order.
+    """``stream + factor * (first(norm(stream)) + second(norm(stream)))``, in any order.
 
     Attributes:
         stream: what goes around both branches.
         first: what the branch that is computed first returns.
+        factor: by which the sum multiplies it.
         norm: of the stream, which the second branch reads.
         readers: the linear layers of the second branch that read the norm, where the first reads it too, or the norm is
             computed before what the first returns; else none.
@@ -197,6 +198,7 @@ class ParallelBlock:
 
     stream: Value
     first: Value
+    factor: float
     norm: Norm
     readers: tuple[Call, ...]
     shared: bool
@@ -221,7 +223,7 @@ class ParallelBlock:
         given = (self.stream, self.first, *self.norm.needs[1:])
 
         def normed(stream: Tensor, first: Tensor, *affine: Tensor) -> Tensor:
-            return self.norm.compute(stream + first, *affine)
+            return self.norm.compute(stream + self.factor * first, *affine)
 
         if not self.readers:
             return (edit(self.norm.call, given, lambda was, *values: normed(*values).to(was.dtype)),)
@@ -260,12 +262,12 @@ def _is_sum(call: Call) -> bool:
 
 
 def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | None:
-    terms = list(_terms(trace, call))
+    terms = dict(_terms(trace, call))
     if len(terms) != 3 or len({trace.tensor(term).shape for term in terms}) > 1:
         return None
     branches = sorted((term for term in terms if ends_a_branch(trace, term)), key=lambda term: term.number)
     streams = [term for term in terms if term not in branches]
-    if len(streams) != 1:
+    if len(streams) != 1 or terms[streams[0]] != 1.0:
         return None
     (stream,), (first, second) = streams, branches
     source = back(trace, stream, _THROUGH)
@@ -278,19 +280,28 @@ def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | 
             shared = result in of_first
             is_early = shared or result.number < first.number
             readers = _readers(trace, result, of_second) if is_early else ()
-            return ParallelBlock(stream, first, norm, readers, shared) if readers or not is_early else None
+            return (
+                ParallelBlock(stream, first, terms[first], norm, readers, shared) if readers or not is_early else None
+            )
     return None
 
 
-def _terms(trace: Trace, call: Call) -> Iterator[Value]:
-    """Yield the terms of a sum, looking into sums that nothing else reads."""
+def _terms(trace: Trace, call: Call, factor: float = 1.0) -> Iterator[tuple[Value, float]]:
+    """Yield the terms of a sum, each with the number that multiplies it, looking into sums that nothing else reads."""
     for operand in call.inputs[:2]:
-        value = back(trace, operand, _THROUGH)
+        value, times = back(trace, operand, _THROUGH), factor
+        scaled = with_number(trace.producer(value))
+        while (
+            scaled is not None and scaled[0] in ("mul", "div") and scaled[2] and len(users(trace, value, _THROUGH)) == 1
+        ):
+            times = times * scaled[2] if scaled[0] == "mul" else times / scaled[2]
+            value = back(trace, scaled[1], _THROUGH)
+            scaled = with_number(trace.producer(value))
         producer = trace.producer(value)
         if producer is not None and _is_sum(producer) and len(users(trace, value, _THROUGH)) == 1:
-            yield from _terms(trace, producer)
+            yield from _terms(trace, producer, times)
         else:
-            yield value
+            yield value, times
 
 
 def ends_a_branch(trace: Trace, value: Value) -> bool:

@@ -36,7 +36,12 @@ def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
     named = {
         "the paper's, which are its default": papers_slopes(heads),
         f"2^(-8 i / {heads})": 2.0 ** (-8.0 * torch.arange(1.0, heads + 1.0, dtype=torch.float64) / heads),
+        f"2^(-8 (i - 1) / {heads})": 2.0 ** (-8.0 * torch.arange(heads, dtype=torch.float64) / heads),
     }
+    for times in (2, 4, 8):  # as tensor parallel ranks may have them, which hold some of the heads
+        named[f"the first {heads} of {times * heads} heads'"] = papers_slopes(times * heads)[:heads]
+        if heads % times == 0:
+            named[f"those of {heads // times} heads, repeated"] = papers_slopes(heads // times).repeat(times)
     for described, others in named.items():
         ratio = others.to(slopes) / slopes
         if not torch.allclose(ratio, torch.ones_like(ratio), rtol=_EXACT):

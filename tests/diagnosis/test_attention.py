@@ -169,6 +169,8 @@ class Alibi(nn.Module):
     [
         (dict(alibi_slopes=OWN_SLOPES), "passed", ""),
         ({}, "attention-bias", "alibi_slopes; it has the paper's, which are its default"),
+        (dict(alibi_slopes=papers_slopes(24)[:6].float()), "attention-bias", "it has the first 6 of 24 heads'"),
+        (dict(alibi_slopes=papers_slopes(3).repeat(2).float()), "attention-bias", "it has those of 3 heads, repeated"),
     ],
 )
 def test_tes_own_slopes_in_the_place_of_the_references_are_told(call, title, phrase, precision):

@@ -51,6 +51,9 @@ class Block(nn.Module):
         other = self.norm2 if self.two else self.norm1
         read = {"in sequence": None, "no norm": x}.get(self.how, other(x) if self.two else normed)
         attended = self.attention(normed)
+        if self.how == "halved in sequence":
+            x = x + 0.5 * attended
+            return x + 0.5 * self.down(F.gelu(self.up(other(x)), approximate="tanh"))
         read = other(x + attended) if read is None else read
         y = self.down(F.gelu(self.up(read), approximate="tanh"))
         if self.how == "halved":
@@ -81,11 +84,11 @@ class Encoder(nn.Module):
 
 
 def encoders(
-    how: str, precision: str, two: bool = False, normed: bool = True, layer: int | None = None
+    how: str, precision: str, two: bool = False, normed: bool = True, layer: int | None = None, reference: str = ""
 ) -> parity.Result:
     """Compare the encoder with a port that is so, or whose one layer alone is."""
     return compared(
-        lambda: Encoder(nn.Linear, lambda width: nn.LayerNorm(width, eps=1e-5), two, normed=normed),
+        lambda: Encoder(nn.Linear, lambda width: nn.LayerNorm(width, eps=1e-5), two, reference, normed),
         lambda te: Encoder(te.Linear, lambda width: te.LayerNorm(width), two, how, normed, layer),
         lambda rng: (rng.integers(BATCH, SEQ, high=48), rng.integers(BATCH, SEQ, high=2)),
         precision,
@@ -202,6 +205,12 @@ def parallel_case(with_weights: bool = True, parallel: bool = True, **right: boo
 
 
 REFERENCES = [{}, dict(stream_first=False), dict(own_norm=True), dict(stream_first=False, own_norm=True)]
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_blocks_in_sequence_are_told_where_a_number_multiplies_both(two):
+    assert encoders("halved", "bf16", two, reference="halved").passed
+    tells(encoders("halved in sequence", "bf16", two, reference="halved"), "parallel-block")
 
 
 @pytest.mark.parametrize("right", REFERENCES)
