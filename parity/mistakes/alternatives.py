@@ -486,6 +486,13 @@ def _moved(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
                 f"its dimensions {one} and {other} are exchanged",
                 lambda was, x, one=one, other=other: was.transpose(one, other),
             )
+        for first in range(1, rank - 2):
+            for described, three in (("last", (2, 0, 1)), ("first", (1, 2, 0))):
+                dims = (*range(first), *(first + one for one in three), *range(first + 3, rank))
+                yield alternative(
+                    f"of its dimensions {first} to {first + 2}, the {described} comes at the other end",
+                    lambda was, x, dims=dims: was.permute(dims),
+                )
     if call.name == "roll":
         yield alternative(OTHER_WAY, lambda was, x: _rolled_back(call, x))
     if call.name in ("repeat_interleave", "repeat"):

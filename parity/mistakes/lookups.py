@@ -299,15 +299,19 @@ def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
     queries, keys = index.shape[-2:]
     distances = torch.arange(keys) - torch.arange(queries)[:, None]
 
-    def buckets(settings: tuple[bool, int]) -> Tensor:
-        both_directions, farthest = settings
-        return buckets_of(distances, rows, farthest, both_directions).expand(index.shape).to(index)
+    def buckets(settings: tuple[bool, int, int]) -> Tensor:
+        both_directions, farthest, count = settings
+        return buckets_of(distances, count, farthest, both_directions).expand(index.shape).to(index)
 
-    known = [setting for setting in product((True, False), _FARTHEST) if setting[1] > rows // 2]
+    counts = (rows, rows // 2) if rows >= 16 else (rows,)
+    known = [setting for setting in product((True, False), _FARTHEST, counts) if setting[1] > setting[2] // 2]
     right = next((settings for settings in known if torch.equal(buckets(settings), index)), None)
-    for settings in known if right is not None else ():
-        both_directions, farthest = settings
+    if right is None:
+        return
+    for settings in known:
+        both_directions, farthest, count = settings
         described = f"of distances in {'both directions' if both_directions else 'one direction'} up to {farthest}"
+        described += f", {count} in number" if count != right[2] else ""
         yield Mistake(
             "attention-bias",
             f"buckets {described}",

@@ -52,6 +52,7 @@ from parity.search.search import (
     partly_explained,
 )
 from parity.search.verify import Explanation, is_loud, verified
+from parity.te.device_errors import classify
 from parity.trace.trace import Trace
 
 _HARDLY = 0.9
@@ -167,7 +168,29 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if outputs_passed else (),
     ]
-    return next(filter(None, map(in_time, causes)), [])
+    return _first_found(causes)
+
+
+def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]]) -> list[Finding]:
+    """Return what the first cause that holds finds; one that raises, as on a tensor of a rare dtype, hides no other.
+
+    Raises:
+        Exception: the first that was raised, if no cause holds, or the device is broken.
+    """
+    broken: list[Exception] = []
+    for cause in causes:
+        try:
+            found = in_time(cause)
+        except Exception as error:
+            if classify(error):
+                raise
+            broken.append(error)
+            continue
+        if found:
+            return found
+    if broken:
+        raise broken[0]
+    return []
 
 
 def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:

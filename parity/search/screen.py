@@ -398,7 +398,7 @@ class FirstOrder:
                     was = tree_map_only(Value, self._trace.tensor, call.result)
                     result = one.compute(was, *map(self._trace.tensor, one.needs))
                     before, after = tree_leaves(was)[0], tree_leaves(result)[0]
-                    found[one] = self._gradients[value.number] * (after - before).float()
+                    found[one] = self._gradients[value.number] * (after.float() - before.float())
         except Exception:  # as anybody's code, given what it does not take
             return None
         return found
@@ -454,7 +454,7 @@ class FirstOrder:
             if gradient is not None:
                 if not isinstance(after, Tensor) or after.shape != before.shape:
                     return None
-                total = total + (gradient.flatten(1) @ (after - before).float().flatten()).cpu()
+                total = total + (gradient.flatten(1) @ (after.float() - before.float()).flatten()).cpu()
         return total
 
 

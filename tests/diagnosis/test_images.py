@@ -273,6 +273,25 @@ def test_another_pooling_is_told(right, port, title, phrase, precision):
     tells(twins(Vit, dict(pool=port), normal((4, PATCHES, WIDTH)), precision, right=dict(pool=right)), title, phrase)
 
 
+class Classes(nn.Module):
+    """A norm, a pooling and few classes: the gradient of the norm's bias is the same but for rounding."""
+
+    def __init__(self, linear: Any, pool: Pool) -> None:
+        super().__init__()
+        self.pool, self.up, self.norm, self.head = pool, linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + F.gelu(self.up(x)))
+        return self.head(x[:, 0] if self.pool == "class token" else x.mean(1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_another_pooling_is_told_before_few_classes(seed):
+    port, right = dict(pool="all"), dict(pool="class token")
+    result = twins(Classes, port, normal((2, PATCHES, WIDTH)), "bf16", right=right, seeds=[seed])
+    tells(result, "operation", "it is the mean over dimension 1.")
+
+
 @FP32_AND_BF16
 def test_a_class_token_at_the_other_end_that_is_read_there_is_told(precision):
     phrase = "join the parts of the 1st 'cat' of the module in the reference's order"

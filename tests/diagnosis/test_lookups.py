@@ -61,14 +61,14 @@ class Patches(nn.Module):
 class Distances(nn.Module):
     """Attention whose scores have a bias by T5's buckets."""
 
-    def __init__(self, core: Any, both_directions: bool = True) -> None:
+    def __init__(self, core: Any, both_directions: bool = True, buckets: int = 16) -> None:
         super().__init__()
         self.bias = nn.Embedding(16, HEADS)
-        self.core, self.both_directions = core, both_directions
+        self.core, self.both_directions, self.buckets = core, both_directions, buckets
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         distances = torch.arange(SEQ) - torch.arange(SEQ)[:, None]
-        bias = self.bias(buckets_of(distances, 16, 128, self.both_directions)).permute(2, 0, 1)[None]
+        bias = self.bias(buckets_of(distances, self.buckets, 128, self.both_directions)).permute(2, 0, 1)[None]
         return self.core(query, key, value, bias)
 
 
@@ -123,9 +123,14 @@ def test_a_table_that_special_tokens_do_not_get_is_told(first, phrase, tokens):
 
 
 @pytest.mark.parametrize(
-    ("right", "port", "phrase"), [(True, False, "in one direction"), (False, True, "in both directions")]
+    ("right", "port", "phrase"),
+    [
+        (True, dict(both_directions=False), "in one direction"),
+        (False, dict(both_directions=True), "in both directions"),
+        (True, dict(buckets=8), "in both directions up to 128, 8 in number."),
+    ],
 )
-def test_buckets_of_the_other_kind_are_told(right, port, phrase):
+def test_other_buckets_are_told(right, port, phrase):
     def candidate(te: Any) -> nn.Module:
         options = dict(qkv_format="bshd", attention_dropout=0.0, attn_mask_type="no_mask")
         core = te.DotProductAttention(HEADS, 16, **options)
@@ -133,7 +138,7 @@ def test_buckets_of_the_other_kind_are_told(right, port, phrase):
         def with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
             return core(query, key, value, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
 
-        return Distances(with_bias, port)
+        return Distances(with_bias, **{"both_directions": right, **port})
 
     result = compared(lambda: Distances(written_out, right), candidate, normal(*[(2, SEQ, HEADS, 16)] * 3))
     tells(result, "attention-bias", phrase)

@@ -108,6 +108,17 @@ class Whitened(nn.Module):
         return y[:, 4:] if self.first == 4 else y[:, self.first : self.first + 20]
 
 
+class Patched(nn.Module):
+    """Patches whose pixels are put before their channels."""
+
+    def __init__(self, linear: Any, order: tuple[int, int, int] = (3, 4, 2)) -> None:
+        super().__init__()
+        self.linear, self.order = linear(WIDTH, WIDTH), order
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.linear(x.unflatten(2, (4, 4, 4)).permute(0, 1, *self.order).flatten(2))
+
+
 OF_LEAKY, OF_ROLL, OF_MEAN = (
     f"the 1st {call} as the reference does; it"
     for call in ("'leaky_relu' of the module", "'roll' of the module and of 1 more like it", "'mean' of the module")
@@ -117,7 +128,12 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
 @in_turn(
     ("module", "port", "title", "phrase"),
     [
-        *((module, {}, "passed", "") for module in (Modulated, Timed, Pooled, Leaky, Shifted, Averaged, Whitened)),
+        *(
+            (module, {}, "passed", "")
+            for module in (Modulated, Timed, Pooled, Leaky, Shifted, Averaged, Whitened, Patched)
+        ),
+        (Patched, dict(order=(4, 2, 3)), "operation", "of its dimensions 2 to 4, the first comes at the other end"),
+        (Patched, dict(order=(4, 3, 2)), "operation", "its dimensions 2 and 3 are exchanged"),
         (Modulated, dict(order=(1, 0, 2)), "operation", "its parts are in the order 2, 1, 3"),
         (Modulated, dict(order=(2, 0, 1)), "operation", "its parts are in the order 3, 1, 2"),
         (Modulated, dict(one=0.0), "operation", "1st 'add' of the module"),

@@ -20,8 +20,10 @@ from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.weight_maps import Mapped, weight_hypotheses
 from parity.passes import nominal_clock
 from parity.passes.nominal_clock import Clock
+from parity.result import Finding
 from parity.search import failure
 from parity.search.failure import Budget, while_it_lasts
+from parity.search.findings import _first_found
 from parity.search.search import _nearest_first
 
 # A budget of what is computed.
@@ -257,6 +259,17 @@ def test_a_search_that_raises_leaves_the_verdict(monkeypatch: pytest.MonkeyPatch
     assert (result.status, result.tensors, result.findings) == ("failed", whole.tensors, ())
     (note,) = result.notes
     assert note.startswith(f"the search for the cause raised {type(error).__name__}: {error}; at test_search.py:")
+
+
+def test_a_cause_that_raises_hides_no_other_and_is_raised_if_none_holds() -> None:
+    told = Finding("PAR212", "activation", "it computes relu")
+
+    def breaks() -> list[Finding]:
+        raise TypeError("a bool tensor")
+
+    assert _first_found([breaks, list, lambda: [told]]) == [told]
+    with pytest.raises(TypeError, match="a bool tensor"):
+        _first_found([list, breaks])
 
 
 def test_an_environment_s_limit_counts_where_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
