@@ -27,9 +27,9 @@ from parity.trace.whose import Owner, module_of, whose
 
 # PyTorch's own kernels, which a port calls for what TransformerEngine has no kernel for.
 #
-# These are convolutions, batch and group norms, pooling, embeddings. A port holds their operands in the precision's
-# dtype and stores their results in it. What happens inside is up to PyTorch: on a CPU, some sum in that dtype (an
-# embedding's gradient) or keep statistics in it (a batch norm), so there they run in it. CUDA's accumulate in FP32.
+# These are convolutions, batch and group norms, pooling. A port holds their operands in the precision's dtype and
+# stores their results in it. What happens inside is up to PyTorch: on a CPU, some keep statistics in that dtype (a
+# batch norm), so there they run in it. CUDA's accumulate in FP32.
 
 
 _aten = torch.ops.aten
@@ -50,7 +50,6 @@ PLAIN_KERNELS = frozenset(
         _aten._adaptive_avg_pool2d_backward.default,
         _aten.upsample_bilinear2d.default,
         _aten.upsample_bilinear2d_backward.default,
-        _aten.embedding_dense_backward.default,
     }
 )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from parity.cpu.plain_kernels import sums_in_fp32
 from parity.numerics.formats import (
     Rounding,
     e4m3,
@@ -48,20 +50,23 @@ class Precision:
             return None
         return getattr(importlib.import_module("transformer_engine.common.recipe"), self.recipe)()
 
-    def autocast(self, kernels: Kernels, group: Any = None) -> contextlib.AbstractContextManager[None]:
-        """Return the context for the forward pass of TE's modules; it has a new recipe each time.
+    @contextlib.contextmanager
+    def autocast(self, kernels: Kernels, group: Any = None) -> Iterator[None]:
+        """Enter the context for a candidate's forward pass; it has a new recipe each time.
+
+        Without a GPU, what a candidate leaves to PyTorch sums as on one.
 
         Args:
             kernels: TE's.
             group: the process group over which amaxes are reduced, if there is one.
         """
         recipe = self.new_recipe()
-        if recipe is None:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[None] = kernels.te.autocast(
-            enabled=True, recipe=recipe, amax_reduction_group=group
-        )
-        return context
+        with contextlib.ExitStack() as contexts:
+            if kernels.device.type == "cpu":
+                contexts.enter_context(sums_in_fp32())
+            if recipe is not None:
+                contexts.enter_context(kernels.te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group))
+            yield
 
 
 _BF16 = torch.bfloat16

@@ -206,20 +206,6 @@ def test_a_port_whose_casts_round_gradients_that_are_all_alike_passes(precision)
 # What PyTorch's own kernels do to a port is expected of it: they are the port's, and nothing of TE stands for them.
 
 
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
-def test_the_gradient_of_an_embedding_is_summed_as_pytorch_sums_it_in_the_dtype(storage):
-    """On a CPU in the dtype itself, where a row that is read a thousand times loses most of its gradient."""
-    index, ones = torch.zeros(1, 1024, dtype=torch.int64), torch.full((1, 1024, 4), 0.7).to(storage)
-    table = torch.zeros(2, 4, requires_grad=True)
-    with rounded(Rounding(storage)) as phase:
-        rows = F.embedding(index, table)
-        phase.begin_backward()
-        rows.backward(ones.float())
-    stored = torch.zeros(2, 4, dtype=storage, requires_grad=True)
-    F.embedding(index, stored).backward(ones)
-    assert torch.equal(table.grad, stored.grad.float())
-
-
 class Images(nn.Module):
     """A convolution and a batch norm in front of a linear layer; a bias in front of a batch norm has no gradient."""
 
