@@ -54,6 +54,7 @@ from parity.search.search import (
 from parity.search.verify import Explanation, is_loud, verified
 from parity.te.device_errors import classify
 from parity.trace.trace import Trace
+from parity.trace.whose import users_line
 
 _HARDLY = 0.9
 """An error that is still above this share of what it was has hardly become smaller."""
@@ -172,17 +173,18 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 
 
 def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]]) -> list[Finding]:
-    """Return what the first cause that holds finds; one that raises, as on a tensor of a rare dtype, hides no other.
+    """Return what the first cause that holds finds; one on which parity itself fails, as by a tensor of a rare dtype,
+    hides no other.
 
     Raises:
-        Exception: the first that was raised, if no cause holds, or the device is broken.
+        Exception: what the pair's code raised, or a broken device; parity's own if no cause holds.
     """
     broken: list[Exception] = []
     for cause in causes:
         try:
             found = in_time(cause)
         except Exception as error:
-            if classify(error):
+            if classify(error) or users_line(error):
                 raise
             broken.append(error)
             continue

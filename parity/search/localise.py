@@ -155,9 +155,16 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
         others = f". Right are {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
         yield finding(
             "unexplained",
-            f"no {known} explains {result.label}, whose relative error is {result.errors.relative_l2:.2g} where "
-            f"{result.expected.relative_l2:.2g} is expected. The error is {where}{others}",
+            f"no {known} explains {result.label}, {_size(result)}. The error is {where}{others}",
         )
+
+
+def _size(result: TensorResult) -> str:
+    """Describe how large a tensor's error is; there is no relative one where golden is 0."""
+    errors, expected = result.errors, result.expected
+    if not math.isfinite(errors.relative_l2):
+        return f"which is 0 in golden and up to {errors.max_abs:.2g} in the candidate"
+    return f"whose relative error is {errors.relative_l2:.2g} where {expected.relative_l2:.2g} is expected"
 
 
 def _places(error: Tensor, golden: Tensor) -> Iterator[str]:

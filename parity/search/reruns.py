@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -175,28 +176,60 @@ def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:
 # Buffers that a port holds with other values than the reference; a weight map is only about parameters.
 
 
+_FEWEST_FREQUENCIES = 4
+_ROUNDING_OF_FREQUENCIES, _ROUNDING_OF_BASES = 2e-2, 5e-3  # buffers may be of 16 bits
+
+
 def buffer_findings(failure: Failure) -> Iterator[Finding]:
     """Yield a finding if the outputs agree when the candidate's buffers hold what the reference's hold.
 
     A buffer belongs to the reference's of its name; else to the only one of its shape, where it is the only one too.
     """
     right = dict(failure.prepared.reference.named_buffers())
+    bases: list[tuple[float, float] | None] = []
 
     def copied(module: nn.Module) -> Iterator[str]:
         for name, buffer in module.named_buffers():
             of = _counterpart(name, dict(module.named_buffers()), right)
             if of is not None and not torch.equal(buffer, right[of].to(buffer)):
+                bases.append(_bases_of_rope(buffer, right[of]))
                 with torch.no_grad():
                     buffer.copy_(right[of])
                 yield name if of == name else f"{name} (the reference's {of})"
 
     ran = run_changed(failure, copied)
-    if ran is not None and agree(failure, ran[0], ("output",)):
+    if ran is None or not agree(failure, ran[0], ("output",)):
+        return
+    names = ", ".join(ran[1])
+    if bases[0] is not None and len(set(bases)) == 1:
+        own, wanted = bases[0]
+        repair = f"give its rotary embedding the reference's base, {wanted:.6g}"
         yield finding(
-            "buffer-not-copied",
-            f"the candidate agrees with the reference's buffers: copy {', '.join(ran[1])}, which differ and which the "
-            "weight map does not reach",
+            "rope-base",
+            f"the candidate agrees with the reference's buffers: {repair}; it has {own:.6g}, as {names} shows",
+            repair=repair,
         )
+        return
+    yield finding(
+        "buffer-not-copied",
+        f"the candidate agrees with the reference's buffers: copy {names}, which differ and which the weight map does "
+        "not reach",
+    )
+
+
+def _bases_of_rope(one: Tensor, other: Tensor) -> tuple[float, float] | None:
+    """Return the bases of two buffers of inverse frequencies, ``base ** (-i / n)``; None if one is no such buffer."""
+    found = []
+    for x in (one.double(), other.double()):
+        if x.dim() != 1 or len(x) < _FEWEST_FREQUENCIES or not bool((x > 0.0).all()) or float(x[0]) != 1.0:
+            return None
+        steps = x[:-1] / x[1:]
+        if not torch.allclose(steps, steps[0].expand_as(steps), rtol=_ROUNDING_OF_FREQUENCIES):
+            return None
+        base = float(x[0] / x[-1]) ** (len(x) / (len(x) - 1))
+        rounded = (float(f"{base:.{digits}g}") for digits in range(1, 7))
+        found.append(next((one for one in rounded if math.isclose(one, base, rel_tol=_ROUNDING_OF_BASES)), base))
+    return found[0], found[1]
 
 
 def _counterpart(name: str, own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> str | None:

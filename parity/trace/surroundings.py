@@ -94,10 +94,11 @@ class _Names(_Entry):
 
     Attributes:
         write: gets a name with its value, which is ``_NONE`` for one that is to be deleted.
-        may_grow: whether a name that is new is no change: imports and lazy attributes add names to modules.
+        may_add: whether a name may be new: imports and lazy attributes add names to modules, libraries methods of
+            their own to classes.
     """
 
-    may_grow: bool = False
+    may_add: Callable[[str], bool] = lambda name: False
 
     def changes(self, before: Any, now: Any) -> list[str]:
         return [self.name.format(name) for name in self._others(before, now)]
@@ -107,7 +108,7 @@ class _Names(_Entry):
             self.write((name, before.get(name, _NONE)))
 
     def _others(self, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-        new = [] if self.may_grow else [name for name in now if name not in before]
+        new = [name for name in now if name not in before and not self.may_add(name)]
         return [name for name, value in before.items() if now.get(name, _NONE) is not value] + new
 
 
@@ -166,7 +167,11 @@ def _functions(owner: Any, called: str) -> _Names:
     def read() -> dict[str, Any]:
         return {name: value for name, value in vars(owner).items() if callable(value) and name != "Storage"}
 
-    return _Names(f"{called}.{{}}", read, write, may_grow=not isinstance(owner, type))
+    def may_add(name: str) -> bool:
+        # A method that nothing has had before, such as transformers' `Module.smart_apply`, changes no other code.
+        return not isinstance(owner, type) or not (name.startswith("__") or hasattr(owner.__base__, name))
+
+    return _Names(f"{called}.{{}}", read, write, may_add=may_add)
 
 
 def _namespaces(te: Any) -> Iterator[_Names]:

@@ -501,3 +501,32 @@ class Fourier(nn.Module):
 )
 def test_another_buffer_and_outputs_in_another_order_are_told(port, title, phrase):
     tells_only(twins(Fourier, port, normal((32, WIDTH)), "fp32"), title, phrase)
+
+
+class Rotated(nn.Module):
+    """A rotation by angles whose frequencies are a buffer, as in Hugging Face's models."""
+
+    def __init__(self, linear: Any, base: float = 1e4, times: float = 1.0) -> None:
+        super().__init__()
+        self.fc = linear(WIDTH, WIDTH)
+        self.register_buffer("inv_freq", times * base ** -torch.linspace(0.0, 1.0, WIDTH // 2 + 1)[:-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[1])[:, None] * self.inv_freq.float()
+        left, right = self.fc(x).chunk(2, -1)
+        turned = (left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin())
+        return torch.cat(turned, -1).to(x.dtype)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("port", "title", "phrase"),
+    [
+        ({}, "passed", ""),
+        (dict(base=5e5), "rope-base", "the reference's base, 10000; it has 500000, as inv_freq shows."),
+        (dict(base=8.3e3), "rope-base", "it has 8300, as inv_freq shows."),
+        (dict(times=0.25), "buffer-not-copied", "copy inv_freq"),
+    ],
+)
+def test_frequencies_of_another_base_are_told_by_the_base(port, title, phrase, precision):
+    tells(twins(Rotated, port, normal((2, 24, WIDTH)), precision), title, phrase)

@@ -47,6 +47,7 @@ MISCHIEFS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "torch.nn.functional.linear": (set_to(F, "linear", F.conv1d), lambda: F.linear),
     "torch.nn.Linear": (set_to(nn, "Linear", Other), lambda: nn.Linear),
     "torch.nn.Linear.forward": (set_to(nn.Linear, "forward", nn.Identity.forward), lambda: nn.Linear.forward),
+    "torch.nn.Linear.apply": (set_to(nn.Linear, "apply", nn.Module.requires_grad_), lambda: nn.Linear.apply),
     "torch.Tensor.__matmul__": (set_to(Tensor, "__matmul__", Tensor.__mul__), lambda: Tensor.__matmul__),
     "te.Linear": (set_to(te, "Linear", Other), lambda: te.Linear),
     "deterministic algorithms": (
@@ -111,6 +112,12 @@ def test_it_is_put_back_and_named(name: str) -> None:
 def test_what_stays_as_it_is_is_not_told() -> None:
     with undisturbed() as disturbed:
         linear().candidate(torch.ones(16, 32))
+    assert (disturbed.note, disturbed.problem) == ("", "")
+
+
+def test_a_method_that_a_library_adds_to_all_modules_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with undisturbed() as disturbed:
+        monkeypatch.setattr(nn.Module, "smart_apply", nn.Module.apply, raising=False)
     assert (disturbed.note, disturbed.problem) == ("", "")
 
 
