@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 from parity.case.weight_map import SIDES, Constant, Copies, Experts, Side, Stack, WeightMap, describe, names, renamed
 
-# A name in braces stands for a number: ``{i}``. An entry is meant for each number that the names on its left have among
-# the reference's parameters, whatever TE has: where the counts differ, the map's check names the layers that one lacks.
+# A name in braces stands for a number: ``{i}``, and ``{i+1}`` for the next one, if the two sides count from different
+# numbers or the first layers have entries of their own; ``i`` itself is never less than 0. An entry is meant for each
+# number that the names on its left have among the reference's parameters, whatever TE has: if the counts differ, the
+# map's check names the layers that one side lacks.
 # A name in braces that only one side has stands for all of its numbers at once, in the outermost term that is given one
 # part: ``experts("fc1.weight{e}")`` is ``experts("fc1.weight0", "fc1.weight1", ...)``. What matches nothing is left as
 # it is, as a name that no module has.
 
 
 Numbers = Mapping[str, int]
-_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
+_INDEX = re.compile(r"\{([A-Za-z_]\w*)([+-]\d+)?\}")
 _GATHERING = (Stack, Experts, Copies)
 _Value = TypeVar("_Value")
 
@@ -66,33 +68,35 @@ def expanded_names(by_name: Mapping[str, _Value], candidate: Iterable[str]) -> d
 
 
 def _indices(side: Side) -> set[str]:
-    return {index for name in names(side) for index in _INDEX.findall(name)}
+    return {index for name in names(side) for index in _of_name(name)}
+
+
+def _of_name(name: str) -> list[str]:
+    return [index for index, _ in _INDEX.findall(name)]
 
 
 def _numbers(side: Side, wanted: set[str], known: Sequence[str]) -> list[Numbers]:
     """Return the numbers that stand for these indices in names that are known, in their order."""
-    order = [index for name in names(side) for index in _INDEX.findall(name) if index in wanted]
+    order = [index for name in names(side) for index in _of_name(name) if index in wanted]
     order = list(dict.fromkeys(order))
     found: set[tuple[int, ...]] = set()
     for name in names(side):
-        if set(order) <= set(_INDEX.findall(name)):
-            for matched in filter(None, map(_expression(name).fullmatch, known)):
-                found.add(tuple(int(matched[index]) for index in order))
+        if set(order) <= set(_of_name(name)):
+            found.update(tuple(numbers[index] for index in order) for numbers in _matched(name, known))
     return [dict(zip(order, numbers, strict=True)) for numbers in sorted(found)]
 
 
-def _expression(name: str) -> re.Pattern[str]:
-    """Return what the name stands for; an index that it has twice is the same number twice."""
-    parts = _INDEX.split(name)
-    seen: set[str] = set()
-    text = ""
-    for i, part in enumerate(parts):
-        if i % 2 == 0:
-            text += re.escape(part)
+def _matched(name: str, known: Sequence[str]) -> Iterator[Numbers]:
+    """Yield the numbers with which a name is one that is known; an index that it has twice is one number."""
+    expression = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, _INDEX.sub("\0", name).split("\0"))))
+    indices = [(index, int(offset or 0)) for index, offset in _INDEX.findall(name)]
+    for matched in filter(None, map(expression.fullmatch, known)):
+        numbers: dict[str, int] = {}
+        for (index, offset), number in zip(indices, matched.groups(), strict=True):
+            if numbers.setdefault(index, int(number) - offset) != int(number) - offset or numbers[index] < 0:
+                break
         else:
-            text += f"(?P={part})" if part in seen else rf"(?P<{part}>0|[1-9]\d*)"
-            seen.add(part)
-    return re.compile(text)
+            yield numbers
 
 
 def _filled(side: Side, numbers: Numbers, known: Sequence[str]) -> Side:
@@ -101,7 +105,10 @@ def _filled(side: Side, numbers: Numbers, known: Sequence[str]) -> Side:
 
 
 def _filled_name(name: str, numbers: Numbers) -> str:
-    return _INDEX.sub(lambda found: str(numbers.get(found[1], found[0])), name)
+    def filled(found: re.Match[str]) -> str:
+        return str(numbers[found[1]] + int(found[2] or 0)) if found[1] in numbers else found[0]
+
+    return _INDEX.sub(filled, name)
 
 
 def _gathered(side: Side, known: Sequence[str]) -> Side:
@@ -162,15 +169,23 @@ def _replaced(members: list[_Entry], pattern: _Entry, ours: Sequence[str], their
 
 
 def _pattern(entry: _Entry, letter: str) -> _Entry:
-    """Return the entry with a letter in the place of its layer's number; as it is if its names do not agree in that."""
-    layers = {layer for side in entry for layer in map(_layer, names(side))}
-    if None in layers or len({number for _, number in filter(None, layers)}) != 1:
+    """Return the entry with a letter in the place of its layer's number; as it is if a side's names do not agree in it.
+
+    If the two sides count from different numbers, that is said: ``{i+1}``.
+    """
+    layers = [{_layer(name) for name in names(side)} for side in entry]
+    counted = [{int(layer[1]) for layer in side if layer is not None} for side in layers]
+    if any(None in side for side in layers) or any(len(numbers) > 1 for numbers in counted) or not any(counted):
         return entry
+    first = min(number for numbers in counted for number in numbers)
 
-    def with_letter(name: str) -> str:
-        return _LAYER.sub(f"{{{letter}}}", name, count=1)
+    def with_letter(name: str, numbers: set[int]) -> str:
+        [offset] = (number - first for number in numbers)
+        return _LAYER.sub(f"{{{letter}+{offset}}}" if offset else f"{{{letter}}}", name, count=1)
 
-    left, right = (renamed(side, with_letter) for side in entry)
+    left, right = (
+        renamed(side, partial(with_letter, numbers=numbers)) for side, numbers in zip(entry, counted, strict=True)
+    )
     return left, right
 
 

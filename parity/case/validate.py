@@ -239,7 +239,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
                 other_names(pair.candidate),
             )
         except WeightMapError as error:
-            raise WeightMapError(f"{error}\n{_advice(case)}") from None
+            raise WeightMapError(f"{error}\n{proposes_a_map(case)}") from None
         tensors = list(_tensors(drawn))
         if not tensors:
             raise UserError(f"inputs must return at least one tensor, not {_type_name(drawn)}")
@@ -253,7 +253,8 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
     )
 
 
-def _advice(case: Case) -> str:
+def proposes_a_map(case: Case) -> str:
+    """Say what proposes a weight map for a case."""
     if case.path.suffix != ".py":
         return "parity.suggest_map(pair) proposes a map"
     return f"`parity suggest-map {case.path.name}::{case.name}` proposes a map"

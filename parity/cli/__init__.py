@@ -142,6 +142,7 @@ def suggest_map(
 @add_command(
     app,
     "parity convert my_pairs.py::llama model.safetensors te.safetensors",
+    "parity convert my_pairs.py::llama path/to/llama te --shard-size 5GB",
     "parity convert my_pairs.py::llama te.safetensors back.safetensors --to reference --dtype bf16",
 )
 def convert(
@@ -149,7 +150,7 @@ def convert(
     source: Annotated[
         Path, typer.Argument(metavar="SRC", help="*.safetensors, *.index.json, a file of torch.save, or their folder.")
     ],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="*.safetensors.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="*.safetensors, or a new folder.")],
     to: Annotated[str, typer.Option(help="te, or reference for the way back.")] = "te",
     dtype: Annotated[str, typer.Option(help="fp64, fp32, bf16 or fp16; by default as the source has it.")] = "",
     size: Annotated[
@@ -163,6 +164,9 @@ def convert(
     te_prefix: Annotated[list[str] | None, typer.Option(help="The same for TE's checkpoint.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help='Keys to leave out: "*.inv_freq"; repeatable.')] = None,
     within: Annotated[str, typer.Option(help="The entry that holds the model in a file of torch.save: model.")] = "",
+    shard_size: Annotated[
+        str, typer.Option(help="Write a folder of files of at most this size, with their index: 5GB, 500MiB.")
+    ] = "",
     backend: BackendName = "auto",
 ) -> None:
     """Convert a checkpoint to TE's layout by a pair's weight map, or back; nothing is written unless all of it fits."""
@@ -171,7 +175,7 @@ def convert(
     print(
         conversion.convert(
             *(target, source, destination, to, dtype, size),
-            *(prefix or (), te_prefix or (), ignore or (), within, backend),
+            *(prefix or (), te_prefix or (), ignore or (), within, shard_size, backend),
         )
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ def convert(
     te_prefix: Sequence[str],
     ignore: Sequence[str],
     within: str,
+    shard_size: str,
     backend: str,
 ) -> str:
     """Convert one file, and return what to tell about it.
@@ -40,20 +42,28 @@ def convert(
     Args:
         target: ``my_pairs.py::my_model``, or only the file if it declares one pair.
         source: what ``checkpoint.read`` reads.
-        destination: a file of safetensors.
+        destination: a file of safetensors, or with ``shard_size`` a folder.
         to: ``te`` or ``reference``.
         dtype: a key of ``DTYPES``, or nothing for the dtypes of the source.
         size: see ``_size``.
         prefix, te_prefix, ignore: as of ``parity.convert``.
         within: the entry of a file of ``torch.save``, or nothing.
+        shard_size: how many bytes a file may have, such as ``5GB``, or nothing for one file.
         backend: ``auto``, ``gpu`` or ``cpu``.
 
     Raises:
         UserError: if an argument is not as above, or the checkpoint cannot be converted; nothing is written then.
     """
-    if destination.suffix != checkpoint.SAFETENSORS:
-        raise UserError(f"{destination} should end in {checkpoint.SAFETENSORS}, the format that is written")
-    check_file(destination, "DST")
+    largest = _bytes(shard_size)
+    if largest is None:
+        if destination.suffix != checkpoint.SAFETENSORS:
+            raise UserError(
+                f"{destination} should end in {checkpoint.SAFETENSORS}, the format that is written; "
+                "for a folder with several files and an index, add --shard-size 5GB"
+            )
+        check_file(destination, "DST")
+    elif destination.suffix == checkpoint.SAFETENSORS:
+        raise UserError(f"with --shard-size, DST is a folder for the files and their index, not {destination}")
     if destination.exists() and source.exists() and destination.samefile(source):
         raise UserError(f"{destination} would replace its source; name another file")
     if to not in get_args(Direction):
@@ -74,15 +84,38 @@ def convert(
         copy=False,  # what is written need not be copied before
         backend=parse_backend(backend),
     )
-    return _told(destination, plan, checkpoint.write(destination, plan))
+    if largest is None:
+        return _told(str(destination), plan, checkpoint.write(destination, plan))
+    written = checkpoint.write_shards(destination, plan, largest)
+    return _told(f"{destination}: {plural(len(written), 'file')} and their index", plan, sum(written))
 
 
-def _told(destination: Path, plan: Plan, written: int) -> str:
+_SHARD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def _bytes(text: str) -> int | None:
+    """Read ``5GB`` or ``500MiB``, of which the second counts by 1,024; None for no text.
+
+    Raises:
+        UserError: if it is neither, or less than a byte.
+    """
+    if not text:
+        return None
+    found = _SHARD.fullmatch(text.strip())
+    size = 0
+    if found is not None:
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
+    if size < 1:
+        raise UserError(f"--shard-size is {text!r}, but must be such as 5GB or 500MiB")
+    return size
+
+
+def _told(where: str, plan: Plan, written: int) -> str:
     """Say what was written, what was left out, and what was rounded."""
     made = [one for step in plan.steps for one in step.made]
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
     kinds = ", ".join(f"{count} {name}" for name, count in dtypes.most_common())
-    lines = [f"{destination}: {plural(len(made), 'tensor')} ({kinds}), {written:,} bytes"]
+    lines = [f"{where}: {plural(len(made), 'tensor')} ({kinds}), {written:,} bytes"]
     for reason, count in Counter(plan.left_out.values()).items():
         keys = [key for key, why in plan.left_out.items() if why == reason]
         lines.append(f"left out, {reason}: {', '.join(keys[:3])}{f' and {count - 3} more' if count > 3 else ''}")

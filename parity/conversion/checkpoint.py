@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from parity import reading
 from parity.conversion.keys import is_extra_state
-from parity.conversion.plan import Made, Plan
+from parity.conversion.plan import Made, Plan, Step
 from parity.machine import files
-from parity.progress import followed
+from parity.progress import Following, followed
 from parity.user_error import UserError, one_line
 
 # Read a file, or the files that an index names. Tensors are maps of the files: what is not looked at is not read.
@@ -27,8 +27,9 @@ from parity.user_error import UserError, one_line
 
 INDEX = ".index.json"
 SAFETENSORS = ".safetensors"
+_IN_SHARDS = "model.safetensors.index.json"  # the name that Hugging Face gives the index
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_IN_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+_IN_FOLDER = (_IN_SHARDS, "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
 
 
 def read(path: Path, within: str = "") -> dict[str, Tensor]:
@@ -173,7 +174,7 @@ _NAMES = {
 
 
 def write(path: Path, plan: Plan) -> int:
-    """Write what a conversion makes as safetensors, whole or not at all, and show how much of it is done.
+    """Write what a conversion makes as one file of safetensors, whole or not at all, and show how much of it is done.
 
     Args:
         path: the file, which is replaced if it is there.
@@ -185,12 +186,69 @@ def write(path: Path, plan: Plan) -> int:
     Raises:
         UserError: if the file cannot be written, or a tensor's dtype has no name in the format; from a step.
     """
-    made = [one for step in plan.steps for one in step.made]
-    header, places, size = _header(made)
+    return _write(path, followed(plan.steps, "converting"), plan.steps)
+
+
+def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
+    """Write what a conversion makes as files of safetensors in a folder, with an index, as Hugging Face does.
+
+    The folder is there when all of it is written, and not before.
+
+    Args:
+        folder: where to write; it must not be there, or be empty.
+        plan: the conversion, whose steps are computed one after the other.
+        largest: how many bytes of tensors a file may have. Tensors that a step makes are in one file, even if they are
+            larger.
+
+    Returns:
+        How many bytes each file of tensors has.
+
+    Raises:
+        UserError: as ``write``; if the folder is not empty.
+    """
+    shards = _shards(plan, largest)
+    names = [f"model-{i:05}-of-{len(shards):05}{SAFETENSORS}" for i in range(1, len(shards) + 1)]
+    keys = {made.key: name for name, steps in zip(names, shards, strict=True) for step in steps for made in step.made}
+    size = sum(made.bytes for step in plan.steps for made in step.made)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} is there already, and is no empty folder; name another one")
+    with _said(folder), files.new_folder(folder) as draft, Following("converting", len(plan.steps)) as following:
+        written = [
+            _write(draft / name, _stepping(steps, following), steps) for name, steps in zip(names, shards, strict=True)
+        ]
+        (draft / _IN_SHARDS).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return written
+
+
+def _shards(plan: Plan, largest: int) -> list[list[Step]]:
+    """Divide the steps among files, in the module's order, so that layers stay together."""
+    place = {key: i for i, key in enumerate(plan.order)}
+    shards: list[list[Step]] = [[]]
+    size = 0
+    for step in sorted(plan.steps, key=lambda step: min((place.get(made.key, 0) for made in step.made), default=0)):
+        more = sum(made.bytes for made in step.made)
+        if shards[-1] and more and size + more > largest:
+            shards.append([])
+            size = 0
+        shards[-1].append(step)
+        size += more
+    return shards
+
+
+def _stepping(steps: list[Step], following: Following) -> Iterator[Step]:
+    for step in steps:
+        yield step
+        following.step()
+
+
+def _write(path: Path, steps: Iterable[Step], planned: list[Step]) -> int:
+    """Write one file, and return how many bytes it has; ``steps`` are those that are planned, as they are followed."""
+    header, places, size = _header([one for step in planned for one in step.made])
     with _said(path), files.replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
         file.write(header)
-        for step in followed(plan.steps, "converting"):
+        for step in steps:
             for key, tensor in step.compute().items():
                 _put(file, len(header) + 8 + places[key], tensor)
         file.truncate(len(header) + 8 + size)
@@ -206,7 +264,7 @@ def _header(made: list[Made]) -> tuple[bytes, dict[str, int], int]:
         if one.dtype not in _NAMES:
             raise UserError(f'"{one.key}" holds {one.dtype}, for which safetensors has no name here')
         places[one.key] = end
-        end += torch.Size(one.shape).numel() * one.dtype.itemsize
+        end += one.bytes
         entries[one.key] = {
             "dtype": _NAMES[one.dtype],
             "shape": list(one.shape),

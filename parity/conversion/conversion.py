@@ -14,7 +14,7 @@ from parity import te
 from parity.case.case import Case, Pair, Size
 from parity.case.map_check import check_map, other_names
 from parity.case.transfer import parameter_shapes
-from parity.case.validate import modules_without_memory, with_buffers_alone
+from parity.case.validate import modules_without_memory, proposes_a_map, with_buffers_alone
 from parity.case.weight_map import WeightMap
 from parity.conversion.keys import Layout, ignored, is_extra_state, layout_of, prefixes
 from parity.conversion.plan import FLOATING, ConversionError, Plan, Wanted, plan
@@ -70,7 +70,8 @@ def convert(
     Returns:
         Tensors by their keys, in the order of the module's own ``state_dict()``, contiguous, on the device on which
         they were given. What both keep as a persistent buffer of the same name and shape is carried over; buffers that
-        only the new side has are as the pair's function makes them. What modules of one's own return from
+        only the new side has are as the pair's function makes them, and those that only the old side has are left out
+        if they have the values that the pair's function gives them. What modules of one's own return from
         ``get_extra_state`` is not converted.
 
     Raises:
@@ -173,17 +174,18 @@ class _Sides:
 
     def layouts(self, to: Direction) -> tuple[Layout, Layout]:
         """Return what the old and the new checkpoint's modules hold."""
-        source, target = layout_of("reference", self.pair.reference), layout_of("TE", self.pair.candidate)
-        if to == "reference":
-            source, target = target, source
-        if self.case is None or not any(
-            buffer.is_meta for name, buffer in target.buffers.items() if name not in source.buffers
-        ):
-            return source, target
-        assert self.te is not None
-        built = with_buffers_alone(self.case, self.te, self.size)
-        with_values = layout_of(target.kind, built.candidate if to == "te" else built.reference)
-        return source, dataclasses.replace(target, buffers=with_values.buffers)
+        both = layout_of("reference", self.pair.reference), layout_of("TE", self.pair.candidate)
+        unshared = both[0].buffers.keys() ^ both[1].buffers.keys()
+        held = {**both[0].buffers, **both[1].buffers}
+        if self.case is not None and any(held[name].is_meta for name in unshared):
+            assert self.te is not None
+            built = with_buffers_alone(self.case, self.te, self.size)
+            of_both = layout_of("reference", built.reference), layout_of("TE", built.candidate)
+            both = (
+                dataclasses.replace(both[0], buffers=of_both[0].buffers),
+                dataclasses.replace(both[1], buffers=of_both[1].buffers),
+            )
+        return both if to == "te" else (both[1], both[0])
 
 
 def _sides(pair: Case | Pair, size: Mapping[str, Any] | None, backend: Backend | Literal["auto"]) -> Iterator[_Sides]:
@@ -213,5 +215,6 @@ def _checked(sides: _Sides) -> _Sides:
             other_names(pair.candidate),
         )
     except UserError as error:
-        raise type(error)(f"{sides.where}: the weight map does not fit:\n{_indented(str(error))}") from None
+        advice = f"\n  {proposes_a_map(sides.case)}" if sides.case is not None else ""
+        raise type(error)(f"{sides.where}: the weight map does not fit:\n{_indented(str(error))}{advice}") from None
     return sides

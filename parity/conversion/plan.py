@@ -7,6 +7,7 @@ read from disk and written to disk needs memory for one entry.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from parity.user_error import UserError
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TO_IGNORE = 'leave it out by a pattern, ignore=["..."] or --ignore'
+_OF_ANOTHER_SIZE = "if the checkpoint has another size than the pair, give it: size=dict(layers=32), --size layers=32"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class ConversionError(UserError):
@@ -45,6 +48,11 @@ class Made:
     key: str
     shape: Shape
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes its elements have."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,7 @@ def plan(
     Args:
         weights: the map with its left sides for ``source``, whichever way that is.
         old: the checkpoint.
-        source: what its module holds.
+        source: what its module holds; buffers that ``target`` lacks have values.
         target: what the other module holds; buffers that ``source`` lacks have values.
         old_prefixes: how keys of ``old`` begin.
         new_prefixes: how keys of the new checkpoint begin.
@@ -162,6 +170,7 @@ def _sorted_in(
     made: Plan,
 ) -> Iterator[Problem]:
     """Sort each key in; yield what to say about those that have no place."""
+    numbered = {_numbered(name) for name in source.parameters}
     for key, tensor in old.items():
         name = before.inside(key)
         if is_extra_state(name) and (name in source.states or source.kind == "TE" or not isinstance(tensor, Tensor)):
@@ -178,17 +187,31 @@ def _sorted_in(
             found.buffers[name] = key
         elif key in ignore:
             made.left_out[key] = "ignored"
+        elif name in source.buffers and _are_the_same(tensor, source.buffers[name]):
+            made.left_out[key] = "buffers that the pair's function makes anew"
         elif name in source.buffers:
             yield Problem(
-                f'the checkpoint has the buffer "{key}" {tuple(tensor.shape)}, and {target.kind} has none of this name '
-                "and shape; buffers are carried over by name",
+                f'the checkpoint has the buffer "{key}" {tuple(tensor.shape)}, whose values are not those that '
+                f"the pair's function makes; the {target.kind} has no buffer of this name and shape to take them",
                 f"give both modules the buffer under one name, or {_TO_IGNORE}",
             )
         else:
             yield Problem(
                 f'the checkpoint has "{key}" {tuple(tensor.shape)}, which is no parameter of the {source.kind}',
-                f"if the other side needs it not, {_TO_IGNORE}",
+                _OF_ANOTHER_SIZE if _numbered(name) in numbered else f"if it is not needed, {_TO_IGNORE}",
             )
+
+
+def _numbered(name: str) -> str:
+    """Return a name that is the same in each layer: ``layers.#.norm.weight``."""
+    return _NUMBER.sub("#", name)
+
+
+def _are_the_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether a buffer has the values that a new module's has, up to the dtype of the checkpoint."""
+    if other.is_meta or one.shape != other.shape:
+        return False
+    return torch.equal(one, other.to(one.device, one.dtype))
 
 
 def _missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: Prefixes) -> Iterator[Problem]:
@@ -198,11 +221,13 @@ def _missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: P
     prefix = suggested_prefix((key for key in old if key not in taken), missing)
     argument = "te_prefix" if source.kind == "TE" else "prefix"
     option = f"--{argument.replace('_', '-')}"
-    advice = (
-        f'is {argument}="{prefix}" ({option} "{prefix}") meant?'
-        if prefix
-        else "was the checkpoint saved from the whole module?"
-    )
+    numbered = {_numbered(before.inside(key)) for key in taken}
+    if prefix:
+        advice = f'is {argument}="{prefix}" ({option} "{prefix}") meant?'
+    elif missing and all(_numbered(name) in numbered for name in missing):
+        advice = _OF_ANOTHER_SIZE
+    else:
+        advice = "was the checkpoint saved from the whole module?"
     for name in missing:
         key = before.outside(name)
         called = f'"{key}"' if key == name else f'"{key}" for the {source.kind}\'s "{name}"'
@@ -216,7 +241,7 @@ def _misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterat
         if tuple(tensor.shape) != tuple(shape):
             yield Problem(
                 f'"{key}" is {tuple(tensor.shape)} in the checkpoint, and the {source.kind} has {tuple(shape)}',
-                "say at which size the pair's modules are the checkpoint's: size=dict(...), --size width=4096,...",
+                "give the checkpoint's size if it is not the pair's: size=dict(width=4096), --size width=4096",
             )
         elif tensor.dtype not in FLOATING:
             yield Problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,14 +43,37 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Hand out a folder to write to, which becomes a new folder when the context ends, in place of an empty one.
+
+    If anything is raised within the context, the new folder is not there, and nothing is left beside it.
+    """
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}-", dir=target.parent))
+    try:
+        yield draft
+        os.chmod(draft, target.stat().st_mode & 0o777 if target.exists() else 0o777 & ~_mask())
+        os.replace(draft, target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
 def _mode_of(target: Path) -> int:
     """Return the permissions that a file has, or that a new one gets."""
     try:
         return target.stat().st_mode & 0o777
     except OSError:
-        mask = os.umask(0)
-        os.umask(mask)
-        return 0o666 & ~mask
+        return 0o666 & ~_mask()
+
+
+def _mask() -> int:
+    """Return the permissions that new files of this process do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def free_name(path: Path, suffix: str) -> Path:

@@ -62,6 +62,17 @@ SHORT_AND_LONG = {
             **{constant(0.0, 4): f"l.{i}.bias" for i in range(3)},
         },
     ),
+    "the other side counts from 1": (
+        {"m.{i}.w": "t.{i+1}.weight", stack("m.{i}.g", "m.{i}.u"): "t.{i+1}.fc1"},
+        {
+            **{f"m.{i}.w": f"t.{i + 1}.weight" for i in range(11)},
+            **{stack(f"m.{i}.g", f"m.{i}.u"): f"t.{i + 1}.fc1" for i in range(11)},
+        },
+    ),
+    "the reference counts from 2": (
+        {"m.{i+2}.w": "t.{i}.weight", "m.0.w": "embedding"},
+        {"m.0.w": "embedding", **{f"m.{i + 2}.w": f"t.{i}.weight" for i in range(3)}},
+    ),
     "only some layers": (
         {"l.{i}.router": "l.{i}.gate", "l.{i}.w": "l.{i}.weight"},
         {**{f"l.{i}.router": f"l.{i}.gate" for i in (1, 3)}, **{f"l.{i}.w": f"l.{i}.weight" for i in range(4)}},
@@ -103,6 +114,20 @@ def test_any_map_of_layers_is_written_so_that_it_stands_for_itself(layers, left_
     assert in_words(expanded(written, *known)) == in_words(full)
     if not left_out and all(set(kinds) == set(layers[0]) for kinds in layers) and len(layers) > 1:
         assert len(written) == len(layers[0])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "known", "numbers"),
+    [
+        ("l.{i+1}.w", ["l.0.w", "l.1.w", "l.2.w"], [1, 2]),
+        ("l.{i-1}.w", ["l.0.w", "l.1.w"], [0, 1]),
+        ("l.{i}.next.{i+1}", ["l.0.next.1", "l.1.next.1", "l.3.next.4"], [0, 3]),
+    ],
+)
+def test_a_number_that_is_counted_from_another_is_never_below_0(pattern, known, numbers):
+    matched = {"l.0.next.1": 0, "l.3.next.4": 3}
+    found = expanded_names({pattern: "each"}, known)
+    assert [matched[name] if "next" in name else int(name.split(".")[1]) for name in found] == numbers
 
 
 def of_layers(count: int) -> nn.Module:

@@ -166,6 +166,47 @@ def test_a_file_that_cannot_be_read_is_told_in_a_sentence(tmp_path, make, within
     assert message in str(raised.value)
 
 
+def test_shards_and_their_index_are_what_the_library_and_this_one_read(tmp_path):
+    folder = tmp_path / "made" / "te"
+    sizes = checkpoint.write_shards(folder, plan_of(TENSORS), 24)
+    names = [f"model-{i:05}-of-{len(sizes):05}.safetensors" for i in range(1, len(sizes) + 1)]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert sorted(path.name for path in folder.iterdir()) == [*names, "model.safetensors.index.json"]
+    assert [(folder / name).stat().st_size for name in names] == sizes
+    assert {key for name in names for key in load_file(folder / name)} == set(TENSORS)
+    assert index["metadata"]["total_size"] == sum(x.numel() * x.dtype.itemsize for x in TENSORS.values())
+    assert_same(checkpoint.read(folder), dict(sorted(TENSORS.items())))
+
+
+@pytest.mark.parametrize(("largest", "files"), [(1, 6), (24, 4), (10**6, 1)])
+def test_a_shard_is_no_larger_than_it_may_be_unless_one_tensor_is(tmp_path, largest, files):
+    checkpoint.write_shards(tmp_path / "te", plan_of(TENSORS), largest)
+    shards = [load_file(path) for path in sorted((tmp_path / "te").glob("*.safetensors"))]
+    assert len(shards) == files
+    sizes = [[x.numel() * x.dtype.itemsize for x in held.values() if x.numel()] for held in shards]
+    assert all(len(each) == 1 or sum(each) <= largest for each in sizes)
+    assert [key for held in shards for key in sorted(held)] == list(TENSORS), "in the module's order"
+
+
+def test_a_folder_of_shards_is_there_whole_or_not_at_all(tmp_path):
+    plan = plan_of(TENSORS)
+
+    def raises() -> dict[str, torch.Tensor]:
+        raise UserError("in the middle")
+
+    plan.steps.append(Step((), raises))
+    with pytest.raises(UserError, match="in the middle"):
+        checkpoint.write_shards(tmp_path / "te", plan, 24)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_folder_that_holds_something_is_written_to(tmp_path):
+    (tmp_path / "te").mkdir()
+    checkpoint.write_shards(tmp_path / "te", plan_of(TENSORS), 24)
+    with pytest.raises(UserError, match="no empty folder; name another one"):
+        checkpoint.write_shards(tmp_path / "te", plan_of(TENSORS), 24)
+
+
 # The command.
 
 
@@ -218,11 +259,24 @@ def test_the_command_writes_te_s_checkpoint_and_says_what_it_rounded(command, tm
     assert "rounded, as the map adds a number: 1 tensor, at most by 0.00078, in layer_norm_weight" in ended.stdout
 
 
+def test_the_command_writes_a_folder_of_shards(command, tmp_path):
+    folder = tmp_path / "te"
+    arguments = ["--size", "width=32", "--prefix", "model.", "--shard-size", "1KiB"]
+    pair, model = tmp_path / "conversion_pairs.py", tmp_path / "model.safetensors"
+    ended = CliRunner().invoke(app, ["convert", str(pair), str(model), str(folder), *arguments])
+    assert ended.exit_code == 0, ended.exception
+    assert f"{folder}: 2 files and their index: 3 tensors (2 float32, 1 uint8)" in ended.stdout
+    assert checkpoint.read(folder)["weight"].shape == (32, 32)
+
+
 REFUSED = {
-    "size": (["--prefix", "model."], "say at which size"),
+    "size": (["--prefix", "model."], "give the checkpoint's size"),
     "prefix": (["--size", "width=32"], '--prefix "model."'),
     "dtype": (["--dtype", "int8"], "must be one of fp64, fp32, bf16, fp16"),
     "direction": (["--to", "there"], "must be te or reference"),
+    "a file without shards": (["--shard-size", "1KB"], "is a folder for the files and their index"),
+    "shard size": (["--shard-size", "5 cows"], "must be such as 5GB or 500MiB"),
+    "shards of nothing": (["--shard-size", "0GB"], "must be such as 5GB or 500MiB"),
     "size's text": (["--size", "width"], "must be such as hidden=4096"),
     "size's number": (["--size", "1"], "has 1, counted from 0"),
 }

@@ -265,6 +265,11 @@ def buffered() -> Pair:
     return pair_of(Buffered(), Buffered("running_mean"), alike(Buffered()))
 
 
+def stacked() -> Pair:
+    reference, candidate = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2))) for _ in range(2))
+    return pair_of(reference, candidate, alike(reference))
+
+
 def untied() -> Pair:
     return tied_pair(True, False)
 
@@ -290,7 +295,19 @@ WRONG = {
     "dtype": (plain, {"weight": WEIGHT.to(torch.int8), "bias": BIAS}, {}, "dequantize the checkpoint first"),
     "float8": (plain, {"weight": WEIGHT.to(torch.float8_e4m3fn), "bias": BIAS}, {}, "dequantize the checkpoint first"),
     "too large": (plain, {"weight": WEIGHT * 1e6, "bias": BIAS}, dict(dtype=torch.float16), "up to 1e+06"),
-    "buffer": (buffered, {**Buffered().state_dict()}, {}, 'has the buffer "mean" (4,), and TE has none of this name'),
+    "buffer": (
+        buffered,
+        {**Buffered().state_dict(), "mean": BIAS + 3},
+        {},
+        'the buffer "mean" (4,), whose values are not',
+    ),
+    "a layer more": (
+        stacked,
+        {"0.weight": WEIGHT, "1.weight": WEIGHT, "2.weight": WEIGHT},
+        {},
+        "if the checkpoint has another size than the pair, give it",
+    ),
+    "a layer fewer": (stacked, {"0.weight": WEIGHT}, {}, "if the checkpoint has another size than the pair, give it"),
     "ties that differ": (
         untied,
         {"tokens.weight": torch.ones(8, 4), "head.weight": torch.zeros(8, 4)},
@@ -332,7 +349,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_what_to_do(pair, state, 
 
 ALLOWED = {
     "unexpected": (plain, {"weight": WEIGHT, "bias": BIAS, "gain": BIAS}, dict(ignore=["g*n"])),
-    "buffer": (buffered, {**Buffered().state_dict()}, dict(ignore="mean")),
+    "buffer": (buffered, {**Buffered().state_dict(), "mean": BIAS + 3}, dict(ignore="mean")),
+    "a buffer as the pair makes it": (buffered, {**Buffered().state_dict()}, {}),
     "trained bias": (biased, {"weight": WEIGHT, "bias": BIAS + 0.5}, dict(to="reference", ignore="bias")),
     "drifted copies": (
         untied,
