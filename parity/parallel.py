@@ -24,7 +24,7 @@ from parity.case.weight_map import names
 from parity.comparison import Judged, broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors
 from parity.passes.build import build, cast
@@ -291,11 +291,11 @@ def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
     if not found:
         return None
     first, (a, b) = found[0]
-    more = f", and so do {len(found) - 1} more" if len(found) > 1 else ""
-    return finding(
+    more = f" (and so for {len(found) - 1} more)" if len(found) > 1 else ""
+    return repairable(
         "replicas-differ",
-        f"ranks {a} and {b} hold the same part of the {first.kind} {first.name}, in other numbers{more}: what each of "
-        "them has must be computed of the same numbers, or reduced over both",
+        f"ranks {a} and {b} hold the same part of the {first.kind} {first.name}, with different values{more}",
+        "compute it on both from the same values, or reduce it over both",
     )
 
 
@@ -342,13 +342,14 @@ def _explained(
     if not found:
         wrong = listed([one.label for one in result.tensors if not one.passed])
         right = listed([one.label for one in result.tensors if one.passed])
-        besides = f"; right are {right}" if right else ""
+        besides = f"; these are right: {right}" if right else ""
         found = (
             apart
-            or finding(
+            or repairable(
                 "wrong-over-ranks",
-                f"the candidate is right in one process, and over {made.count} ranks ({made.label}) {wrong} "
-                f"come out wrong{besides}. Look at what is divided, gathered and reduced there",
+                f"the candidate is right in one process, but over {made.count} ranks ({made.label}) it is wrong in "
+                f"{wrong}{besides}",
+                "look at what is split, gathered and reduced there",
             ),
         )
     return dataclasses.replace(result, findings=found)

@@ -74,6 +74,8 @@ class Finding:
         message: the evidence and what to do, in one sentence or two.
         sure: whether it is told as a fact; else the message ends with what speaks against it.
         repair: what to change in the user's code, by itself; empty where nothing is known, and in older records.
+        now: lines of the user's code as they are, where the finding knows them.
+        then: the same lines as they should be.
     """
 
     code: str
@@ -81,6 +83,8 @@ class Finding:
     message: str
     sure: bool = True
     repair: str = ""
+    now: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -32,7 +32,7 @@ from parity.judge.limits import Table
 from parity.judge.pictures import thinned
 from parity.judge.scaling import wrong_scaling
 from parity.judge.updates import Replay, deviations, holds, not_as
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import Code, repairable
 from parity.parallel import NO_RANKS, ended
 from parity.passes.capture import NotCaptured
 from parity.passes.compiled import backends, compiled_anew
@@ -429,30 +429,40 @@ def _explained(
 
     factor = scale_of(candidate, golden)
     guesses = [
-        Guess("", "", lambda: golden),  # the loss alone is wrong
+        Guess("", "", "", lambda: golden),  # the loss alone is wrong
         Guess(
             "stale-gradient",
-            f"in step {number} the optimizer is given no gradients: let backward come before its step",
+            f"in step {number} the optimizer gets no gradients",
+            "call backward before the optimizer's step",
             lambda: {name: torch.zeros_like(x) for name, x in golden.items()},
         ),
         Guess(
             "loss-scale",
-            f"the loss that step {number} differentiates is {factor_in_words(factor)} times the reference's: divide a "
-            "loss by what it is averaged over, once, however many micro-batches there are; undo a loss scale before "
-            "the gradients are used",
+            f"the loss that step {number} differentiates is {factor_in_words(factor)} times the reference's",
+            "divide the loss by what it is averaged over once, whatever the number of micro-batches, and undo a loss "
+            "scale before the gradients are used",
             lambda: {name: factor * x for name, x in golden.items()},
         ),
     ]
     factors = {name: scale_of({name: candidate[name]}, {name: x}) for name, x in golden.items()}
     if scaled := some_scaled(number, factors, run.limits, golden):
-        guesses.append(Guess("gradient-scale", scaled, lambda: {name: factors[name] * x for name, x in golden.items()}))
+        guesses.append(
+            Guess(
+                "gradient-scale",
+                scaled,
+                "look for code that scales, zeroes or reduces these gradients by themselves, such as a hook or a "
+                "norm of each, and for parameters that no gradient reaches",
+                lambda: {name: factors[name] * x for name, x in golden.items()},
+            )
+        )
     largest = max((float(x.abs().max()) for x in candidate.values() if x.numel()), default=0.0)
     if any(bool((x.abs() > largest).any()) for x in golden.values()):
         guesses.append(
             Guess(
                 "gradient-clipping",
                 f"in step {number} each element of the gradients is clipped to {largest:.2g}, which the reference does "
-                "not do: nn.utils.clip_grad_norm_ multiplies all of them by one number",
+                "not do",
+                "clip by the norm of all gradients, with nn.utils.clip_grad_norm_ in place of clip_grad_value_",
                 lambda: {name: x.clamp(-largest, largest) for name, x in golden.items()},
                 keeps_errors=True,
             )
@@ -462,33 +472,34 @@ def _explained(
         guesses += [
             Guess(
                 "gradient-not-zeroed",
-                f"the gradients of step {number} are its own and those of the steps before: set them to zero in each "
-                "step, also main_grad where TE adds to it",
+                f"the gradients of step {number} are the sum of its own and those of the steps before",
+                "set gradients to zero in each step, including main_grad if TE adds to it",
                 lambda: {name: x + sums[name].to(x) for name, x in golden.items()},
             ),
             Guess(
                 "stale-weights",
-                f"the gradients of step {number} are those of the weights before the last update: a copy of these is "
-                "kept, such as FP8 weights with is_first_microbatch=False, an FP32 master that is not copied back, "
-                "or a graph's",
+                f"the gradients of step {number} are those of the weights before the last update",
+                "update every copy of the weights after each step, such as FP8 weights that is_first_microbatch=False "
+                "keeps, FP32 master weights that are not copied back, or those of a graph",
                 lambda: golden_of(number, run.weights),
             ),
             Guess(
                 "weight-cache-stale",
-                f"the gradients of step {number} are those of the weight matrices before the last update: FP8 copies "
-                "of these are kept; call the module with is_first_microbatch=True, or None, once after each update",
+                f"the gradients of step {number} are those of the weight matrices before the last update, of which FP8 "
+                "copies are kept",
+                "call the module with is_first_microbatch=True, or None, once after each update",
                 lambda: golden_of(number, {**prepared_weights(prepared), **_matrices(run.weights or {})}),
             ),
             Guess(
                 "stale-gradient",
-                f"the gradients of step {number} are those of the step before: let backward come before the "
-                "optimizer's step, and make a step of each batch",
+                f"the gradients of step {number} are those of the step before",
+                "call backward before the optimizer's step, and make one step for each batch",
                 lambda: golden_of(number - 1, run.weights),
             ),
             Guess(
                 "stale-batch",
-                f"the gradients of step {number} are those of the batch before: copy each batch into the buffers that "
-                "a graph or a loader reads",
+                f"the gradients of step {number} are those of the batch before",
+                "copy each batch into the buffers that a graph or a loader reads",
                 lambda: golden_of(number - 1, prepared_weights(prepared)),
             ),
         ]
@@ -504,17 +515,17 @@ def _explained(
     if found is None and (made := shares_made(prepared, stepped.calls, candidate)):
         found = micro_batches_explained(number, run.limits, made)
     if found is None and number == 1 and not is_plain:
-        found = finding(
+        found = repairable(
             "state-between-steps",
-            f"one pass of a new module with the same weights is right, and the pair's training step does not compute "
-            f"its gradients{worst}: look at what that step does besides one pass, such as micro-batches, or gradients "
-            "that it changes",
+            f"one pass of a new module with the same weights is right, but the gradients of the pair's training step "
+            f"are not{worst}",
+            "look at what that step does besides one pass, such as micro-batches, or gradients that it changes",
         )
-    found = found or finding(
+    found = found or repairable(
         "state-between-steps",
-        f"a new module with the same weights computes step {number} right, and the one that was trained does "
-        f"not{worst}: look at what the steps before have left, such as FP8 scales, cached weights and buffers, and "
-        "at what your training step does besides one pass",
+        f"a new module with the same weights computes step {number} correctly, but the trained module does not{worst}",
+        "look at what earlier steps have left in the module, such as FP8 scales, cached weights and buffers, and at "
+        "what your training step does besides one pass",
     )
     return dataclasses.replace(judged, findings=(found,))
 
@@ -564,10 +575,11 @@ def _of_optimizer(
     training = trainee.training
     expected = 1.0 if training.clip is None else _clipping(training.clip, stepped)
     if abs(stepped.clipped - expected) > _CLIPPING * expected:
-        return finding(
+        return repairable(
             "gradient-clipping",
-            f"gradients are multiplied by {stepped.clipped:.4g} before the optimizer sees them, and the reference "
-            f"multiplies them by {expected:.4g}: compare the largest norm, and of which gradients it is taken",
+            f"gradients are multiplied by {stepped.clipped:.4g} before the optimizer gets them, but the reference "
+            f"multiplies them by {expected:.4g}",
+            "clip to the same largest norm, and take the norm of the same gradients",
         )
     run.is_narrow = run.is_narrow and holds(precision.dtype, stepped.update)
     dtype = precision.dtype if run.is_narrow else torch.float32
@@ -588,19 +600,20 @@ def _of_optimizer(
             _fused(prepared),
         )
     if stepped.apart:
-        return finding(
+        return repairable(
             "master-weights",
-            f"after step {len(run.history)} the module does not hold the weights that its optimizer has made: "
-            f"{listed(stepped.apart)} {'is' if len(stepped.apart) == 1 else 'are'} not what the FP32 master weights "
-            "are, rounded. Copy these to the module after each step, and let nothing else write its weights, such as "
-            "averages of them",
+            f"after step {len(run.history)} the module does not hold the weights that its optimizer computed: "
+            f"{listed(stepped.apart)} {'is' if len(stepped.apart) == 1 else 'are'} not the rounded FP32 master weights",
+            "copy the master weights to the module after each step, and let nothing else write to its weights, such as "
+            "an average of them",
         )
     if dtype is not torch.float32 and any(one.rounding > 0.5 for one in made):
-        return finding(
+        return repairable(
             "master-weights",
-            f"weights are held in {str(dtype).removeprefix('torch.')} alone, which loses most of a step that is "
-            "smaller than half the distance between two of its numbers; keep FP32 master weights: "
-            "te.optimizers.FusedAdam(..., master_weights=True)",
+            f"there are weights only in {str(dtype).removeprefix('torch.')}, which loses most of a step that is "
+            "smaller than half the distance between two of its numbers",
+            "keep FP32 master weights, as te.optimizers.FusedAdam(..., master_weights=True) does",
+            Code(then=("master_weights=True",)),
         )
     return None
 

@@ -21,7 +21,7 @@ from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.judge.asked import Asked
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.parallel import (
     TIMEOUT,
     given_of,
@@ -229,9 +229,10 @@ class TraineeOverRanks:
         step = f"in step {self._next} " if self._next > 1 else ""
         begun = self._apart(lambda one: one.weights) if self._next == 1 else None
         if begun is not None:
-            return finding(
+            return repairable(
                 "replicas-differ",
-                f"before the first step {begun}: begin with one seed, or broadcast the weights of the first of them",
+                f"before the first step {begun}",
+                "use one seed on all of them, or broadcast the weights of the first of them",
             )
         if judged.status == "failed":
             wholes = with_limits(self._wholes, judged, prepared)
@@ -241,7 +242,9 @@ class TraineeOverRanks:
             if not replicas_apart(self._wholes):
                 return self._of_shares(judged, prepared) or self._of_reduction(judged)
         if told := replicas_apart(self._wholes):
-            return replace(told, message=step + told.message + self._which_is_right(judged, prepared))
+            right = self._which_is_right(judged, prepared)
+            evidence = told.message.removesuffix(f"; {told.repair}")
+            return replace(told, message=f"{step}{evidence}{right}; {told.repair}")
         moved = self._exchanged() if any(one.apart for one in self._made) else None
         return self._of_amaxes() or self._of_clipping() or moved or self._of_weights()
 
@@ -255,7 +258,7 @@ class TraineeOverRanks:
         wrong = sorted({one.rank for whole in differing for one in whole.pieces} - right)
         if not right or not wrong:
             return ""
-        return f"; those of {_numbers(sorted(right))} are right, and of {_numbers(wrong)} wrong"
+        return f"; those of {_numbers(sorted(right))} are right, and those of {_numbers(wrong)} are wrong"
 
     def _of_shares(self, judged: Result, prepared: Prepared) -> Finding | None:
         """Return which ranks' parts of a batch count for more or less than they should in gradients that all share."""
@@ -276,37 +279,41 @@ class TraineeOverRanks:
             return None
         if made.right is None:
             counts = ", ".join(f"{own:.3g}" for own in made.made[:4])
-            return finding(
+            return repairable(
                 "shares-of-ranks",
-                f"in step {self._next} the gradients are those of each rank's part of the batch by itself, counted "
-                f"{counts} times, and no sum of these is that of the whole batch: a loss of what is averaged over "
-                "tokens, such as a router's balance, has to be that of the averages over all ranks; reduce these over "
-                "dp before they are multiplied",
+                f"in step {self._next} the gradients are a sum of those of each rank's part of the batch, counted "
+                f"{counts} times, and no such sum is that of the whole batch; a loss that multiplies averages over "
+                "tokens, such as a router's load balancing loss, needs the averages over all ranks",
+                "reduce the averages over dp before they are multiplied",
             )
         factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
         if all(abs(factor - 1.0) < _SHARES for factor in factors):
             return None
-        told = " and ".join(f"of rank {rank} {factor:.3g}" for rank, factor in zip(ranks[:4], factors, strict=False))
-        return finding(
+        told = " and ".join(
+            f"{factor:.3g} times for rank {rank}" for rank, factor in zip(ranks[:4], factors, strict=False)
+        )
+        return repairable(
             "shares-of-ranks",
-            f"in step {self._next} the parts of the batch count otherwise than in the whole batch's gradients: that "
-            f"{told} times as much. A mean over ranks of their means is not the mean of all where they have different "
-            "numbers of tokens: reduce the number of what counts over dp, and divide each rank's sum by that",
+            f"in step {self._next} the ranks' parts of the batch do not count as in the whole batch's gradients, but "
+            f"{told}; the mean of the ranks' means is not the mean over all tokens if ranks have different numbers of "
+            "them",
+            "reduce the number of tokens that count over dp, and divide each rank's sum by it",
         )
 
     def unexplained(self, judged: Result, prepared: Prepared) -> Finding:
         """Return what is known of a step that is right in one process, and over ranks wrong for no reason found."""
         wrong = listed([one.label for one in judged.tensors if not one.passed])
         told = (
-            f"in step {self._next} the candidate is right in one process, and over {self.made.label} wrong in {wrong}"
+            f"in step {self._next} the candidate is right in one process, but over {self.made.label} wrong in {wrong}"
         )
         for one in with_limits([one for one in self._wholes if one.kind == "output"], judged, prepared):
             if one.exact.numel() == 1 and one.off() > one.limit:
                 total, right = float(one.joined()), float(one.exact)
-                told += f". The ranks' losses are {total:.5g} together, and the whole batch's is {right:.5g}"
-        return finding(
+                told += f"; the ranks' losses sum to {total:.5g}, and the loss of the whole batch is {right:.5g}"
+        return repairable(
             "wrong-over-ranks",
-            f"{told}. Look at what of the loss is divided by numbers of ranks or tokens, and what is reduced",
+            told,
+            "look at what of the loss is divided by numbers of ranks or tokens, and what is reduced",
         )
 
     def _of_reduction(self, judged: Result) -> Finding | None:
@@ -323,11 +330,11 @@ class TraineeOverRanks:
         wrong = [one.name for one in judged.tensors if one.kind == "weight gradient" and not one.passed]
         if not narrow or not wrong or any(not one.passed for one in judged.tensors if one.kind != "weight gradient"):
             return None
-        return finding(
+        return repairable(
             "reduced-in-16-bits",
-            f"in step {self._next} {listed(narrow)} {'is' if len(narrow) == 1 else 'are'} held in FP32, and each "
-            "element is a number of BF16: the ranks' gradients are reduced in 16 bits, which rounds what they add up. "
-            "Reduce them in FP32, as MixedPrecisionPolicy(reduce_dtype=torch.float32) does",
+            f"in step {self._next} {listed(narrow)} {'is' if len(narrow) == 1 else 'are'} stored in FP32, but each "
+            "element is a BF16 number: the ranks' gradients are reduced in 16 bits, which rounds their sums",
+            "reduce them in FP32, such as with MixedPrecisionPolicy(reduce_dtype=torch.float32)",
         )
 
     def _of_amaxes(self) -> Finding | None:
@@ -336,11 +343,11 @@ class TraineeOverRanks:
             for a, b in (pair for peers in self.made.peers(axis) for pair in itertools.pairwise(peers)):
                 for (_, x), (_, y) in zip(self._made[a].scaling, self._made[b].scaling, strict=False):
                     if x.scale != y.scale or not torch.equal(x.history[1:], y.history[1:]):
-                        return finding(
+                        return repairable(
                             "amax-group",
-                            f"after step {self._next} ranks {a} and {b} have other FP8 scales of {x.slot.name}: "
-                            f"{x.scale:.4g} and {y.scale:.4g}. Amaxes are not reduced over {axis}: give te.autocast an "
-                            "amax_reduction_group that has all ranks which compute a tensor together",
+                            f"after step {self._next} ranks {a} and {b} have different FP8 scales of {x.slot.name}, "
+                            f"{x.scale:.4g} and {y.scale:.4g}, since amaxes are not reduced over {axis}",
+                            "give te.autocast an amax_reduction_group with all ranks that compute a tensor together",
                         )
         return None
 
@@ -362,11 +369,12 @@ class TraineeOverRanks:
         ranks = sorted({int(rank) for name, x in wrong.items() for rank in by[name][x].unique()})
         right = sorted({int(rank) for x in by.values() for rank in x.unique()} - set(ranks))
         others = f"; those of {_numbers(right)} are right" if right else ""
-        return finding(
+        return repairable(
             "optimizer-shards",
             f"in step {self._next} the parts of the weights that {_numbers(ranks)} stepped are not what the reference's"
-            f" optimizer makes of the same gradients{others}. Look at which part of the gradients, the weights and the "
-            "moments these ranks take, and whether their state was loaded from their own file",
+            f" optimizer makes of the same gradients{others}",
+            "look at which part of the gradients, the weights and the moments these ranks take, and whether their "
+            "state was loaded from their own file",
         )
 
     def _exchanged(self) -> Finding | None:
@@ -382,10 +390,11 @@ class TraineeOverRanks:
                 moved = (nearest != torch.arange(len(was))) & (apart.amin(1) < 0.5 * apart.diagonal())
                 if bool(moved.any()):
                     to = int(moved.nonzero()[0])
-                    return finding(
+                    return repairable(
                         "optimizer-shards",
-                        f"after step {self._next} part {to} of {one.ran.held[name].whole} is what part "
-                        f"{int(nearest[to])} was, stepped: each rank's part must be gathered to its own place",
+                        f"after step {self._next} part {to} of {one.ran.held[name].whole} holds the new values of part "
+                        f"{int(nearest[to])}",
+                        "gather each rank's part to its own place",
                     )
         return None
 
@@ -405,7 +414,11 @@ class TraineeOverRanks:
             return None
         if (shards := self._not_taken_over()) is not None:
             return shards
-        return finding("replicas-differ", f"after step {self._next} {told}, though they had the same before")
+        return repairable(
+            "replicas-differ",
+            f"after step {self._next} {told}, though they had the same before the step",
+            "give all of them the same gradients, and optimizers with the same settings and state",
+        )
 
     def _not_taken_over(self) -> Finding | None:
         """Return which rank still has a part of a weight from before the step that another rank's optimizer stepped."""
@@ -414,15 +427,16 @@ class TraineeOverRanks:
             for name, at in one.owned.items():
                 now, was, same = (x[name].flatten()[at] for x in (stale.after, stale.weights, one.after))
                 if bool((now != same).any()) and torch.equal(now, was):
-                    return finding(
+                    return repairable(
                         "optimizer-shards",
-                        f"after step {self._next} rank {other} still has the part of {one.ran.held[name].whole} from "
-                        f"before the step that rank {owner} stepped: gather it after each step, before the next pass",
+                        f"after step {self._next} rank {other} still has the old values of the part of "
+                        f"{one.ran.held[name].whole} that rank {owner} stepped",
+                        "gather it after each step, before the next pass",
                     )
         return None
 
     def _apart(self, parts: Callable[[StepOnRank], Mapping[str, Tensor]]) -> str | None:
-        """Return what ranks have not the same of that they should have; None if all do."""
+        """Return which values ranks should share but do not; None if they share all of them."""
         held: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         for rank, one in enumerate(self._made):
             for name, x in parts(one).items():
@@ -432,7 +446,7 @@ class TraineeOverRanks:
         for name, some in held.items():
             for (a, at, x), (b, other, y) in itertools.combinations(some, 2):
                 if torch.equal(at, other) and not torch.equal(x, y):
-                    return f"ranks {a} and {b} hold other numbers of {name}"
+                    return f"ranks {a} and {b} hold different values of {name}"
         return None
 
 

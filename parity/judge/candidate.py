@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.case.validate import of_te
 from parity.case.weight_map import WeightMap
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Recalled, Tensors
 from parity.passes.refusals import gradients_missed
 from parity.result import Determinism, Finding, TensorResult, label_of
@@ -107,10 +107,10 @@ def by_recalling(recalled: Recalled, tensors: Sequence[TensorResult]) -> tuple[F
 def told(recalled: Recalled, evidence: str) -> Finding:
     """Return the finding, with the evidence for it."""
     where = f" in {', '.join(recalled.changed)}" if recalled.changed else ""
-    return finding(
+    return repairable(
         _TITLE,
-        f"the candidate remembers its last call{where}: called again, {evidence}; let each call compute only from its "
-        "own inputs and the weights, and forget the rest when it begins",
+        f"the candidate remembers its last call{where}: when it is called again, {evidence}",
+        "let each call depend only on its inputs and the weights, and reset any other state when it begins",
     )
 
 

@@ -168,5 +168,6 @@ def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> lis
             f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
             f"{mistake.repair}",
             repair=mistake.repair,
+            code=mistake.code,
         )
     return list(found.values())

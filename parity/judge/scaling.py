@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.result import Finding
 from parity.te.scaling import Kept
 
@@ -28,23 +28,24 @@ _CAST = 2.0**-7
 # In powers of two. A scale need fit its tensor no better than this, see ``parity.te.state``.
 _FITS = 1.0
 
-_TOLD = {
+_TOLD = {  # the evidence, and the repair
     "amax-history-lost": (
-        "{what} has an amax history that does not go on from the one before the step: it was reset, or is another "
-        "module's; keep the modules, and their fp8_meta, from step to step"
+        "{what} has an amax history that does not continue the one before the step: it was reset, or belongs to "
+        "another module",
+        "keep the modules, and their fp8_meta, from step to step",
     ),
     "amax-not-recorded": (
-        "{what} has the amax history that it had before the step: its amax was not recorded, or not taken over at the "
-        "end of the pass, so that its scale stays; run the module within te.autocast, with gradients enabled, and as "
-        "the module that was registered there, not as a copy of it"
+        "{what} has the same amax history as before the step: its amax was not recorded, or not added to the history "
+        "at the end of the pass, so its scale stays the same",
+        "run the module within te.autocast, with gradients enabled, and run the module itself, not a copy of it",
     ),
     "scale-not-updated": (
-        "{what} has a scale that does not follow from its amax history{by}: leave the scales to TE, and load them "
-        "together with the histories"
+        "{what} has a scale that does not follow from its amax history{by}",
+        "leave the scales to TE, and load them together with the histories",
     ),
     "amax-of-another-tensor": (
-        "{what} has an amax in its history that is not its own{by}: look at which tensor is quantized there, and over "
-        "which ranks amaxes are reduced"
+        "{what} has an amax in its history that is not its own{by}",
+        "look at which tensor is quantized there, and over which ranks amaxes are reduced",
     ),
 }
 
@@ -72,11 +73,11 @@ def wrong_scaling(
         title, by = _wrong(before, after, expected if expected else None, is_known)
         if title:
             wrong[title].append((slot.name, by))
-    for title, told in _TOLD.items():
+    for title, (told, repair) in _TOLD.items():
         if wrong[title]:
             whose = [name for name, _ in wrong[title]]
-            more = f" (and so have {len(whose) - 1} more: {', '.join(whose[1:3])})" if len(whose) > 1 else ""
-            return finding(title, told.format(what=whose[0], by=wrong[title][0][1]) + more)
+            more = f" (and so do {len(whose) - 1} more: {', '.join(whose[1:3])})" if len(whose) > 1 else ""
+            return repairable(title, told.format(what=whose[0], by=wrong[title][0][1]) + more, repair)
     return None
 
 

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from parity.result import Finding
 
 CODES = {
@@ -161,10 +163,32 @@ CODES = {
     "tied-over-stages": "PAR718",
 }
 
+
+@dataclass(frozen=True)
+class Code:
+    """Hold lines of a user's code, for a repair that can be written as a change of lines.
+
+    Attributes:
+        now: the lines as they are; there may be none, since a default is not written.
+        then: the lines as they should be.
+    """
+
+    now: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()
+
+
+NO_CODE = Code()
+
+
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
 """Codes of the findings that name no cause."""
 
 
-def finding(title: str, message: str, sure: bool = True, repair: str = "") -> Finding:
+def finding(title: str, message: str, sure: bool = True, repair: str = "", code: Code = NO_CODE) -> Finding:
     """Return a finding of this title, a key of ``CODES``."""
-    return Finding(CODES[title], title, message, sure, repair)
+    return Finding(CODES[title], title, message, sure, repair, code.now, code.then)
+
+
+def repairable(title: str, evidence: str, repair: str, code: Code = NO_CODE) -> Finding:
+    """Return a finding whose message is the evidence, and then what to change in the user's code."""
+    return finding(title, f"{evidence}; {repair}", repair=repair, code=code)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from parity.mistakes.codes import NO_CODE, Code
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, ordinal
 
@@ -46,6 +47,7 @@ class Hypothesis:
         place: the one place of several where it is made; empty if it is made at more. The same mistake at another
             place has the same ``family``.
         family: name and repair without the place; empty if the mistake is not about a single place.
+        code: the lines of the user's code that the repair changes, if they are known.
     """
 
     title: str
@@ -60,6 +62,7 @@ class Hypothesis:
     scope: Scope = "all"
     place: str = ""
     family: tuple[str, str] = ("", "")
+    code: Code = NO_CODE
 
 
 def within(context: Callable[[nn.Module], AbstractContextManager[object]]) -> Around:
@@ -160,7 +163,7 @@ class Mistake(Generic[_Changed]):
     Attributes:
         title, name, repair, subtle: as in ``Hypothesis``.
         edits: returns the edits that make the mistake at one place; none where what it computes is right.
-        value, tuned: as in ``Hypothesis``.
+        value, tuned, code: as in ``Hypothesis``.
     """
 
     title: str
@@ -170,6 +173,7 @@ class Mistake(Generic[_Changed]):
     subtle: bool = False
     value: float | None = None
     tuned: Callable[[float], Mistake[_Changed]] | None = None
+    code: Code = NO_CODE
 
 
 def having(where: Callable[[Any], bool] = lambda operation: True, **changes: Any) -> Callable[[Any], Sequence[Edit]]:
@@ -252,6 +256,7 @@ def _made(
         scope=scope,
         place=place,
         family=(mistake.name, mistake.repair) if place else ("", ""),
+        code=mistake.code,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parity.mistakes.codes import NO_CODE, Code
 from parity.mistakes.constants import LARGE_NORM_EPS, NORM_EPS, numbers
 from parity.mistakes.hypothesis import (
     Hypothesis,
@@ -154,7 +155,8 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
 
     def with_eps(eps: float) -> Mistake[Norm]:
         repair = f"give TE's norm the reference's eps, {right}; it computes with eps={eps:.4g}"
-        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, having(eps=eps), subtle=eps in told_apart)
+        code = Code((f"eps={eps:.4g}",), (f"eps={named[0]:g}",)) if len(named) == 1 else NO_CODE
+        return Mistake("norm-eps", f"norm eps={eps:.4g}", repair, having(eps=eps), eps in told_apart, code=code)
 
     told_apart = _told_apart(named)
     yield from numbers(with_eps, named, (*NORM_EPS, *LARGE_NORM_EPS))

@@ -32,6 +32,7 @@ from parity.case.weight_map import (
     shape_of,
     unpack,
 )
+from parity.mistakes.codes import NO_CODE, Code
 from parity.mistakes.hypothesis import Hypothesis, Scope
 from parity.trace.walk import grouped, unnumbered
 
@@ -102,6 +103,9 @@ GATE_FIRST = ": the gate, which is activated, comes first"
 _GATES_ROWS, _UPS_ROWS = "the gate's rows", "up's"
 
 
+_MapEntry = tuple[Side, Side]
+
+
 @dataclass(frozen=True)
 class Reading:
     """Another reading of what one entry packs.
@@ -109,12 +113,22 @@ class Reading:
     Attributes:
         title, name, repair: as in ``Hypothesis``; the name without the entry's.
         change: maps what the entry packs to what TE computes with, of the same shape.
+        code: the map's entry as it is and as it should be, if the repair is another entry.
     """
 
     title: str
     name: str
     repair: str
     change: Callable[[Tensor], Tensor]
+    code: Code = NO_CODE
+
+
+def _mapped(title: str, name: str, right: _MapEntry, wrong: _MapEntry, change: Callable[[Tensor], Tensor]) -> Reading:
+    """Return a reading under which the map should have another entry, which differs in one of its sides."""
+    instead = next(mine for mine, due in zip(wrong, right, strict=True) if mine != due)
+    repair = f"map {describe(right[0])} to {describe(right[1])}, in place of {describe(instead)}"
+    now, then = (f"{describe(left, 'parity.')}: {describe(te, 'parity.')}," for left, te in (wrong, right))
+    return Reading(title, name, repair, change, Code((now,), (then,)))
 
 
 def readings(left: Side, right: Side, of: Mapped) -> Iterator[Reading]:
@@ -134,8 +148,8 @@ def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -
         others = chain(others, rest, _rearranged(left, shapes, heads))
     for title, other in others:
         if _are_alike(left, other, shapes):
-            repair = f"map {describe(other)} to {describe(right)}, in place of {describe(left)}"
-            yield Reading(title, _named(title, left, other), repair, _read_as(other, left, shapes))
+            change = _read_as(other, left, shapes)
+            yield _mapped(title, _named(title, left, other), (other, right), (left, right), change)
 
 
 def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
@@ -150,9 +164,8 @@ def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | N
         yield from _keys_and_values(left, right, shapes, heads)
     for title, other in others:
         if _are_alike(right, other, shapes):
-            repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
             name = _INTERLEAVED if isinstance(other, SeparatedQKV) else _named(title, right, other)
-            yield Reading(title, name, repair, _read_as(right, other, shapes))
+            yield _mapped(title, name, (left, other), (left, right), _read_as(right, other, shapes))
 
 
 def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> Iterator[Reading]:
@@ -171,8 +184,8 @@ def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> I
                 other: Side = Reorder((part,), order)
                 if isinstance(right, Stack):
                     other = Stack((*parts[:place], other, *parts[place + 1 :]))
-                repair = f"map {describe(left)} to {describe(other)}, in place of {describe(right)}"
-                yield Reading("qkv-layout", name, repair, _read_as(right, other, shapes))
+                change = _read_as(right, other, shapes)
+                yield _mapped("qkv-layout", name, (left, other), (left, right), change)
 
 
 def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
@@ -561,7 +574,14 @@ def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
             found |= unpack(entry.left, entry.reading.change(packed), shapes)
         return found
 
-    return Hypothesis(one.title, f"{one.name} {where}", repair, read=read)
+    return Hypothesis(
+        one.title, f"{one.name} {where}", repair, read=read, code=_joined([e.reading.code for e in entries])
+    )
+
+
+def _joined(codes: Sequence[Code]) -> Code:
+    """Return the lines of several repairs, one after the other."""
+    return Code(tuple(line for one in codes for line in one.now), tuple(line for one in codes for line in one.then))
 
 
 @dataclass(frozen=True)
@@ -623,5 +643,16 @@ def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:
             found |= unpack(one.left, other, shapes) | unpack(one.other_left, packed, shapes)
         return found
 
+    pairs = [
+        ((left, te), (left, due))
+        for one in exchanges
+        for left, te, due in ((one.left, one.right, one.other_right), (one.other_left, one.other_right, one.right))
+    ]
+    now, then = (
+        tuple(f"{describe(left, 'parity.')}: {describe(te, 'parity.')}," for left, te in side)
+        for side in zip(*pairs, strict=True)
+    )
     scope: Scope = "all" if first.is_likely else "call"
-    return Hypothesis("parameters-exchanged", f"exchanged {where}", repair, read=read, scope=scope)
+    return Hypothesis(
+        "parameters-exchanged", f"exchanged {where}", repair, read=read, scope=scope, code=Code(now, then)
+    )

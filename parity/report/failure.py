@@ -93,7 +93,8 @@ def measures(result: Result) -> Iterator[str]:
     worst = result.worst
     if worst is None:
         return
-    yield f"worst tensor: {worst.label} ({worst.shape_label}; {_KINDS[worst.kind]})"
+    passes = ", which is within its limits" if worst.passed else ""
+    yield f"worst tensor{passes}: {worst.label} ({worst.shape_label}; {_KINDS[worst.kind]})"
     errors, expected = worst.errors, worst.expected
     if not errors.finite:
         yield f"  {non_finite(worst)}"

@@ -318,7 +318,7 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
 def _repairs(findings: Sequence[Finding]) -> Iterator[str]:
     """Yield the lines that findings would change, where they name lines."""
     lines = []
-    for one in dict.fromkeys(repair(finding.repair) for finding in findings):
+    for one in dict.fromkeys(repair(finding) for finding in findings):
         lines += [f"- {line}" for line in one.now if one.then] + [f"+ {line}" for line in one.then]
     if lines:
         yield shown.fence(lines)

@@ -285,9 +285,7 @@ def _item(item: Item, ids: _Ids, limits: str, every_tensor: bool) -> ItemView:
         margin=short(worst.margin) if compared else "",
         sort=_sort(item),
         headline=failure.headline(item) if failed else worst.reason or f"margin {short(worst.margin)} at {at}",
-        findings=tuple(
-            FindingView(each, repair(each.repair) if each.repair else None) for each in failure.findings(item)
-        ),
+        findings=tuple(FindingView(each, repair(each) if each.repair else None) for each in failure.findings(item)),
         measures=tuple(failure.measures(worst)) if failed else (),
         tensors=tuple(_row(row.tensor) for row in shown),
         left_out=len(rows) - len(shown),

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.passes.compiled import DIFFERENTIATED, GENERATED, TRACED
 from parity.result import Finding
 
 _STEPS = {
-    TRACED: "Python is traced otherwise than it runs: look at what is told to be constant, or is read where no guard "
-    "looks, and at code that asks torch.compiler.is_compiling()",
-    DIFFERENTIATED: "operations are made functional and differentiated in advance otherwise than they run: look at "
-    "operations of your own, what they write to (mutates_args) and their register_fake and register_autograd",
-    GENERATED: "generated kernels compute otherwise than operations one by one: they keep more bits between those, "
-    "which the limits allow for, or are wrong; try parity.Training(compile=...) with other options",
+    TRACED: (
+        "tracing the Python code changes what it computes",
+        "look for values that are declared constant or read where no guard checks them, and for code that asks "
+        "torch.compiler.is_compiling()",
+    ),
+    DIFFERENTIATED: (
+        "functionalization or ahead-of-time differentiation changes what is computed",
+        "look at your own custom operations: what they write to (mutates_args), register_fake and register_autograd",
+    ),
+    GENERATED: (
+        "the generated kernels compute something else, beyond what the limits allow for unrounded intermediate results",
+        "try parity.Training(compile=...) with other options",
+    ),
 }
 
 
@@ -28,15 +35,20 @@ def compiled_otherwise(number: int, backends: Sequence[str], is_right: Callable[
         is_right: whether a new candidate with the same weights is right if it is compiled by a backend; by the pair's
             own way if that is empty.
     """
-    beginning = f"a new module with the same weights computes step {number} right without torch.compile"
+    beginning = f"a new module with the same weights computes step {number} correctly without torch.compile"
     wrong = next((one for one in backends or ("",) if not is_right(one)), None)
     if wrong is None:
-        return finding(
+        return repairable(
             "compiled-differs",
-            f"{beginning}, and also if it is compiled now, but what was compiled before is wrong: it keeps something "
-            "of the time when it was compiled, such as what assume_constant_result has returned, or a number that is "
-            "read where no guard looks",
+            f"{beginning}, and also if it is compiled now; only the code that was compiled in an earlier step is wrong",
+            "look for values that the compiled code keeps from its compilation, such as a result of "
+            "assume_constant_result, or a number that is read where no guard checks it",
         )
     if not wrong:
-        return finding("compiled-differs", f"{beginning}, and wrong as the pair compiles it")
-    return finding("compiled-differs", f'{beginning}, and wrong from backend="{wrong}" on: {_STEPS[wrong]}')
+        return repairable(
+            "compiled-differs",
+            f"{beginning}, but not if it is compiled as the pair does it",
+            "leave out parts of that compilation until the step is right",
+        )
+    what, repair = _STEPS[wrong]
+    return repairable("compiled-differs", f'{beginning}, but not with backend="{wrong}": {what}', repair)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.passes.on_rank import OnRank
 from parity.ranks.layout import AXES, AxisName, Degrees
 from parity.result import Finding
@@ -28,24 +28,25 @@ def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees
     for a, b, one, other in _beside(ran, made, "tp"):
         where = f"{one.function} in the forward pass of {one.module}"
         if one.given == other.given and one.state != other.state:
-            return finding(
+            return repairable(
                 "ranks-drop-differently",
-                f"ranks {a} and {b} of tp have the same tensor and drop other elements of it, at {where}: draw outside "
-                "of the tracker of random numbers, from a generator that is seeded alike on all ranks of tp",
+                f"ranks {a} and {b} of tp have the same tensor, but drop different elements of it, at {where}",
+                "draw outside of the random number tracker, from a generator with the same seed on all ranks of tp",
             )
         if one.given != other.given and one.state == other.state:
-            return finding(
+            return repairable(
                 "ranks-drop-alike",
-                f"ranks {a} and {b} of tp have other parts and drop the same elements of them, at {where}: draw by a "
-                "tracker of random numbers that is seeded by the rank within tp, as get_rng_state_tracker= hands one "
-                "to TE; with sequence parallelism, fork it around the whole layer",
+                f"ranks {a} and {b} of tp have different parts, but drop the same elements of them, at {where}",
+                "use a random number tracker whose seed depends on the rank within tp, passed to TE as "
+                "get_rng_state_tracker=; with sequence parallelism, fork it around the whole layer",
             )
     for whole in dropped:  # what is dropped by hand is in no call that was recorded
         if (ranks := whole.apart()) is not None:
-            return finding(
+            return repairable(
                 "ranks-drop-differently",
-                f"with dropout ranks {ranks[0]} and {ranks[1]} have other numbers of the {whole.kind} {whole.name}, "
-                "and without it the same: they drop other elements of a tensor that each of them has",
+                f"ranks {ranks[0]} and {ranks[1]} have the same {whole.kind} {whole.name} without dropout, and "
+                "different ones with it: they drop different elements of a tensor that both hold",
+                "draw what both drop from a generator with the same seed on both",
             )
     return None
 

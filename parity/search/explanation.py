@@ -89,7 +89,7 @@ def _finding(shown: _Shown) -> Finding:
         f"the error of {shown.label} contains {shown.coefficient:.2g} times what {mistake.name} would change, which is "
         f"worth {shown.worth:.2g} standard deviations of rounding, and no tensor lacks it; {mistake.repair}"
     )
-    return finding(mistake.title, message, repair=mistake.repair)
+    return finding(mistake.title, message, repair=mistake.repair, code=mistake.code)
 
 
 def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:

@@ -118,6 +118,7 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
             f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {best[1][0].repair}. "
             f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
             repair=best[1][0].repair,
+            code=best[1][0].code,
         )
 
 
@@ -260,7 +261,7 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
             doubt = doubts + _as_if(one)
             gains = _gains(explanation, failure.precision.name)
             told = f"{_together(one, explanation)}{gains} if you {one.repair}{doubt}"
-            yield finding(one.title, told, sure=not doubt, repair=one.repair)
+            yield finding(one.title, told, sure=not doubt, repair=one.repair, code=one.code)
 
 
 def _gains(explanation: Explanation, precision: str) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
 from parity.mistakes.operations import factor_hypotheses
@@ -73,10 +73,10 @@ def detached_path_findings(
             return
         hypothesis = Hypothesis("gradient-path-missing", path.described, "", path.edits)
         if _explains(failure, failed, hypothesis):
-            yield finding(
+            yield repairable(
                 "gradient-path-missing",
-                f"gradients lack what comes back through {path.described}; without that they all agree. Look there "
-                "for detach, no_grad, or a tensor that is created anew",
+                f"gradients lack what comes back through {path.described}; without that they all agree",
+                "look there for detach, no_grad, or a tensor that is created anew",
             )
             return
 
@@ -212,7 +212,7 @@ def padding_row_findings(
                 else f"leave out padding_idx={row} of the embedding of {name}, as the reference does: the port's row "
                 f"{row} gets no gradient where it is looked up"
             )
-            yield finding("padding-row", f"{told}; every gradient agrees with that")
+            yield finding("padding-row", f"every gradient agrees if you {told}", repair=told)
             return
 
 
@@ -277,11 +277,11 @@ def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
     if factor is None or len(alike) < 2 or abs(factor - 1.0) < _SCALED:
         return
     where = commonpath([result.name.replace(".", "/") for result in alike]).replace("/", ".")
-    yield finding(
+    yield repairable(
         "gradient-scale",
         f"{len(alike)} of {len(failed)} wrong gradients, {alike[0].label} among them, are {readable(factor)} times "
-        f"what they should be, and otherwise right; look for what scales the gradient behind {where or 'these'}, "
-        "or that of a branch. Gradients before it are wrong for that reason",
+        "what they should be, and otherwise right; this also makes the gradients before them wrong",
+        f"look for what scales the gradient behind {where or 'these'}, or that of a branch",
     )
 
 
@@ -297,13 +297,15 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
     if len(failed) < len(gradients) and abs(factor - 1.0) < _SCALED:
         return
     which = "every gradient" if len(failed) == len(gradients) else ", ".join(result.label for result in failed)
-    what = (
-        "0; nothing flows back there, as after detach, no_grad, or a tensor that is created anew"
-        if factor == 0.0
-        else f"{readable(factor)} times what it should be, and otherwise right; "
-        "divide by it (a loss scale, a number of tokens or ranks)"
+    if factor == 0.0:
+        repair = "look for detach, no_grad, or a tensor that is created anew; nothing flows back there"
+        yield repairable("gradient-scale", f"{which} is 0", repair)
+        return
+    yield repairable(
+        "gradient-scale",
+        f"{which} is {readable(factor)} times what it should be, and otherwise right",
+        f"divide by {readable(factor)}, which may be a loss scale or a number of tokens or ranks",
     )
-    yield finding("gradient-scale", f"{which} is {what}")
 
 
 def _one_path_missing(
@@ -322,15 +324,17 @@ def _one_path_missing(
             if explains(failure, tensors_under(failure.prepared, (hypothesis,))):
                 lacks = f"the gradient of {name} lacks what comes through {call.name} in {call.module}"
                 if len({use.site[::2] for use in uses}) == 1 and _adds_to_main_grad(failure):
-                    yield finding(
+                    yield repairable(
                         "gradient-accumulation",
-                        f"{lacks} at one of its {len(uses)} calls; without that it agrees. TE adds to main_grad "
-                        "(fuse_wgrad_accumulation): keep it between calls, and overwrite_main_grad off",
+                        f"{lacks} at one of its {len(uses)} calls; without that it agrees",
+                        "keep main_grad, to which TE adds (fuse_wgrad_accumulation), between the calls, and leave "
+                        "overwrite_main_grad off",
                     )
                     return
-                yield finding(
+                yield repairable(
                     title,
-                    f"{lacks}; without that it agrees. Use the same parameter there, not a copy or a detached view",
+                    f"{lacks}; without that it agrees",
+                    "use the same parameter there, and not a copy or a detached view",
                 )
                 return
 
@@ -360,10 +364,10 @@ def _one_microbatch(
             gradients = tensors_under(failure.prepared, (), cotangents=_of_part(failure.prepared, parts, part))
             if gradients is not None and all(agrees(failure, result, gradients) for result in failed):
                 labels = ", ".join(result.label for result in failed)
-                yield finding(
+                yield repairable(
                     "gradient-accumulation",
-                    f"{labels} is the {which} of {parts} microbatches' gradient alone; add the others to it "
-                    "(is_first_microbatch, fuse_wgrad_accumulation, zero_grad)",
+                    f"{labels} is only the gradient of the {which} of {parts} microbatches",
+                    "add those of the others (see is_first_microbatch, fuse_wgrad_accumulation and zero_grad)",
                 )
                 return
 
@@ -392,10 +396,11 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
     left, parts, dtype = best
     if parts:
         labels = ", ".join(result.label for result in failed)
-        yield finding(
+        yield repairable(
             "gradient-accumulation",
-            f"{labels} is what a sum over {parts} microbatches gives that is rounded to {str(dtype)[6:]} each time: "
-            f"{left:.0%} of the error is left. Accumulate in FP32 (main_grad)",
+            f"{labels} is what a sum over {parts} microbatches gives if it is rounded to {str(dtype)[6:]} each time; "
+            f"that leaves {left:.0%} of the error",
+            "accumulate in FP32 (main_grad)",
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.ranks.layout import AXES, Degrees
 from parity.result import Finding
 from parity.search.over_ranks import Whole
@@ -41,35 +41,49 @@ def wrong_norm(
     own = [0.0] * made.count
     for piece in (piece for one in gradients for piece in one.pieces):
         own[piece.rank] += _square(piece.values)
-    guesses = {f"rank {rank}'s gradients alone: add the squares up over ranks": own[rank]}
+    add_up = "sum the squares of all ranks' gradients before the root"
+    guesses = {f"that of rank {rank}'s gradients alone": (own[rank], add_up)}
     for axis in (axis for axis in AXES if made.of(axis) > 1):
         (peers,) = (peers for peers in made.peers(axis) if rank in peers)
-        guesses[
-            f"what all ranks of {axis} have, and counts a weight as often as there are ranks that hold it: count each "
-            "once, as on the first of these ranks alone"
-        ] = sum(own[peer] for peer in peers)
+        told = f"that over all ranks of {axis}, which counts a weight once for each rank that holds it"
+        guesses[told] = sum(own[peer] for peer in peers), "count each weight once, such as on the first of these ranks"
     for one in gradients:
         guesses |= _counted_otherwise(one, rank, right**2)
-    found = (text for text, square in guesses.items() if _is_norm(known[rank], math.sqrt(max(square, 0.0)), exact))
-    told = next(found, "neither one rank's nor that of all gradients, each counted once")
-    return finding(
+    found = (
+        (text, repair)
+        for text, (square, repair) in guesses.items()
+        if _is_norm(known[rank], math.sqrt(max(square, 0.0)), exact)
+    )
+    told, repair = next(
+        found,
+        ("neither one rank's nor that of all gradients, each counted once", f"{add_up}, and count each weight once"),
+    )
+    return repairable(
         "gradient-norm",
-        f"on rank {rank} the norm of all gradients is {known[rank]:.5g}, and {right:.5g} is right: it is {told}",
+        f"on rank {rank} the norm of all gradients is {known[rank]:.5g}, but should be {right:.5g}; it is {told}",
+        repair,
     )
 
 
-def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, float]:
-    """Return what the square of the norm is if one gradient is counted otherwise, by what is wrong with it."""
+def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, tuple[float, str]]:
+    """Return the square of the norm if one gradient is counted otherwise, and what to do, by what is wrong with it."""
     once, held = _square(one.joined()), [_square(piece.values) for piece in one.pieces]
     own = next((_square(piece.values) for piece in one.pieces if piece.rank == rank), 0.0)
     first = _square(one.pieces[0].values)
-    found = {f"without {one.name}": 0.0, f"with {one.name} as often as there are ranks that hold it": sum(held)}
+    found = {
+        f"without {one.name}": (0.0, f"include {one.name}"),
+        f"with {one.name} once for each rank that holds it": (sum(held), f"count {one.name} once"),
+    }
     if one.pieces[0].split:
+        all_parts = f"count each rank's part of {one.name}, which is split over ranks"
         found |= {
-            f"with {one.name} as the first rank has it alone, as if all had the same: it is divided": first,
-            f"with {one.name} as this rank has it alone, as if all had the same: it is divided": own,
+            f"with {one.name} only as the first rank has it": (first, all_parts),
+            f"with {one.name} only as this rank has it": (own, all_parts),
         }
-    return {f"that of all gradients, but {text}": right - once + square for text, square in found.items()}
+    return {
+        f"that of all gradients, but {text}": (right - once + square, repair)
+        for text, (square, repair) in found.items()
+    }
 
 
 def _is_norm(norm: float, right: float, exact: float) -> bool:

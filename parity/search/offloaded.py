@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.passes.offloading import Exchange, Journal
 from parity.passes.side_by_side import Beside, Computed
 from parity.passes.steps import Trainee, digest
@@ -33,15 +33,15 @@ def out_of_step(number: int, journal: Journal, error: BaseException | None = Non
     told = [f"raised {raised(error)}"] if error is not None and _is_of_offloading(error) else []
     for saved, read in journal.misread[:1]:
         where = f"layer {read}'s memory" if saved != read else "its own memory, where another forward pass has written"
-        told.insert(0, f"sought what layer {saved} had saved in {where}")
+        told.insert(0, f"looked for what layer {saved} had saved in {where}")
     if not told:
         return None
-    return finding(
+    return repairable(
         "offload-out-of-step",
-        f"in step {number}, TE's offloading, which counts layers as they enter its context, {' and '.join(told)}: give "
-        "what each layer returns to the synchronization function before the next one enters the context; let "
-        "model_layers be how often a forward pass enters it; and end the backward pass of a forward pass before the "
-        "next one begins",
+        f"in step {number}, TE's offloading, which counts layers as they enter its context, {' and '.join(told)}",
+        "pass the output of each layer to the synchronization function before the next layer enters the context; set "
+        "model_layers to the number of times that a forward pass enters it; and finish each backward pass before the "
+        "next forward pass",
     )
 
 
@@ -58,11 +58,11 @@ def offload_explained(beside: Beside, journal: Journal) -> Finding:
         or _changed(beside)
         or _narrow(beside)
         or _earlier(beside)
-        or finding(
+        or repairable(
             "offload-differs",
-            f"step {beside.number} with offloading is not that of the same training without: {_listed(differing)} "
-            f"{'is' if len(differing) == 1 else 'are'} others. Compare each tensor that is read back with a copy that "
-            "stays on the device",
+            f"step {beside.number} with offloading differs from that of the same training without it in "
+            f"{_listed(differing)}",
+            "compare each tensor that is read back with a copy that stays on the device",
         )
     )
 
@@ -98,11 +98,12 @@ def _changed(beside: Beside) -> Finding | None:
         return None
     own = {id(one): name for name, one in trainee.owners[""].named_parameters()}
     names = (own.get(id(x), f"a saved tensor of shape {'x'.join(map(str, x.shape))}") for x in changed)
-    return finding(
+    return repairable(
         "offload-stale-tensor",
         f"in step {beside.number}, the port changes {_listed(list(dict.fromkeys(names)))} after the forward pass has "
-        "saved it, and before the backward pass reads it: without offloading that reads what it is by then, and an "
-        "offloaded copy is what it was. Change weights and activations in place after the backward pass alone",
+        "saved it and before the backward pass reads it; without offloading, the backward pass reads the new values, "
+        "and with it the old ones",
+        "change weights and activations in place only after the backward pass",
     )
 
 
@@ -114,11 +115,12 @@ def _narrow(beside: Beside) -> Finding | None:
             return x.to(dtype).to(x.dtype) if type(x) in kinds and x.dtype is torch.float32 else x
 
         if _is_made_by(beside, rounded):
-            return finding(
+            return repairable(
                 "offload-differs",
-                f"step {beside.number} with offloading is, to the bit, that without in which all saved tensors of FP32 "
-                f"are rounded to {name}, such as the statistics of norms, and the "
-                "scales of activations that TE saves in FP8. Copy each tensor in its own dtype",
+                f"step {beside.number} with offloading equals, bit for bit, that without it in which all saved FP32 "
+                f"tensors are rounded to {name}; these include the statistics of norms, and the scales of activations "
+                "that TE saves in FP8",
+                "copy each tensor in its own dtype",
             )
     return None
 
@@ -139,10 +141,11 @@ def _earlier(beside: Beside) -> Finding | None:
                 return then if chosen(x) and then.shape == x.shape and then.dtype == x.dtype else x
 
             if _is_made_by(beside, old):
-                return finding(
+                return repairable(
                     "offload-stale-tensor",
-                    f"step {beside.number} with offloading is, to the bit, that without in which the backward pass "
-                    f"reads {what} of step {earlier}: copies on the host have to be made again in each forward pass",
+                    f"step {beside.number} with offloading equals, bit for bit, that without it in which the backward "
+                    f"pass reads {what} of step {earlier}",
+                    "copy to the host anew in each forward pass",
                 )
     return None
 
@@ -154,7 +157,7 @@ def _is_weight(x: Tensor) -> bool:
 _GROUPS: tuple[tuple[str, Callable[[Tensor], bool]], ...] = (
     ("the weights", _is_weight),
     ("the activations", lambda x: not _is_weight(x)),
-    ("all that was saved", lambda x: True),
+    ("everything that was saved", lambda x: True),
 )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parity.case.case import Rng
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.numerics.errors import Tolerance, margin, measure
 from parity.result import Finding, TensorResult
 from parity.search.failure import Failure
@@ -25,7 +25,7 @@ def exchange_findings(failure: Failure) -> Iterator[Finding]:
     if all(len(labels) == 1 for labels in stands_for.values()):
         told = ", ".join(f"{label} is the reference's {labels[0]}" for label, labels in stands_for.items())
         if len({labels[0] for labels in stands_for.values()}) == len(failed):
-            yield finding("outputs-exchanged", f"{told}; return them in the reference's order")
+            yield repairable("outputs-exchanged", told, "return them in the reference's order")
 
 
 def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
@@ -57,7 +57,7 @@ def order_findings(failure: Failure) -> Iterator[Finding]:
             return
         told.setdefault(found, []).append(result.label)
     for text, labels in told.items():
-        yield finding("rows-exchanged", f"{' and '.join(labels)}: {text}; return rows in the reference's places")
+        yield repairable("rows-exchanged", f"{' and '.join(labels)}: {text}", "return rows in the reference's order")
 
 
 def _moved(candidate: Tensor, golden: Tensor, limit: float) -> str:

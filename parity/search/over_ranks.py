@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parity.cpu.user_error import UserError
 from parity.mistakes.catalogue import calls_of
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.rope import counted_as
 from parity.mistakes.rotation import rotations
@@ -106,6 +106,7 @@ class Whole:
 class _Guess:
     title: str
     told: str
+    repair: str
     pieces: Sequence[Piece]
 
 
@@ -120,23 +121,24 @@ def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mappin
         weights: of the whole candidate, by name.
     """
     for kind in ("weight", "output", "input gradient", "weight gradient"):
-        told: dict[tuple[str, str], list[str]] = {}
+        told: dict[tuple[str, str, str], list[str]] = {}
         for one in (whole for whole in wholes if whole.kind == kind):
             best = _best(one, made, weights)
             if best is not None:
-                told.setdefault((best.title, best.told), []).append(one.name)
+                told.setdefault((best.title, best.told, best.repair), []).append(one.name)
             elif kind == "weight" and one.off() > _ROUNDED:
-                told.setdefault(("weights-not-as-mapped", _other_weights(one)), []).append(one.name)
+                told.setdefault(("weights-not-as-mapped", *_other_weights(one)), []).append(one.name)
         if told:
-            return tuple(_found(title, text, kind, names) for (title, text), names in told.items())
+            return tuple(_found(*found, kind, names) for found, names in told.items())
     return ()
 
 
-def _other_weights(whole: Whole) -> str:
+def _other_weights(whole: Whole) -> tuple[str, str]:
     worst = max(whole.pieces, key=lambda piece: whole.off([piece]))
     return (
-        f"rank {worst.rank} holds {{what}} in other numbers than the map makes of the reference's, off by "
-        f"{whole.off([worst]):.2g}: look at how this rank loads it"
+        f"on rank {worst.rank}, {{what}} differs from what the map makes of the reference's, by "
+        f"{whole.off([worst]):.2g} of its norm",
+        "look at how this rank loads it",
     )
 
 
@@ -164,10 +166,11 @@ def explained_by_outputs(
         if not left <= max(one.may_be_left(), one.limit) * float(one.exact.norm()):
             return ()
     return tuple(
-        finding(
+        repairable(
             "gradient-scale",
-            f"gradients are right if what flows back from {name} counts {factor:.3g} times: a loss is scaled by a "
-            "number of ranks, or of a rank's own tokens, by which others are not",
+            f"gradients are right if what flows back from {name} counts {factor:.3g} times",
+            f"look at whether the loss on {name} is scaled by a number of ranks, or of a rank's own tokens, and the "
+            "others are not",
         )
         for name, factor in zip(names, factors.flatten().tolist(), strict=True)
         if abs(factor - 1) > _ROUNDED
@@ -196,10 +199,10 @@ def explained_by_inputs(
         alone = [_alone(rank, made, splits, inputs, reference) for rank in range(made.count)]
         if all(_is_as(one, [each.get(one.name) for each in alone]) for one in outputs):
             return (
-                finding(
+                repairable(
                     "nothing-exchanged",
-                    f"each rank computes its part as if that were the whole: nothing is exchanged over {axis}; give TE "
-                    "the group, as set_context_parallel_group does",
+                    f"each rank computes its part as if it were the whole, and nothing is exchanged over {axis}",
+                    "pass the process group to TE, such as with set_context_parallel_group",
                 ),
             )
         other = {name: tuple(_toggled(over, axis) for over in split) for name, split in splits.items()}
@@ -209,11 +212,11 @@ def explained_by_inputs(
             is_balanced = any(over.balanced for split in splits.values() for over in split if over.axis == axis)
             given, taken = ("balanced", "plain") if is_balanced else ("plain", "balanced")
             return (
-                finding(
+                repairable(
                     "sequence-order",
-                    f"ranks of {axis} are given a sequence in {given} order, and compute with it as in {taken} order: "
-                    "in a balanced one, which TE's causal attention takes, each rank has a part from the front and one "
-                    "from the back",
+                    f"ranks of {axis} get the sequence in {given} order, but compute as if it were in {taken} order",
+                    f"divide the sequence in {taken} order, or compute in {given} order; in the balanced order, which "
+                    "TE's causal attention needs, each rank has a part from the front and one from the back",
                 ),
             )
     return ()
@@ -243,11 +246,11 @@ def explained_by_positions(
             continue
         if all(_is_as(one, _parts_of(right[one.name], splits.get(one.name, ()), made)) for one in outputs):
             return (
-                finding(
+                repairable(
                     "rope-position",
-                    f"ranks of {over.axis} rotate their parts of a sequence by other positions than these have in it: "
-                    f"{told}; give each rank the positions of its own tokens, or the whole sequence's angles to "
-                    "TE, which takes a rank's part of them",
+                    f"ranks of {over.axis} rotate their parts of a sequence by the wrong positions: {told}",
+                    "give each rank the positions of its own tokens, or give TE the angles of the whole sequence, from "
+                    "which it takes the rank's part",
                 ),
             )
     return ()
@@ -264,7 +267,7 @@ def _positions(seq: int, splits: Mapping[str, Split], made: Degrees) -> Iterator
         order = "plain" if one.balanced else "balanced"
         for told, taken in (
             ("each counts its tokens from 0", [torch.arange(len(tokens)) for tokens in own]),
-            (f"as if tokens were in {order} order", _parts_of(everywhere, (other,), made)),
+            (f"those of tokens in {order} order", _parts_of(everywhere, (other,), made)),
         ):
             positions = everywhere.clone()
             for tokens, counted in zip(own, taken, strict=True):
@@ -317,10 +320,10 @@ def _is_as(whole: Whole, right: Sequence[Tensor | None]) -> bool:
     return True
 
 
-def _found(title: str, text: str, kind: str, names: Sequence[str]) -> Finding:
+def _found(title: str, text: str, repair: str, kind: str, names: Sequence[str]) -> Finding:
     more = f" (and of {len(names) - 1} more: {', '.join(names[1:3])})" if len(names) > 1 else ""
     what = kind if names[0] == kind else f"{kind} {names[0]}"
-    return finding(title, text.format(what=f"the {what}{more}"))
+    return repairable(title, text.format(what=f"the {what}{more}"), repair)
 
 
 def _best(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess | None:
@@ -351,33 +354,34 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     if any(not torch.equal(one.values, group[0].values) for group in groups for one in group):
         distinct = [_distinct(group) for group in groups]
         parts = max(map(len, distinct))
-        some = "" if parts == count else f", though some ranks have added theirs up: {parts} parts are left"
+        some = "" if parts == count else f" (some ranks have summed theirs, and {parts} parts are left)"
         added = [torch.stack(list(values)).double().sum(0) for values in distinct]
         sums = [replace(group[0], values=values) for group, values in zip(groups, added, strict=True)]
         yield _Guess(
             "reduction-missing",
-            f"{{what}} is a part on each of the {count} ranks of {axis}{some}, and right once these are added up: "
+            f"{{what}} is only a part of the sum on each of the {count} ranks of {axis}{some}",
             f"all-reduce it over {axis}",
             sums,
         )
         means = [replace(one, values=one.values / parts) for one in sums]
         yield _Guess(
             "reduction-missing",
-            f"{{what}} differs on the {count} ranks of {axis}{some}, and is right once these are averaged: all-reduce "
-            f"it over {axis}, and divide by {parts}",
+            f"{{what}} differs on the {count} ranks of {axis}{some}, and their average is right",
+            f"all-reduce it over {axis}, and divide by {parts}",
             means,
         )
-    times = ((count, f"{count} times what is right"), (count**2, f"{count**2} times what is right"))
-    for factor, text in times:
+    for factor in (count, count**2):
         yield _Guess(
             "reduced-twice",
-            f"{{what}} is {text}: it is added up over {axis} though each rank has all of it already; reduce it once",
+            f"{{what}} is {factor} times too large: it is summed over {axis} though each rank has all of it already",
+            "reduce it once",
             [replace(one, values=one.values.double() / factor) for one in whole.pieces],
         )
     yield _Guess(
         "averaged-over-ranks",
-        f"{{what}} is 1/{count} of what is right: it is averaged over {axis} where it has to be added up, or a loss is "
-        f"divided by the number of ranks twice",
+        f"{{what}} is 1/{count} of the right one: it is averaged over {axis}, or a loss is divided by the number of "
+        "ranks twice",
+        f"sum it over {axis}, or divide the loss once",
         [replace(one, values=one.values.double() * count) for one in whole.pieces],
     )
 
@@ -412,20 +416,24 @@ def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     told = ", ".join(f"{factor:.3g}" for factor in factors)
     yield _Guess(
         "shares-of-ranks",
-        f"{{what}} is, on the ranks of {axis}, {told} times what is right: each divides its loss by a count of its "
-        "own, such as of its tokens; divide by the count of all ranks",
+        f"{{what}} is {told} times the right one on the ranks of {axis}: each divides its loss by a count of its own, "
+        "such as of its tokens",
+        "divide by the count of all ranks together",
         scaled,
     )
 
 
 def _multiplied(pieces: Sequence[Piece], factor: float, count: int, axis: AxisName) -> Iterator[_Guess]:
     for right, title, told in (
-        (count, "reduced-twice", f"{count} times what is right: a loss is multiplied by the number of ranks"),
-        (1 / count, "averaged-over-ranks", f"1/{count} of what is right: a loss is divided by the number of ranks"),
+        (count, "reduced-twice", f"{count} times the right one on each rank of {axis}: a loss is multiplied"),
+        (1 / count, "averaged-over-ranks", f"1/{count} of the right one on each rank of {axis}: a loss is divided"),
     ):
         if abs(factor / right - 1) < _ROUNDED:
             yield _Guess(
-                title, f"{{what}} is, on each rank of {axis}, {told}, whose gradients are not averaged", pieces
+                title,
+                f"{{what}} is {told} by the number of ranks, whose gradients are not averaged",
+                "leave the number of ranks out of the loss, or average gradients over the ranks",
+                pieces,
             )
 
 
@@ -442,8 +450,8 @@ def _added_to_other_parts(whole: Whole, made: Degrees, axis: AxisName) -> Iterat
         others.append(torch.stack([exact[each.places] for each in parts]).sum(0) if parts else torch.zeros(()))
     yield _Guess(
         "parts-added-up",
-        f"{{what}} is divided over {axis}, and each rank has the sum of all parts: leave it out of the reduction over "
-        f"{axis}, whose ranks have other parts of it",
+        f"{{what}} is split over {axis}, and each rank has the sum of all parts",
+        f"leave it out of the reduction over {axis}, whose ranks hold different parts of it",
         [replace(one, values=one.values.double() - more) for one, more in zip(whole.pieces, others, strict=True)],
     )
 
@@ -459,38 +467,38 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
     for order in orders:
         yield _Guess(
             "shards-in-another-order",
-            f"{{what}} is divided over {axis} in another order: rank {order.index(0)} has the part of rank 0; "
-            "ranks are counted within their group",
+            f"{{what}} is split over {axis} in another order: rank {order.index(0)} has the part of rank 0",
+            "give each rank the part of its number within the group",
             [replace(one, places=_at(whole, made, one, {axis: order})) for one in whole.pieces],
         )
     yield _Guess(
         "shards-in-another-order",
-        f"{{what}} is the part of the first rank on each rank of {axis}: give each its own",
+        f"{{what}} is the part of the first rank on each rank of {axis}",
+        "give each rank its own part",
         [replace(one, places=_at(whole, made, one, {axis: [0] * count})) for one in whole.pieces],
     )
-    for other, text in _variants(over, shape):
+    for other, text, right in _variants(over, shape):
         split = tuple(other if one is over else one for one in whole.pieces[0].split)
         try:
             moved = [replace(one, places=places(shape, split, made, one.rank)) for one in whole.pieces]
         except UserError:  # the whole is not divisible so
             continue
         if all(one.places.numel() == one.values.numel() for one in moved):
-            yield _Guess("shard-layout", f"{{what}} is divided over {axis} {text}", moved)
+            yield _Guess("shard-layout", f"{{what}} is split over {axis} {text}", f"split it {right}", moved)
 
 
-def _variants(over: Over, shape: Sequence[int]) -> Iterator[tuple[Over, str]]:
+def _variants(over: Over, shape: Sequence[int]) -> Iterator[tuple[Over, str, str]]:
+    """Yield other ways to split, with how it was split and how it should be."""
     if over.blocks > 1:
-        yield replace(over, blocks=1), f"as one block, and not each of its {over.blocks} blocks by itself"
+        yield replace(over, blocks=1), "as one block", f"so that each of its {over.blocks} blocks is split by itself"
     elif not over.balanced:
-        yield replace(over, blocks=2), "as two blocks that are each divided, such as gate and up, and not as one"
-        yield replace(over, blocks=3), "as three blocks that are each divided, such as Q, K and V, and not as one"
+        for blocks, such in ((2, "two blocks, such as gate and up"), (3, "three blocks, such as Q, K and V")):
+            yield replace(over, blocks=blocks), f"as {such}, each by itself", "as one block"
+    balanced, plain = "so that each rank has a part from the front and one from the back", "in plain order"
     if over.balanced:
-        yield replace(over, balanced=False), "in plain order, and not with a part from the front and one from the back"
+        yield replace(over, balanced=False), plain, balanced
     else:
-        yield (
-            replace(over, blocks=1, balanced=True),
-            "with a part from the front and one from the back, as causal attention is balanced, and not in plain order",
-        )
+        yield replace(over, blocks=1, balanced=True), balanced, plain
 
 
 def _at(whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequence[int]]) -> Tensor:
@@ -513,9 +521,9 @@ def _gathered_otherwise(whole: Whole, count: int, axis: AxisName) -> Iterator[_G
             for order in orders:
                 yield _Guess(
                     "gathered-in-another-order",
-                    f"{{what}} is right once the {parts} parts of its dimension {dim} are put in the order "
-                    f"{', '.join(map(str, order))}: undo the order in which {axis} divides it, and gather ranks in "
-                    "theirs",
+                    f"{{what}} is right if the {parts} parts of its dimension {dim} are put in the order "
+                    f"{', '.join(map(str, order))}",
+                    f"undo the order in which {axis} splits it, and gather the ranks' parts in the order of the ranks",
                     [replace(one, values=_reordered(one.values, dim, order)) for one in whole.pieces],
                 )
 
@@ -541,8 +549,8 @@ def _with_biases(whole: Whole, made: Degrees, axis: AxisName, weights: Mapping[s
         more = (count - 1) * bias.detach().cpu().double().expand(whole.exact.shape).flatten()
         yield _Guess(
             "bias-on-every-rank",
-            f"{{what}} has {name} {count} times: each of the {count} ranks of {axis} adds it before the sum over them; "
-            "let one rank add it, or add it after the sum",
+            f"{{what}} has {name} {count} times: each of the {count} ranks of {axis} adds it before the sum over them",
+            "let only one rank add it, or add it after the sum",
             [
                 replace(one, values=one.values.double() - more[one.places.flatten()].view(one.values.shape))
                 for one in whole.pieces

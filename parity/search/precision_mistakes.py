@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.case.transfer import parameter_shapes
 from parity.case.weight_map import Side, describe, pack, shape_of, unpack
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
 from parity.mistakes.log_probs import log_softmaxes, returned_log_probs
 from parity.mistakes.trial import tensors_under
@@ -119,11 +119,11 @@ def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:
             is_rounding = (candidate - golden).abs() <= 0.5 * steps + result.tolerance_max_abs
             if candidate.numel() >= _FEWEST_LOG_PROBS and _is_held_in(candidate, dtype) and bool(is_rounding.all()):
                 name = str(dtype).removeprefix("torch.")
-                yield finding(
+                yield repairable(
                     "log-softmax-precision",
-                    f"each number of {result.label} is one of {name}, though it is returned in float32, and is off by "
-                    f"no more than such roundings and what {failure.precision.name} costs: take log-probabilities in "
-                    "FP32, logits.float().log_softmax(-1)",
+                    f"each number of {result.label} is a {name} number, though it is returned in float32, and is off "
+                    f"by no more than such a rounding and what {failure.precision.name} costs",
+                    "take log-probabilities in FP32, with logits.float().log_softmax(-1)",
                 )
                 return
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.passes.capture import NotCaptured
 from parity.passes.one_pass import Arguments, as_arguments
 from parity.passes.side_by_side import Beside, Computed
@@ -33,10 +33,11 @@ def not_captured(error: NotCaptured) -> Finding:
     """Return what a capture has met that no graph holds."""
     cause = error.__cause__ or error
     where = users_line(cause)
-    return finding(
+    return repairable(
         "graph-not-captured",
-        f"the capture raised {raised(cause)}{f'; at {where}' if where else ''}: what reads a tensor's value (item, "
-        "tolist, cpu, a branch, a mask as an index), or waits for the device, has to stay outside of what is captured",
+        f"the capture raised {raised(cause)}{f'; at {where}' if where else ''}",
+        "move code that reads a tensor's value (item, tolist, cpu, a branch, a mask as an index), or that waits for "
+        "the device, out of the captured part",
     )
 
 
@@ -78,40 +79,40 @@ def replay_explained(replayed: Replayed) -> Finding | None:
     """Return which value of the capture, or which mistake of it, the graph's step shows; None if none is found."""
     number = replayed.number
     if number == 1 and replayed.without.changed_before:
-        return finding(
+        return repairable(
             "graph-differs",
-            f"the capture has changed {_listed(replayed.without.changed_before)}: what runs before a capture to "
-            "warm up must leave no trace, so step no optimizer there, and put back the scales of delayed scaling, as "
-            "make_graphed_callables does",
+            f"the capture has changed {_listed(replayed.without.changed_before)}",
+            "let warm-up passes before a capture leave no trace: step no optimizer there, and restore the scales of "
+            "delayed scaling, as make_graphed_callables does",
         )
     if shapes := replayed.other_shapes():
-        return finding(
+        return repairable(
             "graph-differs",
-            f"step {number} calls the candidate with inputs of {shapes[1]}, and its graph was captured with the "
-            f"batch's, of {shapes[0]}: a graph has the shapes of its capture, and what is copied there is broadcast. "
-            "Capture with a micro-batch, by parity.Training(graph=...), or give each call inputs of the batch's shapes",
+            f"step {number} calls the candidate with inputs of {shapes[1]}, but its graph was captured with "
+            f"those of the batch, of {shapes[0]}; a graph keeps these shapes, and other inputs are broadcast to them",
+            "capture with a micro-batch, by parity.Training(graph=...), or give each call inputs of the batch's shapes",
         )
     if replayed.stepped.moved:
-        return finding(
+        return repairable(
             "graph-lost-gradient",
             f"in step {number}, the optimizer does not read the gradients of {_listed(replayed.stepped.moved)} where "
-            "the graph writes them, in the memory that grad had when it was captured: zero_grad(set_to_none=True) lets "
-            "that go, and so does parameter.grad = ...; change gradients in place",
+            "the graph writes them, which is the memory that grad had when the graph was captured",
+            "change gradients in place; zero_grad(set_to_none=True) and parameter.grad = ... replace their memory",
         )
     if replayed.stepped.unmade:
-        return finding(
+        return repairable(
             "weight-cache-stale",
             f"step {number} of the graph computes gradients of inputs from copies of "
-            f"{_listed(replayed.stepped.unmade)} that are not the transposes of the FP8 weights: "
-            "parameter._reset_caches() tells Python so, and a replay runs none of it. Call "
-            "parameter._create_transpose() after each optimizer.step(), which writes the memory that the graph reads, "
-            "or step FP32 copies of your own and copy_ them to the parameters",
+            f"{_listed(replayed.stepped.unmade)} that are not the transposes of the FP8 weights; "
+            "parameter._reset_caches() has no effect on a replay, which runs no Python",
+            "call parameter._create_transpose() after each optimizer.step(), which writes the memory that the graph "
+            "reads, or step FP32 copies of your own and copy_ them to the parameters",
         )
     if replayed.is_made_by(lambda trainee, at_capture: trainee.leave_recipe()):
-        return finding(
+        return repairable(
             "graph-differs",
-            f"step {number} of the graph is, to the bit, that without the precision's recipe: give "
-            "make_graphed_callables enabled=True and the recipe, or capture within te.autocast",
+            f"step {number} of the graph equals, bit for bit, that without the precision's recipe",
+            "pass enabled=True and the recipe to make_graphed_callables, or capture within te.autocast",
         )
     return _stale_input(replayed) or _frozen_value(replayed)
 
@@ -120,23 +121,23 @@ def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
     """Return what to say of a step that nothing explains, and whether it names values that the graph may have kept."""
     number, differing = replayed.number, replayed.differing
     beginning = (
-        f"step {number} of the graph is not that of the same training without a graph: {_listed(differing)} "
-        f"{'is' if len(differing) == 1 else 'are'} others"
+        f"step {number} of the graph differs from that of the same training without a graph in {_listed(differing)}"
     )
     anew = replayed.without_graph(lambda trainee, at_capture: trainee.capture())
     if number == 1 or anew.differs_in(replayed.without.steps[number - 1]):
-        told = finding(
+        told = repairable(
             "graph-differs",
-            f"{beginning}, and a graph that is captured right before it is no better: look at what the capture runs "
-            "and the training does not, and at inputs that are not copied into the graph's memory",
+            f"{beginning}, and so does a graph that is captured right before the step",
+            "look for code that runs only in the capture, and for inputs that are not copied into the graph's memory",
         )
         return told, False
     changed = _changed(replayed)
     was = f": since then, {_listed([one.was for one in changed])}" if changed else ", FP8 weights or memory"
-    told = finding(
+    told = repairable(
         "graph-frozen-value",
-        f"{beginning}, and a graph that is captured right before it computes it right: so the graph keeps a number, a "
-        f"branch or something else of the time of its capture{was}",
+        f"{beginning}, but a graph that is captured right before the step does not; so the graph keeps a number, a "
+        f"branch or something else from the time of its capture{was}",
+        "keep what changes in a tensor that is written in place, or capture again",
     )
     return told, bool(changed)
 
@@ -158,11 +159,11 @@ def _stale_input(replayed: Replayed) -> Finding | None:
     for old, chosen in itertools.product(dict.fromkeys((*range(1, number)[:1], *range(1, number)[-1:], 0)), choices):
         if replayed.is_made_by(partial(with_old, old, chosen)):
             told = f"that of step {old}" if old else "zero"
-            return finding(
+            return repairable(
                 "graph-stale-input",
-                f"step {number} of the graph is, to the bit, that without a graph in which "
-                f"{_listed([names[i] for i in chosen])} is {told}: a replay reads the memory that the capture read, so "
-                "copy each batch into it before (static.copy_(batch))",
+                f"step {number} of the graph equals, bit for bit, that without a graph in which "
+                f"{_listed([names[i] for i in chosen])} is {told}; a replay reads the memory that the capture read",
+                "copy each batch into the memory that was captured (static.copy_(batch)) before the replay",
             )
     return None
 
@@ -195,11 +196,12 @@ def _frozen_value(replayed: Replayed) -> Finding | None:
 
     for group in [*groups, changed] if numbers and memory else groups:
         if replayed.is_made_by(partial(set_back, {one.name for one in group})):
-            return finding(
+            return repairable(
                 "graph-frozen-value",
-                f"step {replayed.number} of the graph is, to the bit, that without a graph in which "
-                f"{_listed([one.again for one in group])}: a graph keeps the numbers, the branches and the memory that "
-                "it was captured with; write to a tensor in place, which the graph reads, or capture again",
+                f"step {replayed.number} of the graph equals, bit for bit, that without a graph in which "
+                f"{_listed([one.again for one in group])}; a graph keeps the numbers, branches and memory of its "
+                "capture",
+                "keep what changes in a tensor that is written in place, or capture again",
             )
     return None
 

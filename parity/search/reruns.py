@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.mistakes.codes import CODES, finding
+from parity.mistakes.codes import CODES, repairable
 from parity.mistakes.trial import tensors_under
 from parity.numerics.errors import difference, margin, measure, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
@@ -68,10 +68,11 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
     """
     ran = run_changed(failure, lambda module: [f"{one.name}={one.value:g}" for one in switched_off(module)])
     if ran is not None and agree(failure, ran[0], _telling(failure)):
-        yield finding(
+        yield repairable(
             "dropout",
-            f"the candidate agrees without dropout; switch off {', '.join(sorted(set(ran[1])))} "
-            "(hidden_dropout=0.0, attention_dropout=0.0, drop_path_rate=0.0); modules are compared as they train",
+            "the candidate agrees without dropout",
+            f"switch off {', '.join(sorted(set(ran[1])))} (hidden_dropout=0.0, attention_dropout=0.0, "
+            "drop_path_rate=0.0); modules are compared in training mode",
         )
 
 
@@ -82,11 +83,11 @@ def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
     with own_recipes(failure.precision.recipe is not None, left_out=True):
         again = failure.rerun()
     if agree(failure, again, _telling(failure)):
-        yield finding(
+        yield repairable(
             "own-recipe",
-            f"the candidate agrees without the te.autocast that it enters by itself: {', '.join(failure.own_recipes)}. "
-            "Enter it around the module, in the code that trains, as parity does for a precision with a recipe; or "
-            "compare at this recipe's precision alone: precisions=[...] in @parity.pair",
+            f"the candidate agrees without the te.autocast that it enters by itself: {', '.join(failure.own_recipes)}",
+            "enter it around the module, in the code that trains, as parity does for a precision with a recipe; or "
+            "compare only at this recipe's precision, with precisions=[...] in @parity.pair",
         )
 
 
@@ -101,16 +102,17 @@ def microbatch_findings(failure: Failure) -> Iterator[Finding]:
     failed = {result.kind for result in failure.results if not result.passed}
     where = ", ".join(sorted(set(said)))
     if failed == {"weight gradient"}:
-        yield finding(
+        yield repairable(
             "gradient-accumulation",
-            f"weight gradients agree without is_first_microbatch ({where}); True starts a new sum, so pass it for the "
-            "first microbatch alone, and zero main_grad before",
+            f"weight gradients agree without is_first_microbatch ({where})",
+            "pass True, which starts a new sum, only for the first microbatch, and zero main_grad before it",
         )
     else:
-        yield finding(
+        yield repairable(
             "weight-cache-stale",
-            f"the candidate agrees without is_first_microbatch ({where}); with False TE computes with the quantized "
-            "weights of an earlier microbatch, so pass True for the first one after each optimizer step",
+            f"the candidate agrees without is_first_microbatch ({where}); with False, TE computes with the quantized "
+            "weights of an earlier microbatch",
+            "pass True for the first microbatch after each optimizer step",
         )
 
 
@@ -120,10 +122,10 @@ def shared_cache_findings(failure: Failure) -> Iterator[Finding]:
     """
     ran = run_changed(failure, _numbered_apart) if failure.prepared.evaluation else None
     if ran is not None and agree(failure, ran[0], _telling(failure)):
-        yield finding(
+        yield repairable(
             "cache-shared",
-            f"the candidate agrees if each attention has a cache of its own; {', '.join(ran[1])}: give each layer "
-            "another layer_number",
+            f"the candidate agrees if each attention has a cache of its own; {', '.join(ran[1])}",
+            "give each layer a layer_number of its own",
         )
 
 
@@ -203,17 +205,16 @@ def buffer_findings(failure: Failure) -> Iterator[Finding]:
     names = ", ".join(ran[1])
     if bases[0] is not None and len(set(bases)) == 1:
         own, wanted = bases[0]
-        repair = f"give its rotary embedding the reference's base, {wanted:.6g}"
-        yield finding(
+        yield repairable(
             "rope-base",
-            f"the candidate agrees with the reference's buffers: {repair}; it has {own:.6g}, as {names} shows",
-            repair=repair,
+            f"the candidate agrees if it has the reference's buffers; {names} has the frequencies of base {own:.6g}",
+            f"give its rotary embedding the reference's base, {wanted:.6g}",
         )
         return
-    yield finding(
+    yield repairable(
         "buffer-not-copied",
-        f"the candidate agrees with the reference's buffers: copy {names}, which differ and which the weight map does "
-        "not reach",
+        "the candidate agrees if it has the reference's buffers, which a weight map does not copy",
+        f"copy {names}",
     )
 
 
@@ -260,11 +261,12 @@ def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
     """
     for name, kept in _kept_rows(failure):
         if all(_is_nearly_right(failure, output, rows) for output, rows in kept.items()) and _agrees(failure, kept):
-            yield finding(
+            yield repairable(
                 "hidden-rows",
-                f"the candidate agrees, gradients included, except in rows that the input {name} hides, where TE's "
-                "attention computes nothing that can be compared. If nobody reads them, zero them in both outputs: "
-                f"give the pair a call_reference and a call_candidate that return {_zeroed(failure, name)}",
+                f"the candidate agrees, gradients included, except in rows that the input {name} masks, where TE's "
+                "attention computes nothing that can be compared",
+                "if nothing reads these rows, zero them in both outputs: give the pair a call_reference and a "
+                f"call_candidate that return {_zeroed(failure, name)}",
             )
             return
 
@@ -276,11 +278,12 @@ def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
     for name, kept in _kept_rows(failure):
         shares = [_share_outside(failure, output, rows) for output, rows in kept.items()]
         if shares and min(shares) > _MOST:
-            yield finding(
+            yield repairable(
                 "hidden-rows",
-                f"{min(shares):.0%} of the outputs' error is in rows that the input {name} hides, where a port may "
-                "compute anything, and which reaches the gradients. Zero them in both outputs first: give the "
-                f"pair a call_reference and a call_candidate that return {_zeroed(failure, name)}",
+                f"{min(shares):.0%} of the outputs' error is in rows that the input {name} masks, where a port may "
+                "compute anything; these rows also affect the gradients",
+                "zero them in both outputs first: give the pair a call_reference and a call_candidate that return "
+                f"{_zeroed(failure, name)}",
             )
             return
 
@@ -288,7 +291,7 @@ def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
 def _zeroed(failure: Failure, name: str) -> str:
     """Return, in words, what zeroes the rows; the user knows which of the mask's values hides."""
     shape = tuple(named_inputs(failure.prepared.inputs, failure.prepared.input_names)[name].shape)
-    return f"output * keep[..., None], where keep is 0 for the tokens that {name} {shape} hides and 1 for others"
+    return f"output * keep[..., None], where keep is 0 for the tokens that {name} {shape} masks and 1 for the others"
 
 
 def _kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -402,12 +405,12 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
         rounding = result.expected.relative_l2 * max(norm_of(golden), norm_of(candidate))
         if moved > max(share * error, _OF_THE_EXPECTED * rounding):
             apart = relative_l2(moved, norm_of(golden))
-            yield finding(
+            yield repairable(
                 "not-reproducible",
-                f"the candidate draws random numbers: with other numbers {result.label} moves by {apart:.2g} of its "
-                f"norm, where the error is {result.errors.relative_l2:.2g}. Switch off what draws them, in a module or "
-                "in forward (functional dropout, stochastic depth, added noise), or draw them once and give them to "
-                "both modules as an input",
+                f"the candidate draws random numbers: with other numbers {result.label} changes by {apart:.2g} of its "
+                f"norm, and the error is {result.errors.relative_l2:.2g}",
+                "switch off what draws them, in a module or in forward (functional dropout, stochastic depth, added "
+                "noise), or draw them once and give them to both modules as an input",
             )
             return
 

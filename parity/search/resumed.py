@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.passes.steps import COPIES, HISTORIES, SCALES, Resumption
 from parity.result import Finding
 
@@ -25,32 +25,29 @@ def lost_state(number: int, resumed: Resumption) -> Finding | None:
     if not differing:
         what = f"its optimizer's {', '.join(moments) or 'weights'}" if not is_same else "the scales of later steps"
     beginning = (
-        f"step {number}, the first of a training that was saved and loaded, is not that of the same training without "
-        f"interruption: {what} are others"
+        f"step {number}, the first after the training was saved and loaded, differs from that of the uninterrupted "
+        f"training in {what}"
     )
     if not lost and resumed.caches_weights:
-        return finding(
+        return repairable(
             "weight-cache-stale",
-            f"{beginning}, though the file held all: FP8 copies of the weights before are kept; call the module with "
-            "is_first_microbatch=True, or None, once after a load",
+            f"{beginning}, though the file held everything: FP8 copies of the weights from before the load are kept",
+            "call the module with is_first_microbatch=True, or None, once after each load",
         )
     told = "; ".join(f"{what} ({_listed(names)})" for what, names in lost.items())
-    return finding(
-        "state-not-saved",
-        f"{beginning}; {f'not restored: {told}' if lost else 'something that no state_dict holds is lost'}"
-        f"{_advice(lost)}",
-    )
+    evidence = f"{beginning}; {f'not restored: {told}' if lost else 'something that no state_dict holds is lost'}"
+    return repairable("state-not-saved", evidence, _advice(lost))
 
 
 def _advice(lost: Mapping[str, list[str]]) -> str:
     advice = []
     if {SCALES, HISTORIES} & lost.keys():
-        advice.append("TE keeps FP8 scales and histories in _extra_state of each module's state_dict")
+        advice.append("save and load _extra_state of each module's state_dict, which has TE's FP8 scales and histories")
     if COPIES in lost:
-        advice.append("an optimizer's state_dict does not hold what it steps: save these copies beside it")
+        advice.append("save the FP32 copies that the optimizer steps, which its state_dict does not hold")
     if any(what.startswith("the optimizer's") for what in lost):
-        advice.append("save and load the optimizer's state, with its moments, its count of steps and its FP32 masters")
-    return "".join(f"; {one}" for one in advice)
+        advice.append("save and load the optimizer's state, with its moments, its step count and its FP32 masters")
+    return "; ".join(advice) or "look for state that the module or the optimizer keeps outside of its state_dict"
 
 
 def _other(saved: Mapping[str, bytes], restored: Mapping[str, bytes]) -> list[str]:

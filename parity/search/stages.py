@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import repairable
 from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import OnRank
 from parity.passes.one_pass import as_arguments
@@ -58,9 +58,10 @@ def _of_missing(weights: Mapping[str, Tensor], held: Mapping[str, set[int]]) -> 
     missing = [name for name in weights if name not in held]
     if not missing:
         return None
-    return finding(
+    return repairable(
         "stages",
-        f"no stage holds {listed(missing)}: say which stage has which layers so that each of them has one",
+        f"no stage holds {listed(missing)}",
+        "assign the layers to stages so that each layer is on one of them",
     )
 
 
@@ -73,10 +74,10 @@ def _of_loading(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
                 continue
             for other in weights:
                 if other.exact.shape == one.exact.shape and other.off([piece]) <= _ROUNDED:
-                    return finding(
+                    return repairable(
                         "stages",
-                        f"stage {made.place(piece.rank)['pp']} holds {one.name} in the numbers of {other.name}: count "
-                        "the layers of earlier stages where weights are loaded",
+                        f"on stage {made.place(piece.rank)['pp']}, {one.name} has the values of {other.name}",
+                        "add the number of layers on earlier stages to the layer's number when you load weights",
                     )
     return None
 
@@ -94,23 +95,23 @@ def _of_order(weights: Mapping[str, Tensor], held: Mapping[str, set[int]], resul
         return None
     names = list(weights)
     told = " and ".join(f"stage {stage} from {names[first[stage]]} on" for stage in sorted(first))
-    return finding(
+    return repairable(
         "stages",
-        f"the layers of the whole candidate are in other stages than their order asks for: {told}. Activations go from "
-        "stage 0 on",
+        f"the order of the stages is not the order of their layers in the whole candidate: {told}",
+        "put the first layers on stage 0, since activations go from stage 0 on",
     )
 
 
 def _of_tied(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
     """Return whether the gradient of a weight that several stages hold is right once what they have is added up."""
     for whole in (one for one in wholes if one.kind == "weight gradient"):
-        for told, pieces in _otherwise(whole, made):
+        for told, repair, pieces in _otherwise(whole, made):
             if whole.off() and whole.off(pieces) <= whole.may_be_left():
-                return finding("tied-over-stages", f"the weight gradient {whole.name} {told}")
+                return repairable("tied-over-stages", f"the weight gradient {whole.name} {told}", repair)
     return None
 
 
-def _otherwise(whole: Whole, made: Degrees) -> Iterator[tuple[str, list[Piece]]]:
+def _otherwise(whole: Whole, made: Degrees) -> Iterator[tuple[str, str, list[Piece]]]:
     own = {one.rank: one for one in whole.pieces}
     groups = [group for peers in made.peers("pp") if len(group := [own[rank] for rank in peers if rank in own]) > 1]
     if not groups or sum(map(len, groups)) < len(own):
@@ -120,18 +121,19 @@ def _otherwise(whole: Whole, made: Degrees) -> Iterator[tuple[str, list[Piece]]]
     if not all(torch.equal(one.values, group[0].values) for group in groups for one in group):
         added = [torch.stack([one.values.double() for one in group]).sum(0) for group in groups]
         yield (
-            f"is a part on each of {held}, which hold the weight tied, and right once these are added up: all-reduce "
-            "it over a group of these stages after the backward pass",
+            f"is only a part of the sum on each of {held}, which share the weight",
+            "all-reduce it over a group of these stages after the backward pass",
             [replace(one, values=x) for group, x in zip(groups, added, strict=True) for one in group],
         )
     count = len(stages)
     yield (
-        f"is {count} times what is right on {held}, which hold the weight tied: it is added up over them twice",
+        f"is {count} times too large on {held}, which share the weight: it is summed over them twice",
+        "reduce it over these stages once",
         [replace(one, values=one.values.double() / count) for group in groups for one in group],
     )
     yield (
-        f"is 1/{count} of what is right on {held}, which hold the weight tied: it is averaged over them where it has "
-        "to be added up",
+        f"is 1/{count} of the right one on {held}, which share the weight: it is averaged over them",
+        "sum it over these stages, and do not average",
         [replace(one, values=one.values.double() * count) for group in groups for one in group],
     )
 

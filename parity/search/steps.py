@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from parity.judge.updates import Deviation, Replay, deviations
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import NO_CODE, Code, repairable
 from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.passes.micro_batches import Made
 from parity.passes.steps import Named, Update
@@ -28,13 +28,15 @@ class Guess:
 
     Attributes:
         title: of the finding, a key of ``CODES``; empty for the right gradients.
-        told: what is wrong and what to do about it.
+        told: what is wrong.
+        repair: what to do about it.
         gradients: computes them, by the reference's names.
         keeps_errors: whether they have the errors of the right gradients, though they may be smaller.
     """
 
     title: str
     told: str
+    repair: str
     gradients: Callable[[], Mapping[str, Tensor]]
     keeps_errors: bool = False
 
@@ -67,7 +69,7 @@ def gradients_explained(
     best = min(range(len(guesses)), key=margins.__getitem__)
     if not guesses[best].title or margins[best] > min(_NEAR_ENOUGH, _NEARER * margins[0]):
         return None
-    return finding(guesses[best].title, guesses[best].told)
+    return repairable(guesses[best].title, guesses[best].told, guesses[best].repair)
 
 
 def are_made_of(made: Made, limits: Mapping[str, float]) -> bool:
@@ -88,10 +90,11 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
         return None
     count = len(made.made)
     if made.right is None:
-        return finding(
+        return repairable(
             "micro-batches",
-            f"the gradients of step {number} are those of {count} micro-batches, and these are not the whole batch, "
-            "whatever their losses are multiplied by: a part of it is never given to the module",
+            f"the gradients of step {number} are those of {count} micro-batches, which are not the whole batch, "
+            "whatever their losses are multiplied by",
+            "give every part of the batch to the module",
         )
     shares = list(zip(made.made, made.right, strict=True))
     most = max(map(abs, made.right))
@@ -100,17 +103,19 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
     if not wrong:
         return None
     if lost:
-        return finding(
+        return repairable(
             "micro-batches",
             f"of the {count} micro-batches of step {number}, {_numbers(lost)} {'do' if len(lost) > 1 else 'does'} not "
-            "count: make a backward pass of each, and set gradients to zero before the first alone",
+            "count",
+            "make a backward pass for each, and set gradients to zero only before the first",
         )
     factors = ", ".join(factor_in_words(factor) for factor in list(wrong.values())[:4])
-    return finding(
+    return repairable(
         "micro-batches",
         f"of the {count} micro-batches of step {number}, {_numbers(list(wrong))} count {factors} times as much as in "
-        "the gradients of the whole batch: multiply the loss of each by its share of what the whole batch's loss is "
-        "averaged over, such as the tokens that count",
+        "the gradients of the whole batch",
+        "multiply the loss of each micro-batch by its share of what the whole batch's loss is averaged over, such as "
+        "the tokens that count",
     )
 
 
@@ -132,14 +137,13 @@ def diverging(number: int, why: str, own: Sequence[float] | None) -> Finding:
     else:
         told = (
             "the reference, trained by itself in FP64, does not diverge: its loss goes from "
-            f"{own[0]:.4g} to {own[-1]:.4g}, so that rounding, or what it does to early steps, is too much for this "
-            "training"
+            f"{own[0]:.4g} to {own[-1]:.4g}, so this training does not tolerate rounding at this precision"
         )
     before = "the step before is right" if number == 2 else f"the {number - 1} steps before are right"
-    return finding(
+    return repairable(
         "training-diverges",
-        f"from step {number} on nothing can be judged, since {why}; {before}, and {told}. Lower the learning rate or "
-        "clip gradients in both, or compare fewer steps",
+        f"from step {number} on nothing can be judged, since {why}; {before}, and {told}",
+        "lower the learning rate or clip gradients, on both sides, or compare fewer steps",
     )
 
 
@@ -151,13 +155,14 @@ def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
         stale: the names of these parameters.
     """
     is_one = len(stale) == 1
-    return finding(
+    return repairable(
         "weight-cache-stale",
         f"step {number} computes gradients of inputs from {'a copy' if is_one else 'copies'} of {listed(list(stale))} "
         f"that {'is' if is_one else 'are'} not the transpose of the FP8 weight{'' if is_one else 's'}: TE's optimizers "
-        "write FP8 parameters under delayed scaling (te.quantized_model_init) without their transposes, which GPUs "
-        "before Blackwell read (TE 2.14 to 2.20.2). Call parameter._reset_caches() after each optimizer.step(), or "
-        "step FP32 copies of your own and copy_ them to the parameters",
+        "update FP8 parameters under delayed scaling (te.quantized_model_init), but not their transposes, which GPUs "
+        "before Blackwell read (TE 2.14 to 2.20.2)",
+        "call parameter._reset_caches() after each optimizer.step(), or step FP32 copies of your own and copy_ them to "
+        "the parameters",
     )
 
 
@@ -209,10 +214,7 @@ def some_scaled(
         return ""
     told = "; ".join(f"{factor} times for {listed(some)}" for factor, some in list(of.items())[:3])
     more = f"; and {len(of) - 3} more" if len(of) > 3 else ", and the others are right" if others else ""
-    return (
-        f"in step {number} gradients are the reference's times a number: {told}{more}. Look at what scales, zeroes or "
-        "reduces these by themselves, such as a hook, a norm of each, or parameters that no gradient reaches"
-    )
+    return f"in step {number} gradients are the reference's times a number: {told}{more}"
 
 
 def _off(x: Tensor, right: Tensor, sized: Tensor) -> float:
@@ -230,10 +232,12 @@ class Setting:
     Attributes:
         told: what the port's optimizer does.
         edit: gives the reference's optimizer that setting.
+        code: the port's setting and the reference's, as arguments of the optimizer, if they are numbers.
     """
 
     told: str
     edit: Callable[[Optimizer], Optimizer]
+    code: Code = NO_CODE
 
 
 def optimizer_explained(
@@ -267,27 +271,32 @@ def optimizer_explained(
         except Exception:  # it is an optimizer that cannot have this setting
             continue
         if all(_fits(update, after, dtype) for update, after in zip(history, made, strict=True)):
-            return finding(
+            return repairable(
                 "optimizer",
-                f"{setting.told}: with that, the reference's optimizer makes every step as it does; give both the same",
+                f"{setting.told}; with this setting, the reference's optimizer makes the candidate's steps",
+                _same(setting),
+                setting.code,
             )
     left_out = [one.name for one in wrong if math.isclose(one.share, 1.0, rel_tol=1e-6) and abs(one.along) < 1e-6]
     if len(left_out) == len(wrong):
-        repair = "give it all parameters, also those that are made after it"
+        repair = "give it all parameters, including those that are created after it"
         last = history[-1]
         if dtype is torch.bfloat16 and all(torch.equal(x, last.before[name]) for name, x in last.after.items()):
-            repair = "TE's FusedSGD, for one, leaves parameters in BF16 alone; take another, or step FP32 copies"
-        return finding("optimizer", f"the candidate's optimizer does not step {listed(left_out)}: {repair}")
+            repair = (
+                "take another optimizer, or step FP32 copies; TE's FusedSGD, for one, does not step BF16 parameters"
+            )
+        return repairable("optimizer", f"the candidate's optimizer does not step {listed(left_out)}", repair)
     if narrow:
         return _narrow_moments(narrow, largest)
     off = {one.name for one in wrong}
     together = {name: parts for name, parts in fused.items() if off & set(parts)}
     if history[-1].is_whole and off <= {part for parts in together.values() for part in parts}:
         holds = "; ".join(f"{name} holds {listed(parts)}" for name, parts in list(together.items())[:3])
-        return finding(
+        return repairable(
             "optimizer",
-            f"{holds}. The optimizer does not step each element by itself, so that its step of all of them together is "
-            "not its step of each: let it step the parts of such a parameter one by one, or train the reference so",
+            f"{holds}; the optimizer does not step each element independently, so its step of the fused parameter "
+            "differs from its steps of the parts",
+            "let it step the parts of such a parameter one by one, or fuse the reference's parameters as well",
         )
     factors = [one.along for one in wrong]
     alike = max(factors) - min(factors) <= 1e-3 * abs(factors[0]) and all(
@@ -295,16 +304,26 @@ def optimizer_explained(
     )
     number, worst = len(history), max(wrong, key=lambda one: one.share)
     if alike:
-        return finding(
+        return repairable(
             "optimizer",
             f"step {number}{_of(wrong, own)} is {factor_in_words(factors[0])} times the step that the reference's "
-            "optimizer makes of the same gradients: compare the learning rates, and when their schedules take a step",
+            "optimizer makes with the same gradients",
+            "compare the learning rates, and when their schedules take a step",
         )
-    return finding(
+    differ = "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
+    return repairable(
         "optimizer",
-        f"in step {number} the candidate's optimizer makes another step of the same gradients than the reference's: "
-        f"{len(wrong)} parameters differ, {worst.name} by {worst.share:.2g} of its step",
+        f"in step {number} the candidate's optimizer makes a different step than the reference's with the same "
+        f"gradients: {differ}, {worst.name} by {worst.share:.2g} of its step",
+        "compare the two optimizers and their arguments",
     )
+
+
+def _same(setting: Setting) -> str:
+    """Return what to do about a setting that differs."""
+    if setting.code.then:
+        return f"give the candidate's optimizer {', '.join(setting.code.then)}, as the reference's has it"
+    return "give both optimizers the same setting"
 
 
 def _eps(kept: torch.dtype) -> float:
@@ -313,10 +332,10 @@ def _eps(kept: torch.dtype) -> float:
 
 def _narrow_moments(narrow: Mapping[str, torch.dtype], largest: float) -> Finding:
     told = " and ".join(f"{key} in {str(kept).removeprefix('torch.')}" for key, kept in narrow.items())
-    return finding(
+    return repairable(
         "optimizer",
-        f"the candidate's optimizer keeps {told}, and its steps differ from the reference's by up to {largest:.2g}; "
-        "keep them in FP32, unless you want to save their memory",
+        f"the candidate's optimizer keeps {told}, and its steps differ from the reference's by up to {largest:.2g}",
+        "keep them in FP32, unless you accept this error to save memory",
     )
 
 
@@ -351,7 +370,24 @@ def _of_the_candidate(own: Replay, settings: Mapping[str, Mapping[str, Any]]) ->
     told = {key: _told(key, values, right) for key, values in differing.items()}
     together = [differing] if len(differing) > 1 else []
     for some in (*({key: values} for key, values in differing.items()), *together):
-        yield Setting(f"its optimizer has {'; '.join(told[key] for key in some)}", _each_its_own(list(right), some))
+        yield Setting(
+            f"the candidate's optimizer has {'; '.join(told[key] for key in some)}",
+            _each_its_own(list(right), some),
+            _arguments(some, right),
+        )
+
+
+def _arguments(differing: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> Code:
+    """Return the settings as an optimizer's arguments; nothing unless each is one number for all parameters."""
+    now, then = [], []
+    for key, values in differing.items():
+        pairs = {(value, _constants(right[name])[key]) for name, value in values.items()}
+        if len(values) < len(right) or len(pairs) > 1:
+            return NO_CODE
+        (own, due) = pairs.pop()
+        now.append(f"{key}={_number(own)}")
+        then.append(f"{key}={_number(due)}")
+    return Code(tuple(now), tuple(then))
 
 
 def _constants(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,43 +431,60 @@ def _settings(own: Replay) -> Iterator[Setting]:
     decays = [value for value in (0.0, *WEIGHT_DECAYS) if value != first.get("weight_decay")]
     if "weight_decay" in first:
         if first["weight_decay"]:
-            yield Setting("its optimizer decays no norms' weights and biases", _decaying(_is_matrix))
-        yield Setting("its optimizer decays norms' weights and biases as well", _decaying(lambda one: True))
+            yield Setting(
+                "the candidate's optimizer does not decay biases and the weights of norms", _decaying(_is_matrix)
+            )
+        yield Setting(
+            "the candidate's optimizer also decays biases and the weights of norms", _decaying(lambda one: True)
+        )
         for value in decays:
-            yield Setting(f"its optimizer has weight_decay={value:g}", _with(weight_decay=value))
+            yield _numbered("weight_decay", value, first["weight_decay"])
         if isinstance(own.optimizer, AdamW):
             yield Setting(
-                "its optimizer adds the decay to the gradient, as Adam does, not to the weights, as AdamW does",
+                "the candidate's optimizer adds the decay to the gradient (Adam), and not to the weights (AdamW)",
                 _as(Adam),
             )
         elif isinstance(own.optimizer, Adam):
-            yield Setting("its optimizer decays the weights, as AdamW does, not the gradient, as Adam does", _as(AdamW))
+            yield Setting(
+                "the candidate's optimizer decays the weights (AdamW), and not through the gradient (Adam)",
+                _as(AdamW),
+            )
     if "betas" in first:
         for i, name in enumerate(("beta1", "beta2")):
             for value in (*MOMENTA, 0.98, 0.8, 0.0):
                 if value != first["betas"][i]:
                     betas = (value, first["betas"][1]) if i == 0 else (first["betas"][0], value)
                     yield Setting(
-                        f"its optimizer has {name}={value:g}, the reference's {first['betas'][i]:g}", _with(betas=betas)
+                        f"the candidate's optimizer has {name}={value:g}, the reference's {first['betas'][i]:g}",
+                        _with(betas=betas),
+                        Code((f"betas={betas}",), (f"betas={tuple(first['betas'])}",)),
                     )
         for one, other in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
             if (one, other) != tuple(first["betas"]):
-                yield Setting(f"its optimizer has betas=({one:g}, {other:g})", _with(betas=(one, other)))
+                yield _numbered("betas", (one, other), tuple(first["betas"]))
         if isinstance(own.optimizer, (Adam, AdamW)):
-            yield Setting("its optimizer leaves out the correction of the moments' bias", _uncorrected)
+            yield Setting("the candidate's optimizer does not correct the bias of the moments", _uncorrected)
     if isinstance(first.get("eps"), float):
         for value in (*OPTIMIZER_EPS, 1e-7, 1e-4, 1e-3):
             if value != first["eps"]:
-                yield Setting(f"its optimizer has eps={value:g}, the reference's {first['eps']:g}", _with(eps=value))
+                yield _numbered("eps", value, first["eps"])
     for amsgrad in [True] if first.get("amsgrad") is False else []:
-        yield Setting("its optimizer takes the largest second moment so far (amsgrad)", _with(amsgrad=amsgrad))
+        yield Setting(
+            "the candidate's optimizer takes the largest second moment so far (amsgrad)", _with(amsgrad=amsgrad)
+        )
     if "momentum" in first:
         for value in (0.0, *MOMENTA):
             if value != first["momentum"]:
-                yield Setting(f"its optimizer has momentum={value:g}", _with(momentum=value))
+                yield _numbered("momentum", value, first["momentum"])
         if "nesterov" in first:
             how = "plain" if first["nesterov"] else "Nesterov's"
-            yield Setting(f"its optimizer uses {how} momentum", _with(nesterov=not first["nesterov"]))
+            yield Setting(f"the candidate's optimizer uses {how} momentum", _with(nesterov=not first["nesterov"]))
+
+
+def _numbered(key: str, value: Any, right: Any) -> Setting:
+    """Return a setting that is a number, or several, in the place of the reference's."""
+    told = f"the candidate's optimizer has {key}={_number(value)}, the reference's {_number(right)}"
+    return Setting(told, _with(**{key: value}), Code((f"{key}={_number(value)}",), (f"{key}={_number(right)}",)))
 
 
 def _with(**settings: Any) -> Callable[[Optimizer], Optimizer]:

@@ -57,16 +57,16 @@ def test_what_asks_whether_it_is_compiled_is_told_from_tracing_on():
 
     (result,) = parity.compare(parity.Case("asking", factory, sizes=({},)), ["fp32"], steps=2, switch="compile")
     assert (result.status, [one.title for one in result.findings]) == ("failed", ["compiled-differs"])
-    assert 'wrong from backend="eager" on' in result.findings[0].message
+    assert 'not with backend="eager"' in result.findings[0].message
 
 
 @pytest.mark.parametrize(
     ("backends", "wrong", "told"),
     [
-        (("eager", "aot_eager", "inductor"), {"aot_eager", "inductor"}, "made functional"),
+        (("eager", "aot_eager", "inductor"), {"aot_eager", "inductor"}, "ahead-of-time differentiation"),
         (("eager", "aot_eager", "inductor"), {"inductor"}, "generated kernels"),
         (("eager", "aot_eager"), set(), "if it is compiled now"),
-        ((), {""}, "as the pair compiles it"),
+        ((), {""}, "compiled as the pair does it"),
     ],
 )
 def test_the_first_backend_that_is_wrong_is_told(backends, wrong, told):

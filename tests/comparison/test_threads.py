@@ -15,43 +15,43 @@ from parity.result import Result
 THREADS = Path(__file__).parents[2] / "examples" / "threads"
 
 SAID = [
-    ("adam_in_bf16", "master-weights", "weights are held in bfloat16 alone"),
+    ("adam_in_bf16", "master-weights", "there are weights only in bfloat16"),
     ("auxiliary_loss_of_own_tokens", "gradient-scale", "what flows back from output[1] counts 0.5 times"),
     ("cached_weight_scale", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
-    ("cross_entropy_first_gradient", "gradient-scale", "every gradient is 0; nothing flows back there"),
+    ("cross_entropy_first_gradient", "gradient-scale", "every gradient is 0; look for detach"),
     ("expert_gradients_over_the_dense_group", "parts-added-up", "each rank has the sum of all parts"),
-    ("fp8_state_lost_in_conversion", "state-not-saved", "TE keeps FP8 scales and histories in _extra_state"),
-    ("graph_gradient_buffers", "stale-gradient", "the optimizer is given no gradients"),
+    ("fp8_state_lost_in_conversion", "state-not-saved", "save and load _extra_state of each module"),
+    ("graph_gradient_buffers", "stale-gradient", "the optimizer gets no gradients"),
     ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
     ("last_micro_batch_not_averaged", "state-between-steps", "what that step does besides one pass"),
     ("log_probs_at_a_temperature", "temperature", "logits divided by a temperature of 0.6"),
-    ("log_probs_in_16_bits", "log-softmax-precision", "each number of output is one of bfloat16"),
+    ("log_probs_in_16_bits", "log-softmax-precision", "each number of output is a bfloat16 number"),
     ("loss_times_context_ranks", "reduced-twice", "a loss is multiplied by the number of ranks"),
     ("masked_loss_by_own_tokens", "shares-of-ranks", "each divides its loss by a count of its own"),
     (
         "norm_gradient_of_a_shard",
         "reduction-missing",
-        "the weight gradient layer_norm_weight is a part on each",
+        "the weight gradient layer_norm_weight is only a part of the sum on each",
     ),
     (
         "odd_lengths_over_context_ranks",
         "wrong-over-ranks",
-        "right in one process, and over 2 ranks (cp2) output",
+        "right in one process, but over 2 ranks (cp2) it is wrong in output",
     ),
     ("packed_rows_rolled_at_real_ends", "unexplained", "no known mistake explains output"),
     (
         "query_norm_of_own_heads",
         "reduction-missing",
-        "the weight gradient norm.weight is a part on each",
+        "the weight gradient norm.weight is only a part of the sum on each",
     ),
     ("recompute_backward_scales", "scale-not-updated", "the output gradient of weight has a scale"),
     ("recompute_outside_autocast", "recipe-disabled", "as if part of the candidate ran outside of it"),
     (
         "router_gradient_of_own_experts",
         "reduction-missing",
-        "the weight gradient router.weight is a part on each",
+        "the weight gradient router.weight is only a part of the sum on each",
     ),
-    ("sink_left_out_of_the_norm", "gradient-norm", "with attend.softmax_offset as the first rank has it"),
+    ("sink_left_out_of_the_norm", "gradient-norm", "with attend.softmax_offset only as the first rank has it"),
     ("weight_cache_not_refreshed", "weight-cache-stale", "is_first_microbatch=True"),
 ]
 PASSES_WITH_A_NOTE = {"recompute_outside_autocast"}

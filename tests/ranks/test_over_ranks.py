@@ -221,8 +221,8 @@ def test_pieces_on_four_ranks_that_are_right_otherwise_are_told(split, values, t
     ("factors", "title", "told"),
     [
         ((1.5, 0.5, 0.5, 1.5), "shares-of-ranks", "1.5, 0.5, 0.5, 1.5 times"),
-        ((4.0, 4.0, 4.0, 4.0), "reduced-twice", "multiplied by the number of ranks"),
-        ((0.25, 0.25, 0.25, 0.25), "averaged-over-ranks", "divided by the number of ranks"),
+        ((4.0, 4.0, 4.0, 4.0), "reduced-twice", "a loss is multiplied by the number of ranks"),
+        ((0.25, 0.25, 0.25, 0.25), "averaged-over-ranks", "a loss is divided by the number of ranks"),
         ((1.1, 1.1, 1.1, 1.1), "", ""),
     ],
 )
@@ -238,8 +238,8 @@ def test_factors_of_the_ranks_gradients_are_told(factors, title, told):
     ("counted", "told"),
     [
         (lambda a, b, c: a + c, "without b"),
-        (lambda a, b, c: 4 * a + b + c, "counts a weight as often as there are ranks that hold it"),
-        (lambda a, b, c: a + float(PARTS[0][:3].square().sum()) + c, "b as the first rank has it alone"),
+        (lambda a, b, c: 4 * a + b + c, "counts a weight once for each rank that holds it"),
+        (lambda a, b, c: a + float(PARTS[0][:3].square().sum()) + c, "b only as the first rank has it"),
         (lambda a, b, c: 10 * (a + b + c), "neither one rank's nor that of all gradients"),
         (lambda a, b, c: a + b + c, None),
     ],

@@ -18,7 +18,12 @@ from parity.report.page import MOST_ROWS, ItemView, Page, page, shade
 from parity.report.record import Record, Uncollected
 from parity.result import Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 
-EPS = Finding("PAR201", "norm-eps", "the error falls", repair="give it eps, 1e-06; it computes with eps=1e-05")
+EPS = Finding(
+    *("PAR201", "norm-eps", "the error falls"),
+    repair="give it eps, 1e-06; it computes with eps=1e-05",
+    now=("eps=1e-05",),
+    then=("eps=1e-06",),
+)
 PICTURE = Picture(
     unit=1e-3,
     profiles=(

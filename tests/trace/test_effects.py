@@ -141,7 +141,7 @@ def test_what_a_port_remembers_is_told_by_name(candidate, attribute, precision, 
     (found,) = result.findings
     assert (found.code, found.title) == ("PAR273", "state-between-calls")
     where = f" in {attribute}" if attribute else ""
-    assert found.message.startswith(f"the candidate remembers its last call{where}: called again, ")
+    assert found.message.startswith(f"the candidate remembers its last call{where}: when it is called again, ")
 
 
 @pytest.mark.parametrize("candidate", [AfterBackward, FirstIsHalf])
