@@ -8,7 +8,7 @@ from torch import nn
 
 import parity
 from parity import Training
-from parity.lab.studies.trainings.rows import case_of, plain
+from parity.lab.studies.rows.trainings import case_of, plain
 from parity.search.compiled import compiled_otherwise
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import parity
 from parity import Training
-from parity.lab.studies.trainings import offloads
-from parity.lab.studies.trainings.rows import (
+from parity.lab.studies.rows import switched
+from parity.lab.studies.rows.trainings import (
     OF_QUANTIZED,
     OFFLOADED,
     RIGHT,
@@ -72,7 +72,7 @@ def test_activations_beside_quantized_weights_are_offloaded(name, precision):
     ("training", "host"),
     [
         (RIGHT["micro-batches"], "llama"),
-        (offloads.looping(), "glued"),
+        (switched.looping(), "glued"),
         *((RIGHT[name], host) for name in OFFLOADED for host in ("mlp", "llama")),
     ],
 )
@@ -89,11 +89,11 @@ def test_what_goes_wrong_in_bf16_is_told(row):
 
 @pytest.mark.parametrize(("diagnose", "told"), [(True, ["offload-differs"]), (False, [])])
 def test_what_is_read_back_otherwise_for_no_known_reason_fails_all_the_same(diagnose, told):
-    class Noisy(offloads.Host):
+    class Noisy(switched.Host):
         def copy(self, x: Tensor) -> Tensor:
             return super().copy(x) * (1 + 1e-7 if x.is_floating_point() else 1)
 
-    result = offloaded(case_of("mlp", offloads.hosted(Noisy)), diagnose=diagnose)
+    result = offloaded(case_of("mlp", switched.hosted(Noisy)), diagnose=diagnose)
     assert result.status == "failed"
     assert [one.title for one in result.findings] == told
 

@@ -18,8 +18,8 @@ from parity.case import registry
 from parity.case.case import Rng
 from parity.case.training import Model
 from parity.cpu import cuda
-from parity.lab.studies.trainings.quantized import RECIPES, with_caches
-from parity.lab.studies.trainings.rows import (
+from parity.lab.studies.rows.optimizers import RECIPES, with_caches
+from parity.lab.studies.rows.trainings import (
     OF_QUANTIZED,
     RIGHT,
     WRONG,

@@ -14,7 +14,7 @@ from parity.case.case import Rng
 from parity.case.training import ADAM
 from parity.case.validate import check_case
 from parity.judge.band import Band, Left, band, band_of
-from parity.lab.studies.trainings.rows import Declared, case_of, plain
+from parity.lab.studies.rows.trainings import Declared, case_of, plain
 from parity.passes.courses import Course
 from parity.te.precision import PRECISIONS
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parity.judge.updates import Replay, deviations
-from parity.lab.studies.trainings.own_optimizers import Lion
+from parity.lab.studies.rows.optimizers import Lion
 from parity.passes.steps import Update
 
 RATE = 1e-3

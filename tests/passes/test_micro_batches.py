@@ -13,7 +13,7 @@ import parity
 from parity import Pair, Training, te
 from parity.case.case import Case
 from parity.case.validate import check_case
-from parity.lab.studies.trainings.rows import case_of
+from parity.lab.studies.rows.trainings import case_of
 from parity.passes.micro_batches import micro_batches
 from parity.passes.prepare import prepare
 from parity.passes.steps import step_case

@@ -17,7 +17,7 @@ from torch import nn
 import parity
 from parity.case import registry
 from parity.case.case import Case
-from parity.lab.studies.ranks.rows import DP, EP, RIGHT, SP, WRONG, add_up, case_of
+from parity.lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, add_up, case_of
 from parity.parallel import with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees, over, part, places

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import parity
 from parity.case import registry
 from parity.case.case import Case
-from parity.lab.studies.ranks.staged import PP, RIGHT, WRONG, case_of
+from parity.lab.studies.rows.staged import PP, RIGHT, WRONG, case_of
 from parity.ranks.layout import Axis, degrees
 from parity.ranks.pipeline import Pipeline, Stage
 

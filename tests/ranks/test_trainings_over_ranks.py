@@ -7,8 +7,8 @@ import re
 import pytest
 
 import parity
-from parity.lab.studies.ranks.rows import DP, SP, TP, TP_DP
-from parity.lab.studies.ranks.trained import RIGHT, STEPS, SWITCHES, WRONG, case_of
+from parity.lab.studies.rows.ranks import DP, SP, TP, TP_DP
+from parity.lab.studies.rows.trained_over_ranks import RIGHT, STEPS, SWITCHES, WRONG, case_of
 from parity.ranks.layout import degrees
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.lab.studies.training_curves.study import dithered, unit_roundoff
+from parity.lab.studies.training_curves import dithered, unit_roundoff
 from parity.numerics.formats import Rounding
 from parity.te.precision import PRECISIONS
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("scipy")
-from parity.lab.studies.training_curves.study import Band, prediction_band
+from parity.lab.studies.training_curves import Band, prediction_band
 
 
 def test_one_point_is_bounded_as_by_the_textbook() -> None:

@@ -15,10 +15,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
-from parity.lab.studies.expected_error import report as claims
-from parity.lab.studies.expected_error import study
-from parity.lab.studies.expected_error.report import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
-from parity.lab.studies.expected_error.study import (
+from parity.lab.studies import expected_error as study
+from parity.lab.studies.expected_error import (
     ISSUE_407,
     MODEL,
     SHORT_SUMS,
@@ -32,6 +30,8 @@ from parity.lab.studies.expected_error.study import (
     measure,
     runs,
 )
+from parity.lab.studies.reports import expected_error as claims
+from parity.lab.studies.reports.expected_error import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
 from parity.te import Kernels
 from parity.user_error import UserError
 

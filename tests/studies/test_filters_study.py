@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
-from parity.lab.studies.filters import report
-from parity.lab.studies.filters.report import LIMIT
-from parity.lab.studies.filters.study import Seen, Settings, Wrong, seen
+from parity.lab.studies.filters import Seen, Settings, Wrong, seen
+from parity.lab.studies.reports import filters as report
+from parity.lab.studies.reports.filters import LIMIT
 
 
 def test_a_mistake_that_is_detected_is_not_measured() -> None:

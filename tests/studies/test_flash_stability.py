@@ -15,9 +15,8 @@ pytest.importorskip("scipy")
 from parity import te
 from parity.lab import record
 from parity.lab.studies import catalogue
-from parity.lab.studies.flash_stability import report, study
-from parity.lab.studies.flash_stability.report import flash_over_baseline, growth, of_length
-from parity.lab.studies.flash_stability.study import (
+from parity.lab.studies import flash_stability as study
+from parity.lab.studies.flash_stability import (
     ALONE,
     AS_KERNELS,
     EVERYWHERE,
@@ -36,6 +35,8 @@ from parity.lab.studies.flash_stability.study import (
     untiled,
     whole_runs,
 )
+from parity.lab.studies.reports import flash_stability as report
+from parity.lab.studies.reports.flash_stability import flash_over_baseline, growth, of_length
 from parity.te import Kernels
 from parity.user_error import UserError
 

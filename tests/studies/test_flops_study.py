@@ -14,9 +14,9 @@ from parity import te
 from parity.case.case import Case, Size
 from parity.lab import flops
 from parity.lab.studies import catalogue
-from parity.lab.studies.flops import report as claims
-from parity.lab.studies.flops import study
-from parity.lab.studies.flops.study import Settings
+from parity.lab.studies import flops as study
+from parity.lab.studies.flops import Settings
+from parity.lab.studies.reports import flops as claims
 from parity.te import Kernels
 from parity.user_error import UserError
 

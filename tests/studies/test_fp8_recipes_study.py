@@ -14,9 +14,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
-from parity.lab.studies.fp8_recipes import report as claims
-from parity.lab.studies.fp8_recipes import study
-from parity.lab.studies.fp8_recipes.study import (
+from parity.lab.studies import fp8_recipes as study
+from parity.lab.studies.fp8_recipes import (
     BLOCKS,
     PLAIN,
     RECIPES,
@@ -33,6 +32,7 @@ from parity.lab.studies.fp8_recipes.study import (
     TensorRun,
     runs,
 )
+from parity.lab.studies.reports import fp8_recipes as claims
 from parity.numerics.formats import OperandPart
 from parity.te import Kernels
 from parity.user_error import UserError

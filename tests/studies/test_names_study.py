@@ -10,11 +10,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.case.validate import check_case
-from parity.lab.studies.names import report
-from parity.lab.studies.names.ports import HOSTS, port
-from parity.lab.studies.names.report import OUTCOMES, Judged
-from parity.lab.studies.names.rows import ROWS, TABLES, Row
-from parity.lab.studies.names.study import Judgement, Said, Settings, judgements, said_of
+from parity.lab.studies.names import Judgement, Said, Settings, judgements, said_of
+from parity.lab.studies.reports import names as report
+from parity.lab.studies.reports.names import OUTCOMES, Judged
+from parity.lab.studies.rows.names import ROWS, TABLES, Row
+from parity.lab.studies.rows.ports import HOSTS, port
 from parity.mistakes.codes import CODES
 
 

@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from parity import te
 from parity.case.case import Rng
 from parity.lab.studies import catalogue, te_modules
-from parity.lab.studies.query_key_scale import report as claims
-from parity.lab.studies.query_key_scale import study
-from parity.lab.studies.query_key_scale.study import (
+from parity.lab.studies import query_key_scale as study
+from parity.lab.studies.query_key_scale import (
     KEPT,
     PLACEMENTS,
     TE_WAYS,
@@ -39,6 +38,7 @@ from parity.lab.studies.query_key_scale.study import (
     scores,
     ways,
 )
+from parity.lab.studies.reports import query_key_scale as claims
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from parity import te
 from parity.case.case import Rng
 from parity.lab.studies import catalogue
-from parity.lab.studies.softmax_precision import report, study
-from parity.lab.studies.softmax_precision.study import (
+from parity.lab.studies import softmax_precision as study
+from parity.lab.studies.reports import softmax_precision as report
+from parity.lab.studies.softmax_precision import (
     DTYPES,
     WAYS,
     Errors,

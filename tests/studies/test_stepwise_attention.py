@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.lab.studies import stepwise
-from parity.lab.studies.flash_stability.study import draw, staircase
+from parity.lab.studies.flash_stability import draw, staircase
 from parity.lab.studies.stepwise import (
     ALGORITHMS,
     FORMATS,

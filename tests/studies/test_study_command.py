@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity.cli import app
 from parity.lab.studies import catalogue
-from parity.lab.studies.fp8_accumulation.study import Settings
+from parity.lab.studies.fp8_accumulation import Settings
 from parity.user_error import UserError
 
 

@@ -17,9 +17,9 @@ from parity import te
 from parity.case.weight_map import WeightMap, stack
 from parity.lab import record
 from parity.lab.studies import catalogue
+from parity.lab.studies import training_curves as study
 from parity.lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
-from parity.lab.studies.training_curves import study
-from parity.lab.studies.training_curves.study import Outcome, Run, Settings, outcomes
+from parity.lab.studies.training_curves import Outcome, Run, Settings, outcomes
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -14,9 +14,17 @@ pytest.importorskip("scipy")
 from parity import te
 from parity.lab import record
 from parity.lab.studies import catalogue
-from parity.lab.studies.training_drift import report, study
-from parity.lab.studies.training_drift.report import claims, of_algorithm, of_format, of_other_start, of_rounding, of_te
-from parity.lab.studies.training_drift.study import (
+from parity.lab.studies import training_drift as study
+from parity.lab.studies.reports import training_drift as report
+from parity.lab.studies.reports.training_drift import (
+    claims,
+    of_algorithm,
+    of_format,
+    of_other_start,
+    of_rounding,
+    of_te,
+)
+from parity.lab.studies.training_drift import (
     Distance,
     Drift,
     Drifts,

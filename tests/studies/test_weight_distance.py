@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy")
 from scipy import stats
 
-from parity.lab.studies.training_drift.study import between, wasserstein
+from parity.lab.studies.training_drift import between, wasserstein
 
 numbers = st.floats(-1e3, 1e3, width=32)
 pairs = st.integers(1, 30).flatmap(

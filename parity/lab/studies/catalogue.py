@@ -43,7 +43,7 @@ def load(name: str) -> ModuleType:
     for library in ("matplotlib", "scipy"):
         if importlib.util.find_spec(library) is None:
             raise UserError(f"studies need {library}: pip install 'te-parity[studies]'")
-    return importlib.import_module(f"parity.lab.studies.{name}.study")
+    return importlib.import_module(f"parity.lab.studies.{name}")
 
 
 def run(name: str, settings: Any, folder: Path) -> Path:
@@ -61,7 +61,7 @@ def run(name: str, settings: Any, folder: Path) -> Path:
         UserError: if there is no such study, a library is missing, or the settings do not fit each other.
     """
     measured = load(name).measured(settings, folder)
-    report = importlib.import_module(f"parity.lab.studies.{name}.report")
+    report = importlib.import_module(f"parity.lab.studies.reports.{name}")
     path: Path = report.write(*measured, folder)
     return path
 

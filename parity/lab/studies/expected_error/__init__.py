@@ -1,1 +1,0 @@
-"""Measure which error is normal: by TE module and precision, over width, length and depth."""

@@ -1,0 +1,236 @@
+"""Measure how far the mistakes of the study ``names`` that are not detected stand out from rounding, to any filter.
+
+A matched filter weighs a tensor's error by what a mistake would change. Without knowing which roundings a port shares
+with the model, its noise is what errors have along that change when each rounding is drawn anew. The signal over this
+noise tells whether there is anything to detect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from parity import te
+from parity.case.validate import check_case
+from parity.judge.second_look import drawn_runs
+from parity.lab import record
+from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.studies.names import Judgement, said_of
+from parity.lab.studies.rows import ports
+from parity.lab.studies.rows.names import ROWS
+from parity.lab.studies.rows.ports import port
+from parity.lab.studies.settings import check_names
+from parity.passes.all_passes import Tensors, golden_tensors, tensors_of
+from parity.passes.build import cast as in_dtype
+from parity.passes.modes import usual_modes
+from parity.passes.one_pass import outputs_of, run
+from parity.passes.prepare import Prepared, prepare
+from parity.result import PROBED
+from parity.te.precision import PRECISIONS
+
+RECORD = "filters.jsonl"
+# The port's own steps compute in FP32, which leaves this share of golden; a change below it is none.
+_IN_FP32 = 1e-6
+# The share with which an estimate from few runs counts: of an element's own error beside its tensor's average, and of
+# the correlation of two tensors' errors beside none.
+_TRUSTED = 0.8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the study.
+
+    Attributes:
+        precisions: at which every wrong port is judged.
+        seed: of weights and inputs.
+        runs: of the rounding model, whose roundings are drawn.
+        rows: names of ``ROWS``; empty for all.
+    """
+
+    precisions: tuple[str, ...] = ("bf16", "fp8_current")
+    seed: int = 0
+    runs: int = 64
+    rows: tuple[str, ...] = ("",)
+
+
+FULL = Settings()
+QUICK = Settings(precisions=("bf16",), runs=16, rows=("plain GELU for tanh-GELU",))
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong port at a precision.
+
+    Attributes:
+        row: a name of ``ROWS``.
+        precision: of ``PRECISIONS``.
+        seed: of weights and inputs.
+        runs: as in ``Settings``.
+    """
+
+    row: str
+    precision: str
+    seed: int
+    runs: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Hold what filters could see of it.
+
+    Attributes:
+        status: parity's verdict; nothing else is measured unless the port passed.
+        margin: parity's.
+        best: the tensor in which most is to be seen; empty if none changes.
+        norm_ratio: the norm of the mistake's change over that of rounding, there.
+        ratio: the signal to noise ratio of the matched filter there.
+        joined: that of all elements of all tensors together, weighted by what the runs say of their errors.
+    """
+
+    status: str
+    margin: FourDigits
+    best: str = ""
+    norm_ratio: FourDigits = 0.0
+    ratio: FourDigits = 0.0
+    joined: FourDigits = 0.0
+
+
+def measured(settings: Settings, folder: Path) -> tuple[Mapping[Wrong, Seen], Settings]:
+    """Measure what the folder's record lacks, in this process.
+
+    Returns:
+        What ``report.write`` is given, but for the folder.
+
+    Raises:
+        UserError: for a precision that there is not.
+    """
+    check_names("precisions", settings.precisions, PRECISIONS)
+    rows = [name for name in settings.rows if name] or list(ROWS)
+    jobs = [Wrong(row, name, settings.seed, settings.runs) for name in settings.precisions for row in rows]
+    campaign: Campaign[Wrong, Seen] = Campaign(folder / RECORD, Seen, code=record.code_of(__name__))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return campaign.complete(jobs, seen, "measuring"), settings
+    finally:
+        torch.set_num_threads(threads)
+
+
+def seen(one: Wrong) -> Seen:
+    """Judge a wrong port and, if it passes, measure what there was to see."""
+    row = ROWS[one.row]
+    said = said_of(Judgement(one.row, row.host, one.precision, one.seed, searched=False))
+    if said.status != "passed":
+        return Seen(said.status, said.margin)
+    kernels, precision = te.kernels("cpu"), PRECISIONS[one.precision]
+    case = port(row.host, None)
+    (checked,) = check_case(case, kernels.te)
+    with usual_modes():
+        prepared = prepare(case, checked, precision.dtype, one.seed, kernels)
+        golden = {key: x.double() for key, x in golden_tensors(prepared).items()}
+        changes = _changes(row.host, row.mistake, prepared)
+        drawn = drawn_runs(prepared, precision.rounding, one.runs)
+    told = [key for key, change in changes.items() if change.norm() > _IN_FP32 * golden[key].norm()]
+    if not told:
+        return Seen(said.status, said.margin)
+    errors = {key: torch.stack([run[key].double() - golden[key] for run in drawn]) for key in told}
+    # How much of each tensor's change the error of each run contains: 0 on average, and 1 more under the mistake.
+    contained = torch.stack(
+        [(errors[key] * changes[key]).flatten(1).sum(1) / changes[key].square().sum() for key in told], dim=1
+    )
+    ratios = contained.square().mean(0).rsqrt()
+    best = int(ratios.argmax())
+    norm_ratio = changes[told[best]].norm() / errors[told[best]].flatten(1).square().sum(1).mean().sqrt()
+    halves = slice(0, None, 2), slice(1, None, 2)
+    joined = math.sqrt(sum(_joined(errors, changes, *each) ** 2 for each in (halves, halves[::-1])) / 2)
+    return Seen(
+        said.status,
+        said.margin,
+        " ".join(told[best]),
+        norm_ratio.item(),
+        ratios[best].item(),
+        max(joined, ratios[best].item()),
+    )
+
+
+def _joined(errors: Tensors, changes: Tensors, some: slice, others: slice) -> float:
+    """Return the signal to noise ratio of all tensors' filters together in some of the runs.
+
+    Each element is weighted by what the other runs say of its error, and each tensor by what they say of its filter.
+
+    Args:
+        errors: of each tensor, the runs first.
+        changes: what the mistake changes of each.
+        some: the runs by which is weighted.
+        others: those in which the ratio is measured.
+    """
+    filters = []
+    for key, error in errors.items():
+        own, average = error[some].square().mean(0), error[some].square().mean()
+        weighted = changes[key] / (_TRUSTED * own + (1 - _TRUSTED) * average)
+        filters.append((error * weighted).flatten(1).sum(1) / (changes[key] * weighted).sum())
+    contained = torch.stack(filters, dim=1)
+    deviations = contained[some].square().mean(0).sqrt()
+    scaled = contained[some] / deviations
+    related = _TRUSTED * scaled.T @ scaled / len(scaled) + (1 - _TRUSTED) * torch.eye(len(deviations)).to(scaled)
+    weights = torch.linalg.solve(related, 1.0 / deviations) / deviations
+    return float(weights.sum() / (contained[others] @ weights).square().mean().sqrt())
+
+
+# The change: the port's own code in FP64 with plain PyTorch in TE's place, with the mistake and without.
+
+
+class _Attention(nn.Module):
+    """Stand in for TE's ``DotProductAttention``."""
+
+    def __init__(self, heads: int, head_dim: int, **given: Any) -> None:
+        super().__init__()
+        self.repeats, self.given = heads // given["num_gqa_groups"], given
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Take ``[batch, seq, heads, head_dim]``, and return the heads side by side."""
+        key, value = (x.repeat_interleave(self.repeats, dim=2) for x in (key, value))
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * self.given["softmax_scale"]
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        visible = visible.tril() if self.given["attn_mask_type"] == "causal" else visible
+        before, _ = self.given["window_size"]
+        visible = visible.triu(-before) if before >= 0 else visible
+        shares = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", shares, value).flatten(2)
+
+
+_PLAIN = SimpleNamespace(Linear=nn.Linear, RMSNorm=nn.RMSNorm, LayerNorm=nn.LayerNorm, DotProductAttention=_Attention)
+
+
+def _changes(host: str, mistake: ports.Mistake, prepared: Prepared) -> Tensors:
+    right, wrong = (_in_fp64(host, one, prepared) for one in (None, mistake))
+    return {key: wrong[key] - x for key, x in right.items()}
+
+
+def _in_fp64(host: str, mistake: ports.Mistake | None, prepared: Prepared) -> Tensors:
+    candidate = ports.modules(cast(Any, _PLAIN), host, mistake)[1].double()
+    weights = dict(prepared.reference.double().named_parameters())
+    theirs = ports.names_in_port(list(weights), candidate)
+    with torch.no_grad():
+        for name, weight in candidate.named_parameters():
+            weight.copy_(weights[theirs[name]])
+    ran = run(
+        candidate,
+        None,
+        in_dtype(prepared.inputs, torch.float64),
+        prepared.input_names,
+        lambda outputs: {name: prepared.cotangents[name].to(output.dtype) for name, output in outputs.items()},
+    )
+    tensors = {(kind, theirs.get(name, name)): x.detach().double() for (kind, name), x in tensors_of(ran).items()}
+    if prepared.probed:
+        with torch.no_grad():
+            probed = outputs_of(candidate, prepared.probe_call, in_dtype(prepared.probe, torch.float64))
+        tensors |= {(PROBED, name): output.double() for name, output in probed.items()}
+    return tensors

@@ -1,1 +1,0 @@
-"""Estimate what the best linear filter could see of the mistakes that parity does not detect."""

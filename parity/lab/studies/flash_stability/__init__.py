@@ -1,1 +1,0 @@
-"""Measure how far flash attention deviates from baseline attention, and which rounding does it."""

@@ -1,1 +1,0 @@
-"""FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps."""

@@ -1,1 +1,0 @@
-"""Judge how often a wrong port's mistake is named, on a fixed table of wrong ports."""

@@ -1,1 +1,0 @@
-"""Compare where to scale queries and keys: overflow and error by magnitude, head width and dtype."""

@@ -1,0 +1,159 @@
+"""Compare wrong ports and right ones over ranks, and record whether each is detected and what is said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parity import te
+from parity.case.validate import check_case
+from parity.judge.limits import packaged
+from parity.lab import record
+from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.studies.rows import ranks as rows
+from parity.lab.studies.rows import staged
+from parity.lab.studies.rows import trained_over_ranks as trained
+from parity.lab.studies.rows.ranks import Row
+from parity.lab.studies.settings import check_names
+from parity.parallel import compare_over_ranks_at
+from parity.ranks.layout import degrees
+from parity.te.precision import PRECISIONS, why_unavailable
+from parity.training import train_at
+
+RECORD = "ranks.jsonl"
+WRONG = (*rows.WRONG, *staged.WRONG, *trained.WRONG)
+RIGHT = (*rows.RIGHT, *staged.RIGHT, *trained.RIGHT)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the study.
+
+    Attributes:
+        precisions: at which ports are judged; those that the machine does not run are left out.
+        seeds: how many seeds each right port has; wrong ones have one.
+        commit: at which this is measured, as the report is to say.
+    """
+
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
+    seeds: int = 3
+    commit: str = ""
+
+
+FULL = Settings()
+QUICK = Settings(precisions=("bf16",), seeds=1)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One port over ranks.
+
+    Attributes:
+        host: of ``rows.HOSTS``, ``staged.HOSTS`` or ``trained.HOSTS``.
+        variant: the mistake, or which right port it is.
+        ranks: how many ranks there are by axis, as items are called.
+        is_wrong: whether it is in ``WRONG``.
+        precision: of ``parity.te.precision.PRECISIONS``.
+        seed: of weights and inputs.
+    """
+
+    host: str
+    variant: str
+    ranks: str
+    is_wrong: bool
+    precision: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """Hold what parity said.
+
+    Attributes:
+        status: ``passed``, ``failed`` or ``error``.
+        reason: why, if it did not pass.
+        margin: the largest.
+        findings: titles and messages, the first first.
+        seconds: by the clock, with all ranks and the search for a cause.
+    """
+
+    status: str
+    reason: str
+    margin: FourDigits
+    findings: tuple[tuple[str, str], ...]
+    seconds: FourDigits
+
+    def is_named(self, port: Port) -> bool:
+        """Return whether the first finding is the mistake that was planted."""
+        return bool(self.findings) and self.findings[0][0] in row_of(port).titles
+
+
+def row_of(port: Port) -> Row:
+    """Return the row of a wrong port."""
+    of = port.host, port.variant, port.ranks
+    return next(row for row in WRONG if (row.host, row.variant, degrees(row.ranks).label) == of)
+
+
+def measured(settings: Settings, folder: Path) -> tuple[Mapping[Port, Said], Settings]:
+    """Make the comparisons that the folder's record lacks, each with its ranks.
+
+    Returns:
+        What ``report.write`` is given, but for the folder.
+
+    Raises:
+        UserError: for a precision that there is not.
+    """
+    check_names("precisions", settings.precisions, PRECISIONS)
+    campaign: Campaign[Port, Said] = Campaign(folder / RECORD, Said, code=record.code_of(__name__))
+    return campaign.complete(ports(settings), said_of, "port"), settings
+
+
+def ports(settings: Settings) -> list[Port]:
+    """Return all ports: a precision after the other, wrong ones first."""
+    found = []
+    for name in settings.precisions:
+        if why_unavailable(PRECISIONS[name], te.kernels("cpu")) is not None:
+            continue
+        found += [
+            Port(row.host, row.variant, degrees(row.ranks).label, True, name, 0) for row in WRONG if row.exists_at(name)
+        ]
+        found += [
+            Port(right.host, right.variant, degrees(right.ranks).label, False, name, seed)
+            for right in RIGHT
+            for seed in range(settings.seeds)
+            if right.exists_at(name)
+        ]
+    return found
+
+
+@functools.cache
+def _limits() -> Any:
+    return packaged()
+
+
+def said_of(port: Port) -> Said:
+    """Make one comparison, without a limit of real time for the search for a cause."""
+    kernels = te.kernels("cpu")
+    made = next(
+        degrees(row.ranks)
+        for row in (*WRONG, *RIGHT)
+        if (row.host, row.variant, degrees(row.ranks).label) == (port.host, port.variant, port.ranks)
+    )
+    is_trained = port.host in trained.HOSTS
+    of = next(some for some in (rows, staged, trained) if port.host in some.HOSTS)
+    case = dataclasses.replace(of.case_of(port.host, port.variant), ranks=(made,))
+    (checked,) = check_case(case, kernels.te)
+    began = time.perf_counter()
+    at = case, checked, PRECISIONS[port.precision], port.seed, kernels, _limits()
+    result = (
+        train_at(*at, trained.STEPS, trained.SWITCHES.get(port.host, ""), made=made)
+        if is_trained
+        else compare_over_ranks_at(*at, made)
+    )
+    findings = tuple((found.title, found.message) for found in result.findings)
+    return Said(result.status, result.reason, result.margin, findings, time.perf_counter() - began)

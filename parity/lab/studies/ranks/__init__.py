@@ -1,1 +1,0 @@
-"""Count which mistakes over ranks are detected and named, and whether right ports pass."""

@@ -1,0 +1,1 @@
+"""Draw the reports of studies, each from what its study measured."""

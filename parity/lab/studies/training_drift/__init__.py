@@ -1,1 +1,0 @@
-"""Measure how far flash attention, low precision and TE move the weights that training ends with."""

@@ -1,0 +1,169 @@
+"""Train wrong ports and right ones, and record whether each is detected and what is said of it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from parity import te
+from parity.case.validate import check_case
+from parity.judge.limits import packaged
+from parity.lab import record
+from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.studies.rows.trainings import (
+    COMPILED,
+    GRAPHED,
+    HOSTS,
+    OF_QUANTIZED,
+    OFFLOADED,
+    ONLY_AT,
+    ONLY_ON,
+    QUANTIZED,
+    RIGHT,
+    WRONG,
+    case_of,
+)
+from parity.lab.studies.settings import check_names
+from parity.result import Switch
+from parity.te.precision import PRECISIONS, why_unavailable
+from parity.training import train_at
+
+RECORD = "trainings.jsonl"
+_ROWS = {row.name: row for row in WRONG}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the study.
+
+    Attributes:
+        precisions: at which trainings are judged; those that the machine does not run are left out.
+        steps: of each training.
+        seeds: how many seeds each right training has; wrong ones have one.
+        commit: at which this is measured, as the report is to say.
+    """
+
+    precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
+    steps: int = 4
+    seeds: int = 3
+    commit: str = ""
+
+
+FULL = Settings()
+QUICK = Settings(precisions=("bf16",), seeds=1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training.
+
+    Attributes:
+        name: of ``rows.WRONG`` or ``rows.RIGHT``.
+        host: of ``rows.HOSTS``, ``rows.COMPILED`` or ``rows.QUANTIZED``.
+        precision: of ``parity.te.precision.PRECISIONS``.
+        seed: of weights and batches.
+        steps: how many.
+        switch: how the candidate is trained.
+    """
+
+    name: str
+    host: str
+    precision: str
+    seed: int
+    steps: int
+    switch: Switch = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Return whether it has a mistake."""
+        return self.name in _ROWS
+
+
+@dataclass(frozen=True)
+class Said:
+    """Hold what parity said.
+
+    Attributes:
+        status: ``passed``, ``failed`` or ``error``.
+        reason: why, if it did not pass.
+        margin: the largest of all steps.
+        findings: titles and messages, the first first.
+        seconds: processor time of the whole training, with all passes and the search for a cause.
+    """
+
+    status: str
+    reason: str
+    margin: FourDigits
+    findings: tuple[tuple[str, str], ...]
+    seconds: FourDigits
+
+    def is_named(self, training: Training) -> bool:
+        """Return whether the first finding is the mistake that was planted."""
+        row = _ROWS[training.name]
+        return bool(self.findings) and self.findings[0][0] in row.titles and row.told in self.findings[0][1]
+
+
+def measured(settings: Settings, folder: Path) -> tuple[Mapping[Training, Said], Settings]:
+    """Make the trainings that the folder's record lacks, in this process.
+
+    Returns:
+        What ``report.write`` is given, but for the folder.
+
+    Raises:
+        UserError: for a precision that there is not.
+    """
+    check_names("precisions", settings.precisions, PRECISIONS)
+    campaign: Campaign[Training, Said] = Campaign(folder / RECORD, Said, code=record.code_of(__name__))
+    return campaign.complete(trainings(settings), said_of, "training"), settings
+
+
+def trainings(settings: Settings) -> list[Training]:
+    """Return all trainings: a precision after the other, wrong ones first."""
+    found = []
+    for name in settings.precisions:
+        if why_unavailable(PRECISIONS[name], te.kernels("cpu")) is not None:
+            continue
+        rows = [row for row in WRONG if not row.precisions or name in row.precisions]
+        found += [Training(row.name, row.host, name, 0, settings.steps, row.switch) for row in rows]
+        switches: tuple[Switch, ...] = get_args(Switch)
+        ways: dict[str, tuple[Switch, ...]] = {"plain": switches}
+        ways.update((name, ("graph",)) for name in GRAPHED)
+        ways.update((name, ("offload",)) for name in OFFLOADED)
+        found += [
+            Training(right, host, name, seed, settings.steps, switch)
+            for right in RIGHT
+            for switch in ways.get(right, switches[:1])
+            for host in _hosts(right, name, switch)
+            for seed in range(settings.seeds)
+            if name in ONLY_AT.get(right, (name,))
+        ]
+    return found
+
+
+def _hosts(right: str, precision: str, switch: Switch) -> list[str]:
+    """Return what a right training trains at a precision."""
+    if right in OF_QUANTIZED:
+        return [host for host in QUANTIZED if host.endswith(f" {precision}")]
+    return [host for host in (COMPILED if switch == "compile" else HOSTS) if host in ONLY_ON.get(right, (host,))]
+
+
+@functools.cache
+def _limits() -> Any:
+    return packaged()
+
+
+def said_of(one: Training) -> Said:
+    """Make one training, without a limit of real time for the search for a cause."""
+    kernels = te.kernels("cpu")
+    case = case_of(one.host, _ROWS[one.name].training if one.is_wrong else RIGHT[one.name])
+    (checked,) = check_case(case, kernels.te)
+    began = time.process_time()
+    at = case, checked, PRECISIONS[one.precision], one.seed, kernels, _limits()
+    result = train_at(*at, one.steps, one.switch)
+    seconds = time.process_time() - began
+    findings = tuple((found.title, found.message) for found in result.findings)
+    return Said(result.status, result.reason, result.margin, findings, seconds)

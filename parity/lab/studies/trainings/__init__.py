@@ -1,1 +1,0 @@
-"""Count which mistakes of trainings are detected and named, and whether right trainings pass."""
