@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from parity.cli import app
 from parity.lab.gpu_report import command
-from parity.lab.gpu_report.steps import Outcome, Step, doctor, run_limited, steps
+from parity.lab.gpu_report.command import Outcome, Step, doctor, run_limited, steps
 from parity.machine.files import claimed
 from parity.report import environment
 from parity.user_error import UserError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parity import te
-from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_layers, calls_of_training
+from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_layers
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
 from parity.te.device_errors import cuda_works
 from parity.user_error import UserError, one_line
@@ -99,8 +99,8 @@ CALLS: tuple[KernelCall, ...] = (
     *calls_of_gemms.grouped_products(),
     *calls_of_layers.mixtures(),
     *calls_of_attention.layouts(),
-    *calls_of_training.optimizers(),
-    *calls_of_training.losses(),
+    *calls_of_layers.optimizers(),
+    *calls_of_layers.losses(),
 )
 
 

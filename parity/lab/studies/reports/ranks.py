@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from parity.lab.studies.ranks import Port, Said, Settings
-from parity.lab.studies.reports.shared import made_on
+from parity.lab.studies.reports.shared import made_on, outcome, rates
 from parity.report.numbers import markdown_table, short
 from parity.te import kernels
 
@@ -30,26 +29,13 @@ def _sections(found: Mapping[Port, Said], settings: Settings) -> Iterator[str]:
     )
     wrong = {one: said for one, said in found.items() if one.is_wrong}
     right = {one: said for one, said in found.items() if not one.is_wrong}
-    rows = []
-    for name in settings.precisions:
-        of = [(one, said) for one, said in wrong.items() if one.precision == name]
-        rights = [said for one, said in right.items() if one.precision == name]
-        if of:
-            detected = [(one, said) for one, said in of if said.status == "failed"]
-            named = sum(said.is_named(one) for one, said in detected)
-            rejected = sum(said.status != "passed" for said in rights)
-            seconds = [said.seconds for _, said in of] + [said.seconds for said in rights]
-            most = f"{short(statistics.median(seconds))}, {short(max(seconds))}"
-            rows.append((f"`{name}`", len(of), len(detected), named, len(rights), rejected, most))
-    yield markdown_table(
-        rows, ("precision", "wrong", "detected", "named", "right", "rejected", "seconds, median and most"), left=1
-    )
+    yield rates(wrong, right, settings.precisions, lambda one, said: said.is_named(one))
     yield "*Named*: the first finding has the right title."
     yield "## Right ports: the largest margin of all seeds"
     yield _table(right, settings, lambda several: short(max(said.margin for _, said in several)))
     yield "## Wrong ports"
-    yield _table(wrong, settings, lambda several: _outcome(*several[0]))
-    missed = [(one, said) for one, said in wrong.items() if not (said.status == "failed" and said.is_named(one))]
+    yield _table(wrong, settings, lambda several: outcome(several[0][1].status, several[0][1].is_named(several[0][0])))
+    missed = [(one, said) for one, said in wrong.items() if outcome(said.status, said.is_named(one)) != "named"]
     rejected_ones = [(one, said) for one, said in right.items() if said.status != "passed"]
     for title, some in (("Not named", missed), ("Right ports that did not pass", rejected_ones)):
         if some:
@@ -66,12 +52,6 @@ def _sections(found: Mapping[Port, Said], settings: Settings) -> Iterator[str]:
 
 def _told(said: Said) -> tuple[str, str]:
     return said.findings[0] if said.findings else ("", said.reason)
-
-
-def _outcome(one: Port, said: Said) -> str:
-    if said.status != "failed":
-        return said.status
-    return "named" if said.is_named(one) else "detected"
 
 
 def _table(found: Mapping[Port, Said], settings: Settings, shown: Callable[[list[tuple[Port, Said]]], str]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -254,6 +255,56 @@ def claims(found: Iterable[Claim]) -> str:
     """Return the table of claims."""
     rows = [[claim.source, claim.claimed, claim.found, claim.agrees, claim.why] for claim in found]
     return texts(rows, ["source", "its claim", "ours", "agree", "why"])
+
+
+class Judged(Protocol):
+    """What is said of a wrong port or of a right one, as studies that count what is named record it."""
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+One = TypeVar("One", bound="OfPrecision")
+Said = TypeVar("Said", bound=Judged)
+
+
+class OfPrecision(Protocol):
+    """What was judged at a precision."""
+
+    @property
+    def precision(self) -> str: ...
+
+
+def rates(
+    wrong: Mapping[One, Said],
+    right: Mapping[One, Said],
+    precisions: Sequence[str],
+    is_named: Callable[[One, Said], bool],
+) -> str:
+    """Return the table of how many are detected, named and rejected by precision; one without wrong ones has no row."""
+    rows = []
+    for name in precisions:
+        of = [(one, said) for one, said in wrong.items() if one.precision == name]
+        rights = [said for one, said in right.items() if one.precision == name]
+        if of:
+            outcomes = [outcome(said.status, is_named(one, said)) for one, said in of]
+            detected = sum(each in ("named", "detected") for each in outcomes)
+            rejected = sum(said.status != "passed" for said in rights)
+            seconds = [said.seconds for _, said in of] + [said.seconds for said in rights]
+            most = f"{short(statistics.median(seconds))}, {short(max(seconds))}"
+            rows.append((f"`{name}`", len(of), detected, outcomes.count("named"), len(rights), rejected, most))
+    headers = ("precision", "wrong", "detected", "named", "right", "rejected", "seconds, median and most")
+    return markdown_table(rows, headers, left=1)
+
+
+def outcome(status: str, is_named: bool) -> str:
+    """Return ``named`` or ``detected`` for a wrong one that failed, and otherwise its status."""
+    if status != "failed":
+        return status
+    return "named" if is_named else "detected"
 
 
 def made_on(kernels: Kernels) -> str:

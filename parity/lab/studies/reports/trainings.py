@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from parity.lab.studies.reports.shared import made_on
+from parity.lab.studies.reports.shared import made_on, outcome, rates
 from parity.lab.studies.trainings import Said, Settings, Training
-from parity.report.numbers import markdown_table, short
+from parity.report.numbers import markdown_table
 from parity.te import kernels
 
 
@@ -30,20 +29,7 @@ def _sections(found: Mapping[Training, Said], settings: Settings) -> Iterator[st
     )
     wrong = {one: said for one, said in found.items() if one.is_wrong}
     right = {one: said for one, said in found.items() if not one.is_wrong}
-    rows = []
-    for name in settings.precisions:
-        of = [(one, said) for one, said in wrong.items() if one.precision == name]
-        rights = [said for one, said in right.items() if one.precision == name]
-        if of:
-            detected = [(one, said) for one, said in of if said.status == "failed"]
-            named = sum(said.is_named(one) for one, said in detected)
-            rejected = sum(said.status != "passed" for said in rights)
-            seconds = [said.seconds for _, said in of] + [said.seconds for said in rights]
-            most = f"{short(statistics.median(seconds))}, {short(max(seconds))}"
-            rows.append((f"`{name}`", len(of), len(detected), named, len(rights), rejected, most))
-    yield markdown_table(
-        rows, ("precision", "wrong", "detected", "named", "right", "rejected", "seconds, median and most"), left=1
-    )
+    yield rates(wrong, right, settings.precisions, lambda one, said: said.is_named(one))
     yield "*Named*: the first finding has the right title, and tells the number where there is one."
     yield "## Each wrong training"
     names = dict.fromkeys(one.name for one in wrong)
@@ -53,7 +39,7 @@ def _sections(found: Mapping[Training, Said], settings: Settings) -> Iterator[st
         ("mistake", *(f"`{name}`" for name in columns)),
         left=1 + len(columns),
     )
-    missed = [(one, said) for one, said in wrong.items() if not (said.status == "failed" and said.is_named(one))]
+    missed = [(one, said) for one, said in wrong.items() if outcome(said.status, said.is_named(one)) != "named"]
     if missed:
         yield "## Not named"
         told = (said.findings[0] if said.findings else ("", said.reason) for _, said in missed)
@@ -75,7 +61,5 @@ def _sections(found: Mapping[Training, Said], settings: Settings) -> Iterator[st
 def _outcome(wrong: Mapping[Training, Said], name: str, precision: str) -> str:
     for one, said in wrong.items():
         if (one.name, one.precision) == (name, precision):
-            if said.status != "failed":
-                return "passed" if said.status == "passed" else said.status
-            return "named" if said.is_named(one) else "detected"
+            return outcome(said.status, said.is_named(one))
     return ""
