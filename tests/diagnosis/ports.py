@@ -29,8 +29,12 @@ def in_turn(names: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> pytest.M
     For tables whose rows are of one kind, and take long: a search does not ask for the precision, only how large errors
     are does, and of these a table has both.
     """
-    rows = [(*row, precision) for row, precision in zip(rows, itertools.cycle(("bf16", "fp32")), strict=False)]
-    return pytest.mark.parametrize((*names, "precision"), rows)
+    both = itertools.cycle(("bf16", "fp32"))
+    made = [
+        pytest.param(*row.values, precision, marks=row.marks, id=row.id) if hasattr(row, "marks") else (*row, precision)
+        for row, precision in zip(rows, both, strict=False)
+    ]
+    return pytest.mark.parametrize((*names, "precision"), made)
 
 
 def compared(

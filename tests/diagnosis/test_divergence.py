@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, twins
+from ports import FP32_AND_BF16, compared, in_turn, normal, tells, twins
 from torch import Tensor, nn
 
 import parity
@@ -147,8 +147,7 @@ def in_padded(wrong: str, precision: str, reads_padding: bool = False) -> list[s
     return [finding.message for finding in result.findings if finding.title == "first-divergence"]
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(("wrong", "named"), [("core", "out"), ("out", "act"), ("act", "fc")])
+@in_turn(("wrong", "named"), [("core", "out"), ("out", "act"), ("act", "fc")])
 def test_attention_that_leaves_zeros_where_nobody_reads_is_right(wrong, named, precision):
     (message,) = in_padded(wrong, precision)
     assert message.startswith(f"{named} is the first")

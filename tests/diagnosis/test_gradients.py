@@ -108,8 +108,7 @@ class Halves(nn.Module):
         return torch.cat([first, second.detach() if self.detach else second])
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("module", "told"),
     [(Adapted, "the 1st 'linear' of a;"), (Halves, "the 2nd operand of the 1st 'cat' of the module;")],
 )

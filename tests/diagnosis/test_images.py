@@ -324,8 +324,7 @@ class Convolution(nn.Module):
         return self.patch(image).flatten(2).transpose(1, 2)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(("channels_last", "title"), [(False, "passed"), (True, "weight-transposed")])
+@in_turn(("channels_last", "title"), [(False, "passed"), (True, "weight-transposed")])
 def test_patches_whose_pixels_lie_in_another_order_are_told_with_that_order(channels_last, title, precision):
     result = compared(
         Convolution,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 from parity.case.case import Rng
@@ -161,8 +161,7 @@ class Model(nn.Module):
         return self.head(F.silu(self.up(x + x.cumsum(1) / IDS)))
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("ids", "title", "phrase"),
     [
         (torch.clone, "passed", ""),

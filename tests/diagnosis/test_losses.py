@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, HIDDEN, Options, compared, decoders, frequencies, in_turn, tells, tells_only, twins
+from ports import HIDDEN, Options, compared, decoders, frequencies, in_turn, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -140,8 +140,7 @@ def smoothed(logits: Tensor, labels: Tensor, by: float = 0.1) -> Tensor:
     return F.cross_entropy(logits, labels, label_smoothing=by)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("right", "port", "title", "phrase"),
     [
         (F.cross_entropy, F.cross_entropy, "passed", ""),

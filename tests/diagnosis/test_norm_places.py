@@ -200,8 +200,7 @@ def test_a_last_norm_that_is_left_out_is_told_and_not_only_that_its_weight_gets_
     tells(decoders(Options(), precision, final_norm=False), "norm-missing")
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("normed", "title", "phrase"),
     [
         (2, "post-norm", "it is after each 2nd sum."),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -196,8 +196,7 @@ def projected(reference: Callable[[Tensor], Tensor], port: Callable[[Any], Any],
     )
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("reference", "port", "title", "phrase"),
     [
         (to_length_one, lambda ops: ops.L2Normalization(eps=1e-6), "passed", ""),
@@ -281,8 +280,7 @@ class Attention(nn.Module):
         return norm(x)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("per_head", "taken_per_head", "title", "phrase"),
     [
         (True, True, "passed", ""),

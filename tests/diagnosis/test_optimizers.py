@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells_only
+from ports import compared, in_turn, normal, tells_only
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
@@ -328,8 +328,7 @@ def test_a_setting_of_steps_by_hand_is_told(right, port, title, phrase):
     tells_only(by_hand(right, port), title, phrase)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("right", "settings", "phrase"),
     [
         (adam(decay=1.0), {}, "its weight decay is 0"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, in_turn, normal, tells_only, twins
+from ports import in_turn, normal, tells_only, twins
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
@@ -123,8 +123,7 @@ class Layers(nn.Module):
         return torch.where(channels, -bias, 0.0).to(bias.dtype)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("made", "title", "part"),
     [
         (dict(wrong="bias", channels=slice(1, None, 2)), "bias-dropped", "in every second channel from 1 on."),

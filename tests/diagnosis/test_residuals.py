@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, Options, compared, decoders, in_turn, normal, tells, tells_only, twins
+from ports import Options, compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 from parity import reference
@@ -159,12 +159,16 @@ class Highway(nn.Module):
         return gate * y + (1 - gate) * x if self.right else gate * x + (1 - gate) * y
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize("module", [Scaled, Highway])
-@pytest.mark.parametrize(
-    ("right", "title", "phrase"), [(True, "passed", ""), (False, "operation", "each has the other's factor")]
+@in_turn(
+    ("module", "right", "title", "phrase"),
+    [
+        (Scaled, True, "passed", ""),
+        (Highway, True, "passed", ""),
+        (Scaled, False, "operation", "each has the other's factor"),
+        (Highway, False, "operation", "each has the other's factor"),
+    ],
 )
-def test_factors_of_the_other_terms_are_told(right, title, phrase, module, precision):
+def test_factors_of_the_other_terms_are_told(module, right, title, phrase, precision):
     result = compared(
         lambda: module(nn.Linear, True), lambda te: module(te.Linear, right), normal((2, 24, WIDTH)), precision
     )

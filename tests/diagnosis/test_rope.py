@@ -35,7 +35,7 @@ LOGITS = Options(layers=3, loss=False)
 # Layers of a decoder that rotate, and that do not, as in SmolLM3, Cohere 2 and Llama 4.
 
 
-@pytest.mark.parametrize(("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (3, (2,), "bf16"), (2, (0,), "fp16")])
+@pytest.mark.parametrize(("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (2, (1,), "bf16"), (2, (0,), "fp16")])
 def test_rope_that_some_layers_lack_is_told_with_these_layers(layers, roped, precision):
     result = decoders(replace(LOGITS, layers=layers), precision, roped=roped)
     tells(result, "rope-missing")
@@ -153,10 +153,7 @@ def in_row(row: int, other: Positions) -> Positions:
         (from_starts(0, 7, 17), True, "they begin again at [7, 17]."),
         (in_row(1, from_starts(0, 9)), True, "they begin again at [9] in row 1 of the batch."),
         (in_row(1, from_starts(0, 9)), False, "they begin again at [9] in row 1 of the batch."),
-        *(
-            (from_starts(0, *starts), False, f"they begin again at {list(starts)}.")
-            for starts in ((3,), (5, 10, 15, 20), (4, 9, 20))
-        ),
+        *((from_starts(0, *starts), False, f"they begin again at {list(starts)}.") for starts in ((3,), (4, 9, 20))),
     ],
 )
 def test_positions_that_begin_again_or_end_are_told_with_the_place(positions, causal, phrase, precision):
@@ -167,8 +164,7 @@ def test_positions_that_all_begin_later_change_nothing():
     assert attentions("bf16", positions=lambda positions: positions + 5).passed
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("rotated", "title"),
     [(twice, "rope-twice"), (backwards, "rope-direction"), (in_half, "rope-partial")],
 )
@@ -236,8 +232,7 @@ class Llama(nn.Module):
         return torch.view_as_real(turned).flatten(-2).to(x)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("base", "qkv_format", "title", "phrase"),
     [
         (10_000.0, "bshd", "passed", ""),
@@ -301,8 +296,7 @@ class OfPatches(nn.Module):
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(
+@in_turn(
     ("angles", "title", "phrase"),
     [
         (table(ROWS, COLUMNS), "passed", ""),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -310,8 +310,7 @@ def crossed(
     )
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(("is_interleaved", "title"), [(False, "passed"), (True, "qkv-layout")])
+@in_turn(("is_interleaved", "title"), [(False, "passed"), (True, "qkv-layout")])
 def test_keys_and_values_that_te_takes_head_by_head_are_told(is_interleaved, title, precision):
     options = dict(attention_type="cross", attn_mask_type="no_mask", qkv_format="bshd", **CROSSED)
     result = crossed(
@@ -451,8 +450,7 @@ def in_blocks(size: int | None, has_blocks: bool, precision: str) -> parity.Resu
     return compared(GatedMlp, port, normal((48, WIDTH)), precision, weights)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(("size", "has_blocks"), [(32, True), (None, False)])
+@in_turn(("size", "has_blocks"), [(32, True), (None, False)])
 def test_blocks_that_te_reads_pass(size, has_blocks, precision):
     assert in_blocks(size, has_blocks, precision).passed
 
