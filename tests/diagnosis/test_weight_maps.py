@@ -521,7 +521,7 @@ class Rotated(nn.Module):
     ("port", "title", "phrase"),
     [
         ({}, "passed", ""),
-        (dict(base=5e5), "rope-base", "inv_freq has the frequencies of base 500000; give its rotary embedding the reference's base, 10000."),
+        (dict(base=5e5), "rope-base", "base 500000; give its rotary embedding the reference's base, 10000."),
         (dict(base=8.3e3), "rope-base", "inv_freq has the frequencies of base 8300; give"),
         (dict(times=0.25), "buffer-not-copied", "copy inv_freq"),
     ],
