@@ -90,8 +90,9 @@ def bytes_of(path: Path, what: str) -> bytes:
     """
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {f'{what} ' if what else ''}{path}: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # NUL, or what UTF-8 has not, in a path
+        why_not = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"cannot read {f'{what} ' if what else ''}{path}: {why_not}") from None
 
 
 # Lines of JSON, each by itself: a bad one costs no other.

@@ -148,7 +148,7 @@ def _loaded(path: Path) -> Any:
             f"{path} holds more than tensors and plain values, or is damaged, so that it is not read "
             f"(weights_only=True): {one_line(error)}; save the module's state_dict() alone"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # PyTorch's reader of pickles raises what a damaged program of theirs leads to
         raise UserError(f"{path} cannot be read by torch.load: {one_line(error)}") from None
 
 

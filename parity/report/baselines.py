@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from parity.machine import files
@@ -47,10 +48,10 @@ def find(text: str, start: Path, option: str) -> Path:
         UserError: if there is none; says which there are.
     """
     path = start / text
-    if path.is_file() or path.suffix == ".jsonl":
+    if os.path.isfile(path) or path.suffix == ".jsonl":  # which no name is too long for
         return path
     named = path_of(text, start)
-    if named.is_file():
+    if os.path.isfile(named):
         return named
     earlier = _earlier(text, start / "reports" / RUNS)
     if earlier is not None:
@@ -69,7 +70,7 @@ def _earlier(text: str, folder: Path) -> Path | None:
     if not (number.isascii() and number.isdigit()):
         return None
     found = numbered(folder, name or "parity", int(number), ".jsonl")
-    return found if found.is_file() else None
+    return found if os.path.isfile(found) else None
 
 
 def numbered(folder: Path, name: str, number: int, suffix: str) -> Path:

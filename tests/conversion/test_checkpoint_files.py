@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,17 @@ def with_a_key_too_many(folder: Path) -> Path:
     return index
 
 
+def with_a_broken_program(folder: Path) -> Path:
+    """Have the pickle take an object of a list that has none."""
+    file = folder / "model.pt"
+    with zipfile.ZipFile(saved(TENSORS)(folder)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, b"\x80\x02s." if name.endswith("data.pkl") else part)
+    return file
+
+
 UNREADABLE = {
     "nothing": (lambda folder: folder / "no.safetensors", "", "there is no file"),
     "an empty folder": (lambda folder: folder, "", "has none of model.safetensors.index.json"),
@@ -146,6 +158,7 @@ UNREADABLE = {
     "cut short": (cut, "", "cannot be read as safetensors"),
     "empty": (text("model.safetensors", ""), "", "cannot be read as safetensors"),
     "an archive that is cut": (cut_archive, "", "torch"),
+    "a pickle that takes what it has not": (with_a_broken_program, "", "cannot be read by torch.load"),
     "code": (saved(Other()), "", "weights_only=True"),
     "no state dict": (saved([1, 2]), "", "holds a list, and no state dict"),
     "more than tensors": (saved({"model": TENSORS, "step": 3}), "", "name that by --within; it has model, step"),

@@ -11,6 +11,7 @@ from plugin_runs import recorded, run, run_with_workers, write
 
 from parity.report import baselines
 from parity.result import Check
+from parity.user_error import UserError
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -183,3 +184,9 @@ def test_a_record_is_found_by_its_path_its_name_or_its_number(tmp_path: Path, te
         (tmp_path / f"{file}.jsonl").parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{file}.jsonl").touch()
     assert baselines.find(text, tmp_path, "--against") == tmp_path / found
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "", "../x", "[a]-7", "\u0667"])
+def test_what_names_no_record_is_told(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="which is no file, no baseline in"):
+        baselines.find(text, tmp_path, "--against")

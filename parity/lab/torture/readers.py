@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import re
@@ -26,7 +27,7 @@ from parity.case import files as of_pairs
 from parity.conversion import checkpoint
 from parity.conversion.plan import Made, Plan, Step
 from parity.cpu.loading import loader
-from parity.judge import differences, limits
+from parity.judge import differences, limits, noise
 from parity.lab import campaign, same
 from parity.lab import record as lab_record
 from parity.lab.gpu_report import limits as held_against
@@ -37,7 +38,7 @@ from parity.lab.torture.mutations import mutated
 from parity.machine.files import Claim
 from parity.plugin import options, resume
 from parity.plugin.ending import Diary, Entry
-from parity.report import changes, failure, html, markdown, record
+from parity.report import baselines, changes, ci, failure, html, markdown, record
 from parity.user_error import UserError
 
 # What a page has of a record, apart from text.
@@ -129,6 +130,18 @@ def _page(file: Path) -> Iterator[str]:
     page = html.draw_with(_NO_PLOTS, markdown.digest(record.read(file)), file.stem)
     yield from foreign(page)
     yield page.replace("<script", "")  # those are its own, as nothing foreign was found
+
+
+def _ci(file: Path) -> Iterator[str]:
+    run = markdown.digest(record.read(file))
+    yield ci.summary(run, file.stem)
+    for item in run.items:
+        told = ci.annotation(ci.Place(item.worst.path, 1), item.name, failure.message(item) if item.bad else item.name)
+        command, _, message = told.removeprefix("::error file=").partition("::")
+        if told.count("\n") or command.count(",") != 2 or not message:
+            yield f"<script of a command: {told}>"
+        yield shown.fence(["", told, ""]) + "\n"
+        yield shown.fence(["", *(f"{name}={shown.text(value)}" for name, value in ci.properties(item.results))]) + "\n"
 
 
 def _against(file: Path) -> Iterator[str]:
@@ -248,6 +261,45 @@ def _index(file: Path) -> Iterator[str]:
     yield from map(str, checkpoint.read(named))
 
 
+def _torch_of(folder: Path) -> bytes:
+    torch.save({"model": {"a": torch.arange(3.0), "b": torch.ones(2, 2)}, "step": 7}, folder / "model.pt")
+    return (folder / "model.pt").read_bytes()
+
+
+def _torch(file: Path) -> Iterator[str]:
+    named = file.with_name("damaged.pt")
+    named.write_bytes(file.read_bytes())
+    yield from map(str, checkpoint.read(named, within="model"))
+
+
+def _noise(file: Path) -> Iterator[str]:
+    limits.load.cache_clear()
+    table = limits.load(file)
+    with suppress(KeyError):  # a law was lost; the packaged table, which alone is used, has all
+        for kernels, precision, statistic in itertools.product(("alike", "others"), ("fp32", "bf16"), ("norm", "gain")):
+            assert noise.allowed(kernels, precision, statistic, 64, 100, table) > 0, kernels
+    yield ""
+
+
+def _runs_of(folder: Path) -> bytes:
+    for name in ("reports/runs/parity-0007", "reports/runs/parity-x", ".parity/baselines/good"):
+        path = folder / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(samples.run())
+    (folder / "reports/runs/parity-0008.jsonl").mkdir()
+    (folder / "reports/runs/parity-0009.jsonl").symlink_to("parity-0009.jsonl")
+    return b"parity-7"
+
+
+def _runs(file: Path) -> Iterator[str]:
+    text = file.read_bytes().decode(errors="surrogateescape")
+    assert baselines.numbers(file.parent / "reports" / baselines.RUNS, "parity") == [7, 8, 9]
+    try:
+        yield str(len(record.read(baselines.find(text, file.parent, "--against")).results))
+    except UserError as error:
+        yield str(error)
+
+
 def _arguments(file: Path) -> Iterator[str]:
     text = file.read_bytes().decode(errors="surrogateescape")
     for parse in (options.parse_seeds, options.parse_timeout, options.parse_precisions, options.parse_diagnosis):
@@ -260,6 +312,7 @@ def _arguments(file: Path) -> Iterator[str]:
 READERS = (
     Reader("`report.record.read`, `parity report`", "a run's record", lambda _: samples.run(), _report, 6),
     Reader("`report.html`, `parity report -o x.html`", "a run's record", lambda _: samples.run(), _page, 2),
+    Reader("`report.ci`, GitHub and JUnit", "a run's record", lambda _: samples.run(), _ci, 2),
     Reader("`report.changes`, `--against`", "two records", lambda _: samples.run(), _against, 3),
     Reader("`plugin.resume`, `--resume`", "a record to go on with", lambda _: samples.run(), _resume, 3),
     Reader("`judge.limits.load`, `--calibration`", "a table of limits", samples.table, _limits, 3),
@@ -272,6 +325,9 @@ READERS = (
     Reader("`cpu.loading.loader`", "a compiled module of TE in the cache", _cache_of, _cache),
     Reader("`conversion.checkpoint.read`", "a file of safetensors", _checkpoint_of, _checkpoint),
     Reader("`conversion.checkpoint.read`, its index", "an index of a checkpoint's files", _index_of, _index),
+    Reader("`conversion.checkpoint.read`, `torch.load`", "a file of `torch.save`", _torch_of, _torch),
+    Reader("`judge.noise`", "the table of what kernels differ by", lambda _: noise.PACKAGED.read_bytes(), _noise),
+    Reader("`report.baselines.find`, `parity report 7`", "a baseline's name, or a run's", _runs_of, _runs),
     Reader("`case.files.imports_parity`", "a Python file", lambda _: samples.pairs(), _pairs),
     Reader("`plugin.options.parse_*`", "an option's value", lambda _: b"0,3,7-9", _arguments),
 )
@@ -299,6 +355,7 @@ class Outcome:
     wrong: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
+_DRAWING = (_report, _page, _ci, _against, _held_against)  # who shows names and messages of the file
 SECONDS = 5.0  # of processor time for one input
 # What no report shows: control characters anywhere, tags outside of code.
 _UNSEEN = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
@@ -385,7 +442,7 @@ def _one(reader: Reader, file: Path) -> str:
     if events:
         return f"did {json.dumps(dict(events))}"
     found = _UNSEEN.search(output) or _TAG.search(output if reader.read is _page else _outside_of_code(output))
-    return f"showed {found[0]!r}" if found and reader.read in (_report, _page, _against, _held_against) else verdict
+    return f"showed {found[0]!r}" if found and reader.read in _DRAWING else verdict
 
 
 def _outside_of_code(markdown: str) -> str:
