@@ -35,17 +35,30 @@ def possible() -> bool:
     """Return whether this process can leave its work to a child, and nobody looks for the work in this one.
 
     A debugger that is attached would lose it, whether of Python's (a trace function) or of the system's, such as gdb or
-    strace; and a fork takes no other thread along.
+    strace; and a fork takes no other thread along, whether Python's or that of a library.
     """
-    return sys.platform == "linux" and threading.active_count() == 1 and sys.gettrace() is None and not _is_traced()
+    return sys.platform == "linux" and not _is_debugged() and _has_one_thread()
 
 
-def _is_traced() -> bool:
+def _is_debugged() -> bool:
+    """Return whether Python calls a debugger, or measures coverage, at each line (from 3.12 on by ``monitoring``)."""
+    monitoring = getattr(sys, "monitoring", None)
+    return sys.gettrace() is not None or (
+        monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    )
+
+
+def _has_one_thread() -> bool:
+    """Return whether this process has one thread, and no other process traces it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
-        return False
-    return any(line.split() != ["TracerPid:", "0"] for line in status.splitlines() if line.startswith("TracerPid:"))
+        return threading.active_count() == 1
+    found = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return [found.get(name, wanted).strip() for name, wanted in _ALONE.items()] == list(_ALONE.values())
+
+
+_ALONE = {"TracerPid": "0", "Threads": "1"}
 
 
 class LastWord:
@@ -59,7 +72,7 @@ class LastWord:
         """Say with which exit code the work ended, unless somebody has closed the pipe meanwhile."""
         with suppress(OSError):
             if _identity(self._pipe.fileno()) == self._identity:  # else another file has its number
-                self._pipe.write(bytes([code]))
+                self._pipe.write(bytes([code & 0xFF]))  # as the system keeps it
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from parity.machine import host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
-from parity.plugin import ending, options, resume, threads, uncollected
+from parity.plugin import ending, options, resume, threads, uncollected, watched
 from parity.plugin.ci import GitHub
 from parity.plugin.collecting import Module, collected_in_time, too_late
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
@@ -48,6 +48,13 @@ _OF_PAIRS = pytest.StashKey[set[Path]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     options.declare(parser)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
+    """Have another process own the exit code, before anything is captured or measured, or a conftest is imported."""
+    watched.watch(early_config)
+    return (yield)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -163,7 +163,12 @@ HOST_BYTES_WITH_CUDA = 4 * 2**30
 
 def has_cases(config: pytest.Config) -> bool:
     """Return whether a file that pytest was asked for imports parity; other runs may use workers as they like."""
-    return next(files_of_cases(config), None) is not None
+    if _HAS_CASES not in config.stash:
+        config.stash[_HAS_CASES] = next(files_of_cases(config), None) is not None
+    return config.stash[_HAS_CASES]
+
+
+_HAS_CASES = pytest.StashKey[bool]()
 
 
 def files_of_cases(config: pytest.Config) -> Iterator[Path]:

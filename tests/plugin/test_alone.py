@@ -167,7 +167,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("name", "code"), [("exits_in_c_unheard", 0), ("dies", -9), ("hangs_for_good", 1)])
+@pytest.mark.parametrize(("name", "code"), [("exits_in_c_unheard", 1), ("dies", -9), ("hangs_for_good", 1)])
 def test_the_record_and_a_report_tell_which_item_ended_the_process(tmp_path: Path, name: str, code: int) -> None:
     ended, _, results = run_in_a_process(tmp_path, ["sound", name, "never_reached"], "--parity-timeout=3")
     assert ended == code

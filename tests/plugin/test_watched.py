@@ -1,0 +1,86 @@
+"""``pytest`` without workers: a case cannot end it as if all had passed, and who counts on its process keeps it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fakes
+import forked
+import pytest
+
+from parity.plugin import watched
+
+PAIRS = """
+import ctypes, os, sys
+import fakes, parity, pytest
+
+fakes.install(pytest.MonkeyPatch())
+
+
+@parity.pair("sound", sizes=[dict(n=2)], precisions=["fp32"])
+def sound(te, n): ...
+"""
+PLAIN = """
+import ctypes, os, sys
+import pytest
+"""
+TEST = "\n\ndef test_it(request):\n    {body}\n"
+C_ENDS = "ctypes.CDLL(None)._exit(0)"
+COMMAND = ("-m", "pytest", "-p", "parity.plugin", "-p", "no:cacheprovider", "-q", "my_pairs.py")
+SCRIPT = f"import pytest, sys; pytest.main({list(COMMAND[2:])!r}); sys.exit(5)"
+NESTED = TEST.format(body="assert pytest.main(['-q', '-p', 'no:cacheprovider', 'other.py']) == 2")
+EARLY = "before the run was over, perhaps because C code called _exit"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "code", "told"),
+    [
+        (PAIRS, COMMAND, 0, "1 of 1 item passed"),
+        (PAIRS + TEST.format(body=C_ENDS), COMMAND, 1, EARLY),
+        (PAIRS + C_ENDS, COMMAND, 1, EARLY),
+        (PAIRS + TEST.format(body="pytest.exit('enough', 7)"), COMMAND, 7, "enough"),
+        (PAIRS, (*COMMAND, "-k", "nothing"), 5, "deselected"),
+        (PAIRS, (*COMMAND, "--markers"), 0, "@pytest.mark"),
+        (PAIRS + NESTED, COMMAND, 0, "2 passed"),
+        (PLAIN + TEST.format(body=C_ENDS), COMMAND, 0, ""),  # without pairs pytest is as it would be without parity
+        (PAIRS + TEST.format(body=C_ENDS), (*COMMAND, "-p", "no:parity-watched"), 0, ""),
+        (PAIRS, ("-c", SCRIPT), 5, "1 of 1 item passed"),  # goes on after it
+    ],
+)
+def test_it_ends_with_0_only_if_it_says_so(
+    tmp_path: Path, text: str, arguments: tuple[str, ...], code: int, told: str
+) -> None:
+    (tmp_path / "my_pairs.py").write_text(text)
+    (tmp_path / "other.py").write_text(PAIRS)  # whose pair is declared twice then
+    ended = _run(tmp_path, *arguments)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert told in ended.stdout + ended.stderr
+    assert (EARLY in ended.stderr) == (told == EARLY)
+
+
+def _run(folder: Path, *arguments: str) -> Any:
+    path = os.pathsep.join(str(place) for place in (Path(fakes.__file__).parent, Path(watched.__file__).parents[2]))
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = outside | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
+    return forked.run(*arguments, folder=folder, environment=environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_alone"),
+    [
+        ({}, True),
+        ({"numprocesses": 0}, True),
+        ({"numprocesses": "auto"}, False),
+        ({"numprocesses": 2}, False),
+        ({"tx": ["2*popen"]}, False),
+        ({"usepdb": True}, False),
+        ({"trace": True}, False),
+        ({"collectonly": True}, False),
+    ],
+)
+def test_a_run_with_workers_or_a_debugger_is_not_watched(options: dict[str, object], is_alone: bool) -> None:
+    config: Any = SimpleNamespace(known_args_namespace=SimpleNamespace(**options))
+    assert watched._compares_itself(config) is is_alone
