@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: parity parity-ranks test package versions te-matrix mutants torture lint site clean
+.PHONY: parity parity-ranks test package versions te-matrix nvidia-tests mutants torture lint site clean
 
 parity: $(VENV)/ready  ## compare every case at every precision and write reports/parity.md
 	$(VENV)/bin/parity run -n auto
@@ -21,6 +21,9 @@ versions: $(VENV)/ready  ## tries each Python with its newest and its oldest dep
 
 te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of TransformerEngine; writes reports/te-matrix.md
 	$(VENV)/bin/python scripts/te_matrix.py
+
+nvidia-tests: $(VENV)/ready  ## NVIDIA's own tests of the checkout TE_TESTS on the CPU kernels: SAMPLE=500 of them, or FULL=1; writes reports/nvidia_tests.md
+	$(VENV)/bin/parity lab nvidia-tests --sample $(if $(FULL),0,$(or $(SAMPLE),500))
 
 mutants: $(VENV)/ready  ## forgets each title of the findings in turn; fails if no test misses one
 	$(VENV)/bin/python scripts/mutants.py

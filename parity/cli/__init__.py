@@ -251,27 +251,31 @@ def train(
     "parity exec train.py",
     "parity exec train.py small.yaml",
     "torchrun --nproc-per-node 2 -m parity exec train.py",
+    "parity exec -m pytest my_tests",
     name="exec",
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
 def execute(
     script: Annotated[Path, typer.Argument(help="A Python script that imports TransformerEngine.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as of python -m.")] = False,
 ) -> None:
     """Run your TransformerEngine script on a CPU. What it calls cuda is the CPU then."""
-    if not script.is_file():
+    if not is_module and not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
-    from parity.cpu.loading.script import run as run_script
-    from parity.cpu.loading.script import show_traceback
+    from parity.cpu.loading import script as scripts
 
     with te.on_cpu():
         try:
-            run_script(script, arguments or ())
+            if is_module:
+                scripts.run_module(str(script), arguments or ())
+            else:
+                scripts.run(script, arguments or ())
         except (UserError, BrokenPipeError):  # told by main, as of every command
             raise
         except Exception as error:
-            show_traceback(error)
+            scripts.show_traceback(error)
             raise typer.Exit(1) from None
 
 
@@ -514,6 +518,35 @@ def noise(
     from parity.lab import noise as measured
 
     print(f"{measured.measure(others, alike, output):,} growths\ntable: {output}")
+
+
+@add_command(
+    lab,
+    "TE_TESTS=~/TransformerEngine parity lab nvidia-tests --sample 500",
+    "parity lab nvidia-tests --only attention/ --gpu blackwell",
+    name="nvidia-tests",
+)
+def nvidia_tests(
+    sample: Annotated[int, typer.Option(min=0, help="How many tests are drawn; 0 for all.")] = 500,
+    gpu: Annotated[str, typer.Option(help="Emulated ones.")] = "hopper,blackwell",
+    only: Annotated[str, typer.Option(help="Files whose names match this regular expression.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
+    workers: Processes = CORES,
+    seconds: Annotated[float, typer.Option(help="Of processor time, for a test.")] = 120.0,
+    memory: Annotated[float, typer.Option(help="GiB, for a test.")] = 6.0,
+    folder: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on there.")] = Path(
+        "build/nvidia-tests"
+    ),
+    report: Annotated[Path, typer.Option(help="Markdown.")] = Path("reports/nvidia_tests.md"),
+) -> None:
+    """Run NVIDIA's own tests of TE on the CPU kernels."""
+    from parity.lab.nvidia_tests import checkout, command
+    from parity.lab.nvidia_tests.measure import Limits
+
+    place = os.environ.get(checkout.VARIABLE)
+    limits = Limits(seconds, memory)
+    print(command.run(place, folder, report, gpu.split(","), sample or None, seed, workers, limits, only))
+    print(f"report: {report}")
 
 
 @add_command(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib.abc
 import importlib.machinery
+import runpy
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -80,17 +81,32 @@ def run(script: Path, arguments: Sequence[str]) -> None:
         OSError: if the script cannot be read.
         SyntaxError: if it is not Python.
     """
-    folder = str(script.resolve().parent)
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, folder)
-    # At the place of the finder that looks into folders: TransformerEngine's finder, and those of
-    # built-in modules, come before it.
-    sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), _ScriptFinder(folder))
+    read_as_cpu(script.resolve().parent)
     module = ModuleType("__main__")
     loader = _ScriptLoader("__main__", str(script))
     module.__file__, module.__loader__ = str(script), loader
     sys.modules["__main__"] = module
     loader.exec_module(module)
+
+
+def run_module(name: str, arguments: Sequence[str]) -> None:
+    """Run a module as ``python -m NAME ARGUMENTS`` would; modules below the current folder are read as ``run`` says.
+
+    pytest compiles tests by itself to tell what an assertion compared; it is told not to.
+    """
+    plain = ("--assert=plain",) if name == "pytest" else ()
+    sys.argv = [name, *plain, *arguments]
+    read_as_cpu(Path.cwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def read_as_cpu(folder: Path) -> None:
+    """Find modules in ``folder`` first from now on; in those, and in installed packages, the CPU stands for CUDA."""
+    sys.path.insert(0, str(folder))
+    # At the place of the finder that looks into folders: TransformerEngine's finder, and those of
+    # built-in modules, come before it.
+    sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), _ScriptFinder(str(folder)))
 
 
 class _ScriptLoader(importlib.machinery.SourceFileLoader):

@@ -1,0 +1,400 @@
+"""Run NVIDIA's tests, a file in a process of its own and each test within limits, and keep what became of each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from pydantic import TypeAdapter
+
+import parity
+from parity.lab.nvidia_tests.checkout import TESTS, Job
+from parity.progress import followed
+
+# Tests that one process runs: a file's tests are to have more than one processor.
+_PORTION = 60
+# A process that is not at a test imports, collects or ends.
+_BETWEEN_TESTS = 300.0
+_LOOK_EVERY = 0.2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Say what a test may take, with all processes that it starts.
+
+    Attributes:
+        seconds: of processor time; of real time four times as much, for a test that hangs.
+        gibibytes: of resident memory.
+    """
+
+    seconds: float = 120.0
+    gibibytes: float = 6.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Say what became of a test.
+
+    Attributes:
+        gpu: the emulated one.
+        job: name of the file, and of the way in which NVIDIA runs it.
+        test: pytest's name; the file's where it could not be read.
+        outcome: ``passed``, ``failed``, ``skipped`` or ``beyond`` (a limit).
+        why: it did not pass.
+        seconds: it took.
+        smaller: which sizes were made smaller.
+    """
+
+    gpu: str
+    job: str
+    test: str
+    outcome: str
+    why: str = ""
+    seconds: float = 0.0
+    smaller: str = ""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Hold the tests of a file on a GPU, or what kept pytest from collecting it."""
+
+    gpu: str
+    job: str
+    tests: tuple[str, ...] = ()
+    unread: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Run jobs of a checkout, and keep the outcomes in a folder.
+
+    Attributes:
+        root: of the checkout.
+        folder: what was collected and found out is kept there.
+        limits: of a test.
+    """
+
+    root: Path
+    folder: Path
+    limits: Limits = field(default_factory=Limits)
+
+    def collected(self, jobs: Sequence[Job], gpus: Sequence[str], workers: int) -> list[Collected]:
+        """Return the tests of all jobs on all GPUs; what another run has collected is read from the folder.
+
+        Files of one folder are collected by one process. Variables have no part in which tests a file has.
+        """
+        groups: dict[tuple[str, str, tuple[str, ...]], list[Job]] = {}
+        for gpu in gpus:
+            for job in jobs:
+                if not self._kept(gpu, job).exists():
+                    groups.setdefault((gpu, str(Path(job.file).parent), job.arguments), []).append(job)
+        self._in_threads(
+            lambda hosts, group: self._collect(hosts, group[0][0], group[1]), list(groups.items()), workers
+        )
+        types = TypeAdapter(Collected)
+        return [types.validate_json(self._kept(gpu, job).read_bytes()) for gpu in gpus for job in jobs]
+
+    def _kept(self, gpu: str, job: Job) -> Path:
+        name = "".join(letter if letter.isalnum() else "_" for letter in f"{gpu}_{job.name}")
+        return self.folder / "collected" / f"{name}.json"
+
+    def _collect(self, hosts: _Hosts, gpu: str, jobs: Sequence[Job]) -> None:
+        lines = _Lines(_new_file(self.folder / "running"))
+        files = sorted({job.file for job in jobs})
+        with hosts.begun(gpu, jobs[0], lines.path, files, ("--collect-only", *jobs[0].arguments)) as process:
+            _watch(process, lines, Limits(_BETWEEN_TESTS, self.limits.gibibytes))
+        tests = [test for line in lines.every if "collected" in line for test in line["collected"]]
+        unread = {line["unread"]: line for line in lines.every if "unread" in line}
+        for job in jobs:
+            found = Collected(gpu, job.name, tuple(test for test in tests if test.partition("::")[0] == job.file))
+            if not found.tests:
+                said = unread.get(job.file, {"outcome": "failed", "why": "no test was collected"})
+                found = Collected(gpu, job.name, (), Outcome(gpu, job.name, job.file, said["outcome"], said["why"]))
+            path = self._kept(gpu, job)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(TypeAdapter(Collected).dump_json(found))
+
+    def outcomes(self) -> dict[tuple[str, str, str], Outcome]:
+        """Return the latest outcome of each test, by GPU, job and name."""
+        types = TypeAdapter(Outcome)
+        path = self.folder / "outcomes.jsonl"
+        lines = _Lines(path).every if path.exists() else ()
+        return {(one.gpu, one.job, one.test): one for one in map(types.validate_python, lines)}
+
+    def run(self, jobs: Sequence[Job], chosen: Mapping[tuple[str, str], Sequence[str]], workers: int) -> None:
+        """Run those of the chosen tests, by GPU and job, that have no outcome yet."""
+        done = self.outcomes()
+        portions = []
+        for (gpu, name), tests in chosen.items():
+            job = next(job for job in jobs if job.name == name)
+            left = [test for test in tests if (gpu, name, test) not in done]
+            portions += [(gpu, job, left[at : at + _PORTION]) for at in range(0, len(left), _PORTION)]
+        self._in_threads(
+            lambda hosts, portion: self._run_portion(hosts, *portion), sorted(portions, key=_host_of), workers
+        )
+
+    def _in_threads(self, do: Callable[[_Hosts, Any], None], work: Sequence[Any], workers: int) -> None:
+        """Do each piece of work in one of the threads, each of which has hosts of its own."""
+        every = [_Hosts(self.root) for _ in range(workers)]
+        free = queue.SimpleQueue[_Hosts]()
+        for hosts in every:
+            free.put(hosts)
+
+        def one(piece: Any) -> None:
+            hosts = free.get()
+            try:
+                do(hosts, piece)
+            finally:
+                free.put(hosts)
+
+        try:
+            with ThreadPoolExecutor(workers) as pool:
+                for done in followed(as_completed([pool.submit(one, piece) for piece in work]), "tests", len(work)):
+                    done.result()
+        finally:
+            for hosts in every:
+                hosts.end()
+
+    def _run_portion(self, hosts: _Hosts, gpu: str, job: Job, tests: Sequence[str]) -> None:
+        """Run these tests; where one takes its process down, another process goes on with the others."""
+        left = list(tests)
+        while left:
+            lines = _Lines(_new_file(self.folder / "running"))
+            chosen = lines.path.with_suffix(".txt")
+            chosen.write_text("\n".join(left), encoding="utf-8")
+            options = (*job.arguments, "--nvidia-tests", str(chosen))
+            with hosts.begun(gpu, job, lines.path, [job.file], options) as process:
+                ended = _watch(process, lines, self.limits)
+            found = [Outcome(gpu, job.name, **line) for line in lines.every if "test" in line]
+            missing = [test for test in left if test not in {one.test for one in found}]
+            if missing:  # the test that was running, or the first if none was
+                begun = [line["begun"] for line in lines.every if "begun" in line]
+                blamed = begun[-1] if begun and begun[-1] in missing else missing[0]
+                found.append(Outcome(gpu, job.name, blamed, *ended))
+            self._keep(found)
+            left = [test for test in left if test not in {one.test for one in found}]
+
+    def _keep(self, found: Iterable[Outcome]) -> None:
+        types = TypeAdapter(Outcome)
+        text = "".join(types.dump_json(one).decode() + "\n" for one in found)
+        with (self.folder / "outcomes.jsonl").open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+# What PyTorch's and TE's modules (2.20.2) read while they are imported; the other variables of a job are set later.
+_READ_AT_IMPORT = (
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_CPU_OFFLOAD_V1", "NVTE_FLASH_ATTN", "NVTE_TORCH_COMPILE"),
+    "PYTORCH_JIT",
+)
+
+
+def _host_of(portion: tuple[str, Job, Sequence[str]]) -> tuple[str, tuple[tuple[str, str], ...]]:
+    gpu, job, _ = portion
+    return gpu, tuple((name, value) for name, value in job.variables if name in _READ_AT_IMPORT)
+
+
+class _Hosts:
+    """A process that has imported TE, of which each file's is forked; another one where GPU or variables differ."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._key: object = None
+        self._process: subprocess.Popen[str] | None = None
+
+    @contextmanager
+    def begun(
+        self, gpu: str, job: Job, record: Path, files: Sequence[str], options: Sequence[str]
+    ) -> Iterator[_Running]:
+        """Run pytest on these files, and wait until it has ended."""
+        key = _host_of((gpu, job, ()))
+        if self._process is None or self._key != key or self._process.poll() is not None:
+            self.end()
+            self._key, self._process = key, self._new(*key)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        arguments = [*files, *options, "-q", "-p", "parity.lab.nvidia_tests.plugin", "-p", "no:parity.plugin"]
+        arguments += ["-p", "no:cacheprovider", f"--rootdir={self._root / TESTS}", f"--nvidia-record={record}"]
+        order = {
+            "arguments": arguments,
+            "variables": dict(job.variables),
+            "folder": str(self._root / TESTS),
+            "log": str(record.with_suffix(".log")),
+        }
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        running = _Running(int(self._process.stdout.readline()), self._process.stdout)
+        yield running
+        running.wait()
+
+    def _new(self, gpu: str, variables: Iterable[tuple[str, str]]) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("NVTE_", "PYTEST_"))}
+        environment = {
+            **kept,
+            "OMP_NUM_THREADS": "1",
+            "PARITY_EMULATED_GPU": gpu,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTEST_ADDOPTS": "-p no:parity.plugin -p no:cacheprovider",  # of pytest that tests start
+            "PYTHONPATH": os.pathsep.join([str(Path(parity.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+            "TE_PATH": str(self._root),
+            "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",  # as in NVIDIA's container
+            **dict(variables),
+        }
+        command = [sys.executable, "-m", "parity.lab.nvidia_tests.host"]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def end(self) -> None:
+        """End the host; it has no process of a file any more."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+        self._process = None
+
+
+class _Running:
+    """A process of a host, which says when it has ended."""
+
+    def __init__(self, number: int, host: IO[str]) -> None:
+        self.number, self._host = number, host
+        self.code: int | None = None
+
+    def ends_within(self, seconds: float) -> bool:
+        if self.code is None and select.select([self._host], [], [], seconds)[0]:
+            self.code = int(self._host.readline())
+        return self.code is not None
+
+    def wait(self) -> None:
+        while not self.ends_within(60.0):
+            pass
+
+
+def chosen(
+    collected: Sequence[Collected], deselected: Mapping[tuple[str, str], str], sample: int | None, seed: int
+) -> dict[tuple[str, str], list[str]]:
+    """Return which tests to run, by GPU and job.
+
+    Args:
+        collected: on all GPUs.
+        deselected: by job and test, why no CPU can run it.
+        sample: how many; None for all. Each file gives two, and more in proportion to how many it has.
+        seed: of the sample. A test is in it by its name alone, so that another sample of this seed has the same tests.
+    """
+    runnable = {
+        (each.gpu, each.job): [test for test in each.tests if (each.job, test) not in deselected] for each in collected
+    }
+    if sample is None:
+        return runnable
+    least = {key: min(2, len(tests)) for key, tests in runnable.items()}
+    total = sum(map(len, runnable.values()))
+    share = max(0, sample - sum(least.values())) / total if total else 0.0
+    drawn = {}
+    for key, tests in runnable.items():
+        ordered = sorted(tests, key=lambda test, key=key: _drawn(seed, *key, test))  # type: ignore[misc]
+        drawn[key] = ordered[: max(least[key], round(share * len(tests)))]
+    return drawn
+
+
+def _drawn(*words: object) -> str:
+    return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
+
+
+def _new_file(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(suffix=".jsonl", dir=folder)
+    os.close(descriptor)
+    return Path(name)
+
+
+class _Lines:
+    """A file of JSON lines that others add to; one that is cut short is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def every(self) -> list[dict[str, Any]]:
+        found = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+
+# A process is watched from outside, since a test that hangs in a kernel, or takes all memory, cannot watch itself.
+
+
+def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str]:
+    """Wait for the end of a process, and end it where a test of it takes more than the limits.
+
+    Returns:
+        The outcome of a test that the process did not finish, and why.
+    """
+    size, began, used, allowed = -1, time.monotonic(), 0.0, _BETWEEN_TESTS
+    why = ""
+    while not why and not process.ends_within(_LOOK_EVERY):
+        tree = list(_tree(process.number))
+        seconds, memory = sum(each.seconds for each in tree), sum(each.memory for each in tree) / 2**30
+        if size != (size := lines.path.stat().st_size):
+            began, used = time.monotonic(), seconds
+            allowed = limits.seconds if _is_at_a_test(lines) else max(_BETWEEN_TESTS, limits.seconds)
+        if memory > limits.gibibytes:
+            why = f"more than {limits.gibibytes:g} GiB"
+        elif seconds - used > allowed or time.monotonic() - began > 4 * allowed:
+            why = f"more than {allowed:g} s of processor time, or {4 * allowed:g} s in all"
+    for each in _tree(process.number):  # ended or not: it may have left others behind
+        with suppress(ProcessLookupError):
+            os.kill(each.number, signal.SIGKILL)
+    if why:
+        return "beyond", why
+    return "failed", f"the process ended with code {process.code}: {_last_words(lines.path.with_suffix('.log'))}"
+
+
+def _is_at_a_test(lines: _Lines) -> bool:
+    return bool(every := lines.every) and "begun" in every[-1]
+
+
+def _last_words(log: Path) -> str:
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return said[-1][:200] if said else "it said nothing"
+
+
+@dataclass(frozen=True)
+class _Process:
+    number: int
+    seconds: float = 0.0
+    memory: int = 0
+
+
+def _tree(root: int) -> Iterator[_Process]:
+    """Yield a process and all that it started, as Linux's ``/proc`` has them: processor time and resident memory."""
+    tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+    parents, found = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        number = int(folder.name)
+        parents[number] = int(words[1])
+        found[number] = _Process(number, sum(map(int, words[11:15])) / tick, int(words[21]) * page)
+    for number in found:
+        above = number
+        while above not in (0, root):
+            above = parents.get(above, 0)
+        if above == root:
+            yield found[number]

@@ -1,0 +1,221 @@
+"""Choose NVIDIA's tests, shrink and record them, and compute as its container does: pytest's plugin in their process.
+
+Each line that it adds to the file of ``--nvidia-record`` is an object: tests that were ``collected``, what kept a file
+from it (``unread``), a test that is ``begun``, or a test's ``outcome``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity.cpu import cuda, tensor_cores
+
+_LONGEST = 400
+RANKS = 2
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nvidia-record", help="A file that lines are added to.")
+    parser.addoption("--nvidia-tests", help="A file with the tests to run, a line each.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Recorder(config))
+    _run_children_on_the_cpu()
+    _round_fp32_products()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        cuda.device_count = lambda: RANKS
+
+
+class _Recorder:
+    """Chooses the tests, and writes down what becomes of each."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._file = Path(config.getoption("--nvidia-record"))
+        chosen = config.getoption("--nvidia-tests")
+        self._chosen = None if chosen is None else set(Path(chosen).read_text(encoding="utf-8").splitlines())
+        self._reports: list[pytest.TestReport] = []
+        self._smaller: dict[Any, str] = {}
+
+    def _write(self, **content: Any) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome != "passed":
+            self._write(unread=report.nodeid, outcome=report.outcome, why=_last_line(report))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for module in dict.fromkeys(item.getparent(pytest.Module) for item in items):
+            if module is not None:
+                self._smaller |= shrink(vars(module.obj))
+        if self._chosen is None:
+            self._write(collected=[item.nodeid for item in items])
+        else:
+            items[:] = [item for item in items if item.nodeid in self._chosen]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._reports.clear()
+        self._write(begun=item.nodeid)
+        begin = time.perf_counter()
+        result = yield
+        outcome, why = _outcome(self._reports)
+        callspec = getattr(item, "callspec", None)
+        values = callspec.params.values() if callspec is not None else ()
+        smaller = [self._smaller[value] for value in values if isinstance(value, str) and value in self._smaller]
+        seconds = round(time.perf_counter() - begin, 2)
+        self._write(test=item.nodeid, outcome=outcome, why=why, seconds=seconds, smaller="; ".join(smaller))
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._reports.append(report)
+
+
+def _outcome(reports: Sequence[pytest.TestReport]) -> tuple[str, str]:
+    """Return what became of a test, and why if it did not pass."""
+    for report in reports:
+        if report.failed:
+            return "failed", _last_line(report)
+        if report.skipped:
+            expected = getattr(report, "wasxfail", None)
+            return "skipped", _last_line(report) if expected is None else f"NVIDIA expects it to fail: {expected}"
+    return "passed", ""
+
+
+def _last_line(report: pytest.CollectReport | pytest.TestReport) -> str:
+    """Return what was raised, and where."""
+    said = report.longrepr
+    if isinstance(said, tuple):  # of a skip: file, line, reason
+        return said[2].removeprefix("Skipped: ")
+    crash = getattr(said, "reprcrash", None)
+    if crash is None:
+        return str(said)[-_LONGEST:]
+    lines = [line.strip() for line in crash.message.splitlines() if line.strip()]
+    return f"{' '.join(lines)[:_LONGEST]} ({Path(crash.path).name}:{crash.lineno})"
+
+
+# Sizes. A table of NVIDIA's attention tests names sizes that a GPU's memory holds. Where a matrix of all scores would
+# have more than 2^26 elements (256 MiB in FP32), heads are halved with their groups first, then batch, then lengths.
+
+MOST_SCORES = 1 << 26
+_FEWEST_TOKENS = 256
+
+
+def shrink(names: dict[str, Any]) -> dict[str, str]:
+    """Make the too large configurations in a module's tables smaller, and return by name what was done to them."""
+    done: dict[str, str] = {}
+    for table in [value for value in names.values() if isinstance(value, dict)]:
+        for name, config in table.items():
+            if hasattr(config, "max_seqlen_q") and hasattr(config, "num_gqa_groups"):
+                before = _sizes(config)
+                while _scores(config) > MOST_SCORES and _halve(config):
+                    pass
+                if _sizes(config) != before:
+                    done[name] = f"{name}: {before} as {_sizes(config)}"
+    return done
+
+
+def _scores(config: Any) -> int:
+    return config.batch_size * config.num_heads * config.max_seqlen_q * config.max_seqlen_kv
+
+
+def _sizes(config: Any) -> str:
+    return (
+        f"batch {config.batch_size}, {config.max_seqlen_q} x {config.max_seqlen_kv} tokens, "
+        f"{config.num_heads} heads in {config.num_gqa_groups} groups"
+    )
+
+
+def _halve(config: Any) -> bool:
+    """Halve what comes first in the order above, and return whether anything could be halved."""
+    ratio = config.num_heads // config.num_gqa_groups
+    if config.num_heads % 2 == 0 and config.num_heads > max(4, 2 * ratio):
+        config.num_heads //= 2
+        config.num_gqa_groups = config.num_heads // ratio
+        config.hidden_size = config.num_heads * config.head_dim_qk
+        config.hidden_size_kv = config.num_gqa_groups * config.head_dim_v
+    elif config.batch_size > 2:
+        config.batch_size = (config.batch_size + 1) // 2
+    elif (
+        max(config.max_seqlen_q, config.max_seqlen_kv) > _FEWEST_TOKENS and getattr(config, "max_ctx_len", None) is None
+    ):
+        longer = max(config.max_seqlen_q, config.max_seqlen_kv)
+        for name in ("max_seqlen_q", "max_seqlen_kv"):
+            if getattr(config, name) == longer:
+                setattr(config, name, longer // 2)
+    else:
+        return False
+    return True
+
+
+# FP32 products outside of TE. NVIDIA's container sets TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, so that PyTorch's own
+# products of two FP32 tensors use TF32, forward and backward, as TE's do; a test that sets ``allow_tf32`` to False has
+# FP32.
+
+_Products = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+_library = torch.library.Library("aten", "IMPL")
+_KERNELS = Path(tensor_cores.__file__).parent
+
+
+def _round_fp32_products() -> None:
+    for name, operands in _Products.items():
+        _library.impl(name, _as_tf32(getattr(torch.ops.aten, name).out, operands), "CPU")
+
+
+def _as_tf32(product: Any, operands: tuple[int, int]) -> Any:
+    def rounded(*arguments: Any, **scalars: Any) -> Tensor:
+        values = list(arguments)
+        first = values[operands[0]]
+        if first.dtype == torch.float32 and _uses_tf32() and not _is_called_by_kernel():
+            for index in operands:
+                values[index] = tensor_cores.round_to_tf32(values[index])
+        return product(*values, **scalars, out=first.new_empty(0))
+
+    return rounded
+
+
+def _uses_tf32() -> bool:
+    return os.environ.get("NVIDIA_TF32_OVERRIDE") != "0" and torch.backends.cuda.matmul.allow_tf32
+
+
+def _is_called_by_kernel() -> bool:
+    """Return whether one of the CPU kernels, which round by themselves, asks for the product."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return Path(frame.f_code.co_filename).is_relative_to(_KERNELS)
+
+
+# Processes that tests start run on the CPU kernels as well.
+
+
+def _run_children_on_the_cpu() -> None:
+    start = subprocess.Popen.__init__
+
+    def started(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        start(self, on_the_cpu(args) if isinstance(args, list | tuple) else args, *rest, **options)
+
+    subprocess.Popen.__init__ = started  # type: ignore[method-assign]
+
+
+def on_the_cpu(command: Sequence[Any]) -> list[str]:
+    """Return a command that starts Python, by ``torchrun`` or not, so that it does on the CPU kernels what it says."""
+    words = list(map(str, command))
+    for index, word in enumerate(words):
+        is_launcher = word == "-m" and words[index + 1].startswith("torch.distributed")
+        if (word == "-m" and not is_launcher) or word.endswith(".py"):
+            return [*words[:index], "-m", "parity", "exec", *words[index:]]
+    return words

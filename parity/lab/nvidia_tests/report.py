@@ -1,0 +1,134 @@
+"""Draw what became of NVIDIA's tests: by file, by cause of failure, by reason of not running."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome
+from parity.report.numbers import markdown_table
+
+_COLUMNS = ("passed", "failed", "skipped", "beyond")
+_UNEXPLAINED = "not explained"
+
+
+def rules() -> dict[str, list[dict[str, str]]]:
+    """Return which tests no CPU can run and why (``deselected``), and why others fail (``causes``)."""
+    found: dict[str, list[dict[str, str]]] = json.loads(Path(__file__).with_name("rules.json").read_text("utf-8"))
+    return found
+
+
+def deselected(collected: Sequence[Collected], table: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], str]:
+    """Return why no CPU can run a test, by job and test; a row with ``unless`` holds where a package is missing."""
+    holding = [row for row in table if "unless" not in row or importlib.util.find_spec(row["unless"]) is None]
+    found = {}
+    for each in collected:
+        for test in each.tests or (each.job,):
+            why = next((row["why"] for row in holding if re.search(row["tests"], f"{each.job} {test}")), None)
+            if why is not None:
+                found[each.job, test] = why
+    return found
+
+
+def cause_of(outcome: Outcome, table: Sequence[Mapping[str, str]]) -> str:
+    """Return the first row's cause whose patterns match the test and what it said, with TE's line that settles it."""
+    for row in table:
+        if re.search(row["tests"], f"{outcome.gpu} {outcome.job} {outcome.test}") and re.search(
+            row.get("said", ""), outcome.why
+        ):
+            return f"{row['cause']} ({row['source']})"
+    return _UNEXPLAINED
+
+
+def draw(
+    version: str,
+    collected: Sequence[Collected],
+    left_out: Mapping[tuple[str, str], str],
+    outcomes: Sequence[Outcome],
+    unnamed: Sequence[str],
+    limits: Limits,
+) -> str:
+    """Return the report, markdown."""
+    causes = rules()["causes"]
+    unread = [each.unread for each in collected if each.unread is not None and (each.job, each.job) not in left_out]
+    every = [*outcomes, *unread]
+    failed = [one for one in every if one.outcome == "failed"]
+    explained = Counter((one.gpu, cause_of(one, causes)) for one in failed)
+    left = Counter((each.gpu, why) for each in collected for why in _left_out(each, left_out))
+    skipped = Counter((one.gpu, one.why) for one in every if one.outcome == "skipped")
+    smaller = sorted({part for one in outcomes for part in one.smaller.split("; ") if part})
+    each_failure = [
+        [
+            one.gpu,
+            one.test,
+            cause_of(one, causes) if cause_of(one, causes) != _UNEXPLAINED else f"{_UNEXPLAINED}: {one.why}",
+        ]
+        for one in failed
+    ]
+    sections = [
+        "# NVIDIA's own tests on the CPU kernels",
+        f"Made by `make nvidia-tests` with NVIDIA's tests of commit {version}, TransformerEngine "
+        f"{metadata.version('transformer_engine')} and torch {metadata.version('torch')}, on emulated GPUs. "
+        "Runnable is what passed or failed. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
+        f"NVIDIA's container. A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB.",
+        markdown_table(*_overall(collected, left_out, every), left=1),
+        *_section("By file", _by(every, collected, left_out), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
+        *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
+        *_section("Each failure", each_failure, ("GPU", "test", "cause"), 3),
+        *_section("Skipped by TE's tests", _counted(skipped), ("GPU", "reason", "tests"), 2),
+        *_section("Deselected: what no CPU can run", _counted(left), ("GPU", "reason", "tests"), 2),
+        *_section(
+            "Beyond the limits",
+            [[one.gpu, one.test, one.why] for one in every if one.outcome == "beyond"],
+            ("GPU", "test", "limit"),
+            3,
+        ),
+        *_section("Smaller than NVIDIA's", [[part] for part in smaller], ("sizes",), 1),
+        *_section("Files that no script of NVIDIA's runs", [[file] for file in unnamed], ("file",), 1),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _left_out(each: Collected, left_out: Mapping[tuple[str, str], str]) -> list[str]:
+    return [left_out[each.job, test] for test in each.tests or (each.job,) if (each.job, test) in left_out]
+
+
+def _overall(
+    collected: Sequence[Collected], left_out: Mapping[tuple[str, str], str], every: Sequence[Outcome]
+) -> tuple[list[list[object]], Sequence[str]]:
+    rows: list[list[object]] = []
+    for gpu in dict.fromkeys(each.gpu for each in collected):
+        files = [each for each in collected if each.gpu == gpu]
+        here = [one for one in every if one.gpu == gpu]
+        counts = Counter(one.outcome for one in here)
+        runnable = counts["passed"] + counts["failed"]
+        share = f"{100 * counts['passed'] / runnable:.1f} %" if runnable else "–"
+        tests = sum(len(each.tests) for each in files)
+        left = sum(len(_left_out(each, left_out)) for each in files)
+        rows.append([gpu, tests, left, len(here), *(counts[name] for name in _COLUMNS), share])
+    return rows, ("GPU", "tests", "deselected", "run", *_COLUMNS, "passed of runnable")
+
+
+def _by(
+    every: Sequence[Outcome], collected: Sequence[Collected], left_out: Mapping[tuple[str, str], str]
+) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for each in collected:
+        here = Counter(one.outcome for one in every if (one.gpu, one.job) == (each.gpu, each.job))
+        if here:
+            rows.append([each.gpu, each.job, len(each.tests), sum(here.values()), *(here[name] for name in _COLUMNS)])
+    return rows
+
+
+def _counted(counts: Counter[Any]) -> list[list[object]]:
+    return [[*key, count] for key, count in sorted(counts.items(), key=lambda each: (each[0][0], -each[1], each[0]))]
+
+
+def _section(title: str, rows: Sequence[Sequence[object]], headers: Sequence[str], left: int) -> list[str]:
+    return [f"## {title}", markdown_table(rows, headers, left=left) if rows else "None."]
