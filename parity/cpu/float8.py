@@ -241,8 +241,11 @@ def operand(tensor: Any, columnwise: bool, name: str) -> Tensor:
         RuntimeError: if the tensor does not hold that direction (``CanonicalizeGemmInput`` in TE's
             ``common/gemm/cublaslt_gemm.cu``).
     """
-    if columnwise and tensor._data is not None and cuda.has_gemm_without_transposes():
-        return tensor._data.flatten(0, -2).t()
+    if cuda.has_gemm_without_transposes():
+        if columnwise and tensor._data is not None:
+            return tensor._data.flatten(0, -2).t()
+        if not columnwise and tensor._data is None and tensor._transpose is not None:
+            return tensor._transpose.flatten(1).t()
     codes = tensor._transpose if columnwise else tensor._data
     if codes is None or (columnwise and tensor._transpose_invalid):
         direction = "columnwise" if columnwise else "rowwise"

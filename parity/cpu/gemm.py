@@ -19,7 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_forward
 
-from parity.cpu import block_scaling, cast, float8, formats, kernel_choices, mxfp8, nvfp4, tensor_cores, versions
+from parity.cpu import (
+    block_scaling,
+    cast,
+    float8,
+    formats,
+    gemm_rules,
+    kernel_choices,
+    mxfp8,
+    nvfp4,
+    tensor_cores,
+    versions,
+)
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = [
@@ -35,13 +46,6 @@ __all__ = [
 
 # Factors that carry the scales of their blocks may split K only at whole blocks of each format.
 _WHOLE_BLOCKS = 128
-
-# What a linear layer's GEMM sums over, by transA and transB: for the result, the input's gradient, the weight's.
-_SUMMED = {
-    (True, False): "the layer's input features",
-    (False, False): "the layer's output features",
-    (False, True): "the rows (tokens) that the layer is given, which its weight's gradient sums over",
-}
 
 
 @dataclass(frozen=True)
@@ -122,25 +126,30 @@ def generic_gemm(
         bias_type: dtype of the pre-GELU output if the operands are quantized; else that is the output dtype.
         gelu: apply GELU; if ``grad``, multiply by the derivative of GELU at ``gelu_in`` instead.
         accumulate: add to D; ``beta`` (default 1) is the factor of the old D.
-        use_split_accumulator: matters only where the sums of FP8 tensor cores are emulated.
+        use_split_accumulator: changes sums only where those of FP8 tensor cores are emulated; FP8 in blocks needs it.
 
     Returns:
         D, the bias gradient ``[n]`` (the sum of op(B) over k) or None, the input of GELU or None, ``extra_output``.
 
     Raises:
         ValueError: for shapes, dtypes or flags that do not fit each other.
-        RuntimeError: for a quantized operand that lacks the direction it is read in, or is not padded to 16.
+        RuntimeError: for a quantized operand that lacks the direction it is read in, and what else TE and cuBLAS refuse
+            (``parity.cpu.gemm_rules``).
         NotImplementedError: for other formats, communication overlap, and what TE never asks for.
     """
-    if comm_overlap is not None or (grad and gelu and bias is not None):
-        raise NotImplementedError("generic_gemm: neither communication overlap nor dGELU with a bias gradient on a CPU")
-    _check_flags(transA, transB, D, accumulate, beta, quantizer)
+    _check_flags(D, accumulate, beta, quantizer)
     left, right = _operand(A, not transA, "A"), _operand(B, transB, "B")
-    _check_inner(left, "A", _SUMMED[transA, transB])
-    _check_inner(right, "B", _SUMMED[transA, transB])
     dtype = _output_dtype(D, output_dtype, left)
     shape = _output_shape(A, B, D, transB, left, right)
     rows = (right.matrix.shape[0], left.matrix.shape[0])
+    gemm_rules.check(
+        gemm_rules.Request(
+            A, transA, B, transB, left.matrix.shape[0], rows[0], left.matrix.shape[1], dtype,
+            bias is not None, gelu and not (grad and gelu_in is None), grad, use_split_accumulator,
+        )
+    )  # fmt: skip
+    if comm_overlap is not None or (grad and gelu and bias is not None):
+        raise NotImplementedError("generic_gemm: neither communication overlap nor dGELU with a bias gradient on a CPU")
     epilogue = _Epilogue(
         alpha=alpha,
         beta=1.0 if beta is None else beta,
@@ -159,9 +168,7 @@ def generic_gemm(
     return [delivered, bias_grad, pre_gelu, extra_output]
 
 
-def _check_flags(transA: bool, transB: bool, D: Any, accumulate: bool, beta: float | None, quantizer: Any) -> None:
-    if transA and transB:
-        raise ValueError("generic_gemm: TransformerEngine has no GEMM with both operands transposed")
+def _check_flags(D: Any, accumulate: bool, beta: float | None, quantizer: Any) -> None:
     if beta and not accumulate:
         raise ValueError(f"generic_gemm: beta={beta} without accumulate has no D to be applied to")
     if accumulate and (D is None or quantizer is not None):
@@ -203,15 +210,6 @@ def _block_factor(
     if entry.kernels is mxfp8:
         return tensor_cores.BlockFactor(*mxfp8.unscaled_operand(value, columnwise), float8.fp8_dtype(value))
     return tensor_cores.BlockFactor(*nvfp4.unscaled_operand(value, columnwise), None)
-
-
-def _check_inner(operand: _Operand, name: str, summed: str) -> None:
-    matrix = operand.matrix
-    if operand.is_quantized and matrix.numel() and matrix.shape[1] % 16:
-        raise RuntimeError(
-            f"operand {name} of a quantized GEMM has an inner dimension of {matrix.shape[1]}, {summed}: cuBLAS needs a "
-            "multiple of 16, so pad it"
-        )
 
 
 def _shape(tensor: Any) -> torch.Size:

@@ -33,7 +33,7 @@ def run(a: Any, b: Any, layout: str = "TN", dtype: torch.dtype | None = None, **
         workspace=torch.empty(0),
         workspace_size=0,
         accumulate=False,
-        use_split_accumulator=False,
+        use_split_accumulator=any(hasattr(factor, "_is_2D_scaled") for factor in (a, b)),
     )
     transposed = dict(transA=layout[0] == "T", transB=layout[1] == "T")
     output_dtype = None if dtype is None else TE_DTYPE[dtype]

@@ -70,7 +70,7 @@ def test_tf32_keeps_infinities_and_every_nan() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT", "TT"])
 @pytest.mark.parametrize("side", [8, 64])
 def test_each_layout_stays_within_the_bound_of_fp32_sums(layout: str, dtype: torch.dtype, side: int) -> None:
     A, B = operands(layout, side + 3, side, side + 5, dtype)
@@ -183,7 +183,7 @@ def test_a_bias_gradient_of_fp8_codes_is_scaled() -> None:
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT", "TT"])
 @pytest.mark.parametrize("side", [16, 48])
 def test_fp8_values_are_multiplied_and_the_sum_scaled(layout: str, dtype: torch.dtype, side: int) -> None:
     A, B = operands(layout, side, side, side)
@@ -240,7 +240,7 @@ def test_a_missing_direction_of_an_fp8_operand_is_named(layout: str, name: str) 
 )
 def test_fp8_operands_have_to_be_padded(layout: str, shapes: Any, summed: str) -> None:
     A, B = (codes(torch.ones(*shape)) for shape in shapes)
-    with pytest.raises(RuntimeError, match=f"inner dimension of 24, {summed}"):
+    with pytest.raises(RuntimeError, match=f"Leading dimension requirement on A .* 24, {summed}"):
         run(A, B, layout, BF16)
 
 
@@ -268,7 +268,6 @@ def test_empty_fp8_operands_give_empty_results() -> None:
 @pytest.mark.parametrize(
     ("operands", "options", "message"),
     [
-        (((4, 16), (16, 4)), {"layout": "TT"}, "both operands transposed"),
         (((4, 16), (4, 8)), {}, "inner dimensions differ"),
         (((4, 16), (3, 16)), {"D": torch.empty(4, 3)}, r"D has shape \(4, 3\), the product has \(3, 4\)"),
         (((4, 16), (3, 16)), {"D": torch.empty(3, 4), "dtype": BF16}, "output_dtype is torch.bfloat16"),
