@@ -42,7 +42,7 @@ UNPADDED: dict[str, tuple[tuple[int, int], tuple[int, int], str, dict[str, str |
     "an odd number of tokens in a result": ((16, 32), (3, 32), "TN", {"hopper": None, "blackwell": None}),
     "24 input features in a result": (
         (16, 24), (8, 24), "TN",
-        {gpu: "Leading dimension requirement on A .* 24, the layer's input features" for gpu in GPUS},
+        dict.fromkeys(GPUS, "Leading dimension requirement on A .* 24, the layer's input features"),
     ),
     "24 input features in the input's gradient": (
         (32, 24), (8, 32), "NN",

@@ -18,7 +18,7 @@ from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -276,7 +276,9 @@ def _noise(file: Path) -> Iterator[str]:
     limits.load.cache_clear()
     table = limits.load(file)
     with suppress(KeyError):  # a law was lost; the packaged table, which alone is used, has all
-        for kernels, precision, statistic in itertools.product(("alike", "others"), ("fp32", "bf16"), ("norm", "gain")):
+        for kernels, precision, statistic in itertools.product(
+            get_args(noise.Kernels), ("fp32", "bf16"), ("norm", "gain")
+        ):
             assert noise.allowed(kernels, precision, statistic, 64, 100, table) > 0, kernels
     yield ""
 
