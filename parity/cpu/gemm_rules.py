@@ -89,7 +89,8 @@ def check(request: Request) -> None:
         _raise_unaligned(request, "k", "A and B")
     if _is_e5m2(request.A) and _is_e5m2(request.B):
         raise RuntimeError(
-            "generic_gemm: cuBLAS multiplies no E5M2 by E5M2 (CUBLAS_STATUS_NOT_SUPPORTED); one of the two has to be E4M3"
+            "generic_gemm: cuBLAS multiplies no E5M2 by E5M2 (CUBLAS_STATUS_NOT_SUPPORTED); one of the two has to be "
+            "E4M3"
         )
 
 
@@ -126,13 +127,13 @@ def _check_blocks(request: Request) -> None:
         _raise_outer(request, "n", "B", _BLOCK_ALIGNMENT)
     if not any(is_1d.values()):
         raise RuntimeError(
-            "generic_gemm: Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported, but both operands are "
-            "scaled in 128 x 128 blocks; quantize one with block_scaling_dim=1"
+            "generic_gemm: Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported, but both operands "
+            "are scaled in 128 x 128 blocks; quantize one with block_scaling_dim=1"
         )
     if (request.gelu and (request.bias or not request.grad)) or (request.bias and request.grad):
         raise RuntimeError(
-            "generic_gemm: Epilogue requested outside of the available and tested cuBLAS functionality for float8 block "
-            "scaled GEMM, which has a bias or the derivative of GELU; compute a GELU or a bias gradient by itself"
+            "generic_gemm: Epilogue requested outside of the available and tested cuBLAS functionality for float8 "
+            "block scaled GEMM, which has a bias or the derivative of GELU; compute a GELU or a bias gradient by itself"
         )
     if request.gelu and request.dtype != torch.bfloat16:
         raise RuntimeError(
@@ -141,8 +142,8 @@ def _check_blocks(request: Request) -> None:
         )
     if not request.split:
         raise RuntimeError(
-            "generic_gemm: cuBLAS has no float8 block scaled GEMM with fast accumulation (CUBLAS_STATUS_NOT_SUPPORTED); "
-            "pass use_split_accumulator=True"
+            "generic_gemm: cuBLAS has no float8 block scaled GEMM with fast accumulation "
+            "(CUBLAS_STATUS_NOT_SUPPORTED); pass use_split_accumulator=True"
         )
 
 
