@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from parity.cpu.plain_kernels import sums_in_fp32
 from parity.numerics.formats import (
     Rounding,
     e4m3,
@@ -23,6 +22,7 @@ from parity.numerics.formats import (
     tf32,
 )
 from parity.te import Kernels
+from parity.te.plain_kernels import sums_in_fp32
 
 
 @dataclass(frozen=True)

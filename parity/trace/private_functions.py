@@ -1,4 +1,4 @@
-"""Replace functions that are private to PyTorch for a while, since no mode sees what they do.
+"""Replace functions of PyTorch for a while: private ones, since no mode sees what they do, and two of its CPU kernels.
 
 If PyTorch renames one, that is an error: a pass in which nothing was replaced would look like any other.
 """
@@ -17,7 +17,7 @@ import torch
 
 from parity.user_error import UserError
 
-# Functions that are private to PyTorch, and that a comparison replaces for a while.
+# Functions of PyTorch that a comparison replaces for a while.
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ CHECKPOINT = PrivateFunction(
     "torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", "torch.utils.checkpoint.checkpoint", (2, 1)
 )
 CLIP = PrivateFunction("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "torch.nn.utils.clip_grad_norm_", (2, 6))
-EXCHANGED = CHECKPOINT, CLIP
+LAYER_NORM = PrivateFunction("torch", "layer_norm", "torch.nn.functional.layer_norm", (2, 0))
+EMBEDDING = PrivateFunction("torch", "embedding", "torch.nn.functional.embedding", (2, 0))
+EXCHANGED = CHECKPOINT, CLIP, LAYER_NORM, EMBEDDING
 """All that a comparison replaces."""
 
 StandIn = Callable[..., Any]

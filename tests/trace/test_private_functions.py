@@ -17,7 +17,15 @@ from torch.utils import checkpoint
 
 import parity
 from parity import te
-from parity.trace.private_functions import CHECKPOINT, CLIP, EXCHANGED, PrivateFunction, exchanged
+from parity.trace.private_functions import (
+    CHECKPOINT,
+    CLIP,
+    EMBEDDING,
+    EXCHANGED,
+    LAYER_NORM,
+    PrivateFunction,
+    exchanged,
+)
 from parity.user_error import UserError
 
 RENAMED = replace(CLIP, name="_clip_grads_by_another_name_")
@@ -51,7 +59,12 @@ def run_again() -> None:
     checkpoint.checkpoint(torch.exp, x, use_reentrant=False).sum().backward()
 
 
-PUBLIC: dict[PrivateFunction, Callable[[], object]] = {CLIP: clip, CHECKPOINT: run_again}
+PUBLIC: dict[PrivateFunction, Callable[[], object]] = {
+    CLIP: clip,
+    CHECKPOINT: run_again,
+    LAYER_NORM: lambda: nn.LayerNorm(4)(torch.ones(2, 4)),
+    EMBEDDING: lambda: nn.Embedding(4, 4)(torch.tensor([1])),
+}
 
 
 def test_a_name_that_pytorch_renamed_is_an_error_that_tells_what_it_was_for() -> None:
@@ -122,7 +135,9 @@ def exchanged_of(functions: list[tuple[Any, str, object]]) -> set[tuple[str, str
 
 
 class Looking(nn.Linear):
-    """Notes which functions of PyTorch are others than before the comparison, when it is built and when it runs."""
+    """Notes which functions of PyTorch are others than before the comparison, when it is built and when it runs, and
+    when a port does.
+    """
 
     found: set[tuple[str, str]]
     before: list[tuple[Any, str, object]]
@@ -135,8 +150,9 @@ class Looking(nn.Linear):
         self.look()
         return super().forward(x)
 
-    def look(self) -> None:
-        self.found.update(exchanged_of(self.before))
+    @classmethod
+    def look(cls) -> None:
+        cls.found.update(exchanged_of(cls.before))
 
 
 @pytest.fixture
@@ -154,12 +170,17 @@ def test_a_comparison_exchanges_these_and_no_other(looking: type[Looking], right
     @parity.pair("looking", sizes=[{"batch": 8}])
     def looking_pair(te: Any, **_: Any) -> parity.Pair:
         weights = {"weight": "weight", "bias": "bias"}
+
+        def call(module: nn.Module, x: Tensor) -> Tensor:
+            looking.look()
+            return module(x) if right else 1.5 * module(x)
+
         return parity.Pair(
             looking(),
             te.Linear(64, 64),
             weights=weights,
             inputs=lambda rng, batch: rng.normal(batch, 64),
-            call_candidate=lambda module, x: module(x) if right else 1.5 * module(x),
+            call_candidate=call,
         )
 
     (result,) = parity.compare(looking_pair, ["bf16"], backend="cpu")

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.trace.private_functions import EMBEDDING, LAYER_NORM, exchanged
+
 _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-_NAMES = ("layer_norm", "embedding")  # of ``torch``, which ``torch.nn.functional`` and PyTorch's modules call
 
 
 @contextmanager
@@ -27,26 +27,16 @@ def sums_in_fp32() -> Iterator[None]:
 
     Results are those of CUDA's kernels but for the order of sums; gradients as well, whenever they are computed.
     """
-    before = {name: getattr(torch, name) for name in _NAMES}
-    try:
-        for name, function in before.items():
-            setattr(torch, name, _in_fp32(function))
+    with exchanged(LAYER_NORM, _in_fp32), exchanged(EMBEDDING, _in_fp32):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(torch, name, function)
 
 
-def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(function)
-    def computed(*args: Any, **kwargs: Any) -> Tensor:
-        dtype = _dtype_on_cpu(args, kwargs)
-        if dtype is None:
-            return function(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in _SIXTEEN_BIT else x, (args, kwargs))
-        return function(*args, **kwargs).to(dtype)
-
-    return computed
+def _in_fp32(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    dtype = _dtype_on_cpu(args, kwargs)
+    if dtype is None:
+        return original(*args, **kwargs)
+    args, kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in _SIXTEEN_BIT else x, (args, kwargs))
+    return original(*args, **kwargs).to(dtype)
 
 
 def _dtype_on_cpu(args: Any, kwargs: Any) -> torch.dtype | None:
