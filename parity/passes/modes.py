@@ -3,7 +3,7 @@
 Under ``torch.no_grad()`` every gradient would be 0 in all passes, and so agree. Under ``torch.autocast`` the rounding
 model would round like BF16 at each precision, and take that for the error that a port must have. The same would happen
 with TF32 or BF16 if plain FP32 products use it (``torch.set_float32_matmul_precision("high")``, or a vendor's
-``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``).
+``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``). And on a CPU, what is left to PyTorch sums as on a GPU (``plain_kernels.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from parity.passes.plain_kernels import sums_in_fp32
 from parity.trace.surroundings import FP32_SETTINGS, fp32_setting, has_fp32_settings, set_fp32
 
 _FP32 = "ieee"
@@ -30,6 +31,7 @@ def usual_modes() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 modes.enter_context(torch.autocast(device, enabled=False))
         modes.enter_context(_true_fp32())
+        modes.enter_context(sums_in_fp32())
         yield
 
 

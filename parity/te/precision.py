@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from parity.numerics.formats import (
     tf32,
 )
 from parity.te import Kernels
-from parity.te.plain_kernels import sums_in_fp32
 
 
 @dataclass(frozen=True)
@@ -50,23 +48,20 @@ class Precision:
             return None
         return getattr(importlib.import_module("transformer_engine.common.recipe"), self.recipe)()
 
-    @contextlib.contextmanager
-    def autocast(self, kernels: Kernels, group: Any = None) -> Iterator[None]:
-        """Enter the context for a candidate's forward pass; it has a new recipe each time.
-
-        Without a GPU, what a candidate leaves to PyTorch sums as on one.
+    def autocast(self, kernels: Kernels, group: Any = None) -> contextlib.AbstractContextManager[None]:
+        """Return the context for the forward pass of TE's modules; it has a new recipe each time.
 
         Args:
             kernels: TE's.
             group: the process group over which amaxes are reduced, if there is one.
         """
         recipe = self.new_recipe()
-        with contextlib.ExitStack() as contexts:
-            if kernels.device.type == "cpu":
-                contexts.enter_context(sums_in_fp32())
-            if recipe is not None:
-                contexts.enter_context(kernels.te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group))
-            yield
+        if recipe is None:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = kernels.te.autocast(
+            enabled=True, recipe=recipe, amax_reduction_group=group
+        )
+        return context
 
 
 _BF16 = torch.bfloat16

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -109,8 +109,16 @@ def _open(private: PrivateFunction) -> bool:
         if found is None:
             return False
         _ORIGINALS[private] = found, 1
-        setattr(importlib.import_module(private.module), private.name, partial(_call, private, found))
+        setattr(importlib.import_module(private.module), private.name, _exchangeable(private, found))
         return True
+
+
+def _exchangeable(private: PrivateFunction, original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)  # torch.compile asks for a function's name
+    def exchangeable(*args: Any, **kwargs: Any) -> Any:
+        return _call(private, original, *args, **kwargs)
+
+    return exchangeable
 
 
 def _close(private: PrivateFunction) -> None:
