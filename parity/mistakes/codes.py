@@ -100,7 +100,6 @@ CODES = {
     "number": "PAR274",
     "tf32": "PAR301",
     "accumulation-precision": "PAR302",
-    "fp8-format": "PAR303",
     "fp8-scale-stale": "PAR304",
     "fp8-gradient-scale": "PAR304",
     "fp8-margin": "PAR305",

@@ -266,18 +266,35 @@ class GroupScheduling(LoadScopeScheduling):
     The largest sizes go first, since what a worker begins last keeps the others waiting at the end. A worker gets all
     dtypes of a size, so that the processor's cache holds its tensors only once. At the end it gets them by dtype, since
     the rest divides more evenly that way.
+
+    Two workers may end at once. xdist tells of one after the other, so that the second may be given items that cannot
+    be sent to it any more; they wait for another worker then.
     """
+
+    def __init__(self, config: pytest.Config, log: Producer) -> None:
+        super().__init__(config, log)
+        self._unreachable: set[WorkerController] = set()
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         if not any(self.assigned_work.values()):
             self._sort()
         group = next(iter(self.workqueue))
-        super()._assign_work_unit(node)
-        if len(self.workqueue) > _GROUPS_AT_THE_END * len(self.nodes):
+        if self._sent(node, group) and len(self.workqueue) > _GROUPS_AT_THE_END * len(self.nodes):
             for other in self._of_size[size_of(group)]:
                 if other in self.workqueue:
                     self.workqueue.move_to_end(other, last=False)
-                    super()._assign_work_unit(node)
+                    if not self._sent(node, other):
+                        return
+
+    def _sent(self, node: WorkerController, group: str) -> bool:
+        """Give a worker the first group; return whether it could be reached."""
+        try:
+            super()._assign_work_unit(node)
+        except OSError:
+            self._unreachable.add(node)
+            self.workqueue[group] = self.assigned_work[node].pop(group)
+            self.workqueue.move_to_end(group, last=False)
+        return node not in self._unreachable
 
     def _sort(self) -> None:
         """Sort the largest first, and note what belongs together."""
@@ -292,10 +309,15 @@ class GroupScheduling(LoadScopeScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a worker at least two items, a replacement too, since it runs none before it knows the next."""
-        if node not in self.registered_collections:  # the node is asked again when it has collected
+        # A node is asked again when it has collected; xdist will tell of one that has ended.
+        if node not in self.registered_collections or node in self._unreachable:
             return
         super()._reschedule(node)
-        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+        while (
+            self.workqueue
+            and not (node.shutting_down or node in self._unreachable)
+            and self._pending_of(self.assigned_work[node]) < 2
+        ):
             self._assign_work_unit(node)
         if not self.workqueue:
             node.shutdown()

@@ -24,7 +24,7 @@ from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
 from parity.mistakes.log_probs import log_softmaxes, returned_log_probs
 from parity.mistakes.trial import tensors_under
 from parity.numerics.errors import norm_of
-from parity.numerics.formats import Format, Rounding, e4m3, e5m2, largest, spacing, tf32
+from parity.numerics.formats import Format, Rounding, largest, spacing, tf32
 from parity.numerics.freedom import FUSED
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
@@ -210,10 +210,6 @@ def _mistakes(precision: Precision) -> Iterator[_Mistake]:
 
 
 def _of_scales(rounding: Rounding) -> Iterator[_Mistake]:
-    hybrid = "Use Format.HYBRID: E4M3 forward, E5M2 for gradients"
-    yield _Mistake("fp8-format", "inputs are E5M2", hybrid, replace(rounding, inputs=e5m2))
-    yield _Mistake("fp8-format", "inputs and weights are E5M2", hybrid, replace(rounding, inputs=e5m2, weights=e5m2))
-    yield _Mistake("fp8-format", "gradients are E4M3", hybrid, replace(rounding, gradients=e4m3))
     update = "Let amax history update scales: one autocast around each pass, reduce_and_update at the end of it"
     e4, e5 = torch.float8_e4m3fn, torch.float8_e5m2
     yield _Mistake(

@@ -23,12 +23,13 @@ from plugin_runs import (
     run_with_workers,
     write,
 )
+from xdist.remote import Producer
 
 from parity.case import registry
 from parity.machine.devices import Device
 from parity.plugin import workers
 from parity.plugin.largest import largest_need
-from parity.plugin.workers import first_input, group_of, how_many, size_of
+from parity.plugin.workers import GroupScheduling, first_input, group_of, how_many, size_of
 from parity.report import environment
 from parity.result import Result
 from parity.te.precision import PRECISIONS
@@ -304,6 +305,44 @@ def test_attention_backends_of_one_case_and_size_are_of_its_group() -> None:
 
 
 @compares_nothing
+class Node:
+    """Stands for a worker of xdist, which can be reached until it ends."""
+
+    shutting_down, gateway = False, SimpleNamespace(id="gw")
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+        self.reachable = True
+
+    def send_runtest_some(self, indices: Sequence[int]) -> None:
+        if not self.reachable:
+            raise OSError("cannot send (already closed?)")
+        self.given += indices
+
+    def shutdown(self) -> None: ...
+
+
+def test_workers_that_end_at_once_cost_what_they_ran_alone(pytester: pytest.Pytester) -> None:
+    ids = [f"my_pairs.py::pair{number}[bf16-2x64]" for number in range(8)]
+    first, second, third = Node(), Node(), Node()
+    scheduling = GroupScheduling(pytester.parseconfig("--tx=2*popen"), Producer("tests"))
+
+    def begins(*nodes: Node) -> None:
+        for node in nodes:
+            scheduling.add_node(node)
+            scheduling.add_node_collection(node, ids)
+        scheduling.schedule()
+
+    begins(first, second)
+    first.reachable = second.reachable = False  # xdist tells of one after the other
+    crashed = [ids.index(scheduling.remove_node(node)) for node in (first, second)]
+    assert crashed == [first.given[0], second.given[0]]
+    begins(third)
+    for index in third.given:  # grows meanwhile
+        scheduling.mark_test_complete(third, index)
+    assert sorted([*crashed, *third.given]) == list(range(8))
+
+
 def test_workers_are_given_the_largest_sizes_first(pytester: pytest.Pytester) -> None:
     write(
         pytester,

@@ -66,13 +66,6 @@ def _scales(direction: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.
     return overwrite
 
 
-def _inputs_in_e5m2(module: nn.Module) -> None:
-    from transformer_engine_torch import DType
-
-    for part in _quantized_modules(module):
-        part.quantizers["scaling_fwd"][0].dtype = DType.kFloat8E5M2
-
-
 def _with_cached_weight(spoil: Callable[[nn.Module, Callable[[], None]], None]) -> Plant:
     """Let the forward pass take the quantized weight that an earlier microbatch cached.
 
@@ -193,14 +186,6 @@ BUGS = (
         _with_delayed_scaling(margin=8),
         "fp8-margin",
         precisions=DELAYED,
-    ),
-    Bug(
-        "fp8-inputs-in-e5m2",
-        "Inputs are cast to E5M2, which has one mantissa bit less than E4M3.",
-        LINEAR,
-        _before_call(_inputs_in_e5m2),
-        "fp8-format",
-        precisions=ONE_SCALE_A_TENSOR,
     ),
     Bug(
         "fp8-scale-inverted",
