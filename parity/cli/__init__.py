@@ -249,7 +249,6 @@ def train(
 @add_command(
     app,
     "parity exec train.py",
-    "parity exec train.py small.yaml",
     "torchrun --nproc-per-node 2 -m parity exec train.py",
     "parity exec -m pytest my_tests",
     name="exec",

@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
 from parity.mistakes.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
 from parity.mistakes.codes import CODES, finding
 from parity.mistakes.constants import is_written
@@ -22,7 +23,12 @@ from parity.search.divergence import first_divergence
 from parity.search.failure import Budget, Failure, few_outputs, in_time
 from parity.search.gradient_screen import outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
-from parity.search.localise import output_scale_findings, where_the_error_is, whole_scale_findings
+from parity.search.localise import (
+    output_scale_findings,
+    shared_factor,
+    where_the_error_is,
+    whole_scale_findings,
+)
 from parity.search.orders import exchange_findings, order_findings
 from parity.search.other_operands import other_operand_hypotheses
 from parity.search.precision_mistakes import log_prob_findings, precision_findings, scale_hypotheses
@@ -149,7 +155,10 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         return in_time(lambda: _by_chance(failure) or _told(_of_one_number(failure, trace, search), failure))
     outputs_passed = all(result.passed for result in failure.outputs)
     if outputs_passed:
-        causes += [lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST))]
+        causes += [
+            lambda: _by_scale_of_scores(failure, trace),
+            lambda: gradient_findings(failure, trace, failure.budget(CHECKS_FOR_THE_REST)),
+        ]
     else:
         causes += [lambda: exchange_findings(failure), lambda: buffer_findings(failure)]
     causes += [
@@ -239,6 +248,19 @@ def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
     known = list(scale_hypotheses(failure.prepared, failure.precision))
     if known:
         yield from _told(explanations(failure, known, budget), failure)
+
+
+def _by_scale_of_scores(failure: Failure, trace: Trace) -> Iterator[Finding]:
+    """Yield another scale of attention's scores if some gradients are right but for one factor, though outputs passed.
+
+    Attention that is nearly uniform shows its scale in the gradients of queries and keys, and hardly in its output.
+    """
+    failed = [result for result in failure.results if not result.passed]
+    some = len(failed) < sum(result.kind != "output" for result in failure.results)
+    if some and shared_factor(failure, failed):
+        budget = failure.budget(CHECKS_FOR_THE_REST)
+        found = explanations(failure, softmax_scale_hypotheses(trace), budget)
+        yield from _told([one for one in found if one.complete], failure)
 
 
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:

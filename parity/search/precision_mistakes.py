@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.case.transfer import parameter_shapes
-from parity.case.weight_map import Side, describe, pack, shape_of, unpack
+from parity.case.weight_map import Side, describe, names, pack, shape_of, unpack
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
 from parity.mistakes.log_probs import log_softmaxes, returned_log_probs
@@ -137,7 +137,13 @@ def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypot
     if precision.recipe not in _SCALED_BY_TENSOR:
         return
     shapes = parameter_shapes(prepared.reference)
-    matrices = [left for left in prepared.weights if len(shape_of(left, shapes)) > 1]
+    matrices = [
+        left
+        for left in prepared.weights
+        if len(shape_of(left, shapes)) > 1 and prepared.outside_te.isdisjoint(names(left))
+    ]
+    if not matrices:
+        return
     yield _scaled_twice(prepared, matrices)
     for left in matrices if 1 < len(matrices) <= MOST_PLACES else ():
         yield _scaled_twice(prepared, [left], describe(prepared.weights[left]))

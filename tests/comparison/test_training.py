@@ -214,10 +214,10 @@ def test_what_goes_wrong_in_a_training_is_told(row, precision):
 def test_a_factor_that_explains_nothing_is_not_named():
     golden = {"weight": torch.ones(1000)}
     noisy = {"weight": golden["weight"] + Rng(0).normal(1000, std=0.12) + 0.01}
-    limits, right = {"weight": 0.1}, Guess("", "", lambda: golden)
+    limits, right = {"weight": 0.1}, Guess("", "", "", lambda: golden)
 
     def explained(candidate, factor):
-        scaled = Guess("loss-scale", "", lambda: {"weight": factor * golden["weight"]})
+        scaled = Guess("loss-scale", "", "", lambda: {"weight": factor * golden["weight"]})
         return gradients_explained(limits, candidate, [right, scaled])
 
     assert explained(noisy, 1.01) is None

@@ -439,3 +439,27 @@ def with_numbers(port: nn.Module, size: float = 1.0, right: Mapping[str, float] 
     return compared(
         lambda: WithNumbers(**{**RIGHT, **right}), lambda te: port, lambda rng: rng.normal(2, 32, 64) * size, "fp32"
     )
+
+
+# Attention that is nearly uniform: its scale shows in the gradients of queries and keys alone.
+
+
+class Uniform(nn.Module):
+    """Residual attention with a small scale, as Granite's."""
+
+    def __init__(self, linear: Any, scale: float = 1 / 64) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (layer(x) for layer in (self.query, self.key, self.value))
+        query, key, value = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in made)
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("scale", [1 / 32, 1 / 16, 0.25])
+def test_the_scale_of_nearly_uniform_attention_is_told_by_its_gradients(scale):
+    result = twins(Uniform, dict(scale=scale), normal((2, SEQ, HIDDEN)), "fp8_current")
+    tells(result, "softmax-scale", "softmax_scale=0.01562, as the reference has")

@@ -247,6 +247,28 @@ def test_a_token_that_goes_to_another_number_of_experts_is_told(experts):
     tells_only(mixtures(normalised, experts=experts), "top-k")
 
 
+class Dense(nn.Module):
+    """Experts that compute all tokens, behind a router that stays PyTorch's."""
+
+    def __init__(self, linear: Any, k: int = 2) -> None:
+        super().__init__()
+        self.router, self.k = nn.Linear(HIDDEN, EXPERTS, bias=False), k
+        self.up = nn.ModuleList(linear(HIDDEN, HIDDEN, bias=False) for _ in range(EXPERTS))
+        self.down = nn.ModuleList(linear(HIDDEN, HIDDEN, bias=False) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(self.k, -1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        made = (down(F.silu(up(x))) for up, down in zip(self.up, self.down, strict=True))
+        return sum(y * (weights * (chosen == expert)).sum(-1, keepdim=True) for expert, y in enumerate(made))
+
+
+def test_fewer_experts_in_fp8_are_told_and_no_scale_of_the_router_s_weight_which_is_not_quantized():
+    result = twins(Dense, dict(k=1), normal((64, HIDDEN)), "fp8_current")
+    tells(result, "top-k", "one fewer")
+    assert "fp8-scale-inverted" not in {found.title for found in result.findings}
+
+
 @pytest.mark.parametrize("order", [(1, 0, 2, 3), (3, 2, 1, 0), (1, 2, 3, 0)])
 @pytest.mark.parametrize("layers", ["order", "gate_up_order"])
 def test_experts_in_another_order_than_the_routers_are_told(layers, order):

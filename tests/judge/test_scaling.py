@@ -91,7 +91,7 @@ def test_all_tensors_are_named_together():
     moves = [(kept(WAS, 112.0), kept([0.0, 0.0, 4.0, 2.0, 8.0], 112.0)) for _ in range(4)]
     found = wrong_scaling(moves, {}, True)
     assert "the input of w has a scale" in found.message
-    assert "so have 3 more" in found.message
+    assert "so do 3 more" in found.message
 
 
 AMAXES = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.0]), max_size=7)

@@ -37,7 +37,7 @@ def test_a_mistake_is_named(wrong):
 def test_gradients_that_one_rank_does_not_share_are_told_with_the_step_and_the_rank():
     (result,) = parity.compare(case_of("trained", "own gradients at step 2"), ["bf16"], ranks=DP, steps=STEPS)
     assert result.findings[0].message.startswith("in step 2 ranks 0 and 1 hold the same part")
-    assert "those of rank 0 are right, and of rank 1 wrong" in result.findings[0].message
+    assert "those of rank 0 are right, and those of rank 1 are wrong" in result.findings[0].message
 
 
 @pytest.mark.parametrize(
