@@ -64,7 +64,8 @@ def convert(
         check_file(destination, "DST")
     elif destination.suffix == checkpoint.SAFETENSORS:
         raise UserError(f"with --shard-size, DST is a folder for the files and their index, not {destination}")
-    if destination.exists() and source.exists() and destination.samefile(source):
+    sources = [source, *checkpoint.files_of(source)] if destination.exists() else []
+    if any(file.exists() and destination.samefile(file) for file in sources):
         raise UserError(f"{destination} would replace its source; name another file")
     if to not in get_args(Direction):
         raise UserError(f"--to is {to!r}, but must be te or reference")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import json
 import os
@@ -43,6 +42,23 @@ def read(path: Path, within: str = "") -> dict[str, Tensor]:
     Raises:
         UserError: if there is no such file, it is damaged, or it holds other things than tensors.
     """
+    path = _file(path)
+    return _of_index(path, within) if path.name.endswith(INDEX) else _of_file(path, within)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that ``read`` reads, an index first.
+
+    Raises:
+        UserError: if there is no such file, or it is an index that cannot be read.
+    """
+    path = _file(path)
+    shards = dict.fromkeys(_places(path).values()) if path.name.endswith(INDEX) else ()
+    return [path, *map(path.with_name, shards)]
+
+
+def _file(path: Path) -> Path:
+    """Return the file itself, or the one that a folder holds."""
     if path.is_dir():
         there = [path / name for name in _IN_FOLDER if (path / name).is_file()]
         if not there:
@@ -50,17 +66,20 @@ def read(path: Path, within: str = "") -> dict[str, Tensor]:
         path = there[0]
     if not path.is_file():
         raise UserError(f"there is no file {path}")
-    if path.name.endswith(INDEX):
-        return _of_index(path, within)
-    return _of_file(path, within)
+    return path
+
+
+def _places(path: Path) -> dict[str, str]:
+    """Return which file holds each key, as an index says."""
+    try:
+        return reading.parsed(reading.bytes_of(path, ""), _weight_map)
+    except reading.NotReadableError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def _of_index(path: Path, within: str) -> dict[str, Tensor]:
     """Return the tensors of the files that an index names."""
-    try:
-        places = reading.parsed(path.read_bytes(), _weight_map)
-    except reading.NotReadableError as error:
-        raise UserError(f"{path}: {error}") from None
+    places = _places(path)
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(places.values()):
         shard = path.with_name(name)
@@ -287,6 +306,4 @@ def _said(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
         raise UserError(f"cannot write {path}: {error.strerror}") from None

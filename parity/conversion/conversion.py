@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from parity import te
 from parity.case.case import Case, Pair, Size
@@ -16,7 +17,7 @@ from parity.case.map_check import check_map, other_names
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import modules_without_memory, proposes_a_map, with_buffers_alone
 from parity.case.weight_map import WeightMap
-from parity.conversion.keys import Layout, ignored, is_extra_state, layout_of, prefixes
+from parity.conversion.keys import Ignored, Layout, ignored, is_extra_state, layout_of, prefixes
 from parity.conversion.plan import FLOATING, ConversionError, Plan, Wanted, plan
 from parity.te import Backend
 from parity.user_error import UserError
@@ -111,8 +112,8 @@ def planned_conversion(
         raise UserError(f'to is {to!r}, but must be "te" or "reference"')
     if dtype not in (None, *FLOATING):
         raise UserError(f"dtype is {dtype!r}, but must be torch.float64, float32, bfloat16 or float16")
-    _check_tensors(state_dict)
     wanted = Wanted(dtype, ignored(ignore), copy)
+    _check_tensors(state_dict, wanted.ignore)
     both = prefixes(prefix, "prefix"), prefixes(te_prefix, "te_prefix")
     misfits: list[str] = []
     for sides in _sides(pair, size, backend):
@@ -127,8 +128,8 @@ def planned_conversion(
     raise ConversionError(min(misfits, key=lambda text: text.count("\n")))
 
 
-def _check_tensors(state_dict: object) -> None:
-    """Make sure that it is a state dict.
+def _check_tensors(state_dict: object, may_be_left_out: Ignored) -> None:
+    """Make sure that it is a state dict, and has the numbers of what may not be left out.
 
     Raises:
         UserError: if not.
@@ -141,7 +142,27 @@ def _check_tensors(state_dict: object) -> None:
         if not isinstance(key, str) or not isinstance(value, Tensor):
             nested = isinstance(value, Mapping)
             advice = f"; is the state dict of the module under [{key!r}]?" if nested else ""
-            raise UserError(f"state_dict[{key!r}] is a {type(value).__name__} and no tensor{advice}")
+            what = f"is a {type(value).__name__} and no tensor" if isinstance(key, str) else "has no name for a key"
+            raise UserError(f"state_dict[{key!r}] {what}{advice}")
+        missing = "" if key in may_be_left_out else _why_no_numbers(value)
+        if missing:
+            raise UserError(f"state_dict[{key!r}] {missing}")
+
+
+def _why_no_numbers(tensor: Tensor) -> str:
+    """Return why a tensor's numbers cannot be read as they are; an empty text if they can."""
+    if is_lazy(tensor):
+        return "has no shape yet: call the module once before its state is saved"
+    if tensor.is_nested:
+        return "is a nested tensor: pad it first"
+    if tensor.layout is not torch.strided:
+        return f"is sparse ({tensor.layout}): convert it by to_dense() first"
+    if tensor.is_meta or hasattr(tensor, "fake_mode"):
+        return "has no values: it is on the meta device, or fake; load the checkpoint before it is converted"
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "has lost its memory, as parameters that FSDP holds in another place; take a full state dict"
+    return ""
 
 
 def _indented(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import zipfile
 from pathlib import Path
@@ -49,16 +50,23 @@ def test_the_library_reads_every_dtype_and_shape_that_is_written(tmp_path):
     assert_same(checkpoint.read(tmp_path / "out.safetensors"), TENSORS)
 
 
-def test_what_is_there_stays_if_a_step_raises(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (UserError("in the middle"), "in the middle"),
+        (OSError(errno.ENOSPC, "No space left on device"), "cannot write .*out.safetensors: No space left on device"),
+    ],
+)
+def test_what_is_there_stays_if_a_step_raises(tmp_path, error, told):
     file = tmp_path / "out.safetensors"
     file.write_bytes(b"before")
     plan = plan_of(TENSORS)
 
     def raises() -> dict[str, torch.Tensor]:
-        raise UserError("in the middle")
+        raise error
 
     plan.steps.append(Step((), raises))
-    with pytest.raises(UserError, match="in the middle"):
+    with pytest.raises(UserError, match=told):
         checkpoint.write(file, plan)
     assert file.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [file]
@@ -75,6 +83,14 @@ def shards(folder: Path, save, suffix: str) -> Path:
     index = folder / f"{stem}.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return index
+
+
+def test_the_files_of_a_checkpoint_are_its_index_and_its_shards(tmp_path):
+    index = shards(tmp_path, save_file, ".safetensors")
+    names = [index.name, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for path in (index, tmp_path):
+        assert sorted(file.name for file in checkpoint.files_of(path)) == sorted(names)
+    assert checkpoint.files_of(tmp_path / names[1]) == [tmp_path / names[1]]
 
 
 @pytest.mark.parametrize(("save", "suffix"), [(save_file, ".safetensors"), (torch.save, ".bin")], ids=["st", "torch"])
@@ -248,8 +264,8 @@ def command(tmp_path):
     save_file(MODEL, tmp_path / "model.safetensors")
     declared = registry.cases()
 
-    def run(*arguments: str):
-        pair, files = tmp_path / "conversion_pairs.py", (tmp_path / "model.safetensors", tmp_path / "te.safetensors")
+    def run(*arguments: str, source: str = "model.safetensors", destination: str = "te.safetensors"):
+        pair, files = tmp_path / "conversion_pairs.py", (tmp_path / source, tmp_path / destination)
         return CliRunner().invoke(app, ["convert", str(pair), *map(str, files), *arguments])
 
     yield run
@@ -301,3 +317,12 @@ def test_what_the_command_refuses_leaves_no_file(command, tmp_path, arguments, m
     assert isinstance(ended.exception, UserError)
     assert message in str(ended.exception)
     assert not (tmp_path / "te.safetensors").exists()
+
+
+@pytest.mark.parametrize("source", ["model.safetensors", "", "model.index.json"])
+def test_the_command_does_not_replace_its_source(command, tmp_path, source):
+    (tmp_path / "model.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(MODEL, "model.safetensors")}))
+    arguments = ("--size", "width=32", "--prefix", "model.")
+    ended = command(*arguments, source=source, destination="model.safetensors")
+    assert "would replace its source" in str(ended.exception)
+    assert_same(load_file(tmp_path / "model.safetensors"), MODEL)

@@ -275,6 +275,18 @@ def untied() -> Pair:
 
 
 WEIGHT, BIAS = torch.ones(4, 4), torch.zeros(4)
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([BIAS, BIAS], layout=torch.jagged)
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(4, 4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 WRONG = {
     "missing": (plain, {"weight": WEIGHT}, {}, 'lacks "bias" (4,)'),
     "another prefix": (plain, {"m.weight": WEIGHT, "m.bias": BIAS}, {}, 'prefix="m." (--prefix "m.") meant?'),
@@ -328,6 +340,12 @@ WRONG = {
         "have drifted apart, by up to 0.25",
     ),
     "nested": (plain, {"model": {"weight": WEIGHT}}, {}, "under ['model']?"),
+    "a number for a key": (plain, {1: WEIGHT}, {}, "state_dict[1] has no name for a key"),
+    "meta": (plain, {"weight": WEIGHT.to("meta"), "bias": BIAS}, {}, "has no values"),
+    "sparse": (plain, {"weight": WEIGHT.to_sparse(), "bias": BIAS}, {}, "to_dense() first"),
+    "nested tensor": (plain, {"weight": jagged(), "bias": BIAS}, {}, "pad it first"),
+    "lazy": (plain, {"weight": nn.UninitializedParameter(), "bias": BIAS}, {}, "has no shape yet"),
+    "freed": (plain, {"weight": freed(), "bias": BIAS}, {}, "has lost its memory"),
     "no mapping": (plain, [WEIGHT], {}, "must be a mapping from names to tensors"),
     "direction": (plain, {}, dict(to="candidate"), 'must be "te" or "reference"'),
     "dtype of integers": (plain, {}, dict(dtype=torch.int8), "must be torch.float64, float32"),
