@@ -35,6 +35,10 @@ _BEGUN = ()  # what a rank sends before it calls the function
 _TO_BEGIN = 300.0  # seconds that ranks may take to be there, imports included
 _GRACE = 0.5  # seconds in which other ranks may say why they failed as well, or where they are
 _TOLD = 6000  # characters of what a rank printed that an error repeats
+# A rank may print without end, into a file: the launch looks at it so often, and where it is larger than that, its
+# first part alone stays.
+_LOOKS = 1.0  # seconds
+_MOST_PRINTED, _KEPT = 64 << 20, 1 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,10 @@ def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any],
     waiting = {rank.answer: rank for rank in running}
     not_begun = {rank.number for rank in running}
     end = time.monotonic() + _TO_BEGIN
-    while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
-        for connection in ready:
+    while waiting and (left := end - time.monotonic()) > 0:
+        for rank in running:
+            _shorten(_output(rank.folder, rank.number))
+        for connection in wait(list(waiting), min(left, _LOOKS)):
             rank = waiting[connection]  # type: ignore[index]
             answer = _answer(rank)
             if answer == _BEGUN:
@@ -198,7 +204,7 @@ def _answer(rank: _Rank) -> RankFailure | tuple[Any, ...]:
 
 def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
     """Ask ranks where they are."""
-    printed = {rank.number: len(_printed(rank.folder, rank.number)) for rank in running}
+    printed = {rank.number: _size(_output(rank.folder, rank.number)) for rank in running}
     if hasattr(signal, "SIGUSR1"):
         for rank in running:
             with suppress(ProcessLookupError, TypeError):
@@ -209,21 +215,44 @@ def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
             rank.number,
             "hung",
             what,
-            _printed(rank.folder, rank.number)[printed[rank.number] :][:_TOLD],
+            _from_stack(_printed(rank.folder, rank.number, printed[rank.number]))[:_TOLD],
         )
         for rank in running
     ]
+
+
+def _from_stack(text: str) -> str:
+    """Leave out what a rank goes on printing before the stack that it was asked for."""
+    return text[max(0, text.find("Stack (most recent call first)")) :]
 
 
 def _output(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank-{rank}.txt"
 
 
-def _printed(folder: str, rank: int) -> str:
+def _printed(folder: str, rank: int, begin: int | None = None) -> str:
+    """Return what a rank has printed from a byte on, or at the end."""
+    file = _output(folder, rank)
+    at = max(0, _size(file) - _KEPT) if begin is None else begin
     try:
-        return _output(folder, rank).read_text(errors="replace")
+        with file.open("rb") as opened:
+            opened.seek(at)
+            return opened.read(_KEPT).decode(errors="replace")
     except FileNotFoundError:  # it died before it printed anything
         return ""
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _shorten(file: Path) -> None:
+    """Take back what was printed beyond what is kept, if that is much; who prints goes on at the file's new end."""
+    if _size(file) > _MOST_PRINTED:
+        os.truncate(file, _KEPT)
 
 
 # A rank.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from parity.ranks import launch as launching
 from parity.ranks.launch import RankFailure, RanksFailed, launch
 
 
@@ -86,6 +88,32 @@ def test_ranks_that_hang_are_ended_and_say_where_they_are() -> None:
     assert {failure.how for failure in by_rank.values()} == {"hung"}
     assert "in barrier" in by_rank[0].where
     assert "in _hang" in by_rank[1].where
+
+
+def _print_without_end() -> None:
+    while True:
+        os.write(1, b"x" * 4095 + b"\n")
+        time.sleep(1e-4)
+
+
+def test_a_rank_that_prints_without_end_fills_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    shorten = launching._shorten
+    monkeypatch.setattr(launching, "_LOOKS", 0.1)
+    monkeypatch.setattr(launching, "_MOST_PRINTED", 200_000)
+    monkeypatch.setattr(launching, "_KEPT", 100_000)
+
+    def shorten_and_look(file: Path) -> None:
+        shorten(file)
+        sizes.append(launching._size(file))
+
+    monkeypatch.setattr(launching, "_shorten", shorten_and_look)
+    with pytest.raises(RanksFailed) as caught:
+        launch(_alone, 2, (_print_without_end,), timeout=3.0)
+    by_rank = {failure.rank: failure for failure in caught.value.failures}
+    assert by_rank[1].how == "hung"
+    assert "in _print_without_end" in by_rank[1].where
+    assert 100_000 <= max(sizes) < 1_000_000  # it prints some 20 MB in all, and the rest of what it does meanwhile
 
 
 def _process_id() -> int:
