@@ -379,6 +379,8 @@ class Trainee:
         file = BytesIO()
         own = self.training.save if way == "resume" else None
         (own or WAYS[way].save)(self._module, self.optimizer, file)
+        if file.closed:
+            raise UserError("save= closed the file that it was given, which load= is to read: leave it open")
         schedule = copy.deepcopy(self._scheduler.state_dict()) if self._scheduler else None
         return Saved(way, file, schedule, self.state)
 
@@ -571,18 +573,27 @@ class Trainee:
     def _watched(self) -> Iterator[_Seen]:
         """Within the context, keep the gradients that the optimizer sees, and what they were before clipping."""
         seen = _Seen([], {})
+        within = 0  # a class's step may call that of the class below it, and PyTorch calls hooks for both
 
         def keep(*_: Any) -> None:
-            seen.used.append(_copied(self._stepped))
-            seen.moved = self._moved()
+            nonlocal within
+            within += 1
+            if within == 1:
+                seen.used.append(_copied(self._stepped))
+                seen.moved = self._moved()
+
+        def leave(*_: Any) -> None:
+            nonlocal within
+            within -= 1
 
         def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             seen.raw = seen.raw or _copied(self._stepped)
             return original(*args, **kwargs)
 
-        hook = self.optimizer.register_step_pre_hook(keep)
+        hooks = self.optimizer.register_step_pre_hook(keep), self.optimizer.register_step_post_hook(leave)
         with ExitStack() as stack:
-            stack.callback(hook.remove)
+            for hook in hooks:
+                stack.callback(hook.remove)
             stack.enter_context(exchanged(CLIP, clip))
             yield seen
 

@@ -258,6 +258,20 @@ def test_a_step_that_steps_its_optimizer_twice_is_an_error():
     assert "called it 2 times" in result.reason
 
 
+def test_an_optimizer_whose_step_calls_that_of_its_base_steps_once():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    def make(kind):
+        return lambda model: kind(model.parameters(), lr=0.01)
+
+    # PyTorch calls an optimizer's hooks for each class of which there has been one.
+    declared = Training(optimizer=make(torch.optim.SGD), candidate_optimizer=make(Own))
+    result = trained(lambda te: declared)
+    assert (result.status, result.reason) == ("passed", "")
+
+
 def test_a_step_that_raises_is_an_error_with_its_line():
     def raising(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
         raise ValueError("no such batch")
