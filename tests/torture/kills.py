@@ -76,14 +76,14 @@ LONGEST = 240.0  # seconds for a run to end
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _PYTEST = ("pytest", "-q", "-p", "parity.plugin", "-p", "no:cacheprovider", "pairs.py", "--parity-seeds=2")
 _PARITY = ("parity", "run", "pairs.py", "--seeds", "2")
-# Who compares: the process itself, a child of one that only waits, or two workers.
+# Who compares: a child of the process, which only waits, or two workers.
 _WAYS = {
     "pytest -n 0": (*_PYTEST, "-n", "0"),
     "parity run -n 0": (*_PARITY, "-n", "0"),
     "pytest -n 2": (*_PYTEST, "-n", "2"),
 }
 _CHILDREN = {
-    "pytest -n 0": "what waits for its end",
+    "pytest -n 0": "what compares, or waits for its end",
     "parity run -n 0": "what compares, or waits for its end",
     "pytest -n 2": "a worker",
 }

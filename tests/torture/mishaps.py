@@ -64,7 +64,6 @@ class Mishap:
         options: further options of the run.
         odd: the statuses that the odd pair's result may have; empty if it may have none.
         others: whether the other pairs are to have passed.
-        unheard: whether it ends a run without workers with an exit code that may be 0, as the page on reliability says.
         disk: whether the folder ``small`` is a file system of 1 MiB.
     """
 
@@ -75,7 +74,6 @@ class Mishap:
     options: tuple[str, ...] = ()
     odd: tuple[str, ...] = ("error", "failed")
     others: bool = True
-    unheard: bool = False
     disk: bool = False
 
 
@@ -122,7 +120,7 @@ MISHAPS = (
     Mishap("exits in its pass", body="sys.exit(3)"),
     Mishap("ends the process in its pass", body="os._exit(0)"),
     Mishap("has C code that calls exit", body="__import__('ctypes').CDLL(None).exit(0)"),
-    Mishap("has C code that calls _exit", body="__import__('ctypes').CDLL(None)._exit(0)", unheard=True),
+    Mishap("has C code that calls _exit", body="__import__('ctypes').CDLL(None)._exit(0)"),
     Mishap("kills its process, and what it has forked lives on", body=_FORK_AND_DIE),
     Mishap("kills its process", body="os.kill(os.getpid(), 9)"),
     Mishap("hangs in its pass", body="time.sleep(1000)", options=(_FAST,)),
@@ -253,7 +251,7 @@ def _outcome(mishap: Mishap, workers: int, code: int | None, folder: Path) -> Ou
         wrong += [f"{name} has no verdict" for name in ("sound1", "sound2") if results.get(name, ("",))[0] != "passed"]
         wrong += [f"the odd pair is {odd or 'without a result'}"] if odd not in (mishap.odd or ("",)) else []
     bad = {status for status, _ in results.values()} & {"failed", "error"}
-    if code == 0 and not (mishap.unheard and not workers):
+    if code == 0:
         wrong += [f"exit code 0 though a pair {' and '.join(bad)}"] if bad else []
         wrong += ["exit code 0 though a pair has no result"] if len(results) < 3 else []
     wrong += ["a traceback of parity's own"] if "parity/plugin/" in printed and "Traceback" in printed else []

@@ -11,6 +11,7 @@ TRIED = [
     ("no file can grow above 4 KiB, as on a full disk", 0, 2),
     ("forks, and the child goes on", 1, 0),
     ("ends the process in its pass", 1, 1),
+    ("has C code that calls _exit", 0, 1),
     ("fills the disk of record and report", 0, 0),
     ("fills the disk of temporary files", 1, 0),
     ("fills the disk of record, report and temporary files", 0, 2),
