@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ TESTS = Path("tests/pytorch")
 _SCRIPTS = "qa/L[01]_pytorch_*/test.sh"
 _ASSIGNED = re.compile(r"(?:export +|: *\$\{)?(\w+)(?::?=)(.*?)\}?$")
 _RUNS_PYTEST = re.compile(r"^\s*((?:\w+=\S* +)*)(?:python3? -m )?pytest (.*?)\s*(?:\|\||&|$)")
+_RUNS_SCRIPT = re.compile(r"^python3? (\$TE_PATH/tests/\S+\.py) (-.*?)\s*\|\|")
 _PLACE = re.compile(r"\$\{?(\w+)\}?")
 # What a command line of NVIDIA's says of a GPU's number or of where its results go.
 _NO_MATTER = re.compile(r"--junitxml=\S+|--tb=\S+|(?<=\s)-[vs](?=\s)|CUDA_VISIBLE_DEVICES=\S+")
@@ -29,12 +31,14 @@ class Job:
         file: below ``tests/pytorch``.
         variables: of the environment, sorted.
         arguments: pytest's own.
+        before: arguments of the file itself, which NVIDIA's script runs first.
         variant: what tells this way to run the file from the first one; empty for that.
     """
 
     file: str
     variables: tuple[tuple[str, str], ...] = ()
     arguments: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
     variant: str = ""
 
     @property
@@ -94,12 +98,13 @@ def _told_apart(job: Job, first: Job) -> Job:
     less = [f"without {name}" for name, _ in first.variables if name not in dict(job.variables)]
     words = " ".join(job.arguments) if job.arguments != first.arguments else ""
     told = [each for each in more if "/" not in each] + less + [words] * bool(words)
-    return Job(job.file, job.variables, job.arguments, ", ".join(told))
+    return dataclasses.replace(job, variant=", ".join(told))
 
 
 def _of_script(root: Path, engine: Path, script: Path) -> Iterator[Job]:
     known = {"TE_PATH": str(root)}
     exported: dict[str, str] = {}
+    before: dict[str, tuple[str, ...]] = {}
     for line in script.read_text(encoding="utf-8").splitlines():
         line = _NO_MATTER.sub("", line).strip()
         if command := _RUNS_PYTEST.match(line):
@@ -107,7 +112,11 @@ def _of_script(root: Path, engine: Path, script: Path) -> Iterator[Job]:
             variables = exported | dict(word.split("=", 1) for word in shlex.split(assigned))
             path, *arguments = shlex.split(words)
             for file in _files(Path(path)):
-                yield Job(file.relative_to(root / TESTS).as_posix(), tuple(sorted(variables.items())), tuple(arguments))
+                name = file.relative_to(root / TESTS).as_posix()
+                yield Job(name, tuple(sorted(variables.items())), tuple(arguments), before.get(name, ()))
+        elif command := _RUNS_SCRIPT.match(line):
+            script_run, words = (_filled(part, known, engine) for part in command.groups())
+            before[Path(script_run).relative_to(root / TESTS).as_posix()] = tuple(shlex.split(words))
         elif setting := _ASSIGNED.fullmatch(line):
             name, value = setting.groups()
             known.setdefault(name, _filled(value.strip("\"'"), known, engine))

@@ -1,0 +1,179 @@
+"""NVIDIA's tests on the CPU kernels: how they are found, drawn, run within limits, and told of, on a small checkout."""
+
+from __future__ import annotations
+
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+from parity.lab.nvidia_tests import checkout, command, plugin, report
+from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome, chosen
+from parity.user_error import UserError
+
+SCRIPT = """
+: ${TE_PATH:=/opt/transformerengine}
+export NVTE_FLASH_ATTN_V2=1
+: ${FEATURES:=$TE_PATH/transformer_engine/debug/features}
+    python3 $TE_PATH/tests/pytorch/test_one.py --save all || error_exit "no files"
+NVTE_ONE=1 python3 -m pytest --tb=auto --junitxml=$LOGS/a.xml $TE_PATH/tests/pytorch/test_one.py || test_fail "one"
+NVTE_ONE=2 python3 -m pytest -v -s --junitxml=$LOGS/a.xml $TE_PATH/tests/pytorch/test_one.py || test_fail "one again"
+pytest -v -s --junitxml=$LOGS/b.xml $TE_PATH/tests/pytorch/folder --features=$FEATURES || test_fail "folder"
+"""
+ONE = """
+    import os, time
+    import pytest, torch
+    import transformer_engine.pytorch as te
+
+    if __name__ == "__main__":
+        open("saved", "w").write(" ".join(__import__("sys").argv[1:]))
+
+    def test_passes():
+        assert open("saved").read() == "--save all"
+        assert os.environ["NVTE_ONE"] in "12" and os.environ["NVTE_FLASH_ATTN_V2"] == "1"
+        assert torch.ones(1, device="cuda").is_cuda and te.Linear(16, 16)(torch.ones(16, 16).cuda()).shape == (16, 16)
+
+    def test_fp32_products_are_rounded_to_tf32_forward_and_backward():
+        a, b = (torch.full((16, 16), 1 + 2**-20, requires_grad=True) for _ in range(2))
+        (a @ b).sum().backward()
+        assert (a @ b == 16).all() and (a.grad == 16).all()
+        torch.backends.cuda.matmul.allow_tf32 = False
+        assert (a @ b != 16).all()
+
+    def test_fails():
+        torch.testing.assert_close(torch.zeros(2), torch.ones(2))
+
+    @pytest.mark.skipif(True, reason="needs another GPU")
+    def test_is_skipped(): ...
+
+    def test_hangs():
+        time.sleep(1000)
+
+    def test_eats():
+        eaten = torch.ones(2**29)
+        time.sleep(1000)
+
+    def test_dies():
+        os._exit(3)
+
+    def test_comes_last(): ...
+"""
+BECOMES = {
+    "test_passes": ("passed", ""),
+    "test_fp32_products_are_rounded_to_tf32_forward_and_backward": ("passed", ""),
+    "test_fails": ("failed", "Tensor-likes are not close"),
+    "test_is_skipped": ("skipped", "needs another GPU"),
+    "test_hangs": ("beyond", "stood still for"),
+    "test_eats": ("beyond", "GiB"),
+    "test_dies": ("failed", "the process ended with code 3"),
+    "test_comes_last": ("passed", ""),
+}
+
+
+@pytest.fixture
+def small_checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "TE"
+    files = {
+        "qa/L0_pytorch_unittest/test.sh": SCRIPT,
+        "tests/pytorch/test_one.py": ONE.replace("\n    ", "\n"),
+        "tests/pytorch/folder/test_two.py": "def test_two(): ...",
+        "tests/pytorch/test_forgotten.py": "",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_jobs_are_those_of_nvidias_scripts_with_their_variables_and_arguments(small_checkout: Path) -> None:
+    jobs = checkout.jobs(small_checkout, Path("/installed"))
+    assert [job.name for job in jobs] == ["test_one.py", "test_one.py (NVTE_ONE=2)", "folder/test_two.py"]
+    assert jobs[0].variables == (("NVTE_FLASH_ATTN_V2", "1"), ("NVTE_ONE", "1"))
+    assert jobs[2].arguments == ("--features=/installed/debug/features",)
+    assert checkout.unnamed(small_checkout, jobs) == ["test_forgotten.py"]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [(None, "set TE_TESTS to a checkout"), ("", "set TE_TESTS"), (".", "no folder")]
+)
+def test_a_missing_checkout_is_told(place: str | None, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        checkout.find(str(tmp_path) if place == "." else place)
+
+
+def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+
+    def run() -> None:
+        place, to, limits = str(small_checkout), tmp_path / "report.md", Limits(seconds=3, gibibytes=1.5)
+        command.run(place, folder, to, ["hopper"], None, 0, 1, limits, r"^test_one.py$")
+
+    run()
+    record = folder / "outcomes.jsonl"
+    lines = record.read_text().splitlines(keepends=True)
+    found = {one["test"].partition("::")[2]: (one["outcome"], one["why"]) for one in map(json.loads, lines)}
+    assert found.keys() == BECOMES.keys()
+    for name, (outcome, why) in BECOMES.items():
+        assert found[name][0] == outcome, name
+        assert why in found[name][1]
+    text = (tmp_path / "report.md").read_text()
+    assert "| hopper | 8 | 0 | 8 | 3 | 2 | 1 | 2 | 60.0 % |" in " ".join(text.split())
+    record.write_text("".join(lines[:1] + lines[2:]) + '{"cut')
+    run()
+    assert len(record.read_text().splitlines()) == len(lines) + 1
+
+
+def test_a_sample_is_drawn_by_names_and_has_tests_of_each_file() -> None:
+    tests = tuple(f"a::test[{index}]" for index in range(400))
+    collected = [Collected("hopper", "a", tests), Collected("hopper", "b", ("b::one", "b::two", "b::three"))]
+    left_out = {("b", "b::one"): "why"}
+    drawn = chosen(collected, left_out, 100, seed=0)
+    assert set(drawn["hopper", "b"]) == {"b::two", "b::three"}
+    assert 90 <= len(drawn["hopper", "a"]) <= 100
+    assert set(chosen(collected, left_out, 50, seed=0)["hopper", "a"]) < set(drawn["hopper", "a"])
+    assert drawn["hopper", "a"] != chosen(collected, left_out, 100, seed=1)["hopper", "a"]
+    assert len(chosen(collected, left_out, None, seed=0)["hopper", "a"]) == 400
+
+
+@pytest.mark.parametrize(
+    ("sizes", "smaller"),
+    [
+        ((2, 2048, 2048, 16, 16), None),
+        ((2, 8192, 8192, 128, 8), "batch 2, 1024 x 1024 tokens, 32 heads in 2 groups"),
+        ((8, 2048, 4096, 6, 6), "batch 4, 2048 x 4096 tokens, 3 heads in 3 groups"),
+    ],
+)
+def test_attention_beyond_memory_is_made_smaller_and_keeps_its_kind(
+    sizes: tuple[int, ...], smaller: str | None
+) -> None:
+    names = ("batch_size", "max_seqlen_q", "max_seqlen_kv", "num_heads", "num_gqa_groups")
+    config = types.SimpleNamespace(**dict(zip(names, sizes, strict=True)), head_dim_qk=64, head_dim_v=64)
+    done = plugin.shrink({"table": {"large": config}})
+    assert plugin._scores(config) <= plugin.MOST_SCORES
+    assert done.get("large", "").endswith(smaller or "")
+    assert bool(done) == (smaller is not None)
+
+
+@pytest.mark.parametrize(
+    ("told", "runs"),
+    [
+        (["torchrun", "--nproc_per_node=2", "a.py", "-x"], "torchrun --nproc_per_node=2 -m parity exec a.py -x"),
+        (["python", "-m", "torch.distributed.run", "a.py"], "python -m torch.distributed.run -m parity exec a.py"),
+        (["torchrun", "-m", "pytest", "a.py", "-k", "b"], "torchrun -m parity exec -m pytest a.py -k b"),
+        (["nvidia-smi"], "nvidia-smi"),
+    ],
+)
+def test_processes_that_tests_start_run_on_the_cpu_kernels(told: list[str], runs: str) -> None:
+    assert plugin.on_the_cpu(told) == runs.split()
+
+
+def test_a_failure_without_a_row_is_not_explained() -> None:
+    table = [{"tests": "^blackwell .*test_a", "said": "differ", "cause": "order of sums", "source": "x.cu:3"}]
+    one = Outcome("blackwell", "f.py", "f.py::test_a", "failed", "they differ")
+    assert report.cause_of(one, table) == "order of sums (x.cu:3)"
+    for other in (
+        Outcome("hopper", *("f.py", "f.py::test_a", "failed", "they differ")),
+        Outcome("blackwell", "f", "test_a", "failed", "no"),
+    ):
+        assert report.cause_of(other, table) == "not explained"
