@@ -47,7 +47,9 @@ def run(
     drawn = chosen(collected, left_out, sample, seed)
     measure.run(jobs, drawn, workers)
     kept = measure.outcomes()
-    outcomes = [kept[gpu, job, test] for (gpu, job), tests in drawn.items() for test in tests]
+    outcomes = [
+        kept[gpu, job, test] for (gpu, job), tests in drawn.items() for test in tests if (gpu, job, test) in kept
+    ]
     text = report.draw(checkout.version(root), collected, left_out, outcomes, checkout.unnamed(root, known), limits)
     to.write_text(text, encoding="utf-8")
     return text.split("\n\n")[2]

@@ -33,7 +33,6 @@ def _obey(order: dict[str, Any]) -> None:
     """Run pytest, and end this process."""
     from parity.cpu.loading import script
 
-    os.setsid()
     nothing, said = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT)
     for stream, file in enumerate((nothing, said, said)):
         os.dup2(file, stream)

@@ -205,8 +205,10 @@ class Measure:
     def _keep(self, found: Iterable[Outcome]) -> None:
         types = TypeAdapter(Outcome)
         text = "".join(types.dump_json(one).decode() + "\n" for one in found)
-        with (self.folder / "outcomes.jsonl").open("a", encoding="utf-8") as file:
-            file.write(text)
+        path = self.folder / "outcomes.jsonl"
+        cut_short = path.exists() and not path.read_bytes().endswith(b"\n")
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n" * cut_short + text)
 
 
 # What PyTorch's and TE's modules (2.20.2) read while they are imported; the other variables of a job are set later.
