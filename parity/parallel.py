@@ -55,7 +55,7 @@ from parity.user_error import UserError, said
 
 # Seconds that ranks may take for their passes.
 TIMEOUT = 300.0
-NO_RANKS = "ranks are compared on the CPU kernels alone: --parity-backend=cpu"
+NO_RANKS = "ranks are compared only on the CPU kernels: use --parity-backend=cpu"
 
 
 def compare_over_ranks_at(

@@ -48,12 +48,9 @@ class Following:
 
     def __enter__(self) -> Following:
         if _is_terminal(self._file) and not is_quiet():
-            columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
-            if self._total:
-                columns[1:] = [MofNCompleteColumn(), BarColumn(), TextColumn("left"), TimeRemainingColumn()]
             console, is_own = Console(file=self._file, highlight=False), self._file is sys.stderr
             self._bar = Progress(
-                *columns,
+                *_columns(self._total),
                 console=console,
                 auto_refresh=False,
                 transient=True,
@@ -86,11 +83,27 @@ class Following:
             with suppress(OSError, ValueError):  # nobody reads, or the file is closed
                 print(line(self._doing, self._done, self._total, self._told - self._began), file=self._file, flush=True)
 
+    def at(self, done: int, total: int) -> None:
+        """Say how many parts are done, and how many there are, which may have been unknown or less before."""
+        if self._bar is not None and total != self._total:
+            self._bar.columns = _columns(total)
+            self._bar.update(self._task, total=total)
+        self._total = total
+        self.step(done - self._done)
+
     def end(self) -> None:
         """Take the bar away, so that what follows stands in its place."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _columns(total: int | None) -> tuple[ProgressColumn, ...]:
+    """Return what a bar shows; without a total, the time so far."""
+    what = TextColumn("{task.description}", markup=False)
+    if not total:
+        return what, TimeElapsedColumn()
+    return what, MofNCompleteColumn(), BarColumn(), TextColumn("left"), TimeRemainingColumn()
 
 
 def followed(parts: Iterable[Each], doing: str, total: int | None = None) -> Iterator[Each]:

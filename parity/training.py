@@ -74,7 +74,8 @@ from parity.user_error import UserError, said
 
 _NOT_COMPILED = (
     "torch.compile compiles nothing of this candidate, so there is nothing to compare: TransformerEngine leaves most "
-    "of its modules to Python (no_torch_dynamo), and what call_candidate does besides calling the candidate is left so"
+    "of its modules to Python (no_torch_dynamo), and parity does not compile what call_candidate does besides calling "
+    "the candidate"
 )
 _NOT_OFFLOADED = (
     "TransformerEngine offloads nothing of this candidate, so there is nothing to compare: no module of its own in it "
@@ -248,7 +249,7 @@ def _trained(
             if beside.differing and not beside.is_reproducible:
                 run.notes.append(
                     f"from step {number} on, the training without {_WITHOUT[switch]} is not the same to the bit when "
-                    f"it is made again, so that steps with {_WITHOUT[switch]} are judged by limits alone"
+                    f"it is made again, so that steps with {_WITHOUT[switch]} are judged only by the limits"
                 )
                 without = beside = None
         elif is_interrupted(switch, number, steps):

@@ -154,7 +154,7 @@ class TraineeOverRanks:
         first = next(iter(told.values()))
         alike = [rank for rank, lost in told.items() if lost.message == first.message]
         others = sorted(set(told) - set(alike))
-        also = f"; {_numbers(others)} lost other things" if others else ""
+        also = f"; {_numbers(others)} have lost something else" if others else ""
         return replace(first, message=f"on {_numbers(alike)}, {first.message}{also}")
 
     def _scaling(self, step: Sequence[StepOnRank]) -> tuple[tuple[Kept, Kept], ...]:

@@ -162,7 +162,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 # Said about TE's parameter, if the reference has two.
-UNTIED = "and the reference has two parameters: tie these, or build the TE module so that it has two"
+UNTIED = "but the reference has two parameters: tie these, or build the TE module with two"
 
 
 def tied_in_entry(

@@ -29,7 +29,7 @@ from parity.user_error import INTERRUPTS, UserError
 # What ``@parity.pair`` accepts: each function returns an argument as ``Case`` holds it, or raises and says why not.
 
 
-MARKS_BELONG = 'marks of pytest have no effect around a pair; name them in its declaration: marks=["slow"]'
+MARKS_BELONG = 'pytest marks have no effect on a pair; name them in its declaration: marks=["slow"]'
 _VALID_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -85,7 +85,7 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
         return None
     chosen = _strings("precisions", precisions)
     if not chosen:
-        raise UserError("precisions is empty; leave it out for each that the run asks for")
+        raise UserError("precisions is empty; leave it out for all that the run asks for")
     check_precisions(chosen, "precisions")
     return chosen
 
@@ -328,7 +328,7 @@ def load_file(path: str | Path) -> list[Case]:
     """
     path = Path(path).resolve()
     if path.is_dir():
-        raise UserError(f"{path}: that is a folder; name one of its files of pairs")
+        raise UserError(f"{path}: this is a folder; name one of the files of pairs in it")
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     if path.suffix != ".py":

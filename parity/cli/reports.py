@@ -139,8 +139,8 @@ def suggest(
     case = registry.only(target)
     chosen = registry.size_of(case, size)
     asked = [_ranks(text) for text in ranks] or None
-    with Following("trying weight maps"):
-        suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs, asked)
+    with Following("trying weight maps") as following:
+        suggestion = suggest_map(case, chosen, seed, parse_backend(backend), keep, max_runs, asked, following.at)
     at = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     print(f"{case}{f' at {at}' if at else ''}\n")
     for hint in suggestion.hints:

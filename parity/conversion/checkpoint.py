@@ -105,7 +105,7 @@ def _weight_map(value: Any) -> dict[str, str]:
 def _of_file(path: Path, within: str) -> dict[str, Tensor]:
     if path.suffix == SAFETENSORS:
         if within:
-            raise UserError(f"{path} is a file of safetensors, which has no entry {within!r} with others within")
+            raise UserError(f"{path} is a file of safetensors, which has no nested entries such as {within!r}")
         return _of_safetensors(path)
     if path.suffix in _TORCH:
         return _of_torch(path, within)
@@ -231,7 +231,7 @@ def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
     size = sum(made.bytes for step in plan.steps for made in step.made)
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(keys.items()))}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} is there already, and is no empty folder; name another one")
+        raise UserError(f"{folder} exists already and is not an empty folder; name another one")
     with _said(folder), files.new_folder(folder) as draft, Following("converting", len(plan.steps)) as following:
         written = [
             _write(draft / name, _stepping(steps, following), steps) for name, steps in zip(names, shards, strict=True)

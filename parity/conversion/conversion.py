@@ -213,7 +213,7 @@ def _sides(pair: Case | Pair, size: Mapping[str, Any] | None, backend: Backend |
     """Yield the pair at each size that may be the checkpoint's."""
     if isinstance(pair, Pair):
         if size is not None:
-            raise UserError("size is for a pair that is built at it; this one's modules exist")
+            raise UserError("size is only for a pair whose function builds the modules; these modules exist already")
         yield _checked(_Sides("the pair's modules", pair))
         return
     if not isinstance(pair, Case):

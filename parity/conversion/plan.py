@@ -174,7 +174,7 @@ def _sorted_in(
     for key, tensor in old.items():
         name = before.inside(key)
         if is_extra_state(name) and (name in source.states or source.kind == "TE" or not isinstance(tensor, Tensor)):
-            made.left_out[key] = "what modules keep beside tensors, such as TE's FP8 scales"
+            made.left_out[key] = "extra state of modules, such as TE's FP8 scales"
             continue
         first = source.tied.get(name, name)
         if first in source.parameters:
@@ -245,7 +245,7 @@ def _misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterat
             )
         elif tensor.dtype not in FLOATING:
             yield Problem(
-                f'"{key}" holds {tensor.dtype}, which a scale turns into others that the map cannot know',
+                f'"{key}" holds {tensor.dtype}, whose scales the weight map does not know',
                 "dequantize the checkpoint first",
             )
     for key, taken in found.again.items():
@@ -379,7 +379,7 @@ class _Entry:
                 continue
             if holds(self.new_side, Constant):
                 raise ConversionError(
-                    f'"{key}" is not everywhere what the map says that the reference lacks, '
+                    f'"{key}" differs from the constant that the map gives for it, '
                     f"up to {_distance(tensor, again[name]):.3g} away, so that the reference has no place for it; give "
                     f"the reference such a parameter, or {_TO_IGNORE}"
                 )

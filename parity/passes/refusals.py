@@ -32,7 +32,7 @@ LOSES_ALL = (
     "loses all of these numbers, so a candidate that returns 0 would pass; nothing can be compared at this precision: "
     "scale the values, or leave the precision out"
 )
-WITHIN = "every tensor is within its tolerance, and the port is wrong all the same"
+WITHIN = "every tensor is within its tolerance, but the port is wrong nevertheless"
 
 
 class NothingToJudge(UserError):

@@ -95,7 +95,7 @@ def degrees(asked: object) -> Degrees:
         raise UserError(f"sequence_parallel must be True or False, not {asked['sequence_parallel']!r}")
     found = Degrees(**asked)
     if not 2 <= found.count <= MOST_RANKS:
-        raise UserError(f"ranks={dict(asked)!r} are {found.count}, and there are from 2 to {MOST_RANKS}")
+        raise UserError(f"ranks={dict(asked)!r} are {found.count}, but there must be from 2 to {MOST_RANKS}")
     if found.sequence_parallel and found.tp == 1:
         raise UserError("sequence_parallel divides sequences over tensor parallel ranks, but tp is 1")
     return found
@@ -204,7 +204,7 @@ def over(axis: AxisName, dim: int = 0, *, blocks: int = 1, balanced: bool = Fals
     if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
         raise UserError(f"blocks must be a whole number, at least 1, not {blocks!r}")
     if balanced and blocks > 1:
-        raise UserError("a dimension is divided in blocks or balanced, not both")
+        raise UserError("a dimension is split either in blocks or balanced, and not both")
     return Over(axis, dim, blocks, balanced)
 
 
@@ -332,7 +332,7 @@ def held_by(
         if tuple(parameter.shape) != tuple(expected):
             told = f"is {tuple(parameter.shape)} on a rank, and {shapes[whole]} in one process"
             raise UserError(
-                f"{name} {told}; say how it is divided, as in "
+                f"{name} {told}; say how it is split, as in "
                 f"parity.Parallel(weights={{{whole!r}: [parity.over('tp', dim=0)]}}); parity suggest-map proposes it"
             )
         found[name] = Held(whole, split)

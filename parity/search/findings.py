@@ -300,7 +300,7 @@ def _not_all(explanation: Explanation) -> str:
     if left is None:
         return ""
     far = f"{left.margin:.2g} times its limit" if math.isfinite(left.margin) else "not finite"
-    return f"; {left.label} is still {far} then, so something else is wrong, too, or this is not quite it"
+    return f"; {left.label} is still {far} then, so something else is wrong as well, or this is not quite the mistake"
 
 
 def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str:
@@ -317,13 +317,13 @@ def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str
         if other.hypotheses[0].name != one.name and other.hypotheses[0].place == one.place
         if not math.isclose(other.misfit, explanation.misfit)  # what computes the same is the same mistake
     ]
-    return f"; {' or '.join(alike)} explains it as well: it is one of them" if alike else ""
+    return f"; {' or '.join(alike)} explains it equally well, so it is one of these" if alike else ""
 
 
 def _or_else(rivals: Sequence[tuple[Hypothesis, ...]]) -> str:
     """Say which other mistakes explain as much; return an empty text if none does."""
     titles = [" with ".join(f"{CODES[one.title]} {one.title}" for one in rival) for rival in rivals]
-    return f"; {' or '.join(titles)} explains it as well: it is one of them" if titles else ""
+    return f"; {' or '.join(titles)} explains it equally well, so it is one of these" if titles else ""
 
 
 def _as_if(one: Hypothesis) -> str:
@@ -332,7 +332,7 @@ def _as_if(one: Hypothesis) -> str:
     """
     if one.tuned is None or one.value is None or is_written(one.value):
         return ""
-    return f"; people hardly write {one.value:.4g}, so something else may have this effect"
+    return f"; {one.value:.4g} is an unusual value, so something else may have this effect"
 
 
 def _together(one: Hypothesis, explanation: Explanation) -> str:

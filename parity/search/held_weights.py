@@ -45,12 +45,13 @@ def held_findings(prepared: Prepared) -> tuple[Finding, ...]:
     }
     told = [_told(*reading) for reading in readings] + [_as_it_is(name, prepared) for name in rest]
     said = [f"{text}." for text in told[:_MOST_TOLD]]
-    more = f" {len(told) - _MOST_TOLD} more are explained alike." if len(told) > _MOST_TOLD else ""
+    more = f" {len(told) - _MOST_TOLD} more are explained in the same way." if len(told) > _MOST_TOLD else ""
     return (
         finding(
             "weights-not-as-mapped",
-            f"the candidate holds other weights than the map says: {which}. {' '.join(said)}{more} Load them as the "
-            "map says, or correct the map; parity.Pair(..., fill=True) compares with the map's weights in their place",
+            f"the candidate's weights are not those that the map makes of the reference's: {which}. "
+            f"{' '.join(said)}{more} Load them as the map says, or correct the map; "
+            "parity.Pair(..., fill=True) compares with the map's weights in their place",
         ),
     )
 

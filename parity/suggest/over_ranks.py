@@ -141,7 +141,7 @@ def _over(
     for split, reason in ((seen.marked, "as TE marks it"), (by_shape, "by its shape")):
         if len(split) == 1 and _part_of(whole, split, made) == seen.shape:
             return Divided(name, *_in_blocks(name, split[0], reason, left, reference))
-    raise UserError(f"{name} is {seen.shape} on a rank, and {whole} in one process: no single division gives that")
+    raise UserError(f"{name} is {seen.shape} on a rank, and {whole} in one process: no single split gives these shapes")
 
 
 def _in_blocks(

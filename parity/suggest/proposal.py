@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Literal
@@ -117,7 +117,7 @@ def _of_te(unit: Unit, kind: str) -> str:
 
 def _of_reference(unit: Unit, kind: str, reference: Parameters, candidate: Parameters) -> str:
     name, shape = unit.parameters[kind], unit.shapes[kind]
-    text = f'the reference\'s "{name}" {shape} has no place in the TE module'
+    text = f'the reference\'s "{name}" {shape} has no counterpart in the TE module'
     if (other := tied_elsewhere(name, shape, candidate, reference)) is not None:
         return f'{text}, which ties its "{other}" to "{candidate.others.tied[other]}", {UNTIED}'
     if kind == BIAS:
@@ -148,6 +148,7 @@ def suggest_map(
     keep: bool = True,
     max_runs: int = MAX_RUNS,
     ranks: Sequence[Mapping[str, int]] | Mapping[str, int] | None = None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Suggestion:
     """Suggest a weight map for a pair that has none, or complete the one that it has.
 
@@ -164,6 +165,7 @@ def suggest_map(
         max_runs: how many alternatives are run at most; twice as many if none of the usual ones fits.
         ranks: over which ranks the candidate is computed, such as ``dict(tp=2)`` or several of these; None for those
             that the pair is declared with.
+        progress: called whenever a map has been run, with how many were run so far and how many there may be.
 
     Raises:
         UserError: if the pair cannot be built, or an entry that is to stay does not fit the modules.
@@ -172,7 +174,7 @@ def suggest_map(
     case = as_case(pair)
     if ranks is not None:
         if not isinstance(pair, Case):
-            raise UserError("a pair over ranks is built for each of them: declare its function with @parity.pair")
+            raise UserError("a pair over ranks is built once for each rank: declare a function with @parity.pair")
         case = replace(case, ranks=checked_ranks(ranks))
     chosen = case.sizes[0] if size is None else size
     kernels = te.kernels(backend)
@@ -188,7 +190,7 @@ def suggest_map(
         suggestion = Suggestion(_map(kept, open_choices, (0,) * len(open_choices)), problems=tuple(problems))
     else:
         with usual_modes():
-            suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs)
+            suggestion = _settled(built, chosen, seed, kernels, kept, open_choices, max_runs, progress)
     hints = () if suggestion.fits else tuple(hints_at_norms(suggestion.weights, reference, candidate))
     ordered = _in_order(suggestion.weights, list(shapes.candidate))
     written = collapsed(ordered, shapes.reference, shapes.candidate)
@@ -221,18 +223,25 @@ def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Cho
 
 
 def _settled(
-    pair: Pair, size: Size, seed: int, kernels: Kernels, kept: WeightMap, found: Sequence[Choice], max_runs: int
+    pair: Pair,
+    size: Size,
+    seed: int,
+    kernels: Kernels,
+    kept: WeightMap,
+    found: Sequence[Choice],
+    max_runs: int,
+    progress: Callable[[int, int], object],
 ) -> Suggestion:
     """Return the suggestion after running both modules under the alternatives, the usual ones first."""
     likeliest = (0,) * len(found)
     try:
         trial = prepare_trial(pair, size, seed, kernels)
-        settled, usual = _search(trial, kept, found, max_runs)
+        settled, usual = _search(trial, kept, found, max_runs, progress)
     except UserError as error:
         return Suggestion(
             _map(kept, found, likeliest),
             tuple(_decisions(found, likeliest, None)),
-            (f"both modules could not be run, so this is by names and shapes alone: {error}",),
+            (f"the modules could not be run, so this map is based only on names and shapes: {error}",),
         )
     return Suggestion(
         _map(kept, usual, settled.picks),
@@ -244,13 +253,29 @@ def _settled(
     )
 
 
-def _search(trial: Trial, kept: WeightMap, found: Sequence[Choice], max_runs: int) -> tuple[Settled, Sequence[Choice]]:
+def _search(
+    trial: Trial,
+    kept: WeightMap,
+    found: Sequence[Choice],
+    max_runs: int,
+    progress: Callable[[int, int], object],
+) -> tuple[Settled, Sequence[Choice]]:
     """Return where the search ended, and the choices that it was about."""
     usual = [choice.usual() for choice in found]
+    runs = 0
 
     def search(among: Sequence[Choice]) -> Settled:
         counts = [len(choice.layouts) for choice in among]
-        return settle(counts, lambda picks: trial.error(_map(kept, among, picks)), trial.limit, max_runs)
+        least = min(max_runs, 1 + sum(count - 1 for count in counts))  # more are run only if none of these fits
+
+        def error(picks: Picks) -> float:
+            nonlocal runs
+            found = trial.error(_map(kept, among, picks))
+            runs += 1
+            progress(runs, max(runs, least))
+            return found
+
+        return settle(counts, error, trial.limit, max_runs)
 
     settled = search(usual)
     if settled.error <= trial.limit or usual == list(found):

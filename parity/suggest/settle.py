@@ -407,12 +407,12 @@ def _outputs(role: str, module: nn.Module, call: Callable[..., Any] | None, inpu
 
 def _check_golden(golden: Mapping[str, Tensor]) -> None:
     if not golden:
-        raise UserError("the reference returns no floating-point tensor, so there is nothing to tell maps apart by")
+        raise UserError("the reference returns no floating-point tensor, so weight maps cannot be compared")
     for name, output in golden.items():
         if not output.isfinite().all():
             raise UserError(f"the reference's {name} is not finite in FP64; look at the weights and inputs")
         if not output.any():
-            raise UserError(f"the reference's {name} is all zero on these inputs, so no map can be told from another")
+            raise UserError(f"the reference's {name} is all zero on these inputs, so weight maps cannot be compared")
 
 
 def _worst_error(outputs: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> float:

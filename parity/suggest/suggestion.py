@@ -127,9 +127,12 @@ def explain(suggestion: Suggestion) -> str:
     """Say what was open, how it was settled, and what to look at next."""
     lines = list(suggestion.problems)
     for outcome, heading in (
-        ("settled", "settled by running both modules in FP32, by the relative L2 error of the outputs:"),
-        ("tied", "NOT settled by running both modules, as the first is not clearly the best:"),
-        ("not run", "NOT settled, the likeliest by name and shape first; errors of those that were run:"),
+        ("settled", "decided by running both modules in FP32, by the relative L2 error of the outputs:"),
+        ("tied", "NOT decided, since running both modules shows no clear winner; errors of the outputs:"),
+        (
+            "not run",
+            "NOT decided; sorted by names and shapes, the likeliest first, with the errors of those that were run:",
+        ),
     ):
         decisions = [decision for decision in suggestion.decisions if decision.outcome == outcome]
         if decisions:
@@ -138,7 +141,7 @@ def explain(suggestion: Suggestion) -> str:
 
 
 def _decision(decision: Decision) -> Iterator[str]:
-    layers = f", in {decision.repeats} layers alike" if decision.repeats > 1 else ""
+    layers = f", in {decision.repeats} similar layers" if decision.repeats > 1 else ""
     yield f"  {', '.join(decision.about[:_SHOWN_ENTRIES])}{layers}"
     for alternative in decision.alternatives[:_SHOWN_ALTERNATIVES]:
         error = "not run" if math.isnan(alternative.error) else f"{alternative.error:.2g}"
@@ -161,7 +164,7 @@ def _verdict(suggestion: Suggestion) -> Iterator[str]:
     if suggestion.fits:
         yield f"{figures}: the map fits ({suggestion.runs} maps run)."
     else:
-        yield f"{figures}: NO map fits; of {suggestion.runs} that were run none is clearly better than this one."
+        yield f"{figures}: NO map fits; of {suggestion.runs} maps that were run, none is clearly better than this one."
         yield "Look at what a weight map cannot express: the activation, the norm and its eps, the mask, RoPE, the"
         yield "scale of the softmax, the order of inputs. With this map in the pair, `parity run` tries the known"
         yield "mistakes and names the one that explains the rest."

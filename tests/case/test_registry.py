@@ -319,7 +319,7 @@ def test_a_file_that_fails_half_way_declares_nothing(write):
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        (".", "that is a folder"),
+        (".", "this is a folder"),
         ("missing.py", "there is no such file"),
         ("pairs.txt", "is a Python file"),
         ("empty.py", "declares no pair"),

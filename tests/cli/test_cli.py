@@ -190,7 +190,7 @@ def test_help_imports_neither_torch_nor_te(tmp_path: Path) -> None:
         (("suggest-map", "--backend", "tpu", "my_pairs.py"), ("'tpu', but must be one of auto, gpu, cpu",)),
         (("run", "--name", 300 * "x", "my_pairs.py"), ("--name is 'xxx", "a file name of up to 100")),
         (("run", "notes.txt"), ("notes.txt: a file of pairs is a Python file",)),
-        (("suggest-map", "."), ("that is a folder; name one of its files",)),
+        (("suggest-map", "."), ("this is a folder; name one of the files",)),
         (("run", "--report", "my_pairs.py", "my_pairs.py"), ("--report is", "a file, but should be a folder")),
         (("throughput", "my_pairs.py", "--precisions", "bf15"), ("'bf15' in --precisions;",)),
         (("throughput", "my_pairs.py", "-p", "fp32", "-p", "bf15"), ("'bf15' in --precisions;",)),

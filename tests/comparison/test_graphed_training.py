@@ -163,7 +163,7 @@ def test_a_training_that_is_never_twice_the_same_is_judged_by_limits_alone():
 
     result = trained(lambda te: Training(candidate_step=noisy))
     assert result.status == "passed"
-    assert "judged by limits alone" in result.notes[0]
+    assert "judged only by the limits" in result.notes[0]
 
 
 def test_no_cause_is_told_of_a_graph_if_none_is_asked_for():

@@ -232,7 +232,7 @@ def test_a_folder_of_shards_is_there_whole_or_not_at_all(tmp_path):
 def test_no_folder_that_holds_something_is_written_to(tmp_path):
     (tmp_path / "te").mkdir()
     checkpoint.write_shards(tmp_path / "te", plan_of(TENSORS), 24)
-    with pytest.raises(UserError, match="no empty folder; name another one"):
+    with pytest.raises(UserError, match="not an empty folder; name another one"):
         checkpoint.write_shards(tmp_path / "te", plan_of(TENSORS), 24)
 
 

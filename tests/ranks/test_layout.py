@@ -56,8 +56,8 @@ WRONG = {
     "no dict": ([2], "ranks must be a dict"),
     "another axis": (dict(sp=2), "ranks must be a dict"),
     "no number": (dict(tp="2"), "tp must be a whole number"),
-    "one rank": (dict(tp=1), "there are from 2"),
-    "too many": (dict(tp=64, dp=2), "there are from 2"),
+    "one rank": (dict(tp=1), "there must be from 2"),
+    "too many": (dict(tp=64, dp=2), "there must be from 2"),
     "sequences over one rank": (dict(dp=2, sequence_parallel=True), "tp is 1"),
 }
 

@@ -334,7 +334,7 @@ def test_the_matrix_has_a_row_for_each_number_of_ranks() -> None:
 def test_the_verdict_counts_items_that_ran() -> None:
     skipped = result("norm", status="skipped", tensors=(), reason="no FP8")
     assert markdown.verdict(digest_of(result(), skipped)) == (
-        "✅ 1 of 1 item passed, worst margin 0.43 at `mlp[bf16-2x64]`; 1 skipped; emulated kernels"
+        "✅ 1 of 1 item passed, worst margin 0.43 at `mlp[bf16-2x64]`; 1 skipped (bf16); emulated kernels"
     )
     assert markdown.verdict(digest_of(result(), result("norm", margin=140.0))) == (
         "❌ 1 of 2 items failed, worst margin 140 at `norm[bf16-2x64]`; emulated kernels"

@@ -398,7 +398,7 @@ def test_alternatives_that_are_equally_good_are_told_as_tied():
     assert suggestion.fits
     assert not suggestion.settled
     assert [decision.outcome for decision in suggestion.decisions] == ["tied"]
-    assert "NOT settled by running both modules" in explain(suggestion)
+    assert "NOT decided, since running both modules" in explain(suggestion)
 
 
 def test_where_no_map_fits_the_best_is_told_with_its_error_and_what_to_look_at():

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from parity.machine import files
 from parity.machine.devices import CUDA_VISIBLE_DEVICES
 from parity.machine.process import ended_with_this
 from parity.numerics.errors import relative_l2
+from parity.progress import Following
 from parity.reading import NotReadableError
 from parity.report import environment
 from parity.report.environment import Environment, to_json
@@ -406,15 +407,18 @@ def compare_backends(
         places = [Path(folder) / name for name in ("reference", "candidate")]
         for place in places:
             place.mkdir()
-        with ThreadPoolExecutor() as threads:  # both kinds of kernels run side by side
-            made = threads.map(
-                lambda backend, place: outcomes_of(
-                    lambda first: _run(backend, emulated_gpu, keyword, seed, place, first, ends), len(calls), place
-                ),
-                (reference, "cpu"),
-                places,
+
+        def outcomes_on(backend: Backend, place: Path) -> list[Outcome]:
+            return outcomes_of(
+                lambda first: _run(backend, emulated_gpu, keyword, seed, place, first, ends), len(calls), place
             )
-            outcomes = list(made)
+
+        with ThreadPoolExecutor() as threads:  # both kinds of kernels run side by side
+            made = [threads.submit(outcomes_on, *one) for one in zip((reference, "cpu"), places, strict=True)]
+            with Following("calling kernels", 2 * len(calls)) as following:
+                while wait(made, timeout=1.0).not_done:
+                    following.at(sum(len(list(place.glob("*.pt"))) for place in places), 2 * len(calls))
+            outcomes = [one.result() for one in made]
     return [compare(call, *pair) for call, pair in zip(calls, zip(*outcomes, strict=True), strict=True)]
 
 
