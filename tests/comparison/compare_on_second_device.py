@@ -25,8 +25,8 @@ from parity.case.files import folder
 from parity.judge import asked
 from parity.numerics import blocked_attention
 from parity.passes import all_passes, prepare
-from parity.passes.cache import Cache
 from parity.passes.one_pass import Pass
+from parity.passes.prepare import Cache
 
 # Built-in cases at sizes as small as their recipes allow: an operator that is on the wrong device is so at any size.
 BUILT_IN = {

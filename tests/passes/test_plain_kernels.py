@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.passes.plain_kernels import sums_in_fp32
+from parity.passes.modes import sums_in_fp32
 
 TOKENS, WIDTH = 4096, 32
 IDS = torch.zeros(TOKENS, dtype=torch.int64)
