@@ -23,8 +23,8 @@ from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Recalled, Tensors
 from parity.passes.refusals import gradients_missed
 from parity.result import Determinism, Finding, TensorResult, label_of
+from parity.trace.digests import Trace, as_bytes, first_difference
 from parity.trace.effects import RandomState, kept, other_numbers
-from parity.trace.kernels import Trace, as_bytes, first_difference
 from parity.trace.whose import is_below, is_te, line_running
 
 # Does a candidate that is built again return the same bytes, and if not, where does it first differ?

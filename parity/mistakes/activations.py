@@ -22,8 +22,23 @@ from parity.mistakes.hypothesis import (
     everywhere_and_somewhere,
     having,
 )
-from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, agree, back, binary, grouped, other, unnumbered, users, with_number
+from parity.trace.trace import (
+    CASTS,
+    Call,
+    Changed,
+    Edit,
+    Trace,
+    Value,
+    agree,
+    back,
+    binary,
+    edit,
+    grouped,
+    other,
+    unnumbered,
+    users,
+    with_number,
+)
 
 # Activations and gated units, called or written out, and what ports get wrong about them.
 #

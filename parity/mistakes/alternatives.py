@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_map
 
 from parity.mistakes.constants import numbers
 from parity.mistakes.hypothesis import Mistake
-from parity.trace.trace import Call, Trace, Value, edit, ordinal
-from parity.trace.walk import CASTS, JOINS, RESHAPES, binary, with_number
+from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, binary, edit, ordinal, with_number
 
 # Calls with a number in them, and what a port computes that has another number there.
 

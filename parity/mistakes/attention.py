@@ -14,8 +14,22 @@ from parity.mistakes.hypothesis import Mistake
 from parity.mistakes.masks import HIDDEN, Bias, hidden_keys
 from parity.numerics.blocked_attention import are_too_many_scores
 from parity.numerics.golden import SDPA
-from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
-from parity.trace.walk import CASTS, RESHAPES, agree, back, binary, users, with_number
+from parity.trace.trace import (
+    CASTS,
+    RESHAPES,
+    Call,
+    Changed,
+    Edit,
+    Trace,
+    Value,
+    agree,
+    back,
+    binary,
+    edit,
+    once_a_trace,
+    users,
+    with_number,
+)
 
 # Attention in a trace, called or written out: its queries, keys and values, its scale and its mask.
 

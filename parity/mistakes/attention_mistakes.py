@@ -36,8 +36,20 @@ from parity.mistakes.hypothesis import (
     within,
 )
 from parity.mistakes.masks import HIDDEN, band_of, hidden_keys, mask_mistakes
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, JOINS, LINEAR, ancestors, grouped, users, with_number
+from parity.trace.trace import (
+    CASTS,
+    JOINS,
+    LINEAR,
+    Call,
+    Edit,
+    Trace,
+    Value,
+    ancestors,
+    edit,
+    grouped,
+    users,
+    with_number,
+)
 
 # What ports get wrong about attention: scale, mask, softcap, the order of heads.
 

@@ -61,8 +61,7 @@ from parity.numerics.golden import in_fp64
 from parity.passes.build import cast
 from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Calls, Prepared
-from parity.trace.trace import Trace
-from parity.trace.walk import LINEAR, RESHAPES, ancestors, users
+from parity.trace.trace import LINEAR, RESHAPES, Trace, ancestors, users
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is

@@ -16,8 +16,22 @@ from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywh
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import made_again
 from parity.mistakes.weight_maps import Mapped, Shapes
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, back_along, binary, users, with_number
+from parity.trace.trace import (
+    CASTS,
+    LINEAR,
+    RESHAPES,
+    Call,
+    Edit,
+    Trace,
+    Value,
+    ancestors,
+    back,
+    back_along,
+    binary,
+    edit,
+    users,
+    with_number,
+)
 
 # Layers, or experts, whose weights TE holds in another order than the reference, and layers that are called twice.
 #

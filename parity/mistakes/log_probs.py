@@ -11,8 +11,7 @@ from torch import Tensor
 from parity.mistakes.constants import TEMPERATURES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.mistakes.losses import CrossEntropy, cross_entropies
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import RESHAPES, back, chain
+from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, back, chain, edit
 
 _TAKEN = RESHAPES | {"getitem", "narrow", "neg", "mul", "masked_fill", "where", "index_select", "take_along_dim"}
 """Calls between log-probabilities of all tokens and those that are returned."""

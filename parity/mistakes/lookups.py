@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import RESHAPES, back, binary
+from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, back, binary, edit
 
 Reindex = Callable[[Tensor], Tensor]
 

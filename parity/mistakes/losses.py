@@ -12,8 +12,7 @@ from torch import Tensor
 
 from parity.mistakes.constants import LABEL_SMOOTHINGS, Z_LOSSES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, RESHAPES, back, binary
+from parity.trace.trace import CASTS, RESHAPES, Call, Edit, Trace, Value, back, binary, edit
 
 # Losses that are averaged over tokens, and what ports get wrong about the average.
 

@@ -11,8 +11,20 @@ from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.calls import Misfit
-from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
-from parity.trace.walk import CASTS, RESHAPES, back, binary, users, with_number
+from parity.trace.trace import (
+    CASTS,
+    RESHAPES,
+    Call,
+    Edit,
+    Trace,
+    Value,
+    back,
+    binary,
+    edit,
+    once_a_trace,
+    users,
+    with_number,
+)
 
 # Routers of mixtures of experts in a trace: which scores choose a token's experts, and how the experts are weighted.
 

@@ -15,8 +15,23 @@ from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywh
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import made_again
 from parity.mistakes.residuals import Residual, residuals
-from parity.trace.trace import Call, Edit, Trace, Value, edit, ordinal
-from parity.trace.walk import CASTS, LINEAR, RESHAPES, ancestors, back, binary, grouped, unnumbered, users
+from parity.trace.trace import (
+    CASTS,
+    LINEAR,
+    RESHAPES,
+    Call,
+    Edit,
+    Trace,
+    Value,
+    ancestors,
+    back,
+    binary,
+    edit,
+    grouped,
+    ordinal,
+    unnumbered,
+    users,
+)
 
 # Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, which a port puts
 # before its branches, as TE's layers do.

@@ -23,8 +23,23 @@ from parity.mistakes.hypothesis import (
     rounded_to,
     short,
 )
-from parity.trace.trace import Call, Changed, Edit, Trace, Value, edit, once_a_trace
-from parity.trace.walk import RESHAPES, agree, back, binary, chain, other, users, with_number
+from parity.trace.trace import (
+    RESHAPES,
+    Call,
+    Changed,
+    Edit,
+    Trace,
+    Value,
+    agree,
+    back,
+    binary,
+    chain,
+    edit,
+    once_a_trace,
+    other,
+    users,
+    with_number,
+)
 
 # Norms, called or written out, and what ports get wrong about them.
 

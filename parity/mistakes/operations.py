@@ -16,8 +16,24 @@ from torch.utils._pytree import tree_map_only
 from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, alternatives
 from parity.mistakes.constants import numbers
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
-from parity.trace.trace import Call, Edit, Site, Trace, Value, edit
-from parity.trace.walk import CASTS, JOINS, LINEAR, RESHAPES, back, binary, grouped, unnumbered, users, with_number
+from parity.trace.trace import (
+    CASTS,
+    JOINS,
+    LINEAR,
+    RESHAPES,
+    Call,
+    Edit,
+    Site,
+    Trace,
+    Value,
+    back,
+    binary,
+    edit,
+    grouped,
+    unnumbered,
+    users,
+    with_number,
+)
 
 # Single calls that a port computes otherwise, tried if no mistake with a known meaning explains the error.
 #

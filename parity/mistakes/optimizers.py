@@ -19,8 +19,7 @@ from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS, num
 from parity.mistakes.hypothesis import Around, Hypothesis, within
 from parity.mistakes.optimizer_fit import steps_by_hand
 from parity.trace.private_functions import clipping_at
-from parity.trace.trace import Edit, Stepped, Trace, edit, settings_of
-from parity.trace.walk import back, binary
+from parity.trace.trace import Edit, Stepped, Trace, back, binary, edit, settings_of
 
 # Optimizer steps inside a comparison, and what ports get wrong about rounding them.
 

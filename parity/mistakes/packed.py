@@ -14,8 +14,7 @@ from parity.mistakes.attention import Attention, attentions
 from parity.mistakes.hypothesis import Hypothesis, everywhere_and_somewhere
 from parity.mistakes.masks import HIDDEN, Bias, segment_mistakes
 from parity.mistakes.reads import made_again
-from parity.trace.trace import Call, Edit, Trace, Value, edit, once_a_trace
-from parity.trace.walk import JOINS, RESHAPES, binary, grouped
+from parity.trace.trace import JOINS, RESHAPES, Call, Edit, Trace, Value, binary, edit, grouped, once_a_trace
 
 # Sequences that a reference attends to one by one and then joins; ports attend to all of them at once.
 #

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import RESHAPES, binary, unnumbered
+from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, binary, edit, unnumbered
 
 _NUMBER = re.compile(r"\d+")
 

@@ -20,16 +20,21 @@ from parity.mistakes.norms import Norm, norms
 from parity.mistakes.operations import alike, scales_of_attention
 from parity.mistakes.reads import made_again
 from parity.mistakes.rotation import rotations
-from parity.trace.trace import Call, Edit, Trace, Value, edit, ordinal
-from parity.trace.walk import (
+from parity.trace.trace import (
     CASTS,
     LINEAR,
     RESHAPES,
+    Call,
+    Edit,
+    Trace,
+    Value,
     ancestors,
     back,
     back_along,
     binary,
+    edit,
     grouped,
+    ordinal,
     unnumbered,
     with_number,
 )

@@ -18,8 +18,7 @@ from parity.mistakes.norms import Norm, norms
 from parity.mistakes.rope_scaling import scaling_mistakes
 from parity.mistakes.rotation import Form, Rotation, frequencies, grid_mistakes, rotations
 from parity.numerics.formats import tf32
-from parity.trace.trace import Edit, Site, Trace, Value, edit
-from parity.trace.walk import RESHAPES, back, grouped
+from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped
 
 # Ports that count positions otherwise than the reference.
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from parity.mistakes.attention import seeming_attentions
 from parity.mistakes.constants import GRID_ROPE_BASES, ROPE_BASES, numbers
 from parity.mistakes.hypothesis import Mistake, rounded_to
-from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, edit, once_a_trace
-from parity.trace.walk import ancestors
+from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, ancestors, edit, once_a_trace
 
 # Rotary position embeddings in a trace.
 #

@@ -16,8 +16,20 @@ from parity.mistakes.activations import ACTIVATIONS, activations, biases
 from parity.mistakes.alternatives import of_operands
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.norms import norms
-from parity.trace.trace import Call, Edit, Trace, Value, edit
-from parity.trace.walk import CASTS, ancestors, back, binary, grouped, unnumbered, users
+from parity.trace.trace import (
+    CASTS,
+    Call,
+    Edit,
+    Trace,
+    Value,
+    ancestors,
+    back,
+    binary,
+    edit,
+    grouped,
+    unnumbered,
+    users,
+)
 
 _SCALES = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"add", "sub", "bias"})

@@ -34,7 +34,7 @@ from parity.case.weight_map import (
 )
 from parity.mistakes.codes import NO_CODE, Code
 from parity.mistakes.hypothesis import Hypothesis, Scope
-from parity.trace.walk import grouped, unnumbered
+from parity.trace.trace import grouped, unnumbered
 
 # Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong.
 #

@@ -20,7 +20,7 @@ from parity.passes.draws import draws_of
 from parity.passes.refusals import check_inputs_fit, check_weights_fit
 from parity.te import Kernels
 from parity.te.state import dequantized_tensor, is_quantized, moved, over_quantization
-from parity.trace.dropout import switched_off
+from parity.trace.digests import switched_off
 from parity.trace.effects import RandomState
 from parity.user_error import UserError
 

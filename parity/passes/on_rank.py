@@ -29,7 +29,7 @@ from parity.te import Backend, Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import PRECISIONS, Precision
 from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
-from parity.trace.dropout import Drop, Switched, recorded, switched_off
+from parity.trace.digests import Drop, Switched, recorded, switched_off
 from parity.trace.effects import RandomState, kept
 from parity.user_error import UserError
 

@@ -30,8 +30,7 @@ from parity.result import Finding
 from parity.search.failure import Failure
 from parity.te.precision import Precision
 from parity.trace.calls import tracing
-from parity.trace.trace import Site, Trace, Value, edit
-from parity.trace.walk import agree, grouped
+from parity.trace.trace import Site, Trace, Value, agree, edit, grouped
 
 # What a precision costs each intermediate value of a reference.
 

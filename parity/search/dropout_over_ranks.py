@@ -10,7 +10,7 @@ from parity.passes.on_rank import OnRank
 from parity.ranks.layout import AXES, AxisName, Degrees
 from parity.result import Finding
 from parity.search.over_ranks import Whole
-from parity.trace.dropout import Drop
+from parity.trace.digests import Drop
 
 
 def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees) -> Finding | None:

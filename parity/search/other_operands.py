@@ -23,8 +23,7 @@ from parity.mistakes.reads import Layers, Place, edits_at, is_activation, made_a
 from parity.passes.nominal_clock import Work
 from parity.search.failure import Budget
 from parity.search.screen import FirstOrder
-from parity.trace.trace import Trace, Value
-from parity.trace.walk import RESHAPES, back, grouped, unnumbered
+from parity.trace.trace import RESHAPES, Trace, Value, back, grouped, unnumbered
 
 _TRIED = 24  # of each kind of exchange, so many of the likeliest are tried
 _PAIRED = 512  # exchanges at one place, or at one place of each layer, that are combined in pairs

@@ -34,8 +34,7 @@ from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.search.named_parts import axis_of, axis_of_parameter, nameable, told
 from parity.search.screen import TINY, FirstOrder, Screen
 from parity.trace.calls import Misfit
-from parity.trace.trace import Edit
-from parity.trace.walk import grouped
+from parity.trace.trace import Edit, grouped
 
 _MOST = 32  # mistakes of which a part is looked for, by each of two criteria
 _MOST_ALIKE = 4  # of these may have one title and place

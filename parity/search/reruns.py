@@ -23,9 +23,9 @@ from parity.search.failure import Failure, tolerance_of
 from parity.search.screen import TINY
 from parity.te.precision import Precision
 from parity.te.state import own_recipes
-from parity.trace.dropout import switched_off
+from parity.trace.digests import switched_off
 from parity.trace.effects import other_numbers
-from parity.trace.walk import grouped
+from parity.trace.trace import grouped
 
 # Mistakes in how a candidate is run, found by running it again without them.
 

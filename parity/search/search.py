@@ -39,7 +39,7 @@ from parity.search.localise import scaled_outputs
 from parity.search.parts import in_parts
 from parity.search.screen import TINY, FirstOrder, Ranked, Screen
 from parity.search.verify import Explanation, is_loud, row_by_row, verified
-from parity.trace.walk import grouped
+from parity.trace.trace import grouped
 
 CHECKS_FOR_SEARCH = 6.0
 """The search for hypotheses may take so many times the failed check's cost, of the 20 that a diagnosis may take."""

@@ -29,7 +29,7 @@ from parity.suggest.units import EMBEDDING, HEAD, Unit, is_norm, parts_by_unit
 from parity.te import Kernels, state
 from parity.te.precision import PRECISIONS
 from parity.te.state import dequantized, moved
-from parity.trace.walk import grouped
+from parity.trace.trace import grouped
 from parity.trace.whose import first_paragraph, users_line
 from parity.user_error import INTERRUPTS, UserError
 

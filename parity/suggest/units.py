@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 from parity.case.weight_map import Shape, Side, rearrange, renamed, shape_of
-from parity.trace.walk import grouped
+from parity.trace.trace import grouped
 
 # Group a module's parameters into units: what one linear layer or norm holds, its weight and its bias.
 

@@ -27,7 +27,7 @@ from parity.report import markdown
 from parity.report.markdown import digest
 from parity.report.record import Record
 from parity.result import Determinism, Result, from_json, to_json
-from parity.trace.kernels import Trace, first_difference
+from parity.trace.digests import Trace, first_difference
 
 # TransformerEngine's modules that hold weights must run: what a candidate leaves out, though its numbers are right.
 

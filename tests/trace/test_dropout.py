@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parity.trace.dropout import recorded, switched_off
+from parity.trace.digests import recorded, switched_off
 
 
 class Layer(nn.Module):
