@@ -6,21 +6,21 @@ import io
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 import pytest
 from tabulate import tabulate
 
 from parity.case.files import MODULE, checkout, imports_parity
 from parity.machine import supervision
-from parity.plugin import following, options, uncollected
+from parity.plugin import collecting, options
+from parity.plugin.collecting import unknown_pairs
 from parity.plugin.options import check_file
-from parity.plugin.uncollected import unknown_pairs
-from parity.progress import is_quiet
+from parity.progress import Following, is_quiet
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -156,6 +156,82 @@ def _place(case: Case) -> str:
     return f"{_from_here(case.path.resolve())}:{case.line}"
 
 
+# Show how far a run is in place of pytest's dots, for ``parity run``.
+
+
+PLAIN = ("-o", "console_output_style=classic")  # pytest's percentages would stand without its dots
+
+
+class ItemsFollowed:
+    """A pytest plugin that counts items as they are compared, here or in workers; it says nothing where pytest is asked
+    for details by ``-v``, or opens a debugger.
+
+    Args:
+        file: where to show it; pytest captures standard error itself while a pair's code runs.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._following: Following | None = None
+        self._seen: set[str] = set()
+        self._failed = 0
+        self._is_wanted = True
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        option = session.config.option
+        self._is_wanted = option.verbose <= 0 and not (option.usepdb or option.collectonly)
+        reporter: Any = session.config.pluginmanager.getplugin("terminalreporter")
+        if self._is_wanted and reporter is not None:
+            reporter.showfspath = False
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._begin(len(session.items))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._begin(len(ids))
+
+    def _begin(self, items: int) -> None:
+        if self._is_wanted and self._following is None and items:
+            self._following = Following("comparing", items, self._file).__enter__()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> Generator[None, Any, Any]:
+        """Leave pytest its counts, and take its letters away."""
+        category, letter, word = yield
+        return (category, "", "") if self._is_wanted else (category, letter, word)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid in self._seen or (report.when != "call" and report.passed) or self._following is None:
+            return
+        self._seen.add(report.nodeid)
+        self._failed += report.failed
+        self._following.step(doing=f"comparing, {self._failed} failed" if self._failed else "comparing")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Take the bar away."""
+        if self._following is not None:
+            self._following.end()
+
+
+@contextmanager
+def uncaptured_stderr() -> Iterator[TextIO]:
+    """Yield standard error as it is now, whatever pytest puts in its place later."""
+    try:
+        copy = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="backslashreplace")
+    except (OSError, ValueError, AttributeError):  # it has no descriptor, as in a notebook
+        yield sys.stderr
+        return
+    with copy:
+        yield copy
+
+
 # Run pytest for ``parity run``, and turn its exit codes into parity's.
 
 
@@ -164,7 +240,7 @@ PASSED, FAILED, MISTAKE = 0, 1, 2
 _NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
 # A wrong pair or file does not cost the others; in workers pytest always goes on.
 # The end of the run lists what failed, with its cause.
-_OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors", "-rN", *following.PLAIN)
+_OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors", "-rN", *PLAIN)
 
 
 class _CollectionErrors:
@@ -182,8 +258,8 @@ class _CollectionErrors:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.messages.setdefault(report.nodeid, uncollected.message(report))
-            report.longrepr = uncollected.without_traceback(report.longreprtext)
+            self.messages.setdefault(report.nodeid, collecting.message(report))
+            report.longrepr = collecting.without_traceback(report.longreprtext)
         elif report.skipped and isinstance(report.longrepr, tuple):
             self.skipped.setdefault(report.nodeid, f"{report.nodeid} skips itself: {report.longrepr[2]}")
 
@@ -205,8 +281,8 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
     errors = _CollectionErrors()
     quietly = ["-q"] * is_quiet()
     try:
-        with following.uncaptured_stderr() as stderr:
-            followed = following.ItemsFollowed(stderr)
+        with uncaptured_stderr() as stderr:
+            followed = ItemsFollowed(stderr)
             try:
                 code = pytest.main([*files, *_OPTIONS, *quietly, *arguments], plugins=[errors, followed])
             finally:
@@ -259,7 +335,7 @@ def _selects_nothing(files: Sequence[str], arguments: Sequence[str]) -> bool:
     without workers.
     """
     keyword = _keyword(arguments)
-    if keyword is None or uncollected.may_match(keyword, files):
+    if keyword is None or collecting.may_match(keyword, files):
         return False
     alone = [*files, *_OPTIONS, *arguments, "-n", "0", "--collect-only", "-q"]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

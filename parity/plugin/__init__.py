@@ -19,15 +19,13 @@ from parity.machine import host
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
-from parity.plugin import ending, options, resume, threads, uncollected, watched
-from parity.plugin.ci import GitHub
-from parity.plugin.collecting import Module, collected_in_time, too_late
+from parity.plugin import alone, collecting, ending, options, resume
+from parity.plugin.collecting import Module, collected_in_time, too_late, unknown_pairs
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
 from parity.plugin.options import FINISHED, Options
 from parity.plugin.part import ITEMS, narrow
-from parity.plugin.recorder import Recorder
-from parity.plugin.uncollected import unknown_pairs
+from parity.plugin.recorder import GitHub, Recorder
 from parity.plugin.workers import Workers, files_of_cases, gpus_of, has_cases, how_many, withhold_pipes
 from parity.user_error import UserError
 
@@ -53,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
     """Have another process own the exit code, before anything is captured or measured, or a conftest is imported."""
-    watched.watch(early_config)
+    alone.watch(early_config)
     return (yield)
 
 
@@ -294,7 +292,7 @@ def pytest_make_collect_report(
     if call is not None and call.excinfo is not None and isinstance(call.excinfo.value, UserError):
         report.longrepr = _told(call.excinfo.value, collector.config.option.verbose >= DETAILS)
     if report.failed and _has_pairs(collector):
-        uncollected.note(report, collector.config.invocation_params.dir)
+        collecting.note(report, collector.config.invocation_params.dir)
     return report
 
 
@@ -451,7 +449,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     Threads that a pair has left may keep a process for ever that has no controller, which would end it.
     """
     if not hasattr(session.config, "workerinput"):
-        session.config.add_cleanup(lambda: threads.end_without(session.config, int(session.exitstatus)))
+        session.config.add_cleanup(lambda: alone.end_without_threads(session.config, int(session.exitstatus)))
     kernels = session.config.stash.get(_KERNELS, None)
     if kernels is not None and kernels.backend == "gpu":
         from parity.passes import memory

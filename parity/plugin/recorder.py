@@ -1,4 +1,4 @@
-"""Write each result of a pytest run as it arrives, and draw the report at the end.
+"""Write each result of a pytest run as it arrives, draw the report at the end, and tell what changed since a baseline.
 
 Of a result that is written, only what the report shows is kept, and torch is not imported: if xdist's workers compare,
 this process only listens.
@@ -6,9 +6,11 @@ this process only listens.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ import pytest
 
 from parity.machine import files
 from parity.machine.files import Claim
-from parity.plugin import baseline, ending, uncollected
+from parity.plugin import collecting, ending
 from parity.plugin.alone import Waiter
 from parity.plugin.options import Options
 from parity.plugin.resume import Unfinished, left_by, report_meanwhile, set_aside
@@ -24,6 +26,7 @@ from parity.plugin.workers import is_item
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
+    from parity.report.ci import Place
     from parity.report.environment import Environment
     from parity.report.markdown import Digest
     from parity.report.record import Uncollected
@@ -55,7 +58,7 @@ class Recorder:
         self._options = options
         self._record, self._report, self._page, self._name = options.record, options.report, options.page, options.name
         self._digest: Digest | None = None
-        self._since: baseline.Told | None = None
+        self._since: Told | None = None
         self._verdict = ""
         self._begun = False
         self._meanwhile: int | None = None
@@ -114,7 +117,7 @@ class Recorder:
             self.record(lines)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        message = uncollected.noted(report)
+        message = collecting.noted(report)
         if message and report.nodeid not in self._uncollected:  # each of xdist's workers collects, and reports it
             from parity.report.record import Uncollected, uncollected_line
 
@@ -262,9 +265,9 @@ class Recorder:
                 return
         self._tried(lambda: files.replace(self._page, html.draw(digest, self._name)))
         if self._options.save_as:
-            self._tried(lambda: self._tell(baseline.keep(self._options, self._record, digest.complete)))
+            self._tried(lambda: self._tell(keep_baseline(self._options, self._record, digest.complete)))
         if self._options.against:
-            self._since = baseline.compare(self._options, self._record)
+            self._since = compare_with_baseline(self._options, self._record)
 
     @property
     def digest(self) -> Digest | None:
@@ -343,3 +346,123 @@ class Recorder:
         if self._unwritten:
             files.replace(folder / self._record.name, written + record.data("".join(self._unwritten)))
             self._record = folder / self._record.name
+
+
+# Keep a run's record as a baseline, and tell at the end of a run what has changed since one.
+
+
+@dataclass(frozen=True)
+class Told:
+    """What has changed.
+
+    Attributes:
+        lines: for the terminal.
+        code: pytest's exit code if the run itself ends well.
+    """
+
+    lines: tuple[str, ...]
+    code: pytest.ExitCode
+
+
+def keep_baseline(options: Options, record: Path, complete: bool) -> str:
+    """Keep the record under the name that the run was given; return a sentence about it."""
+    from parity.report import baselines
+
+    if not complete:
+        return f"no baseline {options.save_as} was made, since not everything was compared"
+    target, replaced = baselines.keep(record, options.save_as, options.start)
+    return f"baseline: {target}{', in place of the one before' if replaced else ''}"
+
+
+def compare_with_baseline(options: Options, record: Path) -> Told:
+    """Draw what has changed since the baseline that the run was given."""
+    from parity.report import baselines, changes
+    from parity.report.record import read
+
+    try:
+        older = baselines.find(options.against, options.start, "--parity-against")
+        runs = changes.Comparison(read(older), read(record), (options.against, options.name))
+    except (UserError, OSError) as error:  # it was readable when the run began
+        return Told((f"nothing was compared with {options.against}: {error}",), pytest.ExitCode.USAGE_ERROR)
+    target = record.with_name(f"{record.stem}_against_{older.stem}.md")
+    lines = [f"against {options.against}: {line}" for line in changes.lines(runs)]
+    try:
+        files.replace(target, changes.draw(runs))
+        lines.append(f"report: {target}")
+    except OSError as error:
+        lines.append(f"could not write: {error}")
+    if not runs.shares_items:
+        return Told(tuple(lines), pytest.ExitCode.USAGE_ERROR)
+    return Told(tuple(lines), pytest.ExitCode.TESTS_FAILED if runs.is_worse else pytest.ExitCode.OK)
+
+
+# Tell GitHub what a run found, if it runs there.
+
+
+# https://docs.github.com/en/actions/reference/workflows-and-actions/variables
+_IS_GITHUB = "GITHUB_ACTIONS"
+_SUMMARY = "GITHUB_STEP_SUMMARY"
+_CHECKOUT = "GITHUB_WORKSPACE"
+
+
+class GitHub:
+    """A pytest plugin for the process that hears of every test.
+
+    Args:
+        recorder: the one that keeps the results.
+        asked: what is told, of ``options.CI``.
+        start: the folder where pytest was started.
+    """
+
+    def __init__(self, recorder: Recorder, asked: frozenset[str], start: Path) -> None:
+        self._recorder, self._start = recorder, start
+        self._annotates = "annotations" in asked and os.environ.get(_IS_GITHUB) == "true"
+        self._summary = os.environ.get(_SUMMARY, "") if "summary" in asked else ""
+        self._found: list[tuple[Place, str, str]] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note where a failed item's pair is declared, and what is wrong."""
+        if self._annotates and report.failed and hasattr(report, "parity_lines"):
+            file, line, name = report.location
+            self._found.append((self._place(file, (line or 0) + 1), name, _message(report)))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        message = collecting.noted(report)
+        if self._annotates and message:
+            found = (self._place(report.nodeid.partition("::")[0]), "not collected", message)
+            if found not in self._found:  # each of xdist's workers collects
+                self._found.append(found)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        digest = self._recorder.digest
+        if digest is None:
+            return
+        from parity.report import ci
+
+        if self._summary:
+            with suppress(OSError), Path(self._summary).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(ci.summary(digest, self._recorder.name))
+        for found in self._found[: ci.MOST_ANNOTATIONS]:
+            terminalreporter.write_line(ci.annotation(*found))
+        if len(self._found) > ci.MOST_ANNOTATIONS:
+            terminalreporter.write_line(ci.others(len(self._found) - ci.MOST_ANNOTATIONS))
+
+    def _place(self, file: str, line: int = 0) -> Place:
+        """Return a place with the file as GitHub names it, below the repository."""
+        from parity.report.ci import Place
+
+        path = Path(os.path.normpath(self._start / file))
+        checkout = Path(os.environ.get(_CHECKOUT) or self._start)
+        return Place((path.relative_to(checkout) if path.is_relative_to(checkout) else path).as_posix(), line)
+
+
+def _message(report: pytest.TestReport) -> str:
+    """Return what is wrong with an item; pytest's own text, which names a worker, if there are no results."""
+    from parity.report import failure, record
+    from parity.report.items import Item
+
+    results = tuple(map(record.result_of, report.parity_lines["results"]))
+    item = Item(results) if results else None
+    return failure.message(item) if item is not None and item.bad else report.longreprtext

@@ -26,9 +26,9 @@ from fakes import ENVIRONMENT, result
 from parity import cli
 from parity.case import registry
 from parity.cli import app, suite
+from parity.cli.suite import ItemsFollowed
 from parity.judge import limits
-from parity.plugin import uncollected
-from parity.plugin.following import ItemsFollowed
+from parity.plugin import collecting
 from parity.plugin.options import Options
 from parity.report import record
 from parity.report.record import Uncollected
@@ -262,8 +262,8 @@ def test_a_keyword_that_matches_what_a_file_computes_selects_it(here: Here) -> N
 )
 def test_the_text_of_a_file_tells_whether_a_keyword_may_match(tmp_path: Path, keyword: str, may: bool) -> None:
     file = write(tmp_path, FITS, "some_pairs.py")
-    assert uncollected.may_match(keyword, [str(file)]) is may
-    assert uncollected.may_match(keyword, [f"{file}::my_linear[bf16-2x16]"]) is may
+    assert collecting.may_match(keyword, [str(file)]) is may
+    assert collecting.may_match(keyword, [f"{file}::my_linear[bf16-2x16]"]) is may
 
 
 def test_a_bad_option_of_the_plugin_ends_in_a_sentence_and_code_2(here: Here) -> None:

@@ -318,8 +318,8 @@ def test_a_thread_that_a_case_leaves_does_not_keep_the_run_from_ending(
     write(pytester, LEAVES_A_THREAD)
     ended = pytester.runpython_c(
         "import sys, pytest\n"
-        "from parity.plugin import threads\n"
-        "threads._SECONDS = 0.1\n"
+        "from parity.plugin import alone\n"
+        "alone._SECONDS_TO_END = 0.1\n"
         "sys.exit(pytest.main(['-q', '-p', 'parity.plugin', 'my_pairs.py']))"
     )
     assert ended.ret == 0

@@ -12,8 +12,8 @@ import fakes
 import pytest
 from plugin_runs import recorded, run, run_in_a_process, write
 
-from parity.plugin import attempt as attempts
-from parity.plugin.attempt import DeviceLock
+from parity.plugin import item as attempts
+from parity.plugin.item import DeviceLock
 from parity.plugin.options import Workplace
 from parity.report import record
 from parity.result import Result
@@ -42,7 +42,7 @@ def access(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             taken.append("alone")
             return nullcontext()
 
-    monkeypatch.setattr("parity.plugin.attempt.DeviceLock", Lock)
+    monkeypatch.setattr("parity.plugin.item.DeviceLock", Lock)
     return taken
 
 

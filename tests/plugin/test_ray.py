@@ -21,8 +21,7 @@ import forked
 import pytest
 
 from parity.plugin import ray_task
-from parity.plugin.ray_cluster import Cluster, LostError
-from parity.plugin.ray_engine import Planned, divided
+from parity.plugin.ray_engine import Cluster, LostError, Planned, divided
 from parity.report import environment as environments
 from parity.report import record
 from parity.report.identity import Asked

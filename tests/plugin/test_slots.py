@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from plugin_runs import run_with_workers, write
 
-from parity.plugin.slots import Slots
+from parity.plugin.item import Slots
 
 pytest_plugins = ["pytester"]
 
@@ -110,7 +110,7 @@ def test_slots_are_never_more_than_there_are_and_everybody_has_them_in_the_end(t
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from parity.plugin.slots import Slots
+from parity.plugin.item import Slots
 with Slots(Path(sys.argv[1]), 2).taken(2):
     print("has them", flush=True)
     if not os.fork():  # what it has forked holds none of them

@@ -11,7 +11,7 @@ import fakes
 import forked
 import pytest
 
-from parity.plugin import watched
+from parity.plugin import alone
 
 PAIRS = """
 import ctypes, os, sys
@@ -62,7 +62,7 @@ def test_it_ends_with_0_only_if_it_says_so(
 
 
 def _run(folder: Path, *arguments: str) -> Any:
-    path = os.pathsep.join(str(place) for place in (Path(fakes.__file__).parent, Path(watched.__file__).parents[2]))
+    path = os.pathsep.join(str(place) for place in (Path(fakes.__file__).parent, Path(alone.__file__).parents[2]))
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = outside | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
     return forked.run(*arguments, folder=folder, environment=environment)
@@ -83,4 +83,4 @@ def _run(folder: Path, *arguments: str) -> Any:
 )
 def test_a_run_with_workers_or_a_debugger_is_not_watched(options: dict[str, object], is_alone: bool) -> None:
     config: Any = SimpleNamespace(known_args_namespace=SimpleNamespace(**options))
-    assert watched._compares_itself(config) is is_alone
+    assert alone._compares_itself(config) is is_alone
