@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from parity import shown
-from parity.cli import completion
+from parity.cli import shared
 from parity.cli.shared import add_command
 from parity.machine import host
 from parity.user_error import UserError
@@ -38,7 +38,7 @@ Paths = Annotated[
     list[str] | None,
     typer.Argument(
         help="Files or folders of pairs, or pytest ids; without any, the default suite.",
-        autocompletion=completion.pairs,
+        autocompletion=shared.pairs,
     ),
 ]
 Precisions = Annotated[
@@ -48,7 +48,7 @@ Precisions = Annotated[
         "--precisions",
         "-p",
         help="fp32,bf16, or repeat for several; without any, all.",
-        autocompletion=completion.precisions,
+        autocompletion=shared.precisions,
     ),
 ]
 BackendName = Annotated[str, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")]
@@ -124,7 +124,7 @@ def list_cases(paths: Paths = None) -> None:
 )
 def suggest_map(
     target: Annotated[
-        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=completion.pairs)
+        str, typer.Argument(help="FILE::PAIR, or FILE if it declares one pair.", autocompletion=shared.pairs)
     ],
     size: Annotated[int, typer.Option(help="Which of the pair's sizes, from 0.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
@@ -227,7 +227,7 @@ def doctor() -> None:
 def train(
     paths: Annotated[
         list[str],
-        typer.Argument(help="Files of pairs, or pytest ids: my_pairs.py::mlp.", autocompletion=completion.pairs),
+        typer.Argument(help="Files of pairs, or pytest ids: my_pairs.py::mlp.", autocompletion=shared.pairs),
     ],
     steps: Annotated[int, typer.Option(help="How many steps.")] = 20,
     precision: Precisions = None,
@@ -440,7 +440,7 @@ def gpu_report(
 def study(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Studies to run; without any, list them.", autocompletion=completion.studies),
+        typer.Argument(help="Studies to run; without any, list them.", autocompletion=shared.studies),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Each of them.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes: less than a minute each.")] = False,

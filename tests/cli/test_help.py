@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from parity.cli import app, completion, shared
+from parity.cli import app, shared
 from parity.progress import QUIET
 from parity.settings import PRECISION_NAMES
 from parity.user_error import UserError
@@ -88,7 +88,7 @@ def test_another_word_for_colours_is_told() -> None:
     ],
 )
 def test_precisions_are_completed_after_each_comma(typed: str, offered: list[str]) -> None:
-    assert completion.precisions(typed) == offered
+    assert shared.precisions(typed) == offered
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_files_and_the_pairs_in_their_text_are_completed(
         (tmp_path / name).write_text(text)
     (tmp_path / "notes.txt").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert completion.pairs(typed) == offered
+    assert shared.pairs(typed) == offered
 
 
 def test_studies_are_completed_with_what_they_are_about() -> None:
-    [(name, what)] = completion.studies("nam")
+    [(name, what)] = shared.studies("nam")
     assert name == "names"
     assert what.startswith("Which mistakes")
 
@@ -138,7 +138,7 @@ def test_a_shell_is_answered_without_torch(tmp_path: Path, typed: str, word: int
         "import sys; sys.argv[0] = 'parity'\nfrom parity.cli import app\ntry: app(prog_name='parity')\n"
         "finally: print([name for name in ('torch', 'numpy') if name in sys.modules], file=sys.stderr)"
     )
-    root = str(Path(completion.__file__).parents[2])
+    root = str(Path(shared.__file__).parents[2])
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(word), "_PARITY_COMPLETE": "complete_bash"}
     done = subprocess.run(
         [sys.executable, "-c", code],

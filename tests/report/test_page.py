@@ -13,8 +13,8 @@ from parity.lab.torture.mutations import HOSTILE
 from parity.lab.torture.readers import foreign
 from parity.report import html, plots, record
 from parity.report.changes import Comparison
+from parity.report.html import MOST_ROWS, ItemView, Page, page, shade
 from parity.report.markdown import Digest, digest
-from parity.report.page import MOST_ROWS, ItemView, Page, page, shade
 from parity.report.record import Record, Uncollected
 from parity.result import Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 

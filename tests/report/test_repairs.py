@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parity.mistakes.codes import Code, finding
-from parity.report.repairs import repair
+from parity.report.markdown import repair
 
 
 @pytest.mark.parametrize(
