@@ -16,12 +16,21 @@ from torch import nn
 
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
-from parity.judge import log_probs, positions
-from parity.judge.apart import gradients_of, is_explained, judged_numbers, merged, parts, parts_known
+from parity.judge import log_probs, pictures
 from parity.judge.asked import Asked, CandidateRun, Noted, run_again, unnoted
 from parity.judge.candidate import TeModules, by_recalling, repeat, told
 from parity.judge.directions import Direction, directions
-from parity.judge.judge import NONE_DRAWN, Drawn, judge
+from parity.judge.judge import (
+    NONE_DRAWN,
+    Drawn,
+    gradients_of,
+    is_explained,
+    judge,
+    judged_numbers,
+    merged,
+    parts,
+    parts_known,
+)
 from parity.judge.limits import Table
 from parity.judge.log_probs import log_prob_outputs
 from parity.judge.pictures import pictured
@@ -58,7 +67,7 @@ from parity.passes.refusals import (
 from parity.result import PROBED, Result, TensorResult, as_printable
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
-from parity.te.device_errors import classify
+from parity.te.devices import classify
 from parity.te.precision import Precision, why_unavailable
 from parity.te.state import Recomputes, own_recipes
 from parity.trace import effects
@@ -549,7 +558,9 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
     )
     golden = golden_tensors(prepared)
     notes += tuple(log_probs.told(ran.log_probs, ran.made.tensors, golden, ran.models))
-    notes += tuple(positions.told(tensors, ran.made.tensors, golden, ran.models)) if prepared.evaluation else ()
+    notes += (
+        tuple(pictures.first_wrong_told(tensors, ran.made.tensors, golden, ran.models)) if prepared.evaluation else ()
+    )
     if prepared.probed and not any(kind == PROBED for kind, _ in ran.made.tensors):
         notes += (LOOKS_UP_ELSE,)
     notes += tuple(filter(None, [effects.by_reference_alone(*changed), "" if ran.made.calls_te else WITHOUT_TE]))

@@ -315,7 +315,7 @@ class Result:
         attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty where it ran none.
         forced_attention: the attention backend that TE had to take; empty where it chose.
         determinism: whether the candidate, built again, gives the same bytes; None where that was not asked for.
-        device_error: what befell the device meanwhile, see ``parity.te.device_errors``; empty where nothing did.
+        device_error: what befell the device meanwhile, see ``parity.te.devices``; empty where nothing did.
         traceback: where a part of the pair raised, from the user's code on; empty where none did.
         cut_short: whether the run's interruption or the end of a process ended the comparison, so that a resumed run
             makes it again.

@@ -30,20 +30,16 @@ from parity.comparison import broken_off, explain_at, judge_at, noting, unless_r
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
 from parity.judge.pictures import thinned
-from parity.judge.scaling import wrong_scaling
-from parity.judge.updates import Replay, deviations, holds, not_as
+from parity.judge.steps import Replay, deviations, holds, not_as, wrong_scaling
 from parity.mistakes.codes import Code, repairable
 from parity.parallel import NO_RANKS, ended
-from parity.passes.capture import NotCaptured
-from parity.passes.compiled import backends, compiled_anew
-from parity.passes.courses import of_reference
+from parity.passes.courses import Beside, of_reference, side_by_side
 from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
-from parity.passes.offloading import Journal
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
-from parity.passes.side_by_side import Beside, side_by_side
 from parity.passes.steps import Named, Stepped, Trainee, Update, is_interrupted, step_case
+from parity.passes.switches import Journal, NotCaptured, backends, compiled_anew
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way

@@ -36,17 +36,17 @@ from parity.parallel import (
 from parity.passes.all_passes import Tensors
 from parity.passes.build import build
 from parity.passes.micro_batches import shares_made
+from parity.passes.on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
 from parity.passes.prepare import Prepared
 from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, steps_elements
-from parity.passes.steps_on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.ranks.layout import Degrees, part, places
 from parity.result import Finding, Result, Switch
 from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import Whole, explained_over_ranks
 from parity.search.resumed import lost_state
 from parity.search.steps import are_made_of, listed
-from parity.te.scaling import Kept
+from parity.te.state import Kept
 from parity.user_error import UserError
 
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.

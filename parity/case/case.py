@@ -22,7 +22,7 @@ from parity.case.weight_map import WeightMap
 from parity.ranks.layout import IN_ONE_PROCESS, WHOLE, Degrees, Parallel, Ranks
 from parity.result import Switch
 from parity.te.attention_backend import AttentionBackend
-from parity.te.named_devices import cuda_is_cpu_without_gpu
+from parity.te.devices import cuda_is_cpu_without_gpu
 from parity.user_error import UserError
 
 # Seeded random inputs, the same on every device and for every precision.

@@ -1,27 +1,193 @@
-"""Follow whole trainings, each by itself: the reference's, without any rounding or under one, and the candidate's.
+"""Follow whole trainings, each by itself: the reference's, without any rounding or under one, and the candidate's, in
+one way and in another.
 
-No step of these is compared with a step of another training; ``parity.training`` judges single steps.
+No step of the former is compared with a step of another training; ``parity.training`` judges single steps.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from parity.case.case import Case
+from parity.case.case import Case, mixed
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.passes.all_passes import Tensors, golden_tensors
 from parity.passes.prepare import Prepared
 from parity.passes.prepare import prepare as prepared_step
-from parity.passes.side_by_side import Without
-from parity.passes.steps import Named, Trainee, followed_places, step_case
+from parity.passes.steps import SCALES, Batch, Named, Stepped, Trainee, digest, followed_places, step_case
+from parity.result import label_of
 from parity.te import Kernels
+from parity.te.attention_backend import BACKENDS, AttentionBackend, attention_backends
 from parity.te.precision import Precision
+from parity.te.state import fresh_caches, fresh_quantization
+
+# Train a candidate in another way beside one that is trained without, to compare the two to the bit.
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Hold what a step computed, as digests, so that a training of many steps keeps little.
+
+    Attributes:
+        tensors: the loss and the gradients, by their labels.
+        weights: after the step, by the candidate's names.
+        unreached: the weights that got no gradient.
+    """
+
+    tensors: dict[str, bytes]
+    weights: dict[str, bytes]
+    unreached: tuple[str, ...]
+
+    def differs_in(self, other: Computed) -> list[str]:
+        """Return the labels of what is another, in what both have."""
+        tensors = [label for label, one in self.tensors.items() if other.tensors.get(label, one) != one]
+        weights = [f"{name} after the step" for name, one in self.weights.items() if other.weights.get(name) != one]
+        return tensors + weights
+
+
+@dataclass
+class Without:
+    """Train the candidate without what a switch adds, as often as it is asked for.
+
+    Attributes:
+        make: builds the candidate.
+        seed: of the run.
+        attention: the attention backend that it is to take.
+        steps: what each step computed.
+        notes: what is to be said of the comparison.
+        changed_before: the weights and FP8 scales that the other training has changed before its first step.
+    """
+
+    make: Callable[[], Trainee]
+    seed: int
+    attention: AttentionBackend | None = None
+    steps: list[Computed] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    changed_before: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def begun(self) -> Iterator[Trainee]:
+        """Within the context, hand out a new candidate in a state of TE of its own."""
+        with fresh_caches(), fresh_quantization(), attention_backends(self.attention):
+            trainee = self.make()
+            trainee.settle()
+            yield trainee
+
+    def made(self, trainee: Trainee, number: int, batch: Prepared | Batch | None = None) -> tuple[Stepped, Computed]:
+        """Make one step, with the batch of its number unless another is given, and with that step's random numbers."""
+        seed = mixed(self.seed, f"random numbers of step {number}")
+        (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(seed)
+        stepped = trainee.step(batch or trainee.batch(number))
+        tensors = {
+            label_of(kind, "loss" if kind == "output" else name): digest(x)
+            for (kind, name), x in stepped.tensors.items()
+        }
+        return stepped, Computed(tensors, trainee.state["weights"], stepped.unreached)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A step in the other way, beside the same step without.
+
+    Attributes:
+        number: of the step, from 1.
+        stepped: the step.
+        computed: what it has computed.
+        without: the training without.
+    """
+
+    number: int
+    stepped: Stepped
+    computed: Computed
+    without: Without
+
+    @property
+    def differing(self) -> list[str]:
+        """Return the labels of what is another than without."""
+        return self.without.steps[self.number - 1].differs_in(self.computed)
+
+    def made_again(
+        self, change: Callable[[Trainee], Batch | None], begin: Callable[[Trainee], object] = lambda trainee: None
+    ) -> Computed:
+        """Return what the step is without, if the candidate is changed before it.
+
+        Args:
+            change: gets the candidate before the step, and may return another batch.
+            begin: gets it before the first step.
+        """
+        with self.without.begun() as trainee:
+            begin(trainee)
+            for number in range(1, self.number):
+                self.without.made(trainee, number)
+            return self.without.made(trainee, self.number, change(trainee))[1]
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Return whether the training without is the same to the bit if it is made again."""
+        again = self.made_again(lambda trainee: None)
+        return not again.differs_in(self.without.steps[self.number - 1])
+
+
+def side_by_side(
+    make: Callable[[], Trainee],
+    steps: int,
+    seed: int,
+    stack: ExitStack,
+    begin: Callable[[Trainee], object],
+    words: str = "in another way",
+) -> tuple[Trainee, Without]:
+    """Return a candidate that is trained in another way from now on, and the same training without.
+
+    For a graph, TE may choose another attention kernel, which rounds otherwise: cuDNN up to 9.15.0 wants keys in
+    multiples of 128 there. Then both take that kernel.
+
+    Args:
+        stack: keeps TE's state and its choice of kernels as long as the candidate is trained.
+        begin: tells the candidate how it is to be trained; raises what it likes.
+        words: say how, such as "in a graph".
+    """
+    without = Without(make, seed)
+    trainee, chosen = _begun(without, begin, stack)
+    usual = _train(without, steps)
+    backends = [one for one in BACKENDS if any(ran.startswith(one) for ran in chosen)]
+    if chosen != usual and len(backends) == 1:
+        without.attention = backends[0]
+        without.notes.append(
+            f"attention takes the backend {', '.join(chosen)} {words}, and {', '.join(usual)} without; here both "
+            f"trainings take {backends[0]}"
+        )
+        trainee, _ = _begun(without, begin, stack)
+        _train(without, steps)
+    return trainee, without
+
+
+def _begun(without: Without, begin: Callable[[Trainee], object], stack: ExitStack) -> tuple[Trainee, list[str]]:
+    """Return a candidate to train in the other way, and which attention kernels ran as it was told to."""
+    trainee = stack.enter_context(without.begun())
+    before = trainee.state
+    with attention_backends(without.attention) as ran:
+        begin(trainee)
+    after = trainee.state
+    without.changed_before = [
+        name if what == "weights" else f"the scale of {name}"
+        for what in ("weights", SCALES)
+        for name, one in before[what].items()
+        if after[what].get(name) != one
+    ]
+    return trainee, list(ran)
+
+
+def _train(without: Without, steps: int) -> list[str]:
+    """Keep what each step computes without, and return which attention kernels ran."""
+    with without.begun() as trainee, attention_backends(without.attention) as ran:
+        without.steps = [without.made(trainee, number)[1] for number in range(1, steps + 1)]
+    return list(ran)
 
 
 @dataclass

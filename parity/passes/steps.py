@@ -25,7 +25,7 @@ from parity.case.training import Model, candidate_optimizer, losses, plain_step,
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.cpu.float8 import fp8_dtype, is_float8_tensor
-from parity.passes import capture, compiled, offloading
+from parity.passes import switches
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
@@ -36,7 +36,7 @@ from parity.result import Switch, label_of
 from parity.te import Kernels, state
 from parity.te.attention_backend import te_variables
 from parity.te.precision import Precision
-from parity.te.scaling import Kept, kept, slots
+from parity.te.state import Kept, kept, slots
 from parity.trace.private_functions import CLIP, exchanged
 from parity.user_error import UserError
 
@@ -287,7 +287,7 @@ class Trainee:
         around = partial(precision.autocast, kernels, group)
         call = _recomputed(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
         self._model = Model(
-            pair.candidate, call, training.loss, around, precision.new_recipe(), capture.cuda_of(kernels)
+            pair.candidate, call, training.loss, around, precision.new_recipe(), switches.cuda_of(kernels)
         )
         self._in_micro_batches = switch == "micro-batches"
         if self._in_micro_batches and training.candidate_step is not None:
@@ -296,15 +296,15 @@ class Trainee:
                 "own: split the batch there"
             )
         self.is_plain = training.candidate_step is None and not self._in_micro_batches
-        self._capture = training.graph or partial(capture.by_te, kernels.te)
-        self._te, self.journal = kernels.te, offloading.Journal()
+        self._capture = training.graph or partial(switches.captured_by_te, kernels.te)
+        self._te, self.journal = kernels.te, switches.Journal()
         self._is_captured = False
         self._replayed: Callable[..., Tensor] | None = None  # a step that is captured
         self._written: Named = {}  # gradients in the memory that it writes
         self._at = checked, precision.dtype, seed, kernels.device
         if switch == "compile":
             own = None if backend else training.compile
-            (own or compiled.by_torch(backend or compiled.backends(kernels)[-1]))(pair.candidate)
+            (own or switches.compiled_by_torch(backend or switches.backends(kernels)[-1]))(pair.candidate)
         self.optimizer = candidate_optimizer(training, kernels.te)(pair.candidate)
         if not isinstance(self.optimizer, Optimizer):
             raise UserError(
@@ -348,10 +348,10 @@ class Trainee:
         """Capture the candidate in CUDA graphs, which later steps replay.
 
         Raises:
-            capture.NotCaptured: if it cannot be captured.
+            switches.NotCaptured: if it cannot be captured.
         """
         args, kwargs = as_arguments(_leaves(self._prepared.inputs))
-        step = capture.captured(self._capture, self._model, self.optimizer, args, kwargs)
+        step = switches.captured(self._capture, self._model, self.optimizer, args, kwargs)
         self._is_captured = True
         if step is not None:
             self._replayed, self.is_plain = step, False
@@ -359,16 +359,16 @@ class Trainee:
 
     def offload(self) -> None:
         """Offload what later calls save for their backward passes, as the pair says, or as TE does."""
-        call = (self.training.offload or partial(offloading.by_te, self._te, self.journal))(self._module)
+        call = (self.training.offload or partial(switches.offloaded_by_te, self._te, self.journal))(self._module)
         if call is not None:
             self._model = self._model.called_by(call)
         self.journal.watch(self._te, self._module)
 
     def reading_back(
-        self, exchange: offloading.Exchange, seen: list[Tensor] | None = None
+        self, exchange: switches.Exchange, seen: list[Tensor] | None = None
     ) -> AbstractContextManager[None]:
         """Within the context, exchange what calls of the candidate save for their backward passes."""
-        return offloading.reading_back(self._model, exchange, seen)
+        return switches.reading_back(self._model, exchange, seen)
 
     def saved(self, way: str = "resume") -> Saved:
         """Return what the training writes where it is interrupted.

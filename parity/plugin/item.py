@@ -24,8 +24,7 @@ from parity.user_error import raised
 if TYPE_CHECKING:
     from parity.case.case import Case
     from parity.case.validate import CheckedSize
-    from parity.judge.differences import OfPrecision
-    from parity.judge.limits import Table
+    from parity.judge.limits import OfPrecision, Table
     from parity.ranks.layout import Degrees
     from parity.result import DeviceError, Result, Switch
     from parity.te import Kernels
@@ -284,10 +283,10 @@ class ParityItem(pytest.Item):
 
     def limits_compared(self) -> tuple[OfPrecision, ...]:
         """Return the limits compared with the packaged ones; nothing for the packaged ones."""
-        from parity.judge import differences
+        from parity.judge import limits
         from parity.judge.limits import load
 
-        return differences.compared(load(self.options.calibration)) if self.options.calibration else ()
+        return limits.compared(load(self.options.calibration)) if self.options.calibration else ()
 
     def runtest(self) -> None:
         from parity.judge.limits import load, packaged
@@ -352,7 +351,7 @@ class ParityItem(pytest.Item):
 
         A failure is noted before the search for its cause begins, whatever becomes of that.
         """
-        from parity.te.device_errors import classify
+        from parity.te.devices import classify
         from parity.trace.whose import way_there
 
         if self.verdict is not None:  # of a first attempt, which ran out of memory

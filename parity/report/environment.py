@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from parity import shown
-from parity.judge.differences import TIMES, Difference, OfPrecision, widest
+from parity.judge.limits import TIMES, Difference, OfPrecision, widest
 from parity.machine import devices
 from parity.report.identity import Asked
 from parity.report.numbers import markdown_table, short

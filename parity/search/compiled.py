@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from parity.mistakes.codes import repairable
-from parity.passes.compiled import DIFFERENTIATED, GENERATED, TRACED
+from parity.passes.switches import DIFFERENTIATED, GENERATED, TRACED
 from parity.result import Finding
 
 _STEPS = {

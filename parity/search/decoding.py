@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from parity.judge.positions import FirstWrong, first_wrong
+from parity.judge.pictures import FirstWrong, first_wrong
 from parity.mistakes.decoding import decoding_hypotheses, later_in_rows, not_reset_hypothesis, positions_of
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.rotation import rotations

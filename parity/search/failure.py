@@ -10,9 +10,8 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from parity.judge.apart import gradients_of
 from parity.judge.asked import Asked, run_again, unchanged
-from parity.judge.judge import NONE_DRAWN, judge
+from parity.judge.judge import NONE_DRAWN, gradients_of, judge
 from parity.numerics.errors import Tolerance, Truth, margin, measure
 from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, tensors_of

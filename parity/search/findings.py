@@ -58,7 +58,7 @@ from parity.search.search import (
     partly_explained,
 )
 from parity.search.verify import Explanation, is_loud, verified
-from parity.te.device_errors import classify
+from parity.te.devices import classify
 from parity.trace.trace import Trace
 from parity.trace.whose import users_line
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from parity.mistakes.codes import repairable
-from parity.passes.offloading import Exchange, Journal
-from parity.passes.side_by_side import Beside, Computed
+from parity.passes.courses import Beside, Computed
 from parity.passes.steps import Trainee, digest
+from parity.passes.switches import Exchange, Journal
 from parity.result import Finding
 from parity.trace.whose import Owner, module_of, whose
 from parity.user_error import raised

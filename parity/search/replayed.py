@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from parity.mistakes.codes import repairable
-from parity.passes.capture import NotCaptured
+from parity.passes.courses import Beside, Computed
 from parity.passes.one_pass import Arguments, as_arguments
-from parity.passes.side_by_side import Beside, Computed
 from parity.passes.steps import Batch, Trainee
+from parity.passes.switches import NotCaptured
 from parity.result import Finding
 from parity.search.held_by_python import Value, values
 from parity.trace.whose import users_line

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from parity.judge.updates import Deviation, Replay, deviations
+from parity.judge.steps import Deviation, Replay, deviations
 from parity.mistakes.codes import NO_CODE, Code, repairable
 from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.passes.micro_batches import Made

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from parity.case import registry
-from parity.judge import differences, limits
+from parity.judge import limits
 from parity.judge.limits import Law, Table
 from parity.lab.calibration import command
 from parity.lab.calibration.command import Settings, make_table, measure
@@ -141,7 +141,7 @@ def test_what_was_accepted_is_told_and_stays_in_the_table(tmp_path, measured, ca
     assert accepted.startswith("1 limit far outside of the packaged ones, up to ")
     assert f"accepted: {accepted}" in capsys.readouterr().out
     assert accepted in (tmp_path / "table.md").read_text()
-    (found,) = differences.compared(limits.load(output))
+    (found,) = limits.compared(limits.load(output))
     assert (found.wider, found.accepted) == (1, accepted)
 
 
@@ -154,7 +154,7 @@ def test_limits_that_the_packaged_table_lacks_are_told_and_not_refused(tmp_path,
 def test_limits_that_are_much_tighter_are_told(tmp_path, measured, capsys, monkeypatch):
     packaged = limits.packaged()
     wide = {key: Law(3.0, 0.1, 400, 400, 30.0) for key in packaged.laws}
-    monkeypatch.setattr(differences, "packaged", lambda: Table(wide, {}))
+    monkeypatch.setattr(limits, "packaged", lambda: Table(wide, {}))
     measured += samples(1.0)
     make_table(SETTINGS, 1, tmp_path / "table.json", None)
     assert "1 less than 1/2 as wide: what passes by the packaged ones may fail" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from parity.lab.studies.rows.trainings import (
     stepping,
     summed,
 )
-from parity.passes.offloading import Journal
+from parity.passes.switches import Journal
 from parity.result import Result
 
 pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, of two layers

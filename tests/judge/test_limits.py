@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity.judge import differences, limits
+from parity.judge import limits
 from parity.judge.limits import FALSE_ALARMS_A_RUN, FEWEST_TENSORS, SIGNED, STATISTICS_A_RUN, Key, Law, Table, fit
 from parity.numerics.errors import Tolerance, margin
 from parity.result import Errors
@@ -180,14 +180,14 @@ def law(key: Key, **changes: float) -> Law:
 
 
 def test_the_packaged_table_and_a_copy_of_it_do_not_differ() -> None:
-    assert differences.compared(limits.packaged()) == ()
-    assert differences.compared(Table(dict(limits.packaged().laws), {})) == ()
+    assert limits.compared(limits.packaged()) == ()
+    assert limits.compared(Table(dict(limits.packaged().laws), {})) == ()
 
 
 def test_limits_are_compared_one_by_one_and_counted_by_precision() -> None:
     laws = {NORM: law(NORM, center=5.0), GAIN: law(GAIN), UNKNOWN: law(NORM)}
     laws["fp32", "output", "norm"] = replace(limits.packaged().laws["fp32", "output", "norm"], center=-9.0)
-    bf16, fp32 = differences.compared(Table(laws, {"bf16": {"accepted": "one limit"}}))
+    bf16, fp32 = limits.compared(Table(laws, {"bf16": {"accepted": "one limit"}}))
     assert (bf16.precision, bf16.shared, bf16.wider, bf16.tighter, bf16.unknown) == ("bf16", 2, 1, 0, 1)
     assert (fp32.precision, fp32.shared, fp32.wider, fp32.tighter, fp32.unknown) == ("fp32", 1, 0, 1, 0)
     assert (bf16.accepted, fp32.accepted) == ("one limit", "")
@@ -215,28 +215,26 @@ def test_far_outside_is_a_limit_that_ports_widen_which_the_packaged_law_knows_no
     changes: dict[str, float], is_far: bool
 ) -> None:
     laws = {NORM: replace(law(NORM), **{"largest": 1.1, "samples": 100, **changes})}
-    assert bool(differences.far_outside(laws)) is is_far
+    assert bool(limits.far_outside(laws)) is is_far
 
 
 def test_the_more_values_a_calibration_has_the_rarer_one_must_be() -> None:
     """5.2 standard deviations are rare among twenty values, and are not among ten million."""
     stray = law(GAIN, spread=3.0, largest=5.2, samples=20)
-    assert differences.far_outside({GAIN: stray})
-    assert not differences.far_outside({GAIN: replace(stray, samples=10_000_000)})
+    assert limits.far_outside({GAIN: stray})
+    assert not limits.far_outside({GAIN: replace(stray, samples=10_000_000)})
 
 
 def test_what_the_packaged_table_lacks_is_compared_with_nothing() -> None:
-    assert not differences.far_outside({UNKNOWN: law(NORM, center=9.0, largest=1e4)})
+    assert not limits.far_outside({UNKNOWN: law(NORM, center=9.0, largest=1e4)})
 
 
 def test_the_packaged_laws_are_not_far_outside_of_themselves() -> None:
-    assert not differences.far_outside(limits.packaged().laws)
+    assert not limits.far_outside(limits.packaged().laws)
 
 
 def test_the_widest_limit_comes_first() -> None:
-    found = differences.far_outside(
-        {GAIN: law(GAIN, spread=9.0, largest=40.0), NORM: law(NORM, center=6.0, largest=500.0)}
-    )
+    found = limits.far_outside({GAIN: law(GAIN, spread=9.0, largest=40.0), NORM: law(NORM, center=6.0, largest=500.0)})
     assert list(found) == [NORM, GAIN]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from parity.judge.updates import Replay, deviations
+from parity.judge.steps import Replay, deviations
 from parity.lab.studies.rows.optimizers import Lion
 from parity.passes.steps import Update
 

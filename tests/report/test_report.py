@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
 from parity.judge import limits
-from parity.judge.differences import Difference, OfPrecision
+from parity.judge.limits import Difference, OfPrecision
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.report import changes, environment, failure, identity, markdown, numbers, record

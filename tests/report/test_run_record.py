@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fakes import ENVIRONMENT, result
 
-from parity.judge.differences import Difference, OfPrecision
+from parity.judge.limits import Difference, OfPrecision
 from parity.report import environment, record
 from parity.report.record import Record, Uncollected
 from parity.result import Result, from_json, to_json

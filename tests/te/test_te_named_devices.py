@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import parity
-from parity.te.named_devices import cuda_is_cpu_without_gpu
+from parity.te.devices import cuda_is_cpu_without_gpu
 from parity.user_error import raised
 
 TOLD = "this machine has no GPU: take the device of a tensor that is there (x.device)"

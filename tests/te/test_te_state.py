@@ -28,7 +28,7 @@ from parity.result import Result
 from parity.settings import PRECISION_NAMES
 from parity.te import state
 from parity.te.attention_backend import NotOffered, attention_backends, has_attention
-from parity.te.device_errors import classify, cuda_works
+from parity.te.devices import classify, cuda_works
 from parity.te.precision import PRECISIONS, why_unavailable
 from parity.user_error import UserError
 

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from parity import te
 from parity.case.validate import check_case
-from parity.judge import differences
+from parity.judge import limits
 from parity.judge import limits as table
-from parity.judge.differences import TIMES, Difference, OfPrecision
-from parity.judge.limits import Key, Law, Table, packaged
+from parity.judge.limits import TIMES, Difference, Key, Law, OfPrecision, Table, packaged
 from parity.lab.calibration import right_ports
 from parity.lab.calibration.measure import LeftOut, Measured, Sample, check_enough, draw, laws
 from parity.lab.calibration.right_ports import drawn
@@ -69,7 +68,7 @@ def told(strays: Sequence[Difference]) -> str:
 
 def summary(table: Table, precisions: Sequence[str]) -> Iterator[str]:
     """Yield a line for each of these precisions of a table: how its limits compare with the packaged ones."""
-    for found in differences.compared(table):
+    for found in limits.compared(table):
         if found.precision in precisions:
             yield f"{found.precision}: {'; '.join(_facts(found))}"
 
@@ -166,7 +165,7 @@ def make_table(
     kept = {key: law for key, law in before.laws.items() if key[0] not in precisions}
     provenance = {**before.provenance, **dict.fromkeys(precisions, _provenance(settings))}
     fitted = laws(samples)
-    strays = differences.far_outside(fitted)
+    strays = limits.far_outside(fitted)
     if strays and not accept_wider:
         raise UserError(refusal(strays, samples, fitted, output))
     for key, law in fitted.items():

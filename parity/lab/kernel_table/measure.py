@@ -19,7 +19,7 @@ from torch import Tensor
 from parity import te
 from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_layers
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
-from parity.te.device_errors import cuda_works
+from parity.te.devices import cuda_works
 from parity.user_error import UserError, one_line
 
 # Kernels of the CPU's that no call of the table makes, each with the reason.

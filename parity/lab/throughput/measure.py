@@ -37,7 +37,7 @@ from parity.lab.throughput.workload import (
 from parity.passes import memory
 from parity.report import environment
 from parity.te import Backend, BackendUnavailable, Kernels
-from parity.te.device_errors import cuda_works
+from parity.te.devices import cuda_works
 from parity.te.precision import PRECISIONS, why_unavailable
 from parity.user_error import one_line
 

@@ -27,7 +27,7 @@ from parity.case import files as of_pairs
 from parity.conversion import checkpoint
 from parity.conversion.plan import Made, Plan, Step
 from parity.cpu.loading import loader
-from parity.judge import differences, limits, noise
+from parity.judge import limits, noise
 from parity.lab import campaign, same
 from parity.lab import record as lab_record
 from parity.lab.gpu_report import limits as held_against
@@ -169,7 +169,7 @@ def _limits(file: Path) -> Iterator[str]:
     for key, law in read.laws.items():
         limit = read.limit(*key)
         assert 0 < limit < 1e6, (law, limit)
-    differences.compared(read)
+    limits.compared(read)
     with suppress(UserError):  # it may share no law with the packaged one
         yield str(held_against.widest(file))
 

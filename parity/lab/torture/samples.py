@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 from parity.judge import limits
-from parity.judge.differences import Difference, OfPrecision
+from parity.judge.limits import Difference, OfPrecision
 from parity.lab import record as lab_record
 from parity.lab.throughput import record as throughput
 from parity.plugin.options import Options

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from parity.case.case import Training
 from parity.case.training import ADAM, Model
-from parity.te.scaling import slots
+from parity.te.state import slots
 
 # CUDA graphs: what a capture has right, and what breaks it on a GPU.
 

@@ -21,8 +21,7 @@ from parity.case.weight_map import stack
 from parity.lab.studies.rows import optimizers, switched
 from parity.reference import LlamaLayer
 from parity.result import Switch
-from parity.te.scaling import slots
-from parity.te.state import state_manager
+from parity.te.state import slots, state_manager
 
 Declared = Callable[[ModuleType], Training]
 

@@ -1,0 +1,360 @@
+"""Run a candidate as its training is switched to: captured in CUDA graphs, compiled by ``torch.compile``, or with
+activations that are offloaded to the host.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from parity.case.training import Model
+from parity.cpu import cuda as emulated_cuda
+from parity.te import Kernels
+from parity.trace.whose import is_of_te
+from parity.user_error import UserError, said
+
+Capture = Callable[..., Callable[..., Tensor] | None]
+
+
+class NotCaptured(Exception):
+    """Raised if a capture meets what a graph cannot hold; its cause is what was raised."""
+
+
+def cuda_of(kernels: Kernels) -> Any:
+    """Return ``torch.cuda``, or what stands in for it on the CPU kernels."""
+    return torch.cuda if kernels.device.type == "cuda" else emulated_cuda
+
+
+def captured(
+    capture: Capture, model: Model, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Tensor] | None:
+    """Return the step that replays graphs; None if calling the module does.
+
+    Raises:
+        NotCaptured: if what runs in the capture cannot be captured.
+    """
+    with _undone_if_it_raises(model.module), _pools_known() as pools:
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        try:
+            return capture(model, optimizer, *args, **kwargs)
+        except RuntimeError as error:  # CUDA's errors speak of a stream that is capturing, or of its capture
+            if "captur" not in said(error):
+                raise
+            if stream is not None:
+                _end(stream, pools)
+            raise NotCaptured(said(error)) from _first(error)
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error that a capture met first: the one at its end only says that there was one."""
+    while isinstance(error.__context__, RuntimeError) and "captur" in said(error.__context__):
+        error = error.__context__
+    return error
+
+
+# What PyTorch leaves of a capture that CUDA refuses to end (``CUDAGraph::capture_end`` in ``aten/src/ATen/cuda`` of
+# 2.11): its stream is the current one, its pool takes allocations, and its generator counts numbers for it. The next
+# draw raises "Offset increment outside graph capture".
+
+
+@contextmanager
+def _pools_known() -> Iterator[list[Any]]:
+    """Within the context, give each capture on a GPU a pool that is known here."""
+    kind: Any = torch.cuda.CUDAGraph
+    begins = vars(kind).get("capture_begin")
+    pools: list[Any] = []
+    if begins is None or not torch.cuda.is_initialized():
+        yield pools
+        return
+
+    def begin(self: Any, pool: Any = None, *args: Any, **kwargs: Any) -> Any:
+        pools.append(pool or torch.cuda.graph_pool_handle())
+        return begins(self, pools[-1], *args, **kwargs)
+
+    kind.capture_begin = begin
+    try:
+        yield pools
+    finally:
+        kind.capture_begin = begins
+
+
+def _end(stream: torch.cuda.Stream, pools: list[Any]) -> None:
+    """End what a capture has begun, and return to the stream from which it was begun."""
+    torch.cuda.set_stream(stream)
+    if pools:
+        torch._C._cuda_endAllocateToPool(stream.device_index, pools[-1])
+    fresh = torch.Generator(stream.device).graphsafe_get_state()
+    torch.cuda.default_generators[stream.device_index].graphsafe_set_state(fresh)
+
+
+@contextmanager
+def _undone_if_it_raises(module: nn.Module) -> Iterator[None]:
+    """Undo what TE does while it captures, and leaves if the capture raises: to classes' calls, and to Python's
+    collection of garbage (``make_graphed_callables`` in ``pytorch/graph.py`` of TE 2.20.2).
+    """
+    calls = {kind: vars(kind).get("__call__") for kind in {type(one) for one in module.modules()}}
+    collects = gc.isenabled()
+    try:
+        yield
+    finally:
+        (gc.enable if collects else gc.disable)()
+        for kind, call in calls.items():
+            if call is not None:
+                kind.__call__ = call  # type: ignore[method-assign]
+            elif "__call__" in vars(kind):
+                del kind.__call__
+
+
+def captured_by_te(te: ModuleType, model: Model, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Let TE capture the module, called as the pair calls it.
+
+    A graph takes tensors alone, and TE's function captures other arguments' defaults; so they become the module's own
+    defaults before.
+    """
+    module = model.module
+    positional, named = _arguments(model, args, kwargs)
+    others = [type(one).__name__ for one in positional if not isinstance(one, Tensor)]
+    if others:
+        raise UserError(
+            f"TE's make_graphed_callables takes tensors by position, but the candidate is called with a {others[0]}; "
+            "let call_candidate pass it by name, or capture it yourself: parity.Training(graph=...)"
+        )
+    constants = {name: one for name, one in named.items() if not isinstance(one, Tensor)}
+    if constants:
+        module.forward = partial(module.forward, **constants)
+    tensors = {name: _like(one) for name, one in named.items() if name not in constants}
+    te.make_graphed_callables(
+        module,
+        _like(positional),
+        sample_kwargs=tensors,
+        allow_unused_input=True,
+        enabled=model.recipe is not None,
+        recipe=model.recipe,
+    )
+
+
+class _Reached(BaseException):
+    """Raised where a module is called, so that it does not run."""
+
+
+def _arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
+    """Return with what the pair calls the module itself."""
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def reached(module: nn.Module, *called_with: Any) -> None:
+        found.append(called_with)
+        raise _Reached
+
+    hook = model.module.register_forward_pre_hook(reached, with_kwargs=True)
+    try:
+        model.without_recipe()(*args, **kwargs)
+    except _Reached:
+        pass
+    finally:
+        hook.remove()
+    if not found:
+        raise UserError(
+            "call_candidate calls parts of the candidate and not itself, so TE's make_graphed_callables does not know "
+            "what to capture: capture these parts yourself, parity.Training(graph=...)"
+        )
+    return found[0]
+
+
+def _like(arguments: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), arguments)
+
+
+# Compile a candidate by ``torch.compile``, and count what was compiled.
+
+
+Compile = Callable[[nn.Module], object]
+
+# PyTorch's backends for what ``torch.compile`` does: each adds a step to those before.
+TRACED, DIFFERENTIATED, GENERATED = "eager", "aot_eager", "inductor"
+
+
+def backends(kernels: Kernels) -> tuple[str, ...]:
+    """Return the backends that are to be tried where a compiled candidate is wrong; the last is the one it has.
+
+    What PyTorch generates for a CPU is not what it generates for a GPU, and takes a C++ compiler minutes. So nothing
+    is generated on the CPU kernels.
+    """
+    return (TRACED, DIFFERENTIATED, GENERATED) if kernels.device.type == "cuda" else (TRACED, DIFFERENTIATED)
+
+
+def compiled_by_torch(backend: str) -> Compile:
+    """Return what compiles the calls of a module."""
+    return partial(nn.Module.compile, backend=backend, dynamic=False)
+
+
+@contextmanager
+def compiled_anew() -> Iterator[Callable[[], int]]:
+    """Within the context, nothing is known of what was compiled before; hand out how many graphs are compiled.
+
+    PyTorch replaces methods of ``nn.Module`` when it compiles for the first time in a process, and so it does here.
+    """
+    importlib.import_module("torch._dynamo.mutation_guard").install_generation_tagging_init()
+    stats = importlib.import_module("torch._dynamo.utils").counters["stats"]
+    torch.compiler.reset()
+    before = stats["unique_graphs"]
+    try:
+        yield lambda: int(stats["unique_graphs"] - before)
+    finally:
+        torch.compiler.reset()
+
+
+# Train a candidate whose saved tensors are offloaded to the host's memory, and see what is saved and read back.
+
+
+# TE's way, if a pair has none of its own: each of TE's modules that lies in none of TE's is a layer by itself.
+
+
+def offloaded_by_te(te: ModuleType, journal: Journal, module: nn.Module) -> None:
+    """Let TE offload what each of its modules in a candidate saves for the backward pass."""
+    for layer in _layers(module):
+        layer.forward = partial(_offloaded, te, journal, layer.forward)
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    if is_of_te(type(module)):
+        yield module
+        return
+    for one in module.children():
+        yield from _layers(one)
+
+
+def _offloaded(te: ModuleType, journal: Journal, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a module returns, whose saved tensors TE offloads.
+
+    TE's context counts the layers that enter it, and leaves the last one alone (``get_cpu_offload_context`` in
+    ``pytorch/cpu_offload.py`` of TE 2.20.2). So each call has a context of its own, in which an empty layer is the
+    last.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a single layer leaves nothing to overlap with
+        context, synchronize = te.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+    with context:
+        journal.follow(te)
+        returned = forward(*args, **kwargs)
+    leaves, spec = tree_flatten(returned)
+    for i, one in enumerate(leaves):
+        if isinstance(one, Tensor) and one.requires_grad:
+            layers_own = synchronize(one)
+            with context:
+                behind = layers_own.view_as(layers_own)
+            leaves[i] = synchronize(behind)
+            return tree_unflatten(leaves, spec)
+    return returned
+
+
+# What TE's offloading does with each tensor. Its contexts are found where modules are called, whoever has made them.
+
+
+@dataclass(frozen=True, eq=False)
+class _Saved:
+    """Hold a tensor's place instead of the tensor, as what TE does itself, with whose it is."""
+
+    layer: int
+    place: Any
+
+
+@dataclass
+class Journal:
+    """Record what TE's offloading has done since the candidate began to be trained with it.
+
+    Attributes:
+        offloaded: how many tensors were taken to be copied to the host.
+        misread: the layers whose saved tensors a backward pass sought, and where it read; as the context counts them.
+    """
+
+    offloaded: int = 0
+    misread: list[tuple[int, int]] = field(default_factory=list)
+
+    def watch(self, te: ModuleType, module: nn.Module) -> None:
+        """Follow the contexts in which parts of the module are called from now on."""
+        for one in module.modules():
+            one.register_forward_pre_hook(lambda *_: self.follow(te))
+
+    def follow(self, te: ModuleType) -> None:
+        """Follow the context that is entered, if one is."""
+        own = sys.modules.get(f"{te.__name__}.cpu_offload")
+        entered = getattr(own, "OFFLOAD_SYNCHRONIZER", None)
+        for number, layer in getattr(entered, "layer_states", {}).items():
+            if "push_tensor" not in vars(layer):
+                self._follow(number, layer)
+
+    def _follow(self, number: int, layer: Any) -> None:
+        kind, own = type(layer), weakref.ref(layer)
+        held: dict[Any, _Saved] = {}  # what this layer's memory holds now
+
+        def push(x: Any) -> _Saved:
+            saved = _Saved(number, kind.push_tensor(own(), x))
+            if isinstance(saved.place, int):
+                self.offloaded += 1
+                held[saved.place] = saved
+            return saved
+
+        def pop(saved: Any) -> Any:
+            if not isinstance(saved, _Saved):  # of a layer that is not to be offloaded
+                return kind.pop_tensor(own(), saved)
+            if isinstance(saved.place, int) and held.get(saved.place) is not saved:
+                self.misread.append((saved.layer, number))
+            return kind.pop_tensor(own(), saved.place)
+
+        def is_offloaded(x: Any) -> bool:
+            return bool(kind._check_if_offload(own(), x)) or _is_small_and_may_be(x)
+
+        layer.push_tensor, layer.pop_tensor, layer._check_if_offload = push, pop, is_offloaded
+
+
+# TE offloads no tensor of less than 256k elements (``_check_if_offload`` there). A pair is smaller as a rule, and what
+# offloading gets wrong does not depend on size.
+_SMALL = 256 * 1024
+
+
+def _is_small_and_may_be(x: Any) -> bool:
+    """Return whether TE would offload a tensor if it were larger."""
+    is_kept = isinstance(x, nn.Parameter) or getattr(x, "_TE_do_not_offload", False)
+    of_device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    return not is_kept and 0 < x.numel() < _SMALL and x.is_contiguous() and x.device.type == of_device
+
+
+# What the same training without offloading saves, and what it would compute if it read something else back.
+
+Exchange = Callable[[int, Tensor], Tensor]
+"""Return what is read back of a tensor that was saved; called with its number in the step, from 0."""
+
+
+@contextmanager
+def reading_back(model: Model, exchange: Exchange, seen: list[Tensor] | None = None) -> Iterator[None]:
+    """Within the context, exchange what calls of the model save for their backward passes.
+
+    Args:
+        seen: gets what is saved, each as it is then.
+    """
+    count = iter(range(sys.maxsize))
+
+    def pack(x: Tensor) -> tuple[int, Tensor]:
+        if seen is not None:
+            seen.append(x.detach().clone())
+        return next(count), x if isinstance(x, nn.Parameter) else x.detach()
+
+    with ExitStack() as stack:
+        hooks = saved_tensors_hooks(pack, lambda saved: exchange(*saved))
+        stack.enter_context(model.within(lambda: hooks))
+        yield
