@@ -20,9 +20,8 @@ from parity.case import transfer
 from parity.case.case import Case, Rng, draw_inputs
 from parity.case.validate import CheckedSize
 from parity.passes.all_passes import tensors_of
-from parity.passes.build import build, cast
 from parity.passes.one_pass import positional_names, run
-from parity.passes.prepare import forget
+from parity.passes.prepare import build, cast, forget
 from parity.te import Kernels
 from parity.te.precision import Precision
 

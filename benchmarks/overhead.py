@@ -26,9 +26,8 @@ from parity import te
 from parity.case.case import Case
 from parity.case.validate import CheckedSize
 from parity.judge.directions import directions
-from parity.passes.build import build, cast
 from parity.passes.one_pass import outputs_of, run
-from parity.passes.prepare import Prepared, forget, prepare
+from parity.passes.prepare import Prepared, build, cast, forget, prepare
 from parity.te import Kernels, state
 from parity.te.precision import Precision
 

@@ -36,7 +36,6 @@ from parity.judge.log_probs import log_prob_outputs
 from parity.judge.pictures import pictured
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
-from parity.numerics.checksum import checksum
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
 from parity.numerics.kernel_choices import as_kernels_lean, noisy_sums
 from parity.numerics.plain import plain_calls
@@ -51,10 +50,9 @@ from parity.passes.all_passes import (
     run_candidate,
     run_model,
 )
-from parity.passes.build import part_that_raised
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import CALL, Pass
-from parity.passes.prepare import Prepared, forget, prepare, release
+from parity.passes.prepare import Prepared, forget, part_that_raised, prepare, release
 from parity.passes.refusals import (
     LOOKS_UP_ELSE,
     LOSES_ALL,
@@ -71,8 +69,8 @@ from parity.te.devices import classify
 from parity.te.precision import Precision, why_unavailable
 from parity.te.state import Recomputes, own_recipes
 from parity.trace import effects
-from parity.trace.effects import RandomState
-from parity.trace.surroundings import Disturbed, undisturbed
+from parity.trace.digests import checksum
+from parity.trace.effects import Disturbed, RandomState, undisturbed
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
 from parity.user_error import INTERRUPTS, UserError, raised, said
 

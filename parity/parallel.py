@@ -27,11 +27,10 @@ from parity.judge.limits import Table
 from parity.mistakes.codes import repairable
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors
-from parity.passes.build import build, cast
 from parity.passes.modes import usual_modes
 from parity.passes.on_rank import AsItIs, Given, OnRank, pass_on_rank, source_of
 from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
-from parity.passes.prepare import Prepared, prepare
+from parity.passes.prepare import Prepared, build, cast, prepare
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, places
 from parity.result import Finding, Result, as_printable, label_of_way
@@ -50,7 +49,7 @@ from parity.search.steps import listed
 from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend
 from parity.te.precision import Precision, why_unavailable
-from parity.trace.surroundings import undisturbed
+from parity.trace.effects import undisturbed
 from parity.user_error import UserError, said
 
 # Seconds that ranks may take for their passes.

@@ -64,7 +64,7 @@ from parity.te import Kernels
 from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.precision import Precision, why_unavailable
 from parity.te.state import fresh_caches, fresh_quantization, is_quantized
-from parity.trace.surroundings import undisturbed
+from parity.trace.effects import undisturbed
 from parity.training_over_ranks import TraineeOverRanks
 from parity.user_error import UserError, said
 

@@ -34,11 +34,10 @@ from parity.parallel import (
     with_limits,
 )
 from parity.passes.all_passes import Tensors
-from parity.passes.build import build
 from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, build
 from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, steps_elements
 from parity.ranks.layout import Degrees, part, places
 from parity.result import Finding, Result, Switch

@@ -333,8 +333,8 @@ def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS)
     """A machine with these GPUs, and TE's kernels installed, in the eyes of what distributes the work."""
     monkeypatch.setattr("parity.machine.devices.list_devices", lambda: list(gpus))
     monkeypatch.setattr("parity.machine.devices.is_installed", lambda: True)
-    monkeypatch.setattr("parity.machine.host.cores", lambda: 64)
-    monkeypatch.setattr("parity.machine.host.free_memory", lambda: 2**40)
+    monkeypatch.setattr("parity.machine.devices.cores", lambda: 64)
+    monkeypatch.setattr("parity.machine.devices.free_memory", lambda: 2**40)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 

@@ -27,7 +27,7 @@ from parity.case.registry import are_same
 from parity.case.weight_map import WeightMapError, names
 from parity.te import refusing_meta_tensors
 from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
-from parity.trace.surroundings import undisturbed
+from parity.trace.effects import undisturbed
 from parity.trace.whose import first_paragraph, is_of_te, users_frame, users_line
 from parity.user_error import INTERRUPTS, UserError
 

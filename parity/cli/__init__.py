@@ -14,12 +14,12 @@ import typer
 from parity import shown
 from parity.cli import shared
 from parity.cli.shared import add_command
-from parity.machine import host
+from parity.machine import devices
 from parity.user_error import UserError
 
 MISTAKE = 2
 OWN_PROCESS = "own process"  # what commands find in their context if nobody else's code is in this process
-CORES = host.cores()
+CORES = devices.cores()
 
 app = typer.Typer(
     help="Tell whether a port from PyTorch to TransformerEngine is right, and if not, what is wrong.",

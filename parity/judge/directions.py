@@ -20,8 +20,7 @@ from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.trial import outputs_under
 from parity.numerics.errors import Summed, difference, in_fp32
-from parity.passes.build import size_in_bytes
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, size_in_bytes
 from parity.result import Check, Finding, TensorResult
 
 # Directions whose components are at least this share of the largest cannot be told apart by size: the

@@ -11,8 +11,7 @@ from torch import Tensor
 from parity.mistakes.catalogue import calls_of
 from parity.mistakes.log_probs import returned_log_probs
 from parity.passes.all_passes import Tensors
-from parity.passes.build import size_in_bytes
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, size_in_bytes
 
 # A logarithm of a probability that is 1 may be rounded to either side of 0.
 _ROUNDING = 1e-6

@@ -17,9 +17,8 @@ from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED, Chosen, Freedom, Kinks, Port
 from parity.numerics.kernel_choices import leaning
 from parity.passes.all_passes import Tensors, golden_tensors, run_model, unrounded_choices
-from parity.passes.build import cast, cast_module
 from parity.passes.one_pass import outputs_of
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, cast, cast_module
 from parity.result import TensorResult
 from parity.trace.trace import optimizers_recorded
 

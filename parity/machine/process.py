@@ -14,9 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
-from parity.machine import host
+from parity.machine import devices
 
 # The memory of tensors: what a process frees is kept for its next tensors, and it comes in large pages.
 #
@@ -50,10 +51,10 @@ def keep_freed() -> bool:
         heap, and the system
         tells how much memory is free.
     """
-    libc, free = glibc(), host.free_memory()
+    libc, free = glibc(), devices.free_memory()
     if libc is None or free is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
-    limit = min(host.share_to_keep(free), _LARGEST)
+    limit = min(devices.share_to_keep(free), _LARGEST)
     return bool(libc.mallopt(_M_TRIM_THRESHOLD, limit) and libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT))
 
 
@@ -182,3 +183,53 @@ def ended_with_this(process: subprocess.Popen[Any]) -> Iterator[None]:
     finally:
         with suppress(OSError):
             guard.communicate(b"farewell")
+
+
+# Keep what a case forks from going on with the run, and from holding what the run holds: pipes and locks.
+
+
+@contextmanager
+def forks_ended() -> Iterator[None]:
+    """End what is forked within the context where it would leave it; the process that entered it goes on."""
+    process = os.getpid()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if os.getpid() != process:
+            os._exit(int(failed))
+
+
+class File(Protocol):
+    """A file that Python has opened."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def fileno(self) -> int: ...
+
+
+_File = TypeVar("_File", bound=File)
+_withheld: WeakSet[File] = WeakSet()
+
+
+def withheld(file: _File) -> _File:
+    """Withhold a file from each process that is forked from now on, and return it.
+
+    A pipe ends, and a lock is free, when the last process that has it ends: who waits for this one would wait for
+    everything that it has forked. The number of the file stays taken there, so that no other file gets it by mistake.
+    """
+    _withheld.add(file)
+    return file
+
+
+def _withhold() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in _withheld:
+        if not file.closed:
+            os.dup2(nothing, file.fileno(), inheritable=False)
+    os.close(nothing)
+
+
+os.register_at_fork(after_in_child=_withhold)

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from parity.machine.forks import withheld
+from parity.machine.process import withheld
 
 UNSAID = 1  # the exit code of work that ended with 0, but has not said that it is done
 _ENDED_EARLY = (

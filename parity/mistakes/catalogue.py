@@ -58,9 +58,8 @@ from parity.mistakes.rope import norm_order_hypotheses, rope_hypotheses
 from parity.mistakes.step_order import step_order_hypotheses
 from parity.mistakes.weight_maps import Heads, Mapped, repeated_weight_hypotheses, weight_hypotheses
 from parity.numerics.golden import in_fp64
-from parity.passes.build import cast
 from parity.passes.one_pass import outputs_of
-from parity.passes.prepare import Calls, Prepared
+from parity.passes.prepare import Calls, Prepared, cast
 from parity.trace.trace import LINEAR, RESHAPES, Trace, ancestors, users
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out

@@ -19,10 +19,9 @@ from parity.mistakes.hypothesis import Hypothesis, ModuleCall, together
 from parity.numerics.freedom import UNFUSED, Freedom
 from parity.numerics.golden import attention_in_blocks, in_fp64
 from parity.passes.all_passes import Tensors, tensors_of, under_model
-from parity.passes.build import cast, cast_module
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.one_pass import outputs_of, run
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, cast, cast_module
 from parity.te.precision import Precision
 from parity.trace.calls import Misfit, edited
 from parity.trace.trace import Edit

@@ -27,10 +27,9 @@ from parity.numerics.kernel_choices import as_read
 from parity.numerics.operands import OperandsRead
 from parity.numerics.rounding import rounded
 from parity.numerics.storing import Stored
-from parity.passes.build import build, cast, on_device, size_in_bytes
 from parity.passes.draws import ScaledLookups
 from parity.passes.one_pass import Pass, outputs_of, run
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, build, cast, on_device, size_in_bytes
 from parity.result import PROBED, Kind
 from parity.te import Kernels
 from parity.te.precision import Precision

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from parity.case.case import Rng
-from parity.machine import host
+from parity.machine import devices
 from parity.numerics.errors import all_finite
 
 # The numbers for weights and inputs are drawn once, since each precision begins again from the same seed.
@@ -41,8 +41,8 @@ class Draws:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the values, and the state after
-        free = host.free_memory()
-        self._left = _MOST if free is None else host.share_to_keep(free)
+        free = devices.free_memory()
+        self._left = _MOST if free is None else devices.share_to_keep(free)
 
     def repeated(self) -> AbstractContextManager[object]:
         """Within the context, fill tensors with what was drawn before; draw and keep what was not."""

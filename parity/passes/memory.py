@@ -17,10 +17,9 @@ from parity.case.case import Case, Rng, draw_inputs
 from parity.case.validate import CheckedSize, without_memory
 from parity.machine import process
 from parity.numerics.errors import LARGE
-from parity.passes.build import cast
 from parity.passes.one_pass import as_arguments
-from parity.passes.prepare import forget
-from parity.trace.surroundings import undisturbed
+from parity.passes.prepare import cast, forget
+from parity.trace.effects import undisturbed
 from parity.user_error import INTERRUPTS
 
 # FP64 elements at the peak: for each weight (golden, its gradients, the models', the candidate's, the directions of

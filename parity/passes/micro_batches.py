@@ -19,9 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.case.training import MicroBatch
 from parity.numerics.golden import in_fp64
-from parity.passes.build import cast
 from parity.passes.one_pass import Arguments, Pass, as_arguments, run
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, cast
 from parity.user_error import UserError
 
 MOST = 4

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.trace.effects import FP32_SETTINGS, fp32_setting, has_fp32_settings, set_fp32
 from parity.trace.private_functions import EMBEDDING, LAYER_NORM, exchanged
-from parity.trace.surroundings import FP32_SETTINGS, fp32_setting, has_fp32_settings, set_fp32
 
 _FP32 = "ieee"
 # How ``torch.set_float32_matmul_precision`` sets CUDA's and oneDNN's products.

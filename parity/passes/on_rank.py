@@ -23,9 +23,9 @@ from parity.case.patterns import expanded_names
 from parity.case.training import distance_of_part, distance_to_targets
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import WeightMap
-from parity.passes.build import build_as_declared
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, named_outputs, run, with_inputs
+from parity.passes.prepare import build_as_declared
 from parity.passes.steps import Batch, Named, Resumption, Stepped, Trainee, gathered, is_interrupted, is_rounded
 from parity.ranks.layout import AXES, AxisName, Degrees, Held, Ranks, Split, held_by, joined, part, whole_shape
 from parity.ranks.pipeline import Pipeline, Stage, summed_product

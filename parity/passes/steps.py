@@ -27,10 +27,9 @@ from parity.case.weight_map import names
 from parity.cpu.float8 import fp8_dtype, is_float8_tensor
 from parity.passes import switches
 from parity.passes.all_passes import Tensors, with_weights
-from parity.passes.build import build, rounded_inputs
 from parity.passes.micro_batches import micro_batches
 from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, build, rounded_inputs
 from parity.ranks.layout import Parallel
 from parity.result import Switch, label_of
 from parity.te import Kernels, state

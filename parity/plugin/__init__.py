@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from parity.case.files import imports_parity
-from parity.machine import host
+from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
@@ -385,11 +385,11 @@ def _kernels(config: pytest.Config) -> Kernels:
 
 def _share_cores() -> None:
     """Divide the cores among xdist's workers; a thread count that the user set stays."""
-    workers = host.workers()
+    workers = devices.workers()
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        torch.set_num_threads(max(1, host.cores() // workers))
+        torch.set_num_threads(max(1, devices.cores() // workers))
 
 
 @pytest.hookimpl(wrapper=True)

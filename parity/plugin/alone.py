@@ -25,8 +25,7 @@ import pytest
 
 from parity.case.files import that_import_parity
 from parity.machine import supervision
-from parity.machine.forks import withheld
-from parity.machine.process import glibc
+from parity.machine.process import glibc, withheld
 from parity.machine.supervision import LastWord
 
 # A case that calls os._exit would end the run with an exit code of its own, and no report.

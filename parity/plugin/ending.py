@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from parity import reading
-from parity.machine.forks import forks_ended
+from parity.machine.process import forks_ended
 from parity.plugin.alone import exit_heard, exit_refused
 
 if TYPE_CHECKING:

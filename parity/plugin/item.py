@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
-from parity.machine.forks import withheld
+from parity.machine.process import withheld
 from parity.plugin import alone, ending
 from parity.plugin.ending import Entry, time_limit
 from parity.plugin.options import Options, Workplace, of

@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 import pytest
 
-from parity.machine import host
+from parity.machine import devices
 from parity.plugin.ending import Diary
 from parity.report import baselines
 from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, seconds_of
@@ -63,7 +63,7 @@ def of(config: pytest.Config) -> Workplace:
     told = given[KEY]
     folder = Path(told["folder"])
     shared = folder if folder.is_dir() else None
-    return Workplace(given["workerid"], shared, told["device"], told["share"], host.workers())
+    return Workplace(given["workerid"], shared, told["device"], told["share"], devices.workers())
 
 
 # Can files be written where they are to go? This is asked before hours of work, and not after them.

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 
-from parity.machine.forks import withheld
+from parity.machine.process import withheld
 from parity.plugin import ending
 from parity.plugin.item import ParityItem
 

@@ -20,9 +20,9 @@ from xdist.scheduler import LoadScheduling, LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
 from parity.case.files import that_import_parity
-from parity.machine import devices, host
+from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, Device
-from parity.machine.forks import withheld
+from parity.machine.process import withheld
 from parity.plugin import ending
 from parity.plugin.ending import Diary
 from parity.plugin.options import FINISHED, KEY, Options
@@ -49,7 +49,7 @@ class Workers:
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
         """Make each worker see only its own GPU before it imports anything; this also holds for its replacement."""
         if not self._gpus:
-            free = host.free_memory()
+            free = devices.free_memory()
             self._shares[_CPU] = None if free is None else free // len(specs)
             return
         try:
@@ -198,8 +198,8 @@ def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
         gpus: the GPUs that they share.
         largest: bytes that the largest case needs; None if it is unknown.
     """
-    limits = [host.cores()]
-    free = host.free_memory()
+    limits = [devices.cores()]
+    free = devices.free_memory()
     if free is not None:
         limits.append(free // (HOST_BYTES_WITH_CUDA if gpus else HOST_BYTES))
     if gpus:

@@ -23,9 +23,8 @@ from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.trial import outputs_under
 from parity.numerics.freedom import UNFUSED
 from parity.passes.all_passes import under_model
-from parity.passes.build import cast
 from parity.passes.one_pass import outputs_of
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, cast
 from parity.result import Finding
 from parity.search.failure import Failure
 from parity.te.precision import Precision

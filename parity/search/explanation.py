@@ -22,9 +22,8 @@ from parity.mistakes.trial import tensors_under
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of
-from parity.passes.build import cast
 from parity.passes.one_pass import outputs_of, run
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, cast
 from parity.result import PROBED, Finding, TensorResult
 from parity.search.failure import Budget, Failure, in_time, on_probes
 from parity.search.findings import findings

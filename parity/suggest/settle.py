@@ -20,8 +20,8 @@ from parity.case.weight_map import WeightMap, describe, names
 from parity.numerics.errors import measure
 from parity.numerics.golden import in_fp64
 from parity.numerics.rounding import rounded
-from parity.passes.build import cast, vary_constants
 from parity.passes.one_pass import outputs_of
+from parity.passes.prepare import cast, vary_constants
 from parity.suggest.layouts import Entries, Geometry, Layout, Shapes, constant_layouts, copied_entries, layouts
 from parity.suggest.matching import Group, Matching
 from parity.suggest.stored import Stored, with_doubts

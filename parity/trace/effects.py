@@ -1,17 +1,28 @@
-"""Notice what a module does besides returning outputs.
+"""Notice what a module does besides returning outputs, and put back what a pair's code changes in its process.
 
 It may remember something from one call to the next, detach an output, draw random numbers, or write to its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import gc
+import os
+import random
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+from parity.user_error import one_line
 
 # What modules remember from one call to the next, besides parameters and buffers: attributes that a call changes.
 
@@ -149,3 +160,412 @@ def by_reference_alone(reference: Sequence[str], candidate: Sequence[str]) -> st
 
 def _only(names: Sequence[str], others: Sequence[str]) -> str:
     return ", ".join(name for name in names if name not in others)
+
+
+# Put back what a pair's code changes in its process, and name it, so that no other pair meets it.
+#
+# The table below says what a process holds that a module's numbers may depend on: how each is called, read and written.
+# All of it is read before a pair's code runs, and again afterwards. What is another then is written as it was.
+
+
+# How FP32 products, convolutions and recurrent layers are computed: a backend's operations each have a setting.
+
+
+# Backend and operation of each ``fp32_precision`` of PyTorch 2.9 and later; "none" means that of the first one above it
+# that is set. Older versions have only the two older flags.
+FP32_SETTINGS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("mkldnn", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+
+
+def has_fp32_settings() -> bool:
+    """Return whether this PyTorch has the settings."""
+    return hasattr(torch._C, "_set_fp32_precision_setter")
+
+
+def fp32_setting(place: tuple[str, str]) -> str:
+    """Return one of the settings."""
+    return torch._C._get_fp32_precision_getter(*place)
+
+
+def set_fp32(place: tuple[str, str], setting: str) -> None:
+    """Set one setting; ``torch.backends.mkldnn.fp32_precision = ...`` would set the generic one."""
+    torch._C._set_fp32_precision_setter(*place, setting)
+
+
+# The table.
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Something that a process holds.
+
+    Attributes:
+        name: what messages call it.
+        read: returns its value; it has not changed if an equal value is read later.
+        write: sets it to such a value.
+        shown: whether messages show the values.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    shown: bool = True
+
+    def changes(self, before: Any, now: Any) -> list[str]:
+        """Say what has changed; nothing if nothing has."""
+        if before == now:
+            return []
+        return [f"{self.name} (from {before} to {now})" if self.shown else self.name]
+
+    def undo(self, before: Any, now: Any) -> None:
+        """Write what was there before."""
+        self.write(before)
+
+
+@dataclass(frozen=True)
+class _Names(_Entry):
+    """Something with many names, each of which is told by itself.
+
+    Attributes:
+        write: gets a name with its value, which is ``_NONE`` for one that is to be deleted.
+        may_add: whether a name may be new: imports and lazy attributes add names to modules, libraries methods of
+            their own to classes.
+    """
+
+    may_add: Callable[[str], bool] = lambda name: False
+
+    def changes(self, before: Any, now: Any) -> list[str]:
+        return [self.name.format(name) for name in self._others(before, now)]
+
+    def undo(self, before: Any, now: Any) -> None:
+        for name in self._others(before, now):
+            self.write((name, before.get(name, _NONE)))
+
+    def _others(self, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        new = [name for name in now if name not in before and not self.may_add(name)]
+        return [name for name, value in before.items() if now.get(name, _NONE) is not value] + new
+
+
+_NONE = object()
+# Set by PyTorch and Triton themselves.
+_OF_LIBRARIES = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_", "TRITON_")
+
+
+def _flag(name: str, owner: Any, attribute: str) -> _Entry:
+    return _Entry(name, partial(getattr, owner, attribute), partial(setattr, owner, attribute))
+
+
+def _dict(name: str, held: MutableMapping[Any, Any]) -> _Entry:
+    def write(content: dict[Any, Any]) -> None:
+        held.clear()
+        held.update(content)
+
+    return _Entry(name, lambda: dict(held), write, shown=False)
+
+
+def _list(name: str, held: Callable[[], MutableSequence[Any]]) -> _Entry:
+    def write(content: list[Any]) -> None:
+        held()[:] = content
+
+    return _Entry(name, lambda: list(held()), write, shown=False)
+
+
+def _environment() -> _Names:
+    def read() -> dict[str, str]:
+        # The same text is the same object, as those who compare by identity expect.
+        return {key: sys.intern(value) for key, value in os.environ.items() if not key.startswith(_OF_LIBRARIES)}
+
+    def write(entry: tuple[str, Any]) -> None:
+        name, value = entry
+        if value is _NONE:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+    return _Names("the environment variable {}", read, write)
+
+
+def _functions(owner: Any, called: str) -> _Names:
+    """Return the entry for the functions and classes that a module or a class holds.
+
+    PyTorch sets ``torch.Storage`` with the default dtype.
+    """
+
+    def write(entry: tuple[str, Any]) -> None:
+        name, value = entry
+        if value is _NONE:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    def read() -> dict[str, Any]:
+        return {name: value for name, value in vars(owner).items() if callable(value) and name != "Storage"}
+
+    def may_add(name: str) -> bool:
+        # A method that nothing has had before, such as transformers' `Module.smart_apply`, changes no other code.
+        return not isinstance(owner, type) or not (name.startswith("__") or hasattr(owner.__base__, name))
+
+    return _Names(f"{called}.{{}}", read, write, may_add=may_add)
+
+
+def _namespaces(te: Any) -> Iterator[_Names]:
+    """Yield the entries for PyTorch's and TE's functions, and for the methods of their modules."""
+    yield _functions(torch, "torch")
+    yield _functions(torch.nn.functional, "torch.nn.functional")
+    yield _functions(torch.Tensor, "torch.Tensor")
+    for package, called in ((torch.nn, "torch.nn"), (te, "te")):
+        if package is None:
+            continue
+        yield _functions(package, called)
+        for name, kind in vars(package).items():
+            if isinstance(kind, type) and issubclass(kind, nn.Module):
+                yield _functions(kind, f"{called}.{name}")
+
+
+def _numbers() -> Iterator[_Entry]:
+    """Yield the entries for how PyTorch computes."""
+    yield _Entry("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
+    yield _Entry("torch's default device", _default_device, torch.set_default_device)
+    yield _Entry("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
+    yield _Entry("the number of threads", torch.get_num_threads, torch.set_num_threads)
+    yield _Entry("whether denormal numbers are flushed to 0", _flushes, torch.set_flush_denormal)
+    yield _Entry(
+        "deterministic algorithms",
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
+    )
+    yield _flag("filling of uninitialized memory", torch.utils.deterministic, "fill_uninitialized_memory")
+    yield _Entry("the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly)
+    yield _flag("torch.backends.mkldnn.enabled", torch.backends.mkldnn, "enabled")
+    for name in ("enabled", "benchmark", "deterministic", "allow_tf32"):
+        if name != "allow_tf32" or not has_fp32_settings():
+            yield _flag(f"torch.backends.cudnn.{name}", torch.backends.cudnn, name)
+    for name in ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction"):
+        yield _flag(f"torch.backends.cuda.matmul.{name}", torch.backends.cuda.matmul, name)
+    for name in ("flash", "mem_efficient", "math", "cudnn"):
+        read = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
+        yield _Entry(f"{name} attention of PyTorch", read, getattr(torch.backends.cuda, f"enable_{name}_sdp"))
+    products = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    yield _Entry("the precision of FP32 products", *products)
+    for place in FP32_SETTINGS if has_fp32_settings() else ():  # after what sets some of them
+        yield _Entry(f"fp32_precision of {' '.join(place)}", partial(fp32_setting, place), partial(set_fp32, place))
+    for kind in ("cpu", "cuda"):
+        on, dtype = partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)
+        yield _Entry(f"autocast on {kind}", on, partial(torch.set_autocast_enabled, kind))
+        yield _Entry(f"autocast's dtype on {kind}", dtype, partial(torch.set_autocast_dtype, kind))
+
+
+def _surroundings() -> Iterator[_Entry]:
+    """Yield the entries for what Python code meets."""
+    hooks = {name: held for name, held in vars(modules).items() if name.startswith("_global_") and held is not None}
+    for name, held in hooks.items():
+        if isinstance(held, MutableMapping):
+            yield _dict(f"hooks of all modules ({name.removeprefix('_global_')})", held)
+    yield _flag("whether hooks of all modules are full backward hooks", modules, "_global_is_full_backward_hook")
+    yield _environment()
+    yield _Entry("the current folder", os.getcwd, os.chdir, shown=False)
+    yield _list("sys.path", lambda: sys.path)
+    yield _list("the filters of warnings", lambda: warnings.filters)  # type: ignore[arg-type, return-value]
+    yield _Entry("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
+    yield _Entry("what NumPy does with overflow and the like", _numpy_errors, _set_numpy_errors)
+    yield _Entry("the mask of new files", _umask, os.umask, shown=False)
+    for name in ("SIGINT", "SIGTERM"):  # without which a run cannot be ended early
+        number = getattr(signal, name)
+        yield _Entry(f"the handler of {name}", partial(signal.getsignal, number), partial(signal.signal, number), False)
+    yield _Entry("an alarm that rings later", _has_alarm, _set_alarm, shown=False)
+    yield _Entry(
+        "whether Python collects garbage", gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()
+    )
+    for stream in ("stdin", "stdout", "stderr"):
+        yield _Entry(f"sys.{stream}", partial(getattr, sys, stream), partial(setattr, sys, stream), shown=False)
+
+
+def _numpy_errors() -> dict[str, str] | None:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.geterr()
+
+
+def _set_numpy_errors(errors: dict[str, str] | None) -> None:
+    if errors is not None:
+        sys.modules["numpy"].seterr(**errors)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)  # it can only be read by being set
+    os.umask(mask)
+    return mask
+
+
+def _has_alarm() -> bool:
+    return signal.getitimer(signal.ITIMER_REAL)[0] > 0
+
+
+def _set_alarm(is_set: bool) -> None:
+    """Take an alarm back that a pair has set; one that it has taken back cannot be set again, since it is not known
+    when it was to ring.
+    """
+    if not is_set:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _default_device() -> torch.device | None:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _flushes() -> bool:
+    return bool((torch.full((), 5e-324, dtype=torch.float64, device="cpu") * 1.0).item() == 0.0)
+
+
+@functools.cache
+def _table(te: Any) -> tuple[_Entry, ...]:
+    """Return the entries that this version of PyTorch has; ``te`` is TE's package, None before it is imported."""
+    return tuple(entry for entry in (*_numbers(), *_surroundings(), *_namespaces(te)) if _is_known(entry))
+
+
+def _is_known(entry: _Entry) -> bool:
+    try:
+        entry.read()
+    except AttributeError:
+        return False
+    except (OSError, RuntimeError):  # it can be read at other times
+        pass
+    return True
+
+
+def _value(entry: _Entry) -> Any:
+    """Return an entry's value; ``_NONE`` if there is none now, as of a folder that was removed."""
+    try:
+        return entry.read()
+    except (OSError, RuntimeError):
+        return _NONE
+
+
+# The states of all generators of random numbers: a pair may draw and seed as it likes, which is not told.
+
+
+@dataclass(frozen=True)
+class _Generators:
+    """Hold the states of the generators of ``torch``, ``random`` and ``numpy.random``."""
+
+    cpu: torch.Tensor
+    gpus: list[torch.Tensor]
+    python: Any
+    numpy: Any
+
+    @staticmethod
+    def now() -> _Generators:
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        numpy = sys.modules.get("numpy")
+        return _Generators(
+            torch.get_rng_state(), gpus, random.getstate(), None if numpy is None else numpy.random.get_state()
+        )
+
+    def restore(self) -> list[str]:
+        """Let all draw what they would have drawn, and say what could not be restored."""
+        torch.set_rng_state(self.cpu)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        try:
+            if self.gpus:
+                torch.cuda.set_rng_state_all(self.gpus)
+        except RuntimeError as error:  # the code has broken CUDA, and its own error is on the way
+            return [f"the GPU's random numbers ({one_line(error)})"]
+        return []
+
+
+def _seed(seed: int) -> None:
+    # Without a GPU, PyTorch would record each seed, with the stack, in case a GPU appears later.
+    (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+# What a pair's code has changed.
+
+
+@dataclass
+class Disturbed:
+    """Hold what was changed in the process, filled when ``undisturbed`` is left.
+
+    Attributes:
+        changed: what it was, in words.
+        kept: why some of it could not be undone.
+    """
+
+    changed: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+    @property
+    def note(self) -> str:
+        """Return what to say of it; empty if nothing was changed."""
+        if not self.changed:
+            return ""
+        return (
+            f"the pair's code changed {', '.join(self.changed)} for the whole process, which parity undid when the "
+            "comparison was over, so that no other pair meets it: change such things for the module alone"
+        )
+
+    @property
+    def problem(self) -> str:
+        """Return what to say if it could not be undone; else empty."""
+        if not self.kept:
+            return ""
+        return (
+            f"the pair's code changed what cannot be undone, so that no pair after it can be trusted in this process: "
+            f"{', '.join(self.kept)}"
+        )
+
+
+@contextmanager
+def undisturbed(seed: int | None = None) -> Iterator[Disturbed]:
+    """Within the context, code may change what the process holds; afterwards it holds what it held before.
+
+    Args:
+        seed: what all generators of random numbers begin with, so that no draw depends on what ran before.
+
+    Yields:
+        What had to be put back.
+    """
+    table = _table(sys.modules.get("transformer_engine.pytorch"))
+    before = [(entry, _value(entry)) for entry in table]
+    generators = _Generators.now()
+    disturbed = Disturbed()
+    if seed is not None:
+        _seed(seed)
+    try:
+        yield disturbed
+    finally:
+        disturbed.changed = [told for entry, value in before for told in _changes(entry, value)]
+        for entry, value in before if disturbed.changed else ():
+            disturbed.kept += _undone(entry, value)
+        disturbed.kept += generators.restore()
+
+
+def _changes(entry: _Entry, before: Any) -> list[str]:
+    now = _value(entry)
+    if before is _NONE or now is _NONE:
+        return [] if before is now else [entry.name]
+    return entry.changes(before, now)
+
+
+def _undone(entry: _Entry, before: Any) -> list[str]:
+    """Write what is another than before, and say what could not be."""
+    if before is _NONE or not _changes(entry, before):
+        return []
+    try:
+        entry.undo(before, _value(entry))
+    except Exception as error:
+        return [f"{entry.name}: {type(error).__name__}"]
+    return [f"{told} stays" for told in _changes(entry, before)]

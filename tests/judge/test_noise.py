@@ -11,9 +11,9 @@ import torch
 from parity.judge import limits, noise
 from parity.judge.limits import Table
 from parity.judge.noise import Growth, Kernels
-from parity.numerics.checksum import checksum
 from parity.result import Check
 from parity.te.precision import PRECISIONS
+from parity.trace.digests import checksum
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.machine.forks import forks_ended, withheld
+from parity.machine.process import forks_ended, withheld
 
 
 def forked() -> int:

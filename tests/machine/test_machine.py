@@ -18,7 +18,7 @@ import torch
 from parity import te
 from parity.cli import machine
 from parity.cpu.versions import NEWEST, OLDEST
-from parity.machine import host
+from parity.machine import devices
 from parity.machine.process import lasting
 from parity.plugin.options import check_file, check_folder
 from parity.te.precision import PRECISIONS
@@ -39,7 +39,7 @@ MACHINE = dict(proc__meminfo="MemTotal:  64000 kB\nMemFree:  100 kB\nMemAvailabl
 
 
 def test_the_machine_gives_what_is_available(tmp_path: Path) -> None:
-    assert host.free_memory(write(tmp_path, **MACHINE)) == 32000 * 1024
+    assert devices.free_memory(write(tmp_path, **MACHINE)) == 32000 * 1024
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_the_machine_gives_what_is_available(tmp_path: Path) -> None:
 )
 def test_a_container_gives_no_more_than_its_limit_leaves(tmp_path: Path, files: dict[str, str]) -> None:
     write(tmp_path, **MACHINE, **{f"sys__fs__cgroup__{name}": text for name, text in files.items()})
-    assert host.free_memory(tmp_path) == 5000000
+    assert devices.free_memory(tmp_path) == 5000000
 
 
 def test_a_container_without_a_limit_gives_what_the_machine_has(tmp_path: Path) -> None:
     write(tmp_path, **MACHINE, sys__fs__cgroup__memoryDOTmax="max\n", sys__fs__cgroup__memoryDOTcurrent="5000000\n")
-    assert host.free_memory(tmp_path) == 32000 * 1024
+    assert devices.free_memory(tmp_path) == 32000 * 1024
 
 
 def test_a_system_that_does_not_tell_leaves_it_unknown(tmp_path: Path) -> None:
-    assert host.free_memory(tmp_path) is None
+    assert devices.free_memory(tmp_path) is None
 
 
 # Freed memory is kept for the next tensors, and given back when asked for; pages are large. Each in its process.

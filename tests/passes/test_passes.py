@@ -27,13 +27,12 @@ from parity.judge.limits import packaged
 from parity.machine import devices
 from parity.passes import all_passes, memory, modes
 from parity.passes import prepare as prepare_page
-from parity.passes.build import cast_module
 from parity.passes.nominal_clock import Clock, OutOfTime, Work, work_of
 from parity.passes.one_pass import positional_names
 from parity.passes.one_pass import run as run_with_names
-from parity.passes.prepare import prepare
+from parity.passes.prepare import cast_module, prepare
 from parity.te.precision import PRECISIONS
-from parity.trace.surroundings import FP32_SETTINGS
+from parity.trace.effects import FP32_SETTINGS
 
 # One forward and backward pass, as named tensors.
 

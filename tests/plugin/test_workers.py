@@ -43,8 +43,8 @@ PAIR = "import parity\n@parity.pair('mlp')\ndef mlp(te): ..."
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cores: int, memory: int | None) -> None:
-    monkeypatch.setattr("parity.machine.host.cores", lambda: cores)
-    monkeypatch.setattr("parity.machine.host.free_memory", lambda: memory)
+    monkeypatch.setattr("parity.machine.devices.cores", lambda: cores)
+    monkeypatch.setattr("parity.machine.devices.free_memory", lambda: memory)
 
 
 def gpus(*free: int | None) -> list[Device]:

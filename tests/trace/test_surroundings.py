@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import parity
 from parity.result import to_json
-from parity.trace.surroundings import _umask, undisturbed
+from parity.trace.effects import _umask, undisturbed
 
 
 def set_to(owner: Any, name: str, value: Any) -> Callable[[], None]:

@@ -23,7 +23,7 @@ from parity.case import files as built_in
 from parity.lab.gpu_report import facts, limits
 from parity.lab.kernel_table import table
 from parity.lab.throughput.record import read
-from parity.machine import files, host
+from parity.machine import devices, files
 from parity.machine.files import Claim
 from parity.machine.process import ended_with_this
 from parity.progress import is_quiet
@@ -312,7 +312,7 @@ def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
     """Return the options; each kind of tensor needs eight different ones, and the small part is the file with most."""
     cases = built_in.folder()
     # Enough processes to keep a GPU busy with small modules; each takes memory of its own there.
-    all_cases = (str(cases), "-n", str(min(6, host.cores())))
+    all_cases = (str(cases), "-n", str(min(6, devices.cores())))
     files = (str(cases / "mlp.py"), "-p", "bf16", "-n", "1") if small else all_cases
     table = ("-o", str(folder / "calibration.json"), "--report", str(folder / "calibration.md"))
     # No verdict uses the table; how much wider its limits are is what the step is to tell.

@@ -31,8 +31,7 @@ from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
 from parity.numerics.formats import PARTS
 from parity.passes.all_passes import Tensors, model_tensors, run_candidate, tensors_of
-from parity.passes.build import build, rounded_inputs, share_rounded_weights
-from parity.passes.prepare import Prepared, prepare
+from parity.passes.prepare import Prepared, build, prepare, rounded_inputs, share_rounded_weights
 from parity.te import Kernels
 from parity.te.precision import PRECISIONS, Precision
 from parity.user_error import UserError

@@ -28,10 +28,10 @@ from parity.lab.studies.rows.names import ROWS
 from parity.lab.studies.rows.ports import port
 from parity.lab.studies.settings import check_names
 from parity.passes.all_passes import Tensors, golden_tensors, tensors_of
-from parity.passes.build import cast as in_dtype
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, prepare
+from parity.passes.prepare import cast as in_dtype
 from parity.result import PROBED
 from parity.te.precision import PRECISIONS
 

@@ -25,7 +25,7 @@ from parity.numerics import errors
 from parity.numerics.blocked_attention import Band
 from parity.numerics.golden import in_fp64
 from parity.passes import one_pass
-from parity.passes.build import build, cast, rounded_inputs, share_rounded_weights, vary_constants
+from parity.passes.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.reference import CoreAttention
 from parity.te import Kernels
 from parity.te.precision import PRECISIONS

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from parity.case.case import Case
 from parity.case.validate import CheckedSize
 from parity.passes import all_passes
-from parity.passes.build import cast, cast_module
 from parity.passes.one_pass import outputs_of, run
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, cast, cast_module
 from parity.result import PROBED, Kind
 from parity.te import Kernels
 from parity.te.precision import Precision

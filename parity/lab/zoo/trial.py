@@ -25,8 +25,7 @@ from parity.lab.zoo import rivals
 from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.rivals import Tensors
-from parity.passes.build import cast
-from parity.passes.prepare import Prepared, forget, prepare
+from parity.passes.prepare import Prepared, cast, forget, prepare
 from parity.te import Kernels
 from parity.te.precision import PRECISIONS, Precision, why_unavailable
 
