@@ -20,7 +20,7 @@ import pytest
 
 import parity.plugin.ray_engine as engine
 from parity.report import environment, record
-from parity.report.identity import Asked
+from parity.report.earlier import Asked
 from parity.result import Result
 
 

@@ -195,7 +195,7 @@ def report(
     The exit code is 1 if an item fails, or, with --against, if one newly fails or has regressed.
     """
     from parity.cli import reports
-    from parity.report.baselines import find
+    from parity.report.earlier import find
 
     found = find(file, Path(), "FILE")
     older = None if against is None else find(against, Path(), "--against")

@@ -282,13 +282,13 @@ def planned(session: pytest.Session) -> tuple[str, ...]:
 
 def environment_line(item: ParityItem) -> str:
     """Return the record's first line, as this process would write it."""
-    from parity.report import environment, identity, record
+    from parity.report import earlier, environment, record
 
     stash = item.session.stash
     if _ENVIRONMENT not in stash:
         ids = planned(item.session)
         options = item.options
-        asked = identity.asked(
+        asked = earlier.asked(
             options.as_asked, ids, item.files_of_pairs(), item.config.invocation_params.dir, options.calibration
         )
         measured = environment.measure(

@@ -14,7 +14,7 @@ import pytest
 
 from parity.machine import devices
 from parity.plugin.ending import Diary
-from parity.report import baselines
+from parity.report import earlier
 from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, seconds_of
 from parity.user_error import UserError
 
@@ -290,7 +290,7 @@ def check_against(text: str, start: Path, option: str) -> None:
     """
     from parity.report import record
 
-    record.read(baselines.find(text, start, option))
+    record.read(earlier.find(text, start, option))
 
 
 def parse_keep_runs(text: str, option: str) -> int:
@@ -352,7 +352,7 @@ def check_files(options: Options) -> None:
     if options.calibration is not None:
         check_calibration(options.calibration, "--parity-calibration")
     if options.save_as:
-        check_file(baselines.path_of(options.save_as, options.start), "--parity-save-as")
+        check_file(earlier.path_of(options.save_as, options.start), "--parity-save-as")
     if options.against:
         check_against(options.against, options.start, "--parity-against")
 

@@ -432,14 +432,14 @@ class RayEngine:
         Raises:
             UserError: if not; the run ends, since its record has one environment.
         """
-        from parity.report import identity
+        from parity.report import earlier
 
         here = self._environment
         if here is None or here.asked is None or there.asked is None:
             return
         asked = dataclasses.replace(there.asked, items=here.asked.items)
         cpu = here.cpu if here.backend == "gpu" else there.cpu
-        differ = identity.differences(here, dataclasses.replace(there, items=here.items, cpu=cpu, asked=asked))
+        differ = earlier.differences(here, dataclasses.replace(there, items=here.items, cpu=cpu, asked=asked))
         if differ:
             raise UserError(
                 f"node {node} is another machine than the one that collected: {'; '.join(differ)}. A record is of one "

@@ -366,21 +366,21 @@ class Told:
 
 def keep_baseline(options: Options, record: Path, complete: bool) -> str:
     """Keep the record under the name that the run was given; return a sentence about it."""
-    from parity.report import baselines
+    from parity.report import earlier
 
     if not complete:
         return f"no baseline {options.save_as} was made, since not everything was compared"
-    target, replaced = baselines.keep(record, options.save_as, options.start)
+    target, replaced = earlier.keep(record, options.save_as, options.start)
     return f"baseline: {target}{', in place of the one before' if replaced else ''}"
 
 
 def compare_with_baseline(options: Options, record: Path) -> Told:
     """Draw what has changed since the baseline that the run was given."""
-    from parity.report import baselines, changes
+    from parity.report import changes, earlier
     from parity.report.record import read
 
     try:
-        older = baselines.find(options.against, options.start, "--parity-against")
+        older = earlier.find(options.against, options.start, "--parity-against")
         runs = changes.Comparison(read(older), read(record), (options.against, options.name))
     except (UserError, OSError) as error:  # it was readable when the run began
         return Told((f"nothing was compared with {options.against}: {error}",), pytest.ExitCode.USAGE_ERROR)

@@ -16,7 +16,7 @@ from parity.machine import files
 from parity.machine.files import Claim
 from parity.plugin import ending
 from parity.plugin.options import Options
-from parity.report import baselines
+from parity.report import earlier
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Unfinished:
         Raises:
             UserError: if not; says what differs.
         """
-        from parity.report.identity import differences
+        from parity.report.earlier import differences
 
         found = differences(self.record.environment, environment)
         if found:
@@ -65,7 +65,7 @@ def unfinished(claim: Claim, options: Options) -> Unfinished | None:
     Raises:
         UserError: if it is not a record, or options or parity's code differ.
     """
-    from parity.report import identity, record
+    from parity.report import earlier, record
     from parity.result import Result
 
     if not claim.content():
@@ -77,8 +77,8 @@ def unfinished(claim: Claim, options: Options) -> Unfinished | None:
     if asked is None:
         differ = ["the record does not say what its run was asked for, as those of older versions do not"]
     else:
-        differ += identity.differences_of_options(asked.options, options.as_asked)
-        changed = identity.changed_code(asked.code, {identity.PARITY: identity.code_of_parity()})
+        differ += earlier.differences_of_options(asked.options, options.as_asked)
+        changed = earlier.changed_code(asked.code, {earlier.PARITY: earlier.code_of_parity()})
         differ += [f"{name} changed" for name in changed]
     if environment.seeds != options.seeds:
         differ.append(f"seeds were {_listed(environment.seeds)}, now they are {_listed(options.seeds)}")
@@ -184,14 +184,14 @@ def set_aside(claim: Claim, report: Path, left: Left, most: int) -> str:
         aside = files.free_name(record, "unfinished")
         told = f"{record} was of a run that did not end; it is kept as {aside}"
     else:
-        folder = record.parent / baselines.RUNS
-        known = baselines.numbers(folder, record.stem)
-        aside = baselines.numbered(folder, record.stem, max(known, default=0) + 1, record.suffix)
+        folder = record.parent / earlier.RUNS
+        known = earlier.numbers(folder, record.stem)
+        aside = earlier.numbered(folder, record.stem, max(known, default=0) + 1, record.suffix)
         told = f"the run before is kept as {aside}"
         for number in known[: max(0, len(known) + 1 - most)]:
             for suffix in (record.suffix, *_DRAWN):
                 with suppress(OSError):
-                    baselines.numbered(folder, record.stem, number, suffix).unlink()
+                    earlier.numbered(folder, record.stem, number, suffix).unlink()
     claim.set_aside(aside)
     for suffix in _DRAWN:
         with suppress(OSError):

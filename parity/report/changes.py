@@ -11,7 +11,7 @@ from typing import Literal
 from parity import shown
 from parity.judge import noise
 from parity.judge.noise import Kernels
-from parity.report import failure, identity
+from parity.report import earlier, failure
 from parity.report.items import FAILED, PASSED, Item, in_order, verdict_of
 from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import Record
@@ -291,7 +291,7 @@ class Comparison:
     def noise(self) -> Noise:
         """What noise may change, given what differs between the runs."""
         environments = self.before.environment, self.after.environment
-        alike = identity.kernels_round_alike(*environments)
+        alike = earlier.kernels_round_alike(*environments)
         return Noise("alike" if alike else "others", sum(len(change.statistics) for change in self.all))
 
     @cached_property
@@ -323,8 +323,8 @@ def differences(runs: Comparison) -> list[str]:
     ]
     asked, now = runs.before.environment.asked, runs.after.environment.asked
     if asked is not None and now is not None:
-        found += identity.differences_of_options(asked.options, now.options)
-        found += [f"{name} changed" for name in identity.changed_code(asked.code, now.code)]
+        found += earlier.differences_of_options(asked.options, now.options)
+        found += [f"{name} changed" for name in earlier.changed_code(asked.code, now.code)]
     return [shown.line(each) for each in found]
 
 

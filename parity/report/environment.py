@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from parity import shown
 from parity.judge.limits import TIMES, Difference, OfPrecision, widest
 from parity.machine import devices
-from parity.report.identity import Asked
+from parity.report.earlier import Asked
 from parity.report.numbers import markdown_table, short
 
 # What every report says about limits that are not the packaged ones: a pass by wider limits proves less.

@@ -9,7 +9,7 @@ import fakes
 import pytest
 from plugin_runs import recorded, run, run_with_workers, write
 
-from parity.report import baselines
+from parity.report import earlier
 from parity.result import Check
 from parity.user_error import UserError
 
@@ -56,15 +56,15 @@ def test_numbers_go_on_after_the_oldest_were_removed(pytester: pytest.Pytester) 
     write(pytester, SOUND)
     for _ in range(4):
         run(pytester, "my_pairs.py", "--parity-keep-runs=1")
-    assert baselines.numbers(pytester.path / "reports/runs", "parity") == [3]
+    assert earlier.numbers(pytester.path / "reports/runs", "parity") == [3]
 
 
 def test_names_have_numbers_of_their_own(pytester: pytest.Pytester) -> None:
     write(pytester, SOUND)
     for name in ("night", "night", "night-1", "night-1"):
         run(pytester, "my_pairs.py", f"--parity-name={name}")
-    assert baselines.numbers(pytester.path / "reports/runs", "night") == [1]
-    assert baselines.numbers(pytester.path / "reports/runs", "night-1") == [1]
+    assert earlier.numbers(pytester.path / "reports/runs", "night") == [1]
+    assert earlier.numbers(pytester.path / "reports/runs", "night-1") == [1]
 
 
 def test_it_is_told_where_the_run_before_is(pytester: pytest.Pytester) -> None:
@@ -183,10 +183,10 @@ def test_a_record_is_found_by_its_path_its_name_or_its_number(tmp_path: Path, te
     for file in (".parity/baselines/good", "reports/night", "reports/runs/parity-0007", "reports/runs/night-0002"):
         (tmp_path / f"{file}.jsonl").parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / f"{file}.jsonl").touch()
-    assert baselines.find(text, tmp_path, "--against") == tmp_path / found
+    assert earlier.find(text, tmp_path, "--against") == tmp_path / found
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "a\0b", "", "../x", "[a]-7", "\u0667"])
 def test_what_names_no_record_is_told(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="which is no file, no baseline in"):
-        baselines.find(text, tmp_path, "--against")
+        earlier.find(text, tmp_path, "--against")

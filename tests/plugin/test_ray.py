@@ -24,7 +24,7 @@ from parity.plugin import ray_task
 from parity.plugin.ray_engine import Cluster, LostError, Planned, divided
 from parity.report import environment as environments
 from parity.report import record
-from parity.report.identity import Asked
+from parity.report.earlier import Asked
 from parity.user_error import UserError
 
 pytest_plugins = ["pytester"]

@@ -171,7 +171,7 @@ def test_another_version_of_parity_is_told(
     pytester: pytest.Pytester, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(pytester, "my_pairs.py")
-    monkeypatch.setattr("parity.report.identity.code_of_parity", lambda: "others")
+    monkeypatch.setattr("parity.report.earlier.code_of_parity", lambda: "others")
     result = run(pytester, "my_pairs.py", RESUME)
     assert "of another run: parity's code changed." in result.stderr.str()
 

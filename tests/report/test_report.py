@@ -22,10 +22,10 @@ from parity.judge import limits
 from parity.judge.limits import Difference, OfPrecision
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
-from parity.report import changes, environment, failure, identity, markdown, numbers, record
+from parity.report import changes, earlier, environment, failure, markdown, numbers, record
 from parity.report.changes import Comparison, Kind, Noise, between
+from parity.report.earlier import Asked
 from parity.report.environment import Environment
-from parity.report.identity import Asked
 from parity.report.items import Item, draw_matrix
 from parity.report.markdown import MOST_RESULTS, Digest, digest
 from parity.report.record import Record, Uncollected
@@ -650,13 +650,13 @@ def test_the_more_is_compared_the_more_noise_may_have_made() -> None:
         ("cublas", "13.9.0", False),
         ("driver", "999.0", False),
         ("asked", Asked({"--parity-attention": "fused"}), False),
-        ("asked", Asked({}, code={identity.VARIABLES: "two"}), False),
+        ("asked", Asked({}, code={earlier.VARIABLES: "two"}), False),
         ("asked", None, False),
     ],
 )
 def test_what_noise_is_depends_on_what_differs(field: str, value: Any, alike: bool) -> None:
-    then = replace(ENVIRONMENT, asked=Asked({}, code={identity.VARIABLES: "one"}))
-    assert identity.kernels_round_alike(then, replace(then, **{field: value})) is alike
+    then = replace(ENVIRONMENT, asked=Asked({}, code={earlier.VARIABLES: "one"}))
+    assert earlier.kernels_round_alike(then, replace(then, **{field: value})) is alike
 
 
 def test_an_item_is_the_same_wherever_the_run_was_started() -> None:

@@ -38,7 +38,7 @@ from parity.lab.torture.mutations import mutated
 from parity.machine.files import Claim
 from parity.plugin import options, resume
 from parity.plugin.ending import Diary, Entry
-from parity.report import baselines, changes, ci, failure, html, markdown, record
+from parity.report import changes, ci, earlier, failure, html, markdown, record
 from parity.user_error import UserError
 
 # What a page has of a record, apart from text.
@@ -295,9 +295,9 @@ def _runs_of(folder: Path) -> bytes:
 
 def _runs(file: Path) -> Iterator[str]:
     text = file.read_bytes().decode(errors="surrogateescape")
-    assert baselines.numbers(file.parent / "reports" / baselines.RUNS, "parity") == [7, 8, 9]
+    assert earlier.numbers(file.parent / "reports" / earlier.RUNS, "parity") == [7, 8, 9]
     try:
-        yield str(len(record.read(baselines.find(text, file.parent, "--against")).results))
+        yield str(len(record.read(earlier.find(text, file.parent, "--against")).results))
     except UserError as error:
         yield str(error)
 

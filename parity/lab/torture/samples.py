@@ -13,8 +13,8 @@ from parity.lab import record as lab_record
 from parity.lab.throughput import record as throughput
 from parity.plugin.options import Options
 from parity.report import record
+from parity.report.earlier import PARITY, Asked, code_of_parity
 from parity.report.environment import Environment
-from parity.report.identity import PARITY, Asked, code_of_parity
 from parity.report.record import Uncollected
 from parity.result import Check, Determinism, Errors, Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 
