@@ -22,8 +22,7 @@ from parity.case.validate import CheckedSize
 from parity.passes.all_passes import tensors_of
 from parity.passes.one_pass import positional_names, run
 from parity.passes.prepare import build, cast, forget
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 
 
 def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:

@@ -26,8 +26,7 @@ from parity.numerics.freedom import FUSED, UNFUSED
 from parity.passes.all_passes import golden_truths, model_tensors, run_candidate
 from parity.passes.prepare import forget, prepare
 from parity.passes.refusals import answerable
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 
 Check = Callable[[Case, CheckedSize, Precision, Kernels], object]
 

@@ -29,7 +29,7 @@ from measuring import Measure, machine, parser, report
 
 from parity import reference, te
 from parity.cpu import cuda
-from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.te import PRECISIONS, Precision, why_unavailable
 
 BATCH, SEQ, HIDDEN, FFN, HEADS, GROUPS = 2, 512, 1024, 2816, 16, 4
 GPUS = ("hopper", "blackwell")

@@ -21,7 +21,7 @@ from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.trial import Trial, occurs
 from parity.passes.prepare import forget
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 
 def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, float, str] | None:

@@ -28,8 +28,7 @@ from parity.case.validate import CheckedSize
 from parity.judge.directions import directions
 from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, build, cast, forget, prepare
-from parity.te import Kernels, state
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision, state
 
 NECESSARY = ("golden", "model", "candidate")
 

@@ -14,8 +14,7 @@ from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import packaged
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
 
 CASES = Path(__file__).parents[1] / "cases"
 

@@ -31,8 +31,7 @@ from parity.judge.limits import packaged
 from parity.passes import all_passes, steps
 from parity.passes import prepare as preparing
 from parity.passes.prepare import forget
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 from parity.training import train_at
 
 LLAMA = Path(__file__).parents[1] / "examples" / "training" / "llama.py"

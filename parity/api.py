@@ -18,9 +18,8 @@ from parity.judge.limits import Table, packaged
 from parity.ranks.layout import degrees
 from parity.result import Result, Switch
 from parity.settings import check_precisions, default_seconds
-from parity.te import Backend
+from parity.te import PRECISIONS, Backend, Precision
 from parity.te.attention_backend import AttentionBackend, checked_choice
-from parity.te.precision import PRECISIONS, Precision
 from parity.user_error import UserError
 
 # Check what ``parity.compare`` accepts besides the pair; each function says what is wrong with an argument. To compare
@@ -106,7 +105,7 @@ def compare(
     Args:
         pair: a function decorated with ``@parity.pair``, or a ``parity.Pair`` of modules, which are judged by the
             weights that they hold unless it says ``fill=True``.
-        precisions: names from ``parity.te.precision.PRECISIONS``.
+        precisions: names from ``parity.te.PRECISIONS``.
         seeds: seeds of weights, inputs and output gradients.
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.

@@ -63,10 +63,9 @@ from parity.passes.refusals import (
     remarks,
 )
 from parity.result import PROBED, Result, TensorResult, as_printable
-from parity.te import Kernels
+from parity.te import Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify
-from parity.te.precision import Precision, why_unavailable
 from parity.te.state import Recomputes, own_recipes
 from parity.trace import effects
 from parity.trace.digests import checksum

@@ -46,9 +46,8 @@ from parity.search.over_ranks import (
 )
 from parity.search.stages import explained_by_stages
 from parity.search.steps import listed
-from parity.te import Kernels
+from parity.te import Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend
-from parity.te.precision import Precision, why_unavailable
 from parity.trace.effects import undisturbed
 from parity.user_error import UserError, said
 

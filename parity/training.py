@@ -60,9 +60,8 @@ from parity.search.steps import (
     some_scaled,
     stale_transposes,
 )
-from parity.te import Kernels
+from parity.te import Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend, attention_backends
-from parity.te.precision import Precision, why_unavailable
 from parity.te.state import fresh_caches, fresh_quantization, is_quantized
 from parity.trace.effects import undisturbed
 from parity.training_over_ranks import TraineeOverRanks

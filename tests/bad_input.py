@@ -9,7 +9,7 @@ import parity
 from parity.report import failure
 from parity.report.items import Item
 from parity.result import Result, from_json, to_json
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, why_unavailable
 
 te = parity.te.kernels("cpu").te
 HERE = [name for name, precision in PRECISIONS.items() if why_unavailable(precision, parity.te.kernels()) is None]

@@ -28,9 +28,8 @@ from parity.judge.limits import Table
 from parity.machine.devices import Device
 from parity.report.environment import Environment
 from parity.result import Check, Errors, Finding, Kind, Result, TensorResult
-from parity.te import Kernels
+from parity.te import Kernels, Precision
 from parity.te.attention_backend import AttentionBackend
-from parity.te.precision import Precision
 from parity.user_error import UserError
 
 ENVIRONMENT = Environment(

@@ -168,7 +168,7 @@ class Case:
         name: unique over all cases of a run.
         factory: ``factory(te, **size)`` builds the Pair; ``te`` is ``transformer_engine.pytorch``.
         sizes: keyword arguments of the factory, one mapping for each size.
-        precisions: names from ``parity.te.precision``; None means each that the run asks for.
+        precisions: names from ``parity.te``; None means each that the run asks for.
         marks: pytest marks, besides the precision's own.
         vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
             that one that was never copied shows.

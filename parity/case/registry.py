@@ -80,7 +80,7 @@ def checked_sizes(sizes: object, factory: Callable[..., Pair], besides: Sequence
 
 
 def checked_precisions(precisions: object) -> tuple[str, ...] | None:
-    """Return names that ``parity.te.precision`` knows; None stays None."""
+    """Return names that ``parity.te`` knows; None stays None."""
     if precisions is None:
         return None
     chosen = _strings("precisions", precisions)
@@ -221,7 +221,7 @@ def pair(
     Args:
         name: unique over all cases; letters, digits, ``_``, ``-`` and ``.``.
         sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
-        precisions: names from ``parity.te.precision.PRECISIONS``; None means each that the run asks for.
+        precisions: names from ``parity.te.PRECISIONS``; None means each that the run asks for.
         marks: names of pytest marks.
         vary_constants: whether parameters whose elements are all equal get noise, so that one that was never copied
             shows.

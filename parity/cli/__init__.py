@@ -301,7 +301,7 @@ def calibrate(
     from parity.cli import suite
     from parity.lab.calibration import command
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
-    from parity.te.precision import PRECISIONS
+    from parity.te import PRECISIONS
 
     check_file(output, "-o")
     if report is not None:
@@ -335,7 +335,7 @@ def false_alarms(
     from parity.lab import false_alarms as count
     from parity.lab.calibration.right_ports import DRAWN_MODELS
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
-    from parity.te.precision import PRECISIONS
+    from parity.te import PRECISIONS
 
     check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)

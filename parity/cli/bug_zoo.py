@@ -9,7 +9,7 @@ from pathlib import Path
 from parity.lab.zoo import catalogue, trial
 from parity.lab.zoo.planting import SIZES
 from parity.settings import check_precisions
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 from parity.user_error import UserError
 
 

@@ -18,7 +18,7 @@ from parity.machine.process import spawned
 from parity.plugin.options import parse_backend, parse_precisions
 from parity.progress import Following
 from parity.report import environment
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 from parity.user_error import UserError
 
 # Say what this machine and each kind of GPU can run, on which kernels, and why not the rest.
@@ -79,7 +79,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Ask PyTorch, TransformerEngine and the machine; missing parts do not make it fail."""
     from parity import te
-    from parity.te.precision import PRECISIONS
+    from parity.te import PRECISIONS
 
     reason = te.why_no_gpu()
     # A process loads TE for one backend only.
@@ -93,7 +93,7 @@ def diagnose() -> Diagnosis:
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:
     """Return, by precision's name, ``yes`` or the reason why this process cannot run it on these kernels."""
     from parity import te
-    from parity.te.precision import PRECISIONS, why_unavailable
+    from parity.te import PRECISIONS, why_unavailable
 
     try:
         kernels = te.kernels(backend)

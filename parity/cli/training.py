@@ -17,7 +17,7 @@ from parity.passes.refusals import NothingToJudge
 from parity.progress import followed
 from parity.report import trainings
 from parity.report.trainings import Curve
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, why_unavailable
 from parity.training import train_at
 from parity.user_error import UserError
 

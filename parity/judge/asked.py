@@ -14,9 +14,8 @@ from parity.judge.limits import Table
 from parity.passes.all_passes import Recalled, Tensors, run_candidate
 from parity.passes.prepare import Prepared
 from parity.result import Determinism, Finding, Result, Status
-from parity.te import Kernels
+from parity.te import Kernels, Precision
 from parity.te.attention_backend import AttentionBackend, attention_backends
-from parity.te.precision import Precision
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,7 @@ from parity.passes.courses import Course, of_candidate, of_reference
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared
 from parity.result import Kind
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 
 DRAWN = 6
 """Trainings of the reference from which a band is drawn, by default."""

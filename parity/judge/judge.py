@@ -28,7 +28,7 @@ from parity.passes.one_pass import Pass, selecting
 from parity.passes.prepare import Prepared
 from parity.passes.refusals import overflows_within
 from parity.result import Check, Determinism, Finding, Kind, Result, Status, TensorResult
-from parity.te.precision import Precision
+from parity.te import Precision
 
 # Grant what some faithful kernels do in one direction, along that direction and nowhere else.
 #

@@ -26,8 +26,7 @@ from parity.machine import files
 from parity.report import environment
 from parity.report.numbers import markdown_table
 from parity.result import Result
-from parity.te import Backend
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, Backend, why_unavailable
 
 # Compares right ports, in parallel processes, and records what each was judged by.
 

@@ -22,7 +22,7 @@ from parity.passes.all_passes import Tensors, tensors_of, under_model
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, cast, cast_module
-from parity.te.precision import Precision
+from parity.te import Precision
 from parity.trace.calls import Misfit, edited
 from parity.trace.trace import Edit
 

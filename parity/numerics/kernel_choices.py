@@ -46,7 +46,7 @@ class KernelChoice:
     Attributes:
         name: the option's name, as in ``parity.cpu.kernel_choices.NAMES``.
         gpus: ``ada``, ``hopper``, ``blackwell``: those whose kernels may do it.
-        precisions: names of ``parity.te.precision`` in which it can show.
+        precisions: names of ``parity.te`` in which it can show.
         does: what it does, in a sentence.
         source: where that is documented or was measured by others.
         measured: what a GPU answered, or that none was asked.
@@ -166,7 +166,7 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
 
     Args:
         gpu: ``ada``, ``hopper`` or ``blackwell``.
-        precision: a name of ``parity.te.precision``.
+        precision: a name of ``parity.te``.
 
     Raises:
         ValueError: for an unknown GPU or precision.

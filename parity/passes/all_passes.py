@@ -31,8 +31,7 @@ from parity.passes.draws import ScaledLookups
 from parity.passes.one_pass import Pass, outputs_of, run
 from parity.passes.prepare import Prepared, build, cast, on_device, size_in_bytes
 from parity.result import PROBED, Kind
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.effects import attributes_of, changed_attributes
 from parity.trace.whose import is_of_te

@@ -22,9 +22,8 @@ from parity.passes.prepare import Prepared
 from parity.passes.prepare import prepare as prepared_step
 from parity.passes.steps import SCALES, Batch, Named, Stepped, Trainee, digest, followed_places, step_case
 from parity.result import label_of
-from parity.te import Kernels
+from parity.te import Kernels, Precision
 from parity.te.attention_backend import BACKENDS, AttentionBackend, attention_backends
-from parity.te.precision import Precision
 from parity.te.state import fresh_caches, fresh_quantization
 
 # Train a candidate in another way beside one that is trained without, to compare the two to the bit.

@@ -30,9 +30,8 @@ from parity.passes.steps import Batch, Named, Resumption, Stepped, Trainee, gath
 from parity.ranks.layout import AXES, AxisName, Degrees, Held, Ranks, Split, held_by, joined, part, whole_shape
 from parity.ranks.pipeline import Pipeline, Stage, summed_product
 from parity.result import Switch
-from parity.te import Backend, Kernels
+from parity.te import PRECISIONS, Backend, Kernels, Precision
 from parity.te.attention_backend import AttentionBackend, attention_backends
-from parity.te.precision import PRECISIONS, Precision
 from parity.te.state import Kept, check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.digests import Drop, Switched, recorded, switched_off
 from parity.trace.effects import RandomState, kept

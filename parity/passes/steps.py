@@ -32,9 +32,8 @@ from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zer
 from parity.passes.prepare import Prepared, build, rounded_inputs
 from parity.ranks.layout import Parallel
 from parity.result import Switch, label_of
-from parity.te import Kernels, state
+from parity.te import Kernels, Precision, state
 from parity.te.attention_backend import te_variables
-from parity.te.precision import Precision
 from parity.te.state import Kept, kept, slots
 from parity.trace.private_functions import CLIP, exchanged
 from parity.user_error import UserError

@@ -336,7 +336,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     from parity.case.registry import SWITCHES_OVER_RANKS
     from parity.case.validate import attention_of, check_case
     from parity.result import item_name, label_of_way
-    from parity.te.precision import PRECISIONS
+    from parity.te import PRECISIONS
 
     options = module.config.stash[_OPTIONS]
     chosen = [PRECISIONS[name] for name in options.precisions or tuple(PRECISIONS) if case.runs_at(name)]

@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from parity.judge.limits import OfPrecision, Table
     from parity.ranks.layout import Degrees
     from parity.result import DeviceError, Result, Switch
-    from parity.te import Kernels
+    from parity.te import Kernels, Precision
     from parity.te.attention_backend import AttentionBackend
-    from parity.te.precision import Precision
 
 # Give an item that computes in several processes the cores of as many workers.
 

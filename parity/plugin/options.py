@@ -136,7 +136,7 @@ class Options:
     """The options of a run, all valid.
 
     Attributes:
-        precisions: names from ``parity.te.precision``; None for all of them.
+        precisions: names from ``parity.te``; None for all of them.
         backend: whose kernels run.
         seeds: the seeds of every comparison, in this order.
         folder: where the record and the report go.

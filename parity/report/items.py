@@ -109,7 +109,7 @@ def in_order(items: Iterable[Item]) -> list[Item]:
 
 
 def precisions(items: Sequence[Item]) -> list[str]:
-    """Return the names of the precisions that occur, in the order of ``parity.te.precision``."""
+    """Return the names of the precisions that occur, in the order of ``parity.te``."""
     found = dict.fromkeys(item.precision for item in items)
     return [name for name in PRECISION_NAMES if name in found] + [name for name in found if name not in PRECISION_NAMES]
 

@@ -27,7 +27,7 @@ from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Prepared, cast
 from parity.result import Finding
 from parity.search.failure import Failure
-from parity.te.precision import Precision
+from parity.te import Precision
 from parity.trace.calls import tracing
 from parity.trace.trace import Site, Trace, Value, agree, edit, grouped
 

@@ -19,7 +19,7 @@ from parity.passes.nominal_clock import Clock, OutOfTime
 from parity.passes.one_pass import Pass
 from parity.passes.prepare import Prepared
 from parity.result import PROBED, Kind, TensorResult
-from parity.te.precision import Precision
+from parity.te import Precision
 
 # How much a part of a search may compute.
 

@@ -30,7 +30,7 @@ from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.search.failure import Budget, Failure
-from parity.te.precision import Precision
+from parity.te import Precision
 from parity.trace.trace import Trace
 
 _NEARER = 0.7

@@ -21,7 +21,7 @@ from parity.passes.one_pass import named_inputs
 from parity.result import Finding, Kind, TensorResult
 from parity.search.failure import Failure, tolerance_of
 from parity.search.screen import TINY
-from parity.te.precision import Precision
+from parity.te import Precision
 from parity.te.state import own_recipes
 from parity.trace.digests import switched_off
 from parity.trace.effects import other_numbers

@@ -26,8 +26,7 @@ from parity.suggest.layouts import Entries, Geometry, Layout, Shapes, constant_l
 from parity.suggest.matching import Group, Matching
 from parity.suggest.stored import Stored, with_doubts
 from parity.suggest.units import EMBEDDING, HEAD, Unit, is_norm, parts_by_unit
-from parity.te import Kernels, state
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS, Kernels, state
 from parity.te.state import dequantized, moved
 from parity.trace.trace import grouped
 from parity.trace.whose import first_paragraph, users_line

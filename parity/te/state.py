@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from parity.te.precision import Precision
+from parity.te import Precision
 from parity.trace.whose import is_of_te, line_running
 from parity.user_error import UserError
 

@@ -8,7 +8,7 @@ import parity
 from parity.lab.calibration import drawn_models, right_ports
 from parity.lab.calibration.drawn_models import MODELS
 from parity.lab.zoo.catalogue import HOSTS
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 
 def drawn(position: int) -> list:

@@ -7,7 +7,7 @@ from parity.case import registry
 from parity.case.validate import check_case
 from parity.judge.limits import FEWEST_TENSORS
 from parity.lab.calibration.measure import Sample, draw, laws
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 CASES = Path(__file__).parents[2] / "cases"
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 
 import parity
 from parity.search.reruns import non_finite
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 import parity
 from parity import reference
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, why_unavailable
 
 # One case at one precision: verdicts that hold for right ports, and fail for wrong ones.
 

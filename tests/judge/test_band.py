@@ -16,7 +16,7 @@ from parity.case.validate import check_case
 from parity.judge.band import Band, Left, band, band_of
 from parity.lab.studies.rows.trainings import Declared, case_of, plain
 from parity.passes.courses import Course
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 STEPS = 6
 

@@ -19,7 +19,7 @@ from parity.mistakes.hypothesis import Mistake as OfPort
 from parity.numerics.errors import Summed
 from parity.passes.prepare import Prepared, prepare
 from parity.result import Result
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 
 def prepared_of(host: str) -> Prepared:

@@ -17,7 +17,7 @@ from parity.judge import limits
 from parity.judge.limits import FALSE_ALARMS_A_RUN, FEWEST_TENSORS, SIGNED, STATISTICS_A_RUN, Key, Law, Table, fit
 from parity.numerics.errors import Tolerance, margin
 from parity.result import Errors
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 from parity.user_error import UserError
 
 # From what faithful ports show to limits.

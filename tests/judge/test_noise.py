@@ -12,7 +12,7 @@ from parity.judge import limits, noise
 from parity.judge.limits import Table
 from parity.judge.noise import Growth, Kernels
 from parity.result import Check
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 from parity.trace.digests import checksum
 
 

@@ -24,7 +24,7 @@ from parity.passes.all_passes import golden_tensors, model_tensors, run_model
 from parity.passes.prepare import prepare
 from parity.reference import Attention
 from parity.result import Check
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 # Failures that jitter explains, and those that it does not.
 

@@ -21,7 +21,7 @@ from parity.cpu.versions import NEWEST, OLDEST
 from parity.machine import devices
 from parity.machine.process import lasting
 from parity.plugin.options import check_file, check_folder
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 from parity.user_error import UserError
 
 # How much memory a machine has to give, from what Linux tells of it and of the container around the process.
@@ -341,7 +341,7 @@ def test_a_precision_is_available_or_has_a_reason(monkeypatch: pytest.MonkeyPatc
     kernels = te.Kernels("cpu", torch.device("cpu"), ModuleType("te"))
     monkeypatch.setattr("parity.te.kernels", lambda backend: kernels)
     monkeypatch.setattr(
-        "parity.te.precision.why_unavailable", lambda precision, _: "it needs Hopper" if precision.recipe else None
+        "parity.te.why_unavailable", lambda precision, _: "it needs Hopper" if precision.recipe else None
     )
     answers = machine.availability("cpu")
     assert (answers["bf16"], answers["fp8_current"]) == ("yes", "no: it needs Hopper")

@@ -29,7 +29,7 @@ from parity.numerics.kernel_choices import CHOICES, as_read, in_stored_parts, le
 from parity.numerics.rounding import rounded
 from parity.passes.all_passes import jittered
 from parity.report import environment
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 # Values beside kinks: where they are moved to, and what that changes.
 

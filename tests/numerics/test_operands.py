@@ -12,7 +12,7 @@ from parity.numerics.freedom import FUSED
 from parity.numerics.operands import OperandsRead
 from parity.numerics.plain import are_patches, backward, forward, from_rows, rows_of
 from parity.numerics.rounding import rounded
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 # An operand is cast once, however many GEMMs read it, as long as it stays what it was.
 

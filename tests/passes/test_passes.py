@@ -31,7 +31,7 @@ from parity.passes.nominal_clock import Clock, OutOfTime, Work, work_of
 from parity.passes.one_pass import positional_names
 from parity.passes.one_pass import run as run_with_names
 from parity.passes.prepare import cast_module, prepare
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 from parity.trace.effects import FP32_SETTINGS
 
 # One forward and backward pass, as named tensors.

@@ -13,7 +13,7 @@ import pytest
 
 from parity.report import record
 from parity.result import Result
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 PAIRS = """
     import parity

@@ -24,7 +24,7 @@ from plugin_runs import (
 )
 
 from parity.report import record
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.usefixtures("stand_ins")

@@ -32,7 +32,7 @@ from parity.plugin.largest import largest_need
 from parity.plugin.workers import GroupScheduling, first_input, group_of, how_many, size_of
 from parity.report import environment
 from parity.result import Result
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 # How many workers ``-n auto`` means.
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parity.lab.studies.training_curves import dithered, unit_roundoff
 from parity.numerics.formats import Rounding
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 RECIPES = [name for name, precision in PRECISIONS.items() if precision.rounding.inputs and precision.recipe]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parity.lab.studies.stepwise import ALGORITHMS, Algorithm, Arithmetic, StepwiseCore
 from parity.numerics.rounding import rounded
 from parity.reference import Attention, CoreAttention
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 CASES = list(itertools.product(ALGORITHMS, (False, True)))
 

@@ -13,8 +13,7 @@ from parity.cpu import cuda
 from parity.judge.limits import packaged
 from parity.lab.studies.settings import gpu_with, why_nowhere
 from parity.lab.studies.te_modules import MODULES, Shape, placed
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, Kernels, why_unavailable
 
 
 @pytest.fixture(scope="module")

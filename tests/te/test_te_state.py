@@ -26,10 +26,9 @@ from parity.judge.limits import packaged
 from parity.reference import CoreAttention
 from parity.result import Result
 from parity.settings import PRECISION_NAMES
-from parity.te import state
+from parity.te import PRECISIONS, state, why_unavailable
 from parity.te.attention_backend import NotOffered, attention_backends, has_attention
 from parity.te.devices import classify, cuda_works
-from parity.te.precision import PRECISIONS, why_unavailable
 from parity.user_error import UserError
 
 # What TE keeps of earlier modules is no part of a comparison, and comparisons leave none of it behind.

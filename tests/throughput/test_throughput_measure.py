@@ -15,7 +15,7 @@ from parity.lab.throughput import measure, workload
 from parity.lab.throughput.measure import Plan
 from parity.lab.throughput.record import Row
 from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload, implementations
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 TINY = Path(__file__).with_name("tiny_pairs.py")
 SIZE = dict(batch=16, hidden=16)

@@ -15,7 +15,7 @@ from parity.lab.zoo import rivals
 from parity.lab.zoo.catalogue import BUGS, HOSTS, chosen, subject
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.passes.prepare import Prepared, prepare
-from parity.te.precision import PRECISIONS, Precision
+from parity.te import PRECISIONS, Precision
 from parity.user_error import UserError
 
 # Far above what another order of FP32 sums changes, far below the weakest bug: another eps on inputs of variance 1.

@@ -7,7 +7,7 @@ import torch
 
 from parity import te
 from parity.lab.zoo.rivals import RULES, Compared, module_of, rejected, rejects
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 SHAPE = (64, 64)
 

@@ -15,7 +15,7 @@ from parity.lab.zoo import trial
 from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
 from parity.lab.zoo.trial import CLEAN, Trial, Verdict, judge
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 
 def plan(*bugs, precisions=("fp32",)):

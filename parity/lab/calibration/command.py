@@ -23,8 +23,7 @@ from parity.lab.campaign import made
 from parity.passes.prepare import forget
 from parity.report import environment
 from parity.report.numbers import plural, short
-from parity.te import Backend
-from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.te import PRECISIONS, Backend, Precision, why_unavailable
 from parity.user_error import UserError, one_line
 
 # What is said of limits that differ from the packaged ones, when a table is made.

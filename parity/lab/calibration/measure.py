@@ -20,8 +20,7 @@ from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.passes.prepare import prepare
 from parity.result import Kind
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 from parity.user_error import UserError
 
 # Whether cases have enough tensors for a law, as far as that is known before anything runs.

@@ -8,7 +8,7 @@ from parity.case import registry
 from parity.case.case import Case, Size
 from parity.lab.calibration.drawn_models import MODELS
 from parity.lab.zoo.catalogue import HOSTS
-from parity.te.precision import Precision
+from parity.te import Precision
 
 # Sizes that nobody chose: a right port must pass at any.
 

@@ -31,7 +31,7 @@ from parity.report import environment, markdown, record
 from parity.report.environment import Environment
 from parity.report.markdown import digest
 from parity.report.numbers import markdown_table, short
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 from parity.user_error import UserError
 
 # A step of the report, and what became of it.

@@ -32,8 +32,7 @@ from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_
 from parity.numerics.formats import PARTS
 from parity.passes.all_passes import Tensors, model_tensors, run_candidate, tensors_of
 from parity.passes.prepare import Prepared, build, prepare, rounded_inputs, share_rounded_weights
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS, Precision
+from parity.te import PRECISIONS, Kernels, Precision
 from parity.user_error import UserError
 
 # Issue 407 drawn again: the reporter's figures are one draw each, of which distribution?
@@ -121,7 +120,7 @@ class Settings:
 
     Attributes:
         modules: names of ``te_modules.MODULES``.
-        precisions: names of ``parity.te.precision.PRECISIONS``.
+        precisions: names of ``parity.te.PRECISIONS``.
         hidden, seq, depth: the sizes that the others are measured by.
         hiddens, seqs, depths: that each of them takes in its turn.
         held_out_hidden, held_out_seq, held_out_depth: sizes that the law is to predict and was not fitted to.

@@ -33,7 +33,7 @@ from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.prepare import cast as in_dtype
 from parity.result import PROBED
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 RECORD = "filters.jsonl"
 # The port's own steps compute in FP32, which leaves this share of golden; a change below it is none.

@@ -33,8 +33,7 @@ from parity.numerics.errors import sqnr_db
 from parity.numerics.formats import OperandPart, e4m3
 from parity.passes.all_passes import model_tensors, run_candidate, tensors_of
 from parity.passes.prepare import prepare
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS, Kernels
 from parity.user_error import UserError
 
 # What one tensor loses when a recipe quantizes it, by its role in a linear layer.

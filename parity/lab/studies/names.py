@@ -23,7 +23,7 @@ from parity.lab.campaign import Campaign, FourDigits
 from parity.lab.studies.rows.names import ROWS, TABLES
 from parity.lab.studies.rows.ports import HOSTS, LAYERS, port
 from parity.lab.studies.settings import check_names
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS
 
 RECORD = "names.jsonl"
 
@@ -58,7 +58,7 @@ class Judgement:
     Attributes:
         row: a name of ``rows.ROWS``; empty for a right port.
         host: of ``ports.HOSTS``.
-        precision: of ``parity.te.precision.PRECISIONS``.
+        precision: of ``parity.te.PRECISIONS``.
         seed: of weights and inputs.
         searched: whether the cause was searched for.
     """

@@ -22,7 +22,7 @@ from parity.lab.studies.rows.ranks import Row
 from parity.lab.studies.settings import check_names
 from parity.parallel import compare_over_ranks_at
 from parity.ranks.layout import degrees
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, why_unavailable
 from parity.training import train_at
 
 RECORD = "ranks.jsonl"
@@ -58,7 +58,7 @@ class Port:
         variant: the mistake, or which right port it is.
         ranks: how many ranks there are by axis, as items are called.
         is_wrong: whether it is in ``WRONG``.
-        precision: of ``parity.te.precision.PRECISIONS``.
+        precision: of ``parity.te.PRECISIONS``.
         seed: of weights and inputs.
     """
 

@@ -15,8 +15,7 @@ from parity.case.case import Rng
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
 from parity.report.environment import cpu_model, gpu_name
-from parity.te import Backend, BackendUnavailable, Kernels
-from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
 
 # Names that a study's settings may hold.

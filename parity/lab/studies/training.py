@@ -17,8 +17,7 @@ from parity.case.weight_map import WeightMap, stack
 from parity.numerics.formats import Rounding
 from parity.numerics.rounding import rounded
 from parity.reference import GPTLayer, LlamaLayer, NormLinear
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 from parity.user_error import UserError
 
 # The text that small language models train on, byte by byte.

@@ -49,8 +49,7 @@ from parity.lab.studies.training import (
     train,
 )
 from parity.numerics.formats import Format, Rounding
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, Kernels, why_unavailable
 from parity.user_error import UserError
 
 # Other realisations of a rounding model: errors of the same size, with other signs and elsewhere on the grid.

@@ -43,8 +43,7 @@ from parity.lab.studies.training import (
     te_pass,
     train,
 )
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS, Kernels
 from parity.user_error import UserError
 
 # How far apart the weights of two models are.

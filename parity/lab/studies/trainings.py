@@ -29,7 +29,7 @@ from parity.lab.studies.rows.trainings import (
 )
 from parity.lab.studies.settings import check_names
 from parity.result import Switch
-from parity.te.precision import PRECISIONS, why_unavailable
+from parity.te import PRECISIONS, why_unavailable
 from parity.training import train_at
 
 RECORD = "trainings.jsonl"
@@ -64,7 +64,7 @@ class Training:
     Attributes:
         name: of ``rows.WRONG`` or ``rows.RIGHT``.
         host: of ``rows.HOSTS``, ``rows.COMPILED`` or ``rows.QUANTIZED``.
-        precision: of ``parity.te.precision.PRECISIONS``.
+        precision: of ``parity.te.PRECISIONS``.
         seed: of weights and batches.
         steps: how many.
         switch: how the candidate is trained.

@@ -29,7 +29,7 @@ class Settings:
 
     Attributes:
         workloads: in this order.
-        precisions: names of ``parity.te.precision``.
+        precisions: names of ``parity.te``.
         backend: whose kernels.
         repeats: timed passes; None for 30 on a GPU and 5 on a CPU.
         compiled: precisions in which the plain module is also measured under ``torch.compile``.

@@ -36,9 +36,8 @@ from parity.lab.throughput.workload import (
 )
 from parity.passes import memory
 from parity.report import environment
-from parity.te import Backend, BackendUnavailable, Kernels
+from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, why_unavailable
 from parity.te.devices import cuda_works
-from parity.te.precision import PRECISIONS, why_unavailable
 from parity.user_error import one_line
 
 # One workload: a row for each implementation, whatever becomes of the others.

@@ -162,7 +162,7 @@ class Row:
         workload: the case's name.
         size: its size in words.
         implementation: ``eager`` or ``compiled`` for the plain module, ``TE`` for the candidate.
-        precision: of ``parity.te.precision``, or ``tf32`` for a plain FP32 module whose products are allowed TF32.
+        precision: of ``parity.te``, or ``tf32`` for a plain FP32 module whose products are allowed TF32.
         peak_format: whose peak bounds it, see ``Peak``; None for none.
         flops_forward, flops_backward: of a pass's matrix products, the same for each implementation.
         times: None where there are none.

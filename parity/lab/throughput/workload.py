@@ -27,8 +27,7 @@ from parity.numerics.golden import in_fp64
 from parity.passes import one_pass
 from parity.passes.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.reference import CoreAttention
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS
+from parity.te import PRECISIONS, Kernels
 from parity.te.state import moved
 from parity.user_error import UserError, one_line
 
@@ -205,7 +204,7 @@ def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: 
     is what TE computes.
 
     Args:
-        precisions: names of ``parity.te.precision``.
+        precisions: names of ``parity.te``.
         compiled: those of them in which the plain module is also compiled; ``fp32`` stands for ``tf32`` too.
         on_gpu: whether they run on a GPU.
     """

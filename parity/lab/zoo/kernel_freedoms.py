@@ -24,8 +24,8 @@ from parity.machine.process import processes
 from parity.numerics.kernel_choices import CHOICES, KernelChoice
 from parity.report.environment import cpu_model, emulated_gpu_name
 from parity.report.numbers import markdown_table
+from parity.te import PRECISIONS, why_unavailable
 from parity.te.attention_backend import AttentionBackend
-from parity.te.precision import PRECISIONS, why_unavailable
 
 _NONE = ""  # kernels as they are by default
 

@@ -15,8 +15,7 @@ from parity.passes import all_passes
 from parity.passes.one_pass import outputs_of, run
 from parity.passes.prepare import Prepared, cast, cast_module
 from parity.result import PROBED, Kind
-from parity.te import Kernels
-from parity.te.precision import Precision
+from parity.te import Kernels, Precision
 
 # The tensors that rules of comparison judge: of a candidate, of its golden reference, of low-precision PyTorch.
 

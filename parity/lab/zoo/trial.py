@@ -26,8 +26,7 @@ from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.rivals import Tensors
 from parity.passes.prepare import Prepared, cast, forget, prepare
-from parity.te import Kernels
-from parity.te.precision import PRECISIONS, Precision, why_unavailable
+from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
 
 # How strong a bug is against the rounding noise that hides it.
 #
@@ -111,7 +110,7 @@ class Trial:
         bug: a name of the catalogue, or ``CLEAN``.
         host: a name of the hosts.
         size: ``small`` or ``large``.
-        precision: a name of ``parity.te.precision.PRECISIONS``.
+        precision: a name of ``parity.te.PRECISIONS``.
         seed: of weights, inputs and output gradients.
     """
 
