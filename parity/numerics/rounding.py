@@ -46,7 +46,6 @@ from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks
 from parity.numerics.golden import attention_in_blocks, experts_one_by_one
 from parity.numerics.kernel_choices import as_read, in_stored_parts, lost_in_sums
-from parity.numerics.operands import Lineage, LinearOperands, NormsSeen, OperandsRead, PastAmaxes, is_matrix
 from parity.numerics.plain import (
     CAST,
     PLAIN_KERNELS,
@@ -60,7 +59,18 @@ from parity.numerics.plain import (
 )
 from parity.numerics.plain import backward as patches_backward
 from parity.numerics.plain import forward as patches_forward
-from parity.numerics.storing import StepsRounded, Stored, Storing, written
+from parity.numerics.storing import (
+    Lineage,
+    LinearOperands,
+    NormsSeen,
+    OperandsRead,
+    PastAmaxes,
+    StepsRounded,
+    Stored,
+    Storing,
+    is_matrix,
+    written,
+)
 
 
 class Attention:

@@ -1,9 +1,12 @@
-"""Store a pass's tensors in the precision's dtype, with the noise of its freedom."""
+"""Hold a pass's tensors as a precision does: store them in its dtype, with the noise of its freedom, and hand the GEMMs
+of linear layers their operands in its formats.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -14,7 +17,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from parity.numerics.formats import Format, Part, Rounding, largest, spacing
+from parity.numerics.aten import AFFINE, ELEMENTWISE, EMBEDDING, LAYER_NORM, RECIPROCAL_ROOT, Phase, address, addresses
+from parity.numerics.formats import Format, OperandPart, Part, Rounding, hadamard, is_alike_both_ways, largest, spacing
 from parity.numerics.freedom import JITTER, Freedom, Steps, stepped_by
 
 # Which tensors of a pass already hold numbers of the storage dtype, since a rounding returned them.
@@ -219,3 +223,365 @@ def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return ``x`` as it reads after it was held in a dtype; in FP16 with a scale."""
     scale = x.abs().amax() / _LARGEST_FP16 if dtype is torch.float16 else x.new_ones(())
     return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
+
+
+# Hand the GEMMs of linear layers their operands in the precision's formats: weights, inputs and gradients.
+
+
+# What GEMMs have read in one pass, so that the next one to read the same tensor need not cast it again.
+#
+# A linear layer's input and weight are read in the forward pass and again in the backward pass, the gradient of its
+# output by two GEMMs of the backward pass, and the input of a query's projection by those of key and value.
+
+
+# Casts a matrix for a GEMM that sums over this dimension of it.
+Cast = Callable[[Tensor, int], Tensor]
+
+
+class OperandsRead:
+    """Cast operands by the tensor that they were cast from. Each is kept, and its source with it."""
+
+    def __init__(self) -> None:
+        # As long as a source lives, nothing else gets its address.
+        self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+        self._latest: tuple[object, ...] | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes that the casts take beyond what they were cast from."""
+        return sum(read.nbytes for base, read in self._kept.values() if read.data_ptr() != base.data_ptr())
+
+    def read(
+        self, matrix: Tensor, version: int, dim: int, cast: Cast, is_cast_along_dim: bool, will_be_read_later: bool
+    ) -> Tensor:
+        """Return the matrix as a GEMM reads it.
+
+        Args:
+            matrix: FP32 ``[rows, columns]``, with any strides: a transposed view is known by its base.
+            version: the tensor's version, which counts writes to it; views made below autograd have none of their own.
+            dim: the dimension that the GEMM sums over.
+            cast: the same for all who read this tensor.
+            is_cast_along_dim: whether the values depend on the dimension.
+            will_be_read_later: whether later GEMMs read it; else the next one does, if any.
+        """
+        is_transposed = matrix.stride(0) < matrix.stride(1)
+        base = matrix.t() if is_transposed else matrix
+        base_dim = 1 - dim if is_transposed else dim
+        key = (base.data_ptr(), base.shape, base.stride(), version, base_dim if is_cast_along_dim else None)
+        if key not in self._kept:
+            self._forget_latest()
+            read = cast(matrix, dim)
+            if torch.equal(read, matrix):  # as of weights that the dtype holds: one is enough of what is so large
+                read = matrix
+            self._kept[key] = (base, read.t() if is_transposed else read)
+            self._latest = None if will_be_read_later else key
+        read = self._kept[key][1]
+        return read.t() if is_transposed else read
+
+    def _forget_latest(self) -> None:
+        if self._latest is not None:
+            del self._kept[self._latest]
+            self._latest = None
+
+
+# The tensors of a pass that belong to norms: reciprocal roots, and results before and after weight and bias.
+
+
+class NormsSeen:
+    """The norms of a pass; their tensors are kept, so that no address is given out again."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, Tensor] = {}
+        self._normalized: dict[int, Tensor] = {}
+
+    def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Take note if the result is a reciprocal root, is scaled by one, or is a norm's with its
+        weight or bias applied.
+        """
+        if func is RECIPROCAL_ROOT:
+            self._roots[address(result)] = result
+        elif func is LAYER_NORM:
+            self._normalized[address(result[0])] = result[0]
+        elif func in AFFINE:
+            operands = addresses(args)
+            by_parameter = any(isinstance(x, Tensor) and x.dim() == 1 for x in args)
+            if operands & self._roots.keys() or (by_parameter and operands & self._normalized.keys()):
+                self._normalized[address(result)] = result
+
+    def see_gradient(self, args: tuple[Any, ...], result: Any) -> None:
+        """Take note of a backward step that makes a number for each root: it is a root's gradient, and
+        steps read it.
+        """
+        numbers = {self._roots[place].numel() for place in addresses(args) & self._roots.keys()}
+        if isinstance(result, Tensor) and result.numel() in numbers:
+            self._roots[address(result)] = result
+
+    def is_result(self, x: Tensor) -> bool:
+        """Return whether a norm returned the tensor."""
+        return address(x) in self._normalized
+
+    def is_step(self, args: tuple[Any, ...]) -> bool:
+        """Return whether a call with these arguments is a step of a norm; no port computes these itself
+        if it uses TE's norms.
+        """
+        return bool(addresses(args) & self._roots.keys())
+
+
+# What delayed scaling knows when a training step begins.
+
+
+class PastAmaxes:
+    """The largest magnitudes that delayed scaling has seen of each operand, by the operand's place in a pass.
+
+    Attributes:
+        is_followed: whether scales come from the past at all.
+        before: those of the steps before, from which this step's scales come; what exceeds one saturates. An operand
+            without one is scaled by its own, as in a step that settled its scales.
+        seen: this step's.
+        names: of weights, by the address of their memory.
+        held: addresses of weights that the step finds quantized, and whose values a GEMM reads as they are.
+        multiplied: the largest magnitude in this step of what each weight is multiplied by, by its name and by whether
+            that is a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.is_followed = False
+        self.names: dict[int, str] = {}
+        self.held: set[int] = set()
+        self.multiplied: dict[tuple[str, bool], Tensor] = {}
+        self.before: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}
+
+    def note(self, weight: Tensor, other: Tensor, is_gradient: bool) -> None:
+        """Take note of a product, if the first is a weight that has a name."""
+        name = self.names.get(address(weight))
+        if name is not None:
+            known = self.multiplied.get((name, is_gradient))
+            now = largest(other)
+            self.multiplied[name, is_gradient] = now if known is None else torch.maximum(known, now)
+
+    def after_step(self) -> dict[int, Tensor]:
+        """Return what the next step finds: TE takes the largest of a history that is longer than any training here."""
+        return {place: torch.maximum(amax, self.before.get(place, amax)) for place, amax in self.seen.items()}
+
+
+# What the GEMMs of linear layers read: weights, inputs and gradients in the precision's formats.
+
+
+class LinearOperands:
+    """The linear layers of one pass.
+
+    Args:
+        storing: how the pass stores tensors.
+        phase: the pass's phase.
+        norms: the norms that the pass has seen.
+        weights: the model's parameters.
+        scaled_together, plain, weights_read, past: as for ``rounded``.
+    """
+
+    def __init__(
+        self,
+        storing: Storing,
+        phase: Phase,
+        norms: NormsSeen,
+        weights: Sequence[Tensor],
+        scaled_together: Iterable[Sequence[Tensor]],
+        plain: Iterable[Tensor],
+        weights_read: OperandsRead,
+        past: PastAmaxes | None = None,
+    ) -> None:
+        self._past, self._place = past, 0
+        self._storing, self._phase, self._norms = storing, phase, norms
+        self._weights = {address(weight) for weight in weights}
+        self._stacks = {address(weight): len(weight) for weight in weights if weight.dim() == 3 and len(weight) > 1}
+        self._read_by_experts: set[int] = set()  # addresses of inputs
+        self._scaled_together = {address(weight): group for group in scaled_together for weight in group}
+        self._plain = {address(weight) for weight in plain}
+        self._read_plainly: dict[int, set[int]] = defaultdict(set)  # by inputs' address: plain layers' output channels
+        self._gradient: tuple[Tensor, bool] | None = None  # last multiplied by a weight, and whether by a plain layer's
+        self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
+        self._read, self._weights_read = OperandsRead(), weights_read
+        self.is_plain = False  # of the product whose operands were read last
+
+    def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the two as the GEMM reads them; it sums over left's last dimension and right's last but one."""
+        self.is_plain = bool(self._plain) and self._are_plain(left, right)
+        if self.is_plain:
+            return self._storing.operand(left, self._part(left)), self._storing.operand(right, self._part(right))
+        if self._past is not None and self._past.is_followed:
+            self._past.note(left, right, self._phase.backward)
+            self._past.note(right, left, self._phase.backward)
+        is_wgrad = self._phase.backward and not {address(left), address(right)} & self._weights
+        is_rotated = is_wgrad and self._storing.rounding.rotate_wgrad
+        return self._operand(left, 1, is_rotated), self._operand(right, 0, is_rotated)
+
+    def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
+        """Return whether a batch of GEMMs is one linear layer for each expert, with weights in one
+        ``[experts, ...]``.
+        """
+        operands = {address(left), address(right)}
+        if any(self._stacks.get(at) == len(left) for at in operands):
+            if not self._phase.backward:
+                self._read_by_experts |= operands - self._stacks.keys()
+            return True
+        return self._phase.backward and bool(operands & self._read_by_experts)
+
+    def _are_plain(self, left: Tensor, right: Tensor) -> bool:
+        """Return whether a plain layer multiplies the two: one is its weight, or they give its weight's gradient."""
+        operands = {address(left), address(right)}
+        is_plain = bool(operands & self._plain)
+        if self._phase.backward and operands & self._weights:
+            self._gradient = left, is_plain
+        elif is_plain:
+            self._read_plainly[address(left)].add(right.shape[-1])
+        elif self._phase.backward and self._gradient is not None and address(self._gradient[0]) == address(left):
+            return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and by the input next
+        # Other layers may read the same inputs: a gradient with as many channels is that of the plain layer's result.
+        return is_plain or (self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ()))
+
+    def _operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
+        if is_matrix(x):
+            return self._matrix_operand(x.reshape(x.shape[-2:]), x, dim, is_rotated).reshape(x.shape)
+        return torch.stack([self._matrix_operand(matrix, x, dim, is_rotated) for matrix in x])
+
+    def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_rotated: bool) -> Tensor:
+        """Return a matrix of the whole tensor as a GEMM reads it; each expert's matrix counts as a
+        tensor of its own.
+        """
+        part = self._part(whole)
+        to_format = self._storing.rounding.operand_format(part)
+        self._place += 1
+        place = self._place
+        is_held = self._past is not None and address(whole) in self._past.held and is_alike_both_ways(to_format)
+
+        def read(matrix: Tensor, dim: int) -> Tensor:
+            if is_held:
+                return matrix
+            stored = matrix if self._storing.is_stored(whole) else self._storing.store(matrix, part)
+            if is_rotated:
+                stored = hadamard(stored, dim)
+            if to_format is None:
+                return stored
+            amax = None if is_rotated else self._amax(matrix)
+            if self._past is not None and self._past.is_followed and not is_rotated:
+                stored, amax = self._scaled_by_past(self._past, place, stored, amax)
+            if self._storing.freedom.dithers and part != "weights":
+                return self._storing.dithered_operand(stored, to_format, dim, amax)
+            return to_format(stored, dim, amax)
+
+        if is_rotated or self._storing.freedom.jitter is not None or whole.is_inference():
+            return read(matrix, dim)
+        is_along_dim = not is_alike_both_ways(to_format)
+        operands = self._weights_read if part == "weights" else self._read
+        return operands.read(matrix, whole._version, dim, read, is_along_dim, part != "gradients")
+
+    def _scaled_by_past(
+        self, past: PastAmaxes, place: int, stored: Tensor, amax: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return a matrix as far as its scale reaches, and the magnitude that the scale comes from."""
+        own = largest(stored) if amax is None else amax
+        past.seen.setdefault(place, own)
+        scaled_by = past.before.get(place, own)
+        return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
+
+    def _amax(self, x: Tensor) -> Tensor | None:
+        """Return the magnitude that a tensor's scale comes from; None for the largest that is stored."""
+        rounding, freedom = self._storing.rounding, self._storing.freedom
+        group = self._scaled_together.get(address(x))
+        if group is not None:
+            return torch.stack([largest(rounding.store_part(weight.detach(), "weights")) for weight in group]).max()
+        if address(x) in self._weights:  # held in the dtype by every port
+            return None
+        if freedom.jitter is not None and not freedom.dithers:
+            return self._storing.jittered_amax(x)
+        return None if freedom.stores_pointwise or self._norms.is_result(x) else largest(x)
+
+    def _part(self, x: Tensor) -> OperandPart:
+        at = address(x)
+        if at in self._weights:
+            return "weights"
+        if not self._phase.backward:
+            self._inputs[at] = x
+        return "inputs" if at in self._inputs else "gradients"
+
+
+def is_matrix(operand: Tensor) -> bool:
+    """Return whether an operand is one matrix, also if einsum makes it a batch of 1; attention multiplies batches."""
+    return operand.dim() == 2 or operand.shape[0] == 1
+
+
+# Which tensors of a forward pass are computed from weights alone, and which are activations.
+
+
+class Lineage:
+    """Tells products of two activations, such as similarities of embeddings, from linear layers.
+
+    A linear layer's weight may be computed: joined of several, scaled, or a sum with the product of two small matrices.
+
+    Args:
+        weights: the model's parameters.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._of_weights = {address(weight): weight for weight in weights}  # kept: no address is given out again
+        # By address: what was multiplied by weights, and the sizes of these weights. A module that takes a step of
+        # training in its forward pass multiplies it by a gradient as well, which gives the gradient of such a weight.
+        self._read: dict[int, tuple[Tensor, set[frozenset[int]]]] = {}
+        self._products: dict[int, set[tuple[int, int]]] = defaultdict(set)  # shapes of results, by operands' addresses
+
+    def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Take note of a call of the forward pass: what is computed from weights and constants alone is a weight.
+
+        So is what adds anything to a matrix of weights, as a step of an optimizer does.
+        """
+        if func is EMBEDDING or not self._of_weights:  # an embedding's rows depend on the inputs
+            return
+        operands = list(_floating(args))
+        weights = [x for x in operands if address(x) in self._of_weights]
+        if not weights:
+            return
+        results = list(_floating((result,)))
+        is_of_them_alone = all(not x.requires_grad or address(x) in self._of_weights for x in operands)
+        is_added = func in ELEMENTWISE and any(x.dim() > 1 and x.shape == results[0].shape for x in weights)
+        if is_of_them_alone or is_added:
+            self._of_weights.update((address(x), x) for x in results)
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether the tensor was computed from weights."""
+        return address(x) in self._of_weights
+
+    def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
+        """Return whether a product of the forward pass has no weight and is not the gradient of one;
+        remember it if so.
+        """
+        for operand, other in ((left, right), (right, left)):
+            if address(operand) in self._of_weights:
+                self._read.setdefault(address(other), (other, set()))[1].add(frozenset(_shape(operand)))
+                return False
+        result = left.shape[-2], right.shape[-1]
+        if any(frozenset(result) in self._read[address(x)][1] for x in (left, right) if address(x) in self._read):
+            return False
+        for operand in (left, right):
+            self._products[address(operand)].add(result)
+        return True
+
+    def is_gradient_of_product(self, left: Tensor, right: Tensor) -> bool:
+        """Return whether a product of the backward pass is a gradient of such a product.
+
+        The gradients of ``L @ R`` are ``g @ R.T`` and ``L.T @ g``, with g of the result's shape.
+        """
+        of_right, of_left = (self._products.get(address(x), ()) for x in (right, left))
+        return _shape(left) in of_right or _shape(right) in of_left
+
+
+def _shape(x: Tensor) -> tuple[int, int]:
+    return x.shape[-2], x.shape[-1]
+
+
+def _floating(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _floating(value)

@@ -24,9 +24,8 @@ from parity.numerics.errors import Truth
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED, Choices, Chosen, Freedom, Kinks
 from parity.numerics.kernel_choices import as_read
-from parity.numerics.operands import OperandsRead
 from parity.numerics.rounding import rounded
-from parity.numerics.storing import Stored
+from parity.numerics.storing import OperandsRead, Stored
 from parity.passes.draws import ScaledLookups
 from parity.passes.one_pass import Pass, outputs_of, run
 from parity.passes.prepare import Prepared, build, cast, on_device, size_in_bytes

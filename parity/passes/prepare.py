@@ -28,7 +28,7 @@ from parity.case.weight_map import WeightMap, linear_part, names
 from parity.case.weight_map import names as names_in
 from parity.machine import devices
 from parity.numerics.golden import golden_device, in_fp64
-from parity.numerics.operands import PastAmaxes
+from parity.numerics.storing import PastAmaxes
 from parity.passes.draws import Lookups, ScaledLookups, draws_of, forget_draws, probe
 from parity.passes.nominal_clock import Clock
 from parity.passes.one_pass import Pass, outputs_of, positional_names, run

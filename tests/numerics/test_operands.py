@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import parity
 from parity.numerics.freedom import FUSED
-from parity.numerics.operands import OperandsRead
 from parity.numerics.plain import are_patches, backward, forward, from_rows, rows_of
 from parity.numerics.rounding import rounded
+from parity.numerics.storing import OperandsRead
 from parity.te import PRECISIONS
 
 # An operand is cast once, however many GEMMs read it, as long as it stays what it was.

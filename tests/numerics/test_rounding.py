@@ -17,10 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import parity
 from parity.numerics.formats import PARTS, Rounding, e4m3, e5m2, largest, tf32
 from parity.numerics.freedom import FUSED, UNFUSED
-from parity.numerics.operands import OperandsRead
 from parity.numerics.plain import Casts, step_by_step
 from parity.numerics.rounding import rounded
-from parity.numerics.storing import Stored
+from parity.numerics.storing import OperandsRead, Stored
 
 BF16 = Rounding(torch.bfloat16)
 FP32 = Rounding(torch.float32, tf32, tf32, tf32)
