@@ -131,7 +131,7 @@ def draw_matrix(items: Sequence[Item]) -> str:
         for ranks in dict.fromkeys(item.ranks for item in of_case):
             alike = [item for item in of_case if item.ranks == ranks]
             cells = [_cell([item for item in alike if item.precision == precision]) for precision in columns]
-            rows.append([shown.code(case) + (f", {ranks}" if ranks else ""), *cells])
+            rows.append([shown.code(case) + (f", {shown.prose(ranks)}" if ranks else ""), *cells])
     return markdown_table(rows, ["case", *map(shown.prose, columns)])
 
 
