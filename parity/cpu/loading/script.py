@@ -149,7 +149,7 @@ class _ScriptFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname.partition(".")[0] in _LEFT:
             return None
-        places = [self._folder, *sys.path] if path is None else path
+        places = sys.path if path is None else path
         spec = importlib.machinery.PathFinder.find_spec(fullname, places, target)
         if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             return None

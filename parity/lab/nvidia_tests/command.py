@@ -50,6 +50,9 @@ def run(
     outcomes = [
         kept[gpu, job, test] for (gpu, job), tests in drawn.items() for test in tests if (gpu, job, test) in kept
     ]
-    text = report.draw(checkout.version(root), collected, left_out, outcomes, checkout.unnamed(root, known), limits)
+    missing = sum(map(len, drawn.values())) - len(outcomes)
+    text = report.draw(
+        checkout.version(root), collected, left_out, outcomes, checkout.unnamed(root, known), limits, missing
+    )
     to.write_text(text, encoding="utf-8")
     return text.split("\n\n")[2]

@@ -97,13 +97,14 @@ class Measure:
     def collected(self, jobs: Sequence[Job], gpus: Sequence[str], workers: int) -> list[Collected]:
         """Return the tests of all jobs on all GPUs; what another run has collected is read from the folder.
 
-        Files of one folder are collected by one process. Variables have no part in which tests a file has.
+        Files of one folder are collected by one process, unless variables differ that TE reads while it is imported.
         """
-        groups: dict[tuple[str, str, tuple[str, ...]], list[Job]] = {}
+        groups: dict[tuple[Any, ...], list[Job]] = {}
         for gpu in gpus:
             for job in jobs:
                 if not self._kept(gpu, job).exists():
-                    groups.setdefault((gpu, str(Path(job.file).parent), job.arguments), []).append(job)
+                    key = (gpu, str(Path(job.file).parent), job.arguments, _host_of((gpu, job, ())))
+                    groups.setdefault(key, []).append(job)
         self._in_threads(
             lambda hosts, group: self._collect(hosts, group[0][0], group[1]), list(groups.items()), workers
         )

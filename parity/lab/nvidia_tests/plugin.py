@@ -102,7 +102,7 @@ def _last_line(report: pytest.CollectReport | pytest.TestReport) -> str:
         return said[2].removeprefix("Skipped: ")
     crash = getattr(said, "reprcrash", None)
     if crash is None:
-        return str(said)[-_LONGEST:]
+        return str(said).strip().splitlines()[-1].removeprefix("E").strip()[:_LONGEST]
     lines = [line.strip() for line in crash.message.splitlines() if line.strip()]
     return f"{' '.join(lines)[:_LONGEST]} ({Path(crash.path).name}:{crash.lineno})"
 

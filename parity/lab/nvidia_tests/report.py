@@ -53,6 +53,7 @@ def draw(
     outcomes: Sequence[Outcome],
     unnamed: Sequence[str],
     limits: Limits,
+    missing: int = 0,
 ) -> str:
     """Return the report, markdown."""
     causes = rules()["causes"]
@@ -76,7 +77,9 @@ def draw(
         f"Made by `make nvidia-tests` with NVIDIA's tests of commit {version}, TransformerEngine "
         f"{metadata.version('transformer_engine')} and torch {metadata.version('torch')}, on emulated GPUs. "
         "Runnable is what passed or failed. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
-        f"NVIDIA's container. A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB.",
+        f"NVIDIA's container. A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB."
+        + f" {missing} of the tests that were drawn have not been run."
+        * bool(missing),
         markdown_table(*_overall(collected, left_out, every), left=1),
         *_section("By file", _by(every, collected, left_out), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
         *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
