@@ -231,7 +231,7 @@ def ended_early(seconds: float) -> str:
     """Return the note that a limit of so many seconds ended the search."""
     return (
         f"the search for the cause ended after {seconds:g} s; --parity-diagnosis=SECONDS gives it longer, as "
-        "--diagnosis of parity run and diagnosis_seconds of parity.compare"
+        "do --diagnosis of parity run and diagnosis_seconds of parity.compare"
     )
 
 

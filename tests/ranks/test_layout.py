@@ -96,5 +96,5 @@ def test_experts_are_counted_over_ranks_and_wrappers_left_out():
 
 def test_a_parameter_whose_part_is_not_known_is_told_with_what_to_say():
     made = Degrees(tp=2)
-    with pytest.raises(parity.UserError, match=r"weight is .* say how it is divided"):
+    with pytest.raises(parity.UserError, match=r"weight is .* say how it is split"):
         held_by(torch.nn.Linear(4, 2), {"weight": (4, 4), "bias": (2,)}, {}, made, made.place(0))
