@@ -277,9 +277,6 @@ def _rounded(law: dict[str, Any]) -> dict[str, Any]:
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in law.items()}
 
 
-# By how much a table's limits differ from the packaged ones, and which of them lie far outside.
-
-
 # How a table's limits differ from the packaged ones, as plain data for a run's record.
 
 
@@ -342,9 +339,9 @@ def widest(found: Iterable[OfPrecision]) -> tuple[str, Difference] | None:
 # A wrong port among those that a table was measured on widens its limits until the port passes. So a user's own table
 # is checked against the packaged one. A law lies *far outside* if both of these hold:
 #
-# - a port showed a value that, by the packaged law, right ports show in less than one calibration in a thousand; - the
-# law's limit would be more than ``TIMES`` the packaged one, even if it were known from as many tensors. Having few
-#   tensors already makes a limit wider (Student's t), which is no sign of a wrong port.
+# - a port showed a value that, by the packaged law, right ports show in less than one calibration in a thousand;
+# - the law's limit would be more than ``TIMES`` the packaged one, even if it were known from as many tensors. Having
+#   few tensors already makes a limit wider (Student's t), which is no sign of a wrong port.
 #
 # Twice the expected error is four times its variance: what a kernel loses that does each rounding of the model four
 # times. The model already rounds all that the least fused of faithful kernels stores, so no kernel should need that.

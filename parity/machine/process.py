@@ -1,4 +1,4 @@
-"""Set up a process that compares: its heap, its garbage collector, and the processes that share its work."""
+"""Set up a process that compares: its heap, its garbage collector, and what shares its work or is forked by a case."""
 
 from __future__ import annotations
 
