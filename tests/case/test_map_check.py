@@ -421,7 +421,7 @@ def test_the_entry_that_was_told_is_right():
 def test_a_head_that_te_alone_ties_cannot_hold_both_of_the_references(weights):
     told = problem_of_ties(weights, APART, TIED)
     assert f'"{HEAD}"' in told
-    assert f'to "{TOKENS}", and the reference has two parameters: tie these, or build the TE module so that' in told
+    assert f'to "{TOKENS}", but the reference has two parameters: tie these, or build the TE module with two' in told
     assert "map that" not in told
 
 

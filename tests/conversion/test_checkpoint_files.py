@@ -179,7 +179,7 @@ UNREADABLE = {
     "no state dict": (saved([1, 2]), "", "holds a list, and no state dict"),
     "more than tensors": (saved({"model": TENSORS, "step": 3}), "", "name that by --within; it has model, step"),
     "no such entry": (saved({"model": TENSORS}), "module", "has no entry 'module'; it has model"),
-    "no entries in safetensors": (lambda folder: cut(folder), "model", "has no entry 'model'"),
+    "no entries in safetensors": (lambda folder: cut(folder), "model", "has no nested entries such as 'model'"),
     "an index that is no JSON": (text("m.index.json", "{"), "", "not JSON"),
     "an index of another kind": (text("m.index.json", "{}"), "", "it lacks 'weight_map'"),
     "an index of other folders": (text("m.index.json", '{"weight_map": {"a": "../b"}}'), "", "is no file's name"),

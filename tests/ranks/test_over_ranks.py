@@ -148,7 +148,7 @@ def test_in_one_process_declared_dropout_is_switched_off():
 
 def test_a_pair_of_modules_cannot_be_built_in_ranks():
     pair = parity.Pair(nn.Linear(4, 4), nn.Linear(4, 4), lambda rng: rng.normal(4, 4), {"weight": "weight"})
-    with pytest.raises(parity.UserError, match=r"declare a function with @parity\.pair"):
+    with pytest.raises(parity.UserError, match=r"declare its function with @parity\.pair"):
         parity.compare(pair, ["fp32"], ranks=dict(tp=2))
 
 

@@ -419,7 +419,7 @@ def test_a_parameter_without_a_counterpart_is_a_problem_that_names_it():
     assert not suggestion.settled
     assert math.isnan(suggestion.error)
     (problem,) = suggestion.problems
-    assert '"bias" (96,) has no place in the TE module' in problem
+    assert '"bias" (96,) has no counterpart in the TE module' in problem
 
 
 def test_modules_of_different_sizes_are_a_problem_that_names_both():
@@ -512,7 +512,7 @@ def test_a_hint_is_printed_before_the_map(tmp_path, capsys):
 def test_a_layer_norm_that_became_an_rms_norm_is_told_with_the_option():
     suggestion = suggested(Normed(nn.LayerNorm(HIDDEN)), Normed(te.RMSNorm(HIDDEN)))
     (problem,) = suggestion.problems
-    assert '"norm.bias" (64,) has no place in the TE module; build that with it (normalization="LayerNorm"' in problem
+    assert '"norm.bias" (64,) has no counterpart in the TE module; build that with it (normalization="LayerNorm"' in problem
 
 
 class Tied(nn.Module):
@@ -531,7 +531,7 @@ class Tied(nn.Module):
 def test_a_head_that_te_alone_ties_is_told_with_what_it_is_tied_to():
     suggestion = suggested(Tied(tied=False), Tied(tied=True), inputs=lambda rng: rng.integers(2, 16, high=FFN))
     (problem,) = suggestion.problems
-    assert 'which ties its "lm_head.weight" to "tokens.weight", and the reference has two parameters' in problem
+    assert 'which ties its "lm_head.weight" to "tokens.weight", but the reference has two parameters' in problem
 
 
 def test_a_tied_name_in_an_entry_that_stays_is_told_as_tied():

@@ -293,7 +293,7 @@ def test_a_bias_that_te_lacks_leaves_the_right_layout_of_the_weight():
     candidate = te_attention(bias=False, fuse_qkv_params=True)
     suggestion = parity.suggest_map(parity.Pair(Attention(norm=False), candidate, hidden))
     assert 'parity.separated_qkv("qkv.weight", groups=4, head_dim=16)' in python(suggestion.weights)
-    assert 'the reference\'s "attn.in_proj_bias" (192,) has no place in the TE module' in suggestion.problems[0]
+    assert 'the reference\'s "attn.in_proj_bias" (192,) has no counterpart in the TE module' in suggestion.problems[0]
     assert "bias=True" in suggestion.problems[0]
 
 
