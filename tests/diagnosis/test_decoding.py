@@ -264,9 +264,9 @@ def by_logsumexp_in_bf16(logits: Tensor, ids: Tensor) -> Tensor:
         (lambda logits, ids: log_probs(logits[:, :-1], ids[:, :-1]), "labels-shifted", "meet the label before theirs"),
         (lambda logits, ids: log_probs(logits[:, :-1] / 0.7, ids[:, 1:]), "temperature", "a temperature of 0.7"),
         (lambda logits, ids: log_probs(logits[:, :-1] / 1.3, ids[:, 1:]), "temperature", "a temperature of 1.3"),
-        (in_bf16, "log-softmax-precision", "each number of output is one of bfloat16"),
-        (in_bf16, "log-softmax-precision", "each number of output is one of bfloat16"),
-        (by_logsumexp_in_bf16, "log-softmax-precision", "each number of output is one of bfloat16"),
+        (in_bf16, "log-softmax-precision", "each number of output is a bfloat16 number"),
+        (in_bf16, "log-softmax-precision", "each number of output is a bfloat16 number"),
+        (by_logsumexp_in_bf16, "log-softmax-precision", "each number of output is a bfloat16 number"),
     ],
 )
 def test_what_is_made_of_logits_is_told(ends, title, phrase, precision):

@@ -206,7 +206,7 @@ def with_hidden_rows(
 )
 def test_a_right_port_is_told_to_leave_hidden_tokens_out(given_as, precision, sequence_first):
     result = with_hidden_rows(given_as, precision, sequence_first=sequence_first)
-    tells_only(result, "hidden-rows", "the input mask hides")
+    tells_only(result, "hidden-rows", "the input mask masks")
 
 
 def test_a_right_port_passes_that_leaves_them_out():

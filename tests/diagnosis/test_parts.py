@@ -177,12 +177,12 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
     [
         ([explanation("norm-eps")], [""]),
         ([explanation("norm-eps", value=5e-6)], [""]),
-        ([explanation("norm-eps", value=4.2e-6)], ["people hardly write 4.2e-06"]),
+        ([explanation("norm-eps", value=4.2e-6)], ["4.2e-06 is an unusual value"]),
         ([explanation("norm-eps", left=3.0)], ["d weight is still 3 times its limit then"]),
         ([explanation("norm-eps", left=float("inf"))], ["d weight is still not finite then"]),
         (
             [explanation("norm-eps"), explanation("factor")],
-            ["PAR256 factor explains it as well", "norm-eps explains it as well"],
+            ["PAR256 factor explains it equally well", "norm-eps explains it equally well"],
         ),
         ([explanation("norm-eps"), explanation("factor", left=2.0)], ["", "d weight is still 2 times its limit then"]),
     ],

@@ -454,7 +454,7 @@ def test_what_could_not_be_collected_is_in_the_record_and_the_report_of_the_othe
 
 def test_a_mark_around_a_pair_is_told_where_marks_belong(pytester: pytest.Pytester) -> None:
     write(pytester, "import parity, pytest\n@pytest.mark.skip(reason='later')\n@parity.pair('mlp')\ndef mlp(te): ...")
-    run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*my_pairs.py:3: pair 'mlp': marks of pytest*marks=?\"slow\"?*"])
+    run(pytester, "my_pairs.py").stdout.fnmatch_lines(["*my_pairs.py:3: pair 'mlp': pytest marks*marks=?\"slow\"?*"])
 
 
 def test_an_item_that_a_conftest_skips_is_recorded_with_the_reason(pytester: pytest.Pytester) -> None:

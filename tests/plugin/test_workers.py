@@ -325,7 +325,7 @@ class Node:
 def test_workers_that_end_at_once_cost_what_they_ran_alone(pytester: pytest.Pytester) -> None:
     ids = [f"my_pairs.py::pair{number}[bf16-2x64]" for number in range(8)]
     first, second, third = Node(), Node(), Node()
-    scheduling = GroupScheduling(pytester.parseconfig("--tx=2*popen"), Producer("tests"))
+    scheduling = GroupScheduling(pytester.parseconfig("--noconftest", "--tx=2*popen"), Producer("tests"))
 
     def begins(*nodes: Node) -> None:
         for node in nodes:

@@ -117,7 +117,7 @@ def test_what_stays_as_it_is_is_not_told() -> None:
 
 def test_a_method_that_a_library_adds_to_all_modules_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with undisturbed() as disturbed:
-        monkeypatch.setattr(nn.Module, "smart_apply", nn.Module.apply, raising=False)
+        monkeypatch.setattr(nn.Module, "apply_of_a_library", nn.Module.apply, raising=False)
     assert (disturbed.note, disturbed.problem) == ("", "")
 
 
