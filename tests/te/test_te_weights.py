@@ -291,7 +291,7 @@ def test_what_is_computed_again_outside_of_the_recipe_fails(call, precision):
     assert found.message.startswith("layers.0 runs under ")
     assert "and under no recipe where the backward pass computes it again" in found.message
     told = failure.message(Item((result,)))
-    assert told.startswith("PAR308 recomputed-otherwise: every tensor is within its tolerance, and the port is wrong")
+    assert told.startswith("PAR308 recomputed-otherwise: every tensor is within its tolerance, but the port is wrong")
 
 
 def test_so_does_what_leaves_a_recipe_of_its_own():
