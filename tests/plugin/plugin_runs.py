@@ -56,6 +56,7 @@ def run_with_workers(pytester: pytest.Pytester, workers: int, *arguments: str) -
         f"import sys\nsys.path.insert(0, {tests!r})\nimport fakes, pytest\nfakes.install(pytest.MonkeyPatch())"
     )
     with pytest.MonkeyPatch.context() as patch:
+        fakes.install(patch)  # as the conftest does here, too; this takes all of it back
         patch.setattr("execnet.gateway_io.Popen2IOMaster.__init__", forked.begin_worker)
         return run(pytester, "-n", str(workers), *arguments)
 
