@@ -69,7 +69,7 @@ def _value(check: Check, precision: str, kind: Kind) -> float:
 
 @dataclass(frozen=True)
 class Growth:
-    """How much a statistic of one tensor differs between two runs that are known to be right.
+    """Hold how much a statistic of one tensor differs between two runs that are known to be right.
 
     Attributes:
         kernels: of the two runs.

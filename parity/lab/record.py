@@ -9,6 +9,7 @@ import ast
 import functools
 import importlib.util
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -144,14 +145,28 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
         result: plain data.
         code: that computed it, of ``code_of``; written where it is not that of the result before.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""  # as text, \r would end a line
     lines = [json.dumps({"run": run, "result": result})]
-    if code is not None and code != _last_code(text):
+    if code is not None and code != _last_code(_text(path)):
         lines.insert(0, json.dumps({"code": code}))
-    cut_short = text != "" and not text.endswith("\n")
+    add_lines(path, lines)
+
+
+def add_lines(path: Path, lines: Iterable[str]) -> None:
+    """Add lines to a file, whose folder is made; they begin a new line if what is there was cut short."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cut_short = path.exists() and path.stat().st_size > 0 and not _ends_a_line(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut_short else "") + "".join(line + "\n" for line in lines))
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _text(path: Path) -> str:
+    return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""  # as text, \r would end a line
 
 
 def outdated(path: Path, code: Code) -> Outdated | None:

@@ -199,7 +199,7 @@ _Code: TypeAlias = int | pytest.ExitCode | None
 
 
 class Watched:
-    """A pytest plugin that says how the run has ended.
+    """Say, as a pytest plugin, how the run has ended.
 
     Args:
         word: where it says so.

@@ -37,7 +37,7 @@ _ASKED_AGAIN = 0.02  # seconds; nothing tells when one of several locks is free,
 
 
 class Slots:
-    """As many slots as a run has workers; an item takes one for each of its processes.
+    """Share as many slots as a run has workers; an item takes one for each of its processes.
 
     A slot is a file lock, because the kernel takes that back from a worker however it dies. Who holds slots waits for
     none, and only the first in the queue holds some before it has all of its own, so each wait ends.

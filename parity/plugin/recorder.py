@@ -353,7 +353,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Told:
-    """What has changed.
+    """Hold what has changed.
 
     Attributes:
         lines: for the terminal.
@@ -406,7 +406,7 @@ _CHECKOUT = "GITHUB_WORKSPACE"
 
 
 class GitHub:
-    """A pytest plugin for the process that hears of every test.
+    """Tell GitHub, from the process that hears of every test.
 
     Args:
         recorder: the one that keeps the results.

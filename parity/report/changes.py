@@ -41,7 +41,7 @@ _SAME_GOLDEN = 1e-6
 
 @dataclass(frozen=True)
 class Statistic:
-    """One statistic of one tensor in two runs that computed it from the same numbers.
+    """Hold one statistic of one tensor in two runs that computed it from the same numbers.
 
     Attributes:
         seed: of the result.
@@ -67,7 +67,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Noise:
-    """What a whole comparison takes for noise.
+    """Say what a whole comparison takes for noise.
 
     Attributes:
         kernels: whether those of both runs round alike.
@@ -79,7 +79,7 @@ class Noise:
 
     @property
     def of_kernels_alike(self) -> Noise:
-        """The same where kernels are taken to round alike."""
+        """Return the same where kernels are taken to round alike."""
         return replace(self, kernels="alike")
 
 
@@ -104,12 +104,12 @@ class Change:
 
     @cached_property
     def statistics(self) -> tuple[Statistic, ...]:
-        """What noise may have changed: all statistics of tensors that have other bytes though golden is the same."""
+        """Return what noise may have changed: statistics of tensors that have other bytes though golden is the same."""
         return tuple(found for pair in self._pairs for found in _statistics(*pair))
 
     @cached_property
     def has_same_bytes(self) -> bool:
-        """Whether every tensor of every seed is known to be the same to the byte."""
+        """Return whether every tensor of every seed is known to be the same to the byte."""
         tensors = [each for before, after in self._pairs for each in (before.tensors, after.tensors)]
         seeds_of = [len(item.results) for item in (self.before, self.after) if item is not None]
         return (
@@ -284,12 +284,12 @@ class Comparison:
 
     @cached_property
     def all(self) -> list[Change]:
-        """Every item of either run."""
+        """Return every item of either run."""
         return between(self.before.results, self.after.results)
 
     @cached_property
     def noise(self) -> Noise:
-        """What noise may change, given what differs between the runs."""
+        """Return what noise may change, given what differs between the runs."""
         environments = self.before.environment, self.after.environment
         alike = earlier.kernels_round_alike(*environments)
         return Noise("alike" if alike else "others", sum(len(change.statistics) for change in self.all))
@@ -304,12 +304,12 @@ class Comparison:
 
     @property
     def shares_items(self) -> bool:
-        """Whether any item is in both runs."""
+        """Return whether any item is in both runs."""
         return any(change.before and change.after for change in self.all)
 
     @property
     def is_worse(self) -> bool:
-        """Whether an item newly fails or has regressed."""
+        """Return whether an item newly fails or has regressed."""
         return "newly failing" in self.changes or "regressed" in self.changes
 
 

@@ -55,7 +55,7 @@ def summary(run: Digest, name: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a pair is declared.
+    """Say where a pair is declared.
 
     Attributes:
         file: relative to the repository.

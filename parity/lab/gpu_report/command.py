@@ -43,7 +43,7 @@ Status = Literal["done", "failed", "broken", "out of time"]
 
 @dataclass(frozen=True)
 class Step:
-    """One command.
+    """Hold one command.
 
     Attributes:
         name: of its log, and what ``--only`` calls it.

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 import parity
 from parity.lab.nvidia_tests.checkout import TESTS, Job
+from parity.lab.record import add_lines
 from parity.progress import followed
 
 # Tests that one process runs: a file's tests are to have more than one processor.
@@ -205,11 +206,7 @@ class Measure:
 
     def _keep(self, found: Iterable[Outcome]) -> None:
         types = TypeAdapter(Outcome)
-        text = "".join(types.dump_json(one).decode() + "\n" for one in found)
-        path = self.folder / "outcomes.jsonl"
-        cut_short = path.exists() and not path.read_bytes().endswith(b"\n")
-        with path.open("a", encoding="utf-8") as file:
-            file.write("\n" * cut_short + text)
+        add_lines(self.folder / "outcomes.jsonl", [types.dump_json(one).decode() for one in found])
 
 
 # What PyTorch's and TE's modules (2.20.2) read while they are imported; the other variables of a job are set later.
@@ -240,7 +237,9 @@ def environment_of(root: Path, gpu: str, variables: Iterable[tuple[str, str]]) -
 
 
 class _Hosts:
-    """A process that has imported TE, of which each file's is forked; another one where GPU or variables differ."""
+    """Keep a process that has imported TE, of which each file's is forked; begin another one for another GPU or other
+    variables.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -287,7 +286,7 @@ class _Hosts:
 
 
 class _Running:
-    """A process of a host, which says when it has ended."""
+    """Tell when a process of a host has ended, as the host says."""
 
     def __init__(self, number: int, host: IO[bytes]) -> None:
         self.number, self._host = number, host
@@ -341,7 +340,7 @@ def _new_file(folder: Path) -> Path:
 
 
 class _Lines:
-    """A file of JSON lines that others add to; one that is cut short is left out."""
+    """Read a file of JSON lines that others add to; one that is cut short is left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

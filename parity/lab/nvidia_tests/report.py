@@ -60,17 +60,13 @@ def draw(
     unread = [each.unread for each in collected if each.unread is not None and (each.job, each.job) not in left_out]
     every = [*outcomes, *unread]
     failed = [one for one in every if one.outcome == "failed"]
-    explained = Counter((one.gpu, cause_of(one, causes)) for one in failed)
+    caused = [(one, cause_of(one, causes)) for one in failed]
+    explained = Counter((one.gpu, cause) for one, cause in caused)
     left = Counter((each.gpu, why) for each in collected for why in _left_out(each, left_out))
     skipped = Counter((one.gpu, one.why) for one in every if one.outcome == "skipped")
     smaller = sorted({part for one in outcomes for part in one.smaller.split("; ") if part})
     each_failure = [
-        [
-            one.gpu,
-            one.test,
-            cause_of(one, causes) if cause_of(one, causes) != _UNEXPLAINED else f"{_UNEXPLAINED}: {one.why}",
-        ]
-        for one in failed
+        [one.gpu, one.test, cause if cause != _UNEXPLAINED else f"{_UNEXPLAINED}: {one.why}"] for one, cause in caused
     ]
     sections = [
         "# NVIDIA's own tests on the CPU kernels",

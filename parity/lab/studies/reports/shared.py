@@ -258,7 +258,7 @@ def claims(found: Iterable[Claim]) -> str:
 
 
 class Judged(Protocol):
-    """What is said of a wrong port or of a right one, as studies that count what is named record it."""
+    """Hold what is said of a wrong port or of a right one, as studies that count what is named record it."""
 
     @property
     def status(self) -> str: ...
@@ -272,7 +272,7 @@ Said = TypeVar("Said", bound=Judged)
 
 
 class OfPrecision(Protocol):
-    """What was judged at a precision."""
+    """Name what was judged at a precision."""
 
     @property
     def precision(self) -> str: ...
