@@ -23,7 +23,7 @@ from parity.lab.campaign import Campaign, FourDigits
 from parity.lab.studies.rows.names import ROWS, TABLES
 from parity.lab.studies.rows.ports import HOSTS, LAYERS, port
 from parity.lab.studies.settings import check_names
-from parity.te import PRECISIONS
+from parity.te import PRECISIONS, Backend
 
 RECORD = "names.jsonl"
 
@@ -38,6 +38,8 @@ class Settings:
         seed: of weights and inputs.
         searches: whether the cause is searched for; without, a run is short and tells what is detected.
         commit: at which this is measured, as the report is to say.
+        backend: ``cpu``, or ``gpu`` for TE's compiled kernels.
+        workers: processes that judge at a time; 0 for this process.
     """
 
     tables: tuple[str, ...] = ("right", *TABLES)
@@ -45,6 +47,8 @@ class Settings:
     seed: int = 0
     searches: bool = True
     commit: str = ""
+    backend: Backend = "cpu"
+    workers: int = 0
 
 
 FULL = Settings()
@@ -61,6 +65,7 @@ class Judgement:
         precision: of ``parity.te.PRECISIONS``.
         seed: of weights and inputs.
         searched: whether the cause was searched for.
+        backend: on whose kernels.
     """
 
     row: str
@@ -68,6 +73,7 @@ class Judgement:
     precision: str
     seed: int
     searched: bool = True
+    backend: Backend = "cpu"
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Said:
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said], Settings]:
-    """Judge what the folder's record lacks, in this process: first whether ports are rejected, then why.
+    """Judge what the folder's record lacks: first whether ports are rejected, then why.
 
     Returns:
         What ``report.write`` is given, but for the folder.
@@ -104,7 +110,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return campaign.complete(judgements(settings), said_of, "judging"), settings
+        return campaign.complete(judgements(settings), said_of, "judging", settings.workers or None), settings
     finally:
         torch.set_num_threads(threads)
 
@@ -115,7 +121,7 @@ def judgements(settings: Settings) -> list[Judgement]:
     wrong = [(row.name, row.host) for name in settings.tables if name in TABLES for row in TABLES[name]]
     wrong.sort(key=lambda both: both[1] in LAYERS)
     return [
-        Judgement(*both, name, settings.seed, searched)
+        Judgement(*both, name, settings.seed, searched, settings.backend)
         for searched in ((False, True) if settings.searches else (False,))
         for name in settings.precisions
         for both in right + wrong
@@ -129,7 +135,7 @@ def _limits() -> Any:
 
 def said_of(one: Judgement) -> Said:
     """Judge one port, and search for the cause if that is asked for, without a limit of real time."""
-    kernels = te.kernels("cpu")
+    kernels = te.kernels(one.backend)
     case = port(one.host, ROWS[one.row].mistake if one.row else None)
     (checked,) = check_case(case, kernels.te)
     judged = judge_at(case, checked, PRECISIONS[one.precision], one.seed, kernels, _limits())

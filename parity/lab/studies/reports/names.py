@@ -76,7 +76,7 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
         "Wrong ports, written in TE by hand next to a plain reference, and what parity says of them. The table of rows "
         "was written before the search that it judges was changed, and without looking at what the search tries. "
         + (f"Measured at commit {settings.commit}. " if settings.commit else "")
-        + made_on(kernels("cpu"))
+        + made_on(kernels(settings.backend))
         + f" Seed {settings.seed}. Seconds are processor time of the search for a cause, on a machine that others use."
     )
     yield (
