@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from parity.cpu import versions
 from parity.cpu.loading import loader
-from parity.machine import devices, process
+from parity.machine import devices as of_machine
+from parity.machine import process
 from parity.machine.process import lasting
 from parity.numerics.formats import (
     Rounding,
@@ -63,7 +64,7 @@ def why_no_gpu() -> str | None:
     """Return why TE's real kernels cannot run here, or None if they can."""
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
-    if not devices.is_installed():
+    if not of_machine.is_installed():
         return "TransformerEngine's compiled extension is not installed (pip install 'transformer-engine[pytorch]')"
     return None
 
