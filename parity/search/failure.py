@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,9 +23,6 @@ from parity.te import Precision
 # How much a part of a search may compute.
 
 
-# A search ends, wherever it is, after so many seconds of processor time for each nominal second.
-_SLOWEST_MACHINE = 4.0
-
 Tried = TypeVar("Tried")
 
 
@@ -34,32 +30,32 @@ Tried = TypeVar("Tried")
 class Budget:
     """Seconds of a nominal machine that may be spent, so that a search ends at the same place on every machine.
 
+    Processor time is no measure: a GPU that other processes use makes this one wait, and waiting for it counts as work.
+
     Attributes:
         clock: the clock that counts them.
         seconds: how many may pass on it.
         began: the clock's seconds when the budget began.
-        began_here: this process's processor time then, for machines that are far slower.
         exceeded: whether it was found to be spent.
     """
 
     clock: Clock
     seconds: float
     began: float
-    began_here: float
     exceeded: bool = False
 
     @staticmethod
     def of(clock: Clock, seconds: float) -> Budget:
         """Return a budget of so many seconds from now on."""
-        return Budget(clock, seconds, clock.seconds, time.process_time())
+        return Budget(clock, seconds, clock.seconds)
 
     def share(self, part: float) -> Budget:
         """Return a budget that ends when so much of this one is spent."""
-        return Budget(self.clock, part * self.seconds, self.began, self.began_here)
+        return Budget(self.clock, part * self.seconds, self.began)
 
     def more(self, part: float) -> Budget:
         """Return so much of this budget from now on, whatever is spent of it."""
-        return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began, self.began_here)
+        return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began)
 
     def longer_by(self, seconds: float) -> Budget:
         """Return this budget with so many seconds more."""
@@ -79,9 +75,7 @@ class Budget:
         """Return whether it is spent, or the search has reached its limit of real time; remember that
         in ``exceeded``.
         """
-        here = time.process_time() - self.began_here
-        self.exceeded = self.exceeded or self.passed > self.seconds or here > _SLOWEST_MACHINE * self.seconds
-        self.exceeded = self.exceeded or self.clock.is_over()
+        self.exceeded = self.exceeded or self.passed >= self.seconds or self.clock.is_over()
         return self.exceeded
 
 

@@ -22,7 +22,6 @@ from parity.mistakes.weight_maps import Mapped, weight_hypotheses
 from parity.passes import nominal_clock
 from parity.passes.nominal_clock import Clock
 from parity.result import Finding
-from parity.search import failure
 from parity.search.failure import Budget, while_it_lasts
 from parity.search.findings import _first_found
 from parity.search.search import _nearest_first
@@ -33,7 +32,7 @@ from parity.search.search import _nearest_first
 def slow(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Let processor time pass so many times as fast, as on a slower machine."""
     usual = time.process_time
-    monkeypatch.setattr(failure.time, "process_time", lambda: factor * usual())
+    monkeypatch.setattr(time, "process_time", lambda: factor * usual())
 
 
 def test_a_budget_is_spent_when_its_clock_has_passed_it():
@@ -65,16 +64,10 @@ def test_what_comes_after_the_budget_is_left_in_the_iterator():
     assert list(left) == [2, 3]
 
 
-def test_a_machine_on_which_it_takes_far_longer_ends_it(monkeypatch):
-    budget = Budget.of(Clock(), 0.0625)
-    slow(monkeypatch, 1e9)
-    assert budget.spent()
-
-
-def test_a_machine_three_times_as_slow_finds_the_same(monkeypatch):
+def test_a_machine_a_thousand_times_as_slow_finds_the_same(monkeypatch):
     scaled = Options(embedding=math.sqrt(HIDDEN), layers=1)
     here = decoders(scaled, "fp8_current", embedding=float(HIDDEN))
-    slow(monkeypatch, 3.0)
+    slow(monkeypatch, 1000.0)
     assert decoders(scaled, "fp8_current", embedding=float(HIDDEN)).findings == here.findings
 
 
