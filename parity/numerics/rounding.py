@@ -53,6 +53,7 @@ from parity.numerics.plain import (
     Casts,
     are_patches,
     as_in,
+    is_backward_of,
     is_in_place,
     rows_of,
     step_by_step,
@@ -369,10 +370,10 @@ class _RoundingMode(TorchDispatchMode):
         if patches is not None:
             return patches
         if "storage" in self._storing.rounding.parts and (func in PLAIN_KERNELS or self._is_plain(func)):
-            if is_in_place(func):
-                return self._stored_in_place(func, args, kwargs)
             in_fp32 = self._is_step_in_fp32(args)
             result = as_in(torch.float32 if in_fp32 else self._storing.rounding.storage, func, args, kwargs)
+            if is_in_place(func):
+                return args[0].copy_(self._storing.store(args[0]))
             if in_fp32 and self.phase.backward:  # the cube of a root may be out of FP16's range
                 self._norms.see_gradient(args, result)
                 return result
@@ -451,7 +452,9 @@ class _RoundingMode(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if self.phase.backward and name in ARITHMETIC:
             return True
-        return name != CAST and name.removesuffix("_backward") in self._freedom.plain
+        if name == CAST:
+            return False
+        return name in self._freedom.plain or (self.phase.backward and is_backward_of(name, self._freedom.plain))
 
     def _is_step_in_fp32(self, args: tuple[Any, ...]) -> bool:
         """Return whether it is a step of a norm that a port computes in FP32, as most do: no root of it

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import parity
 from parity.cpu import tensor_cores
 from parity.lab.zoo.hosts.linear import ComposedMLP
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import UNFUSED
-from parity.numerics.plain import ADDED_BIAS, ADDED_TO_SUM, CAST, plain_calls
+from parity.numerics.plain import ADDED_BIAS, ADDED_TO_SUM, CAST, as_in, plain_calls
 from parity.numerics.rounding import rounded
 
 # What a port calls by itself between TE's modules is known, and what it rounds is expected of the port.
@@ -91,6 +92,72 @@ def capped_attention(cap: float, heads: int = 4, groups: int = 2, head_dim: int 
 def test_a_tight_softcap_of_unfused_attention_rounds_line_by_line():
     results = parity.compare(capped_attention(3.0), ["bf16", "fp16"], seeds=range(10), attention="unfused")
     assert [result.item for result in results if not result.passed] == []
+
+
+# Functions that add up many terms in the port's own dtype, forward or backward.
+
+POSITIONS, ROWS = 2048, 50
+READ = torch.randint(ROWS, (POSITIONS,), generator=torch.Generator().manual_seed(0))
+LOOKUPS = {
+    "index": lambda table, read: table[read],
+    "index_select": lambda table, read: table.index_select(0, read),
+    "gather": lambda table, read: table.gather(0, read[:, None].expand(-1, WIDTH)),
+    "embedding": lambda table, read: F.embedding(read, table),
+}
+
+
+class WithTable(nn.Module):
+    """A layer whose result a learned table of a few rows is added to, token by token."""
+
+    def __init__(self, layer: type[nn.Module], lookup) -> None:
+        super().__init__()
+        self.layer, self.lookup = layer(WIDTH, WIDTH), lookup
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.lookup(self.table, READ.to(x.device))
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_a_table_that_is_read_often_has_the_error_that_summing_its_gradient_costs(name: str) -> None:
+    te = parity.te.kernels("cpu").te
+    pair = parity.Pair(
+        reference=WithTable(nn.Linear, LOOKUPS[name]),
+        candidate=WithTable(te.Linear, LOOKUPS[name]),
+        weights={each: each for each in ("layer.weight", "layer.bias", "table")},
+        inputs=lambda rng: rng.normal(POSITIONS, WIDTH),
+        fill=True,
+    )
+    (result,) = parity.compare(pair, ["bf16"])
+    assert result.passed, result.findings
+
+
+class Dtypes(TorchDispatchMode):
+    """Note the dtype of the first argument of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of[func.overloadpacket.__name__] = args[0].dtype
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_function_that_a_port_calls_runs_in_the_ports_dtype_on_every_device(device: str) -> None:
+    x = torch.ones(4, 3, device=device)
+    with Dtypes() as dtypes:
+        result = as_in(torch.bfloat16, torch.ops.aten.cumsum.default, (x, 0), {})
+    assert dtypes.of["cumsum"] is torch.bfloat16
+    assert result.dtype is torch.float32
+
+
+def test_what_a_function_writes_in_place_is_written_to_the_models_tensor():
+    x = torch.full((2, 3), 256.0)
+    given = as_in(torch.bfloat16, torch.ops.aten.add_.Tensor, (x, torch.ones(2, 3)), {})
+    assert given is x
+    assert x.eq(256.0).all(), "257 is no number of BF16"
 
 
 FUNCTIONS = {
