@@ -22,7 +22,8 @@ page                                                stands for, in TransformerEn
 ``router``                                          ``router.cpp``
 ``softmax``                                         ``softmax.cpp``
 ``extension``, ``enums``, ``misc``, ``versions``    ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
-``triton``                                          the functions of TE's Python that launch Triton kernels
+``triton``, ``mhc``                                 the functions of TE's Python that launch Triton kernels, and those
+                                                    of these kernels that TE's own functions launch
 ``cuda``                                            ``torch.cuda``, of one emulated GPU
 ``distributed``                                     ``torch.distributed``, of ranks that talk by gloo
 ``graphs``                                          ``torch.cuda.CUDAGraph``: work that is recorded and done again

@@ -1,7 +1,8 @@
 """TransformerEngine's functions that launch Triton kernels: masks of experts, cross entropy, padding, bias gradients.
 
 Stands in for the wrappers of ``transformer_engine/pytorch/triton`` (2.14.1 to 2.20.2), whose kernels are Triton's
-(``common/triton``); ``replacements`` says which of TE's functions become which of these.
+(``common/triton``); ``replacements`` says which of TE's functions become which of these, and ``kernel`` which of the
+kernels themselves have a counterpart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parity.cpu import versions
+from parity.cpu import mhc, versions
 
 
 def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
@@ -31,6 +32,12 @@ def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
             "cross_entropy_backward": _backward_before_2_19,
         }
     return {function.__name__: function for function in _REPLACEMENTS.get(name, ())}
+
+
+def kernel(name: str) -> Callable[..., Any] | None:
+    """Return what is launched in place of the Triton kernel of this dotted name, None if there is nothing."""
+    module, _, function = name.rpartition(".")
+    return mhc.KERNELS.get(function) if module == "transformer_engine.common.triton.mhc" else None
 
 
 # Tokens to the rows of their experts and back, by a mask; and chunks of rows in another order.

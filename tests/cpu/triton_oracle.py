@@ -4,7 +4,7 @@ The interpreter must be chosen before Triton is imported, so a process of its ow
 
     python triton_oracle.py calls.pt results.pt
 
-reads ``{module: [(function, arguments), ...]}`` and writes each call's result.
+reads ``{module: [(function, arguments), ...]}`` and writes each call's result, with gradients if arguments require any.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,26 @@ def run(calls: dict[str, list[Call]], folder: Path) -> dict[str, list[Any]]:
     return torch.load(results)
 
 
+def result_and_gradients(
+    function: Callable[..., Any], args: tuple[Any, ...], grads: Sequence[torch.Tensor] | None = None
+) -> Any:
+    """Call a function, and return its result, or, if arguments require gradients, its outputs and their gradients.
+
+    Args:
+        grads: those of the outputs, in their order. Default: the outputs themselves.
+    """
+    leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    result = function(*args)
+    if not leaves:
+        return result
+    outputs = result if isinstance(result, tuple) else (result,)
+    given = grads or [output.detach() for output in outputs]
+    gradients = torch.autograd.grad(
+        outputs, leaves, [grad.to(output.dtype) for grad, output in zip(given, outputs, strict=False)]
+    )
+    return tuple(output.detach() for output in outputs) + gradients
+
+
 def te_root() -> Path:
     """The folder of the installed package, which is not imported."""
     spec = importlib.util.find_spec("transformer_engine")
@@ -52,6 +73,12 @@ def _package(name: str, folder: Path) -> None:
     sys.modules[name] = package
 
 
+def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, layout: str) -> tuple[torch.Tensor]:
+    """Stand in for TE's GEMM, which is no Triton kernel: FP32, in the one layout that is asked for here."""
+    assert layout == "NT"
+    return ((b.float().t() @ a.float()).to(out_dtype),)
+
+
 def _load(module: str, root: Path) -> dict[str, Any]:
     """The wrappers of ``module``, on the CPU; block sizes are not searched for but the smallest that TE tries."""
     import triton
@@ -65,8 +92,12 @@ def _load(module: str, root: Path) -> dict[str, Any]:
             return lambda *args, **kwargs: self.kernel[chosen](*args, **kwargs, **self.block)
 
     triton.autotune = lambda configs, key, **_: lambda kernel: Tuned(kernel, configs[0].kwargs)
-    for name in ("", ".common", ".common.triton"):
+    for name in ("", ".common", ".common.triton", ".pytorch", ".pytorch.cpp_extensions"):
         _package(f"transformer_engine{name}", root / Path(*name.split(".")))
+    gemm = types.ModuleType("transformer_engine.pytorch.cpp_extensions.gemm")
+    gemm.general_gemm = _product  # type: ignore[attr-defined]
+    sys.modules[gemm.__name__] = gemm
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
     source = (root / "pytorch" / "triton" / f"{module}.py").read_text()
     namespace: dict[str, Any] = {"__name__": module}
     exec(compile(source.replace('"cuda"', '"cpu"'), module, "exec"), namespace)
@@ -78,5 +109,5 @@ if __name__ == "__main__":
     te, found = te_root(), {}
     for module_name, asked in torch.load(calls_file).items():
         wrappers = _load(module_name, te)
-        found[module_name] = [wrappers[function](*args) for function, args in asked]
+        found[module_name] = [result_and_gradients(wrappers[function], args) for function, args in asked]
     torch.save(found, results_file)

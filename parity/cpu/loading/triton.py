@@ -1,28 +1,35 @@
-"""Stand in for ``triton`` in TransformerEngine's modules: enough to import them; launching a kernel raises an error.
+"""Stand in for ``triton`` in TransformerEngine's modules: enough to import them, and to launch kernels that have a
+counterpart.
 
-Triton has no CPU target and cannot be installed on macOS. The wrappers that TE's features call are replaced
-(``replacements.py``), so its kernels need only be defined.
+Triton has no CPU target and cannot be installed on macOS. Most wrappers that TE's features call are replaced whole
+(``parity.cpu.triton.replacements``), so that their kernels need only be defined; others are TE's own, and launch a
+counterpart (``parity.cpu.triton.kernel``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
+
+from parity.cpu import triton
+from parity.cpu.graphs import recorded
 
 __version__ = "0"
 
 
 class _Kernel:
-    """A kernel that can be named but not launched."""
+    """A kernel whose counterpart is launched in its place, on any grid; without one it can be named, not launched."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._name = f"{function.__module__}.{function.__qualname__}"
+        name = f"{function.__module__}.{function.__qualname__}"
 
-    def __getitem__(self, grid: Any) -> Callable[..., NoReturn]:
-        def launch(*_args: Any, **_kwargs: Any) -> NoReturn:
-            raise NotImplementedError(f"the CPU kernels have no counterpart to the Triton kernel {self._name}")
+        def launch(*_args: Any, **_kwargs: Any) -> None:
+            raise NotImplementedError(f"the CPU kernels have no counterpart to the Triton kernel {name}")
 
-        return launch
+        self._launch = recorded(triton.kernel(name) or launch)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return self._launch
 
 
 class _Name:
@@ -40,7 +47,7 @@ class _Name:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """Return a kernel that cannot be launched; called as ``triton.jit``, with and without options."""
+    """Return a kernel that launches its counterpart; called as ``triton.jit``, with and without options."""
     return jit if function is None else _Kernel(function)
 
 
