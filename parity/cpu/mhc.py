@@ -6,6 +6,8 @@ do not matter here. A row is a token, ``M`` of them; each has ``n`` = 4 streams 
 
 What lies between loading and storing is FP32, as are all sums. Where the kernels ask for ``tl.fma``, the product is not
 rounded, and streams are added in their order there: 0, 2, 1, 3, as ``tl.split`` takes every other element.
+
+Held against an H100 (TE 2.20.2, Triton 3.6): what no sum is part of whose order is free is the same to the bit.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from parity.cpu import tensor_cores
+from parity.cpu import kernel_choices, tensor_cores
 
 _STREAMS = (0, 2, 1, 3)
 # Rows of a block whose sum is one row of a workspace (``scale_config``, ``expand_combine_prune_bwd``).
@@ -25,10 +27,13 @@ _ROWS_OF_SCALE, _ROWS_OF_BIAS = 128, 4
 
 
 def _dot(left: Tensor, right: Tensor, precision: str) -> Tensor:
-    """Return ``left @ right``, as ``tl.dot`` multiplies at this ``input_precision``, which matters to FP32 alone."""
-    if left.dtype == right.dtype == torch.float32:
+    """Return ``left @ right``, as ``tl.dot`` multiplies at this ``input_precision``, which matters to FP32 alone.
+
+    Triton hands FP32 to the tensor cores as it is, which cut it to TF32; seen on an H100, as that cuBLAS rounds.
+    """
+    if left.dtype == right.dtype == torch.float32 and kernel_choices.FP32_EXACT not in kernel_choices.current():
         if precision == "tf32":
-            left, right = tensor_cores.operand(left), tensor_cores.operand(right)
+            left, right = tensor_cores.truncate_to_tf32(left), tensor_cores.truncate_to_tf32(right)
         elif precision == "tf32x3":
             return _dot_of_halves(left, right)
     return left.float() @ right.float()
@@ -298,11 +303,12 @@ def aggregate_backward(
     grad = grad_output_ptr.view(M, 1, C)
     grad_weights = _dot(grad, x_ptr.view(M, C, n), precision)
     grad_H_pre_ptr.copy_(grad_weights.to(H_pre_ptr.dtype).view(grad_H_pre_ptr.shape))
-    grad_x = (grad.transpose(1, 2) * H_pre_ptr.view(M, 1, n)).view(grad_x_ptr.shape)
-    if FUSE_GRAD_X_ACC:
-        grad_x_ptr += grad_x
-    else:
-        grad_x_ptr.copy_(grad_x)
+    factors = grad.transpose(1, 2), H_pre_ptr.view(M, 1, n)
+    if FUSE_GRAD_X_ACC and torch.promote_types(grad.dtype, H_pre_ptr.dtype) == torch.float32:
+        grad_x_ptr.copy_(_fma(*factors, grad_x_ptr.view(M, C, n)).view(grad_x_ptr.shape))
+        return
+    grad_x = (factors[0] * factors[1]).view(grad_x_ptr.shape)
+    grad_x_ptr.copy_(grad_x_ptr + grad_x if FUSE_GRAD_X_ACC else grad_x)
 
 
 # Expand and combine: a layer's output goes to all streams, weighted by H_post, and H_res mixes those that there were.

@@ -76,7 +76,7 @@ def operand(values: Tensor) -> Tensor:
     if kernel_choices.FP32_EXACT in choices:
         return values
     if kernel_choices.TF32_TRUNCATED in choices:
-        return _kept(values, values.view(torch.int32).clone())
+        return truncate_to_tf32(values)
     if kernel_choices.TF32_TIES_AWAY in choices:
         return _kept(values, values.view(torch.int32) + (1 << (_DROPPED_BITS - 1)))
     return round_to_tf32(values)
@@ -94,6 +94,11 @@ def round_to_tf32(values: Tensor) -> Tensor:
     rounded += bits
     rounded += (1 << (_DROPPED_BITS - 1)) - 1
     return _kept(values, rounded)
+
+
+def truncate_to_tf32(values: Tensor) -> Tensor:
+    """Cut FP32 to TF32's 10 mantissa bits, toward zero; infinities and NaNs stay."""
+    return _kept(values, values.view(torch.int32).clone())
 
 
 def _kept(values: Tensor, bits: Tensor) -> Tensor:

@@ -141,9 +141,9 @@ def test_outputs_and_gradients_are_those_of_te_s_triton_kernels(tmp_path: Path) 
         assert_near(ours, result, name, SUMS)
 
 
-def test_use_tf32_reads_fp32_operands_of_products_as_tf32() -> None:
+def test_use_tf32_cuts_fp32_operands_of_products_to_tf32() -> None:
     x, phi = drawn(FP32, 6, 128).detach(), drawn(FP32, COLUMNS, 128).detach()
-    exact, ms = te_mhc.mhc_fused_projection(*map(tensor_cores.round_to_tf32, (x, phi)), use_tf32=False)
+    exact, ms = te_mhc.mhc_fused_projection(*map(tensor_cores.truncate_to_tf32, (x, phi)), use_tf32=False)
     with kernel_choices.kernel_choices():
         h, of_x = te_mhc.mhc_fused_projection(x, phi, use_tf32=True)
     assert torch.equal(h, exact)
@@ -154,7 +154,8 @@ def test_bf16_times_fp32_is_three_products_of_tf32() -> None:
     if not HAS_NORM_WEIGHT:
         pytest.skip("x and phi have one dtype before 2.19")
     x, phi = drawn(BF16, 6, 128).detach(), drawn(FP32, COLUMNS, 128).detach()
-    h, _ = te_mhc.mhc_fused_projection(x, phi, use_tf32=False)
+    with kernel_choices.kernel_choices():
+        h, _ = te_mhc.mhc_fused_projection(x, phi, use_tf32=False)
     exact = x.double() @ phi.double().t()
     torch.testing.assert_close(h[:, :COLUMNS].double(), exact, rtol=2.0**-21, atol=SUMS * float(exact.abs().max()))
 
@@ -179,6 +180,21 @@ def test_gradients_of_x_may_be_added_in_one_buffer() -> None:
     torch.testing.assert_close(
         torch.autograd.grad(together, x, grad), torch.autograd.grad(apart, x, grad), rtol=EPS, atol=1e-4
     )
+
+
+@pytest.mark.skipif(not HAS_NORM_WEIGHT, reason="of TransformerEngine 2.19")
+@pytest.mark.parametrize(
+    ("dtype", "of_weights", "rounded"), [(FP32, FP32, False), (BF16, FP32, False), (BF16, BF16, True)]
+)
+def test_a_product_is_rounded_before_it_is_added_in_the_buffer_if_both_factors_are_bf16(
+    dtype: torch.dtype, of_weights: torch.dtype, rounded: bool
+) -> None:
+    x, h_pre, buffer = drawn(dtype, 3, 1, 8, STREAMS), drawn(of_weights, 3, 1, STREAMS), torch.randn(3, 1, 8, STREAMS)
+    grad, before = torch.randn(3, 1, 8).to(dtype), buffer.double()
+    te_mhc.mhc_fused_aggregate(x, h_pre, STREAMS, fused_grad_x_acc_buffer=buffer).backward(grad)
+    product = grad[..., None].double() * h_pre.detach()[:, :, None].double()
+    expected = (product.to(BF16).double() if rounded else product) + before
+    assert torch.equal(buffer, expected.float())
 
 
 @pytest.mark.skipif(not HAS_NORM_WEIGHT, reason="before 2.19, the backward pass is never deterministic")
