@@ -408,7 +408,8 @@ def check_map(
         reference_others, candidate_others: what their other names mean, see ``other_names``.
 
     Raises:
-        WeightMapError: with every problem, one per line; those of similar layers share a line.
+        WeightMapError: with every problem, one per line; those of similar layers share a line. An empty map
+            is the only problem.
     """
     reference = Parameters("reference", reference_shapes, reference_others)
     candidate = Parameters("TE", candidate_shapes, candidate_others)
@@ -417,8 +418,13 @@ def check_map(
         *unused_of_reference(weights, reference, candidate),
         *unused_of_te(weights, reference, candidate),
     ]
+    if problems and not weights:
+        raise WeightMapError(
+            f"the pair has no weight map, so nothing says how the reference's {len(reference_shapes)} parameters fill "
+            f"TE's {len(candidate_shapes)}"
+        )
     if problems:
-        raise WeightMapError("\n".join([*["weights has no entry"] * (not weights), *lines(problems)]))
+        raise WeightMapError("\n".join(lines(problems)))
 
 
 def check_entries(
