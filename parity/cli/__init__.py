@@ -581,6 +581,8 @@ def main(own_process: bool = True) -> None:
     Args:
         own_process: whether this process does nothing else, so that it may end here.
     """
+    if "_PARITY_COMPLETE" in os.environ:
+        os.environ["COLUMNS"] = "1000"  # a shell takes each line for an offer, so no description may be wrapped
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character of a report or a name
     try:
