@@ -28,6 +28,7 @@ Kind = Literal[
     "otherwise",
     "improved",
     "other numbers",
+    "other bytes",
     "new",
     "gone",
     "within noise",
@@ -60,6 +61,16 @@ class Statistic:
     elements: int
     growth: float
 
+    @property
+    def change(self) -> float:
+        """Return by how much the value has grown; unlike ``growth``, below what is expected as well."""
+        old, new = self.before.value, self.after.value
+        if old == new:
+            return 0.0
+        if self.after.statistic in noise.SIGNED:
+            return math.copysign(new - old, abs(new) - abs(old))
+        return math.log(new / old) if new > 0.0 < old else math.copysign(math.inf, new - old)
+
     def allowed(self, noise_of: Noise) -> float:
         """Return the growth that noise explains."""
         return noise.allowed(noise_of.kernels, self.precision, self.after.statistic, self.elements, noise_of.compared)
@@ -72,10 +83,12 @@ class Noise:
     Attributes:
         kernels: whether those of both runs round alike.
         compared: how many statistics it has.
+        same: whether the kernels of both runs are the same, so that what they compute has no noise at all.
     """
 
     kernels: Kernels
     compared: int
+    same: bool = False
 
     @property
     def of_kernels_alike(self) -> Noise:
@@ -145,8 +158,20 @@ class Change:
             return "other numbers"
         if self.grown(given.of_kernels_alike):
             return "grown"
-        shrunk = any(each.growth < -each.allowed(given) for each in self.statistics)
-        return "improved" if shrunk else "within noise"
+        if any(each.growth < -each.allowed(given) for each in self.statistics):
+            return "improved"
+        return "other bytes" if given.same and self.moved else "within noise"
+
+    @cached_property
+    def moved(self) -> tuple[str, ...]:
+        """Return the tensors that have other bytes at some seed, though the same kernels reproduce each byte."""
+        found = (label for pair in self._pairs for label in _moved(*pair))
+        return tuple(dict.fromkeys(found))
+
+    def most_moved(self, given: Noise) -> Statistic | None:
+        """Return the statistic of these tensors that grew most, as a share of what noise explains."""
+        shares = [(each.change / each.allowed(given), each) for each in self.statistics if each.tensor in self.moved]
+        return max(shares, key=lambda one: one[0], default=(0.0, None))[1]
 
     def grown(self, given: Noise) -> list[Statistic]:
         """Return the statistics that have grown beyond noise, of each tensor the one that is farthest beyond it."""
@@ -181,6 +206,21 @@ def _statistics(before: Result, after: Result) -> Iterator[Statistic]:
                 yield Statistic(
                     after.seed, tensor.label, after.precision, checks[check.statistic], check, tensor.numel, grown
                 )
+
+
+def _moved(before: Result, after: Result) -> Iterator[str]:
+    """Yield the tensors that have other bytes though the same kernels reproduce them.
+
+    The CPU kernels do. Of a GPU's, some do not, so each run must have looked (``--determinism``).
+    """
+    looked = [each.determinism for each in (before, after)]
+    if after.backend != "cpu" and None in looked:
+        return
+    racing = {label for each in looked if each is not None for label in each.differing}
+    older = _digests(before)
+    for label, digest in _digests(after).items():
+        if digest and older.get(label) and digest != older[label] and label not in racing:
+            yield label
 
 
 def _from_same_numbers(before: Result, after: Result) -> bool:
@@ -233,6 +273,7 @@ def _by_name(results: Iterable[Result]) -> dict[str, Item]:
 
 _COLUMNS = ("item", "before", "now", "worst tensor now", "findings")
 _GROWN = ("item", "seed", "tensor", "statistic", "before", "now", "grew", "noise alone")
+_MOVED = ("item", "tensors with other bytes", "seed", "grew most", "statistic", "before", "now", "noise alone")
 _TITLES: dict[Kind, str] = {
     "newly failing": "Newly failing",
     "regressed": "Regressed",
@@ -241,6 +282,7 @@ _TITLES: dict[Kind, str] = {
     "otherwise": "Otherwise changed",
     "improved": "Improved",
     "other numbers": "From other numbers",
+    "other bytes": "Changed by the code",
     "new": "New",
     "gone": "Gone",
 }
@@ -250,6 +292,7 @@ _WORDS: dict[Kind, str] = {
     "otherwise": "otherwise changed",
     "improved": "improved beyond noise",
     "other numbers": "computed from other numbers",
+    "other bytes": "changed by the code, within noise",
     "new": "new",
     "gone": "gone",
     "within noise": "changed within noise",
@@ -265,6 +308,11 @@ _TOLD: dict[Kind, str] = {
     "grown": "Kernels that round alike do not differ so much. Others may, and be right: those that split sums, keep "
     "fewer bits of them or round operands otherwise. So this is no regression, but a mistake may hide in it.",
     "other numbers": "Inputs, weights or the reference are not those of before, so that only verdicts were compared.",
+    "other bytes": "Both runs used the same kernels, which give the same bytes each time, so it is code that changed "
+    "these numbers: the pair's, or that of a package that it imports. The errors have grown by no more than summing in "
+    "another order explains, so this is no regression. But if the change was not meant to touch these numbers, it has "
+    "a mistake that is too small for any limit. The last column says how far noise alone could move the statistic; "
+    "what grew most in proportion to it comes first.",
 }
 _MOST_LINES = 5
 
@@ -292,7 +340,8 @@ class Comparison:
         """Return what noise may change, given what differs between the runs."""
         environments = self.before.environment, self.after.environment
         alike = earlier.kernels_round_alike(*environments)
-        return Noise("alike" if alike else "others", sum(len(change.statistics) for change in self.all))
+        same = earlier.kernels_are_the_same(*environments)
+        return Noise("alike" if alike else "others", sum(len(change.statistics) for change in self.all), same)
 
     @cached_property
     def changes(self) -> dict[Kind, list[Change]]:
@@ -340,7 +389,8 @@ def draw(runs: Comparison) -> str:
     for kind, title in _TITLES.items():
         if kind in changes:
             sections += [f"## {title}", *([_TOLD[kind]] if kind in _TOLD else [])]
-            sections.append(_growths(runs, kind) if kind in _GROWING else _table(changes[kind]))
+            tables = {"regressed": _growths, "grown": _growths, "other bytes": _movements}
+            sections.append(tables[kind](runs, kind) if kind in tables else _table(changes[kind]))
     sections += ["## Environments", _environments(runs)]
     return shown.text("\n\n".join(sections) + "\n")
 
@@ -360,13 +410,17 @@ def verdict(runs: Comparison) -> str:
 
 
 def lines(runs: Comparison) -> Iterator[str]:
-    """Yield what a terminal shows: what differs between the environments, the verdict, and what regressed most."""
+    """Yield what a terminal shows: what differs between the environments, the verdict, and what changed most."""
     yield from (f"differs: {each}" for each in differences(runs))
     yield verdict(runs)
     told = [
-        f"regressed: {change.item.name}, {_sentence(worst, runs.noise)}"
+        f"regressed: {change.item.name}, {_sentence(worst, runs.noise, f', {_by(worst, worst.growth)}')}"
         for change in runs.changes.get("regressed", ())
         for worst in change.grown(runs.noise)[:1]
+    ]
+    told += [
+        f"changed by the code: {change.item.name}, {_moved_in_words(change)}; {_sentence(most, runs.noise)}"
+        for change, most in _by_movement(runs)
     ]
     yield from map(shown.line, told[:_MOST_LINES])
     if len(told) > _MOST_LINES:
@@ -374,15 +428,29 @@ def lines(runs: Comparison) -> Iterator[str]:
 
 
 def growth_in_words(change: Change, kind: Kind, given: Noise) -> str:
-    """Return what has grown the farthest beyond noise; empty if nothing has."""
+    """Return what has grown the farthest beyond noise, or what code has changed; empty if neither holds."""
+    if kind == "other bytes":
+        return _moved_in_words(change)
     grown = change.grown(given if kind == "regressed" else given.of_kernels_alike) if kind in _GROWING else []
     return "; ".join(f"{each.tensor}: {each.after.statistic} {_by(each, each.growth)}" for each in grown[:1])
 
 
-def _sentence(each: Statistic, given: Noise) -> str:
-    values = short(abs(each.before.value)), short(abs(each.after.value))
-    by, most = _by(each, each.growth), _by(each, each.allowed(given))
-    return f"{each.tensor} (seed {each.seed}): {each.after.statistic} {values[0]}, now {values[1]}, {by}; noise: {most}"
+def _moved_in_words(change: Change) -> str:
+    tensors = [tensor.label for tensor in change.item.results[0].tensors]
+    return f"other bytes in {len(change.moved)} of {plural(len(tensors), 'tensor')} ({', '.join(change.moved)})"
+
+
+def _by_movement(runs: Comparison) -> list[tuple[Change, Statistic]]:
+    """Return what code has changed, and the statistic that grew most; what grew most of all comes first."""
+    found = [(change, change.most_moved(runs.noise)) for change in runs.changes.get("other bytes", ())]
+    known = [(change, most) for change, most in found if most is not None]
+    return sorted(known, key=lambda one: -one[1].change / one[1].allowed(runs.noise))
+
+
+def _sentence(each: Statistic, given: Noise, by: str = "") -> str:
+    old, new = (short(abs(check.value)) for check in (each.before, each.after))
+    noise = _by(each, each.allowed(given))
+    return f"{each.tensor} (seed {each.seed}): {each.after.statistic} {old}, now {new}{by}; noise: {noise}"
 
 
 def _by(each: Statistic, growth: float) -> str:
@@ -454,6 +522,24 @@ def _growths(runs: Comparison, kind: Kind) -> str:
         for each in change.grown(given)
     ]
     return markdown_table(rows, _GROWN)
+
+
+def _movements(runs: Comparison, kind: Kind) -> str:
+    """Return a table of the items whose numbers code has changed."""
+    rows = [
+        [
+            shown.code(change.item.name),
+            shown.prose(", ".join(change.moved)),
+            most.seed,
+            shown.code(most.tensor),
+            most.after.statistic,
+            short(abs(most.before.value), 3),
+            short(abs(most.after.value), 3),
+            f"up to {_by(most, most.allowed(runs.noise))}",
+        ]
+        for change, most in _by_movement(runs)
+    ]
+    return markdown_table(rows, _MOVED)
 
 
 def _cell(item: Item | None) -> str:

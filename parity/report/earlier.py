@@ -100,7 +100,7 @@ def _checksum(files: Iterable[Path]) -> str:
 
 
 # What no two runs have in common, and what is measured of the machine.
-_ANY = ("date", "asked", "limits_compared", "golden", "limits")
+_ANY = ("date", "asked", "limits_compared", "golden", "limits", "threads")
 _LABELS = {"items": "the number of items", "cpu": "processor", "transformer_engine": "TransformerEngine"}
 
 
@@ -134,6 +134,23 @@ def kernels_round_alike(before: Environment, now: Environment) -> bool:
         and before.asked.options.get(_ATTENTION) == now.asked.options.get(_ATTENTION)
         and VARIABLES not in changed_code(before.asked.code, now.asked.code)
     )
+
+
+# The CPU's kernels sum in an order that may also depend on these.
+_OF_ORDER = ("cpu", "platform", "threads")
+
+
+def kernels_are_the_same(before: Environment, now: Environment) -> bool:
+    """Return whether both runs computed with the same kernels, which give the same bytes unless they race.
+
+    They are not if parity's code has changed: the CPU kernels are a part of it, and so is what calls a candidate.
+    """
+    if before.asked is None or now.asked is None or not kernels_round_alike(before, now):
+        return False
+    names = _OF_ORDER if now.backend == "cpu" else ()
+    pairs = [(getattr(before, name), getattr(now, name)) for name in names]
+    pairs.append((before.asked.code.get(PARITY), now.asked.code.get(PARITY)))
+    return all(old and old == new for old, new in pairs)
 
 
 def differences_of_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -117,6 +117,7 @@ class Environment:
         limits_compared: its limits against the packaged ones, by precision, and nothing if they are the same; None
             where that is not known, as of older records.
         asked: what else the run's results depend on; None where that is not known, as of older records.
+        threads: how many threads PyTorch computed with; 0 where that is not known, as of older records.
     """
 
     date: str
@@ -138,6 +139,7 @@ class Environment:
     limits: str = ""
     limits_compared: tuple[OfPrecision, ...] | None = None
     asked: Asked | None = None
+    threads: int = 0
 
     @property
     def kernels(self) -> str:
@@ -200,6 +202,7 @@ def measure(
         limits=limits,
         limits_compared=limits_compared,
         asked=asked,
+        threads=torch.get_num_threads(),
     )
 
 

@@ -26,6 +26,7 @@ ENVIRONMENT = Environment(
     items=3,
     limits_compared=(OfPrecision("bf16", 24, 23, 0, _DIFFERENCE, _DIFFERENCE, 1, "accepted"),),
     asked=Asked(OPTIONS.as_asked, "00000000", {PARITY: code_of_parity(), "pairs.py": "00000000"}),
+    threads=2,
 )
 
 
