@@ -34,8 +34,6 @@ from parity.passes.prepare import Prepared, build, cast, prepare
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, places
 from parity.result import Finding, Result, as_printable, label_of_way
-from parity.search.dropout_over_ranks import remarks_on_dropout, wrong_dropout
-from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import (
     Piece,
     Whole,
@@ -44,7 +42,7 @@ from parity.search.over_ranks import (
     explained_by_positions,
     explained_over_ranks,
 )
-from parity.search.stages import explained_by_stages
+from parity.search.stages import explained_by_stages, remarks_on_dropout, wrong_dropout, wrong_norm
 from parity.search.steps import listed
 from parity.te import Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend

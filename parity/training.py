@@ -43,10 +43,6 @@ from parity.passes.switches import Journal, NotCaptured, backends, compiled_anew
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
-from parity.search.compiled import compiled_otherwise
-from parity.search.offloaded import offload_explained, out_of_step
-from parity.search.replayed import Replayed, not_captured, replay_explained, replay_frozen
-from parity.search.resumed import lost_state
 from parity.search.steps import (
     Guess,
     Setting,
@@ -54,11 +50,21 @@ from parity.search.steps import (
     factor_in_words,
     gradients_explained,
     listed,
+    lost_state,
     micro_batches_explained,
     optimizer_explained,
     scale_of,
     some_scaled,
     stale_transposes,
+)
+from parity.search.switched import (
+    Replayed,
+    compiled_otherwise,
+    not_captured,
+    offload_explained,
+    out_of_step,
+    replay_explained,
+    replay_frozen,
 )
 from parity.te import Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend, attention_backends

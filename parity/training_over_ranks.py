@@ -41,10 +41,9 @@ from parity.passes.prepare import Prepared, build
 from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, steps_elements
 from parity.ranks.layout import Degrees, part, places
 from parity.result import Finding, Result, Switch
-from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import Whole, explained_over_ranks
-from parity.search.resumed import lost_state
-from parity.search.steps import are_made_of, listed
+from parity.search.stages import wrong_norm
+from parity.search.steps import are_made_of, listed, lost_state
 from parity.te.state import Kept
 from parity.user_error import UserError
 

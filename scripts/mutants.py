@@ -116,7 +116,7 @@ def _body(function: Callable[..., Any]) -> str:
 
 def _is_of_mistakes(title: str) -> bool:
     """Return whether a mistake of the catalogue, or of a precision, may have the title."""
-    # The mistakes of a cache are not listed for a search: ``parity.search.decoding`` makes one after the other.
+    # The mistakes of a cache are not listed for a search: ``parity.search.borders`` makes one after the other.
     apart = {"codes.py", "decoding.py"}
     pages = [page for page in (ROOT / "parity" / "mistakes").glob("*.py") if page.name not in apart]
     made = re.compile(rf'(?<!{{)"{title}",')  # a function of PyTorch in a set may have a title's name

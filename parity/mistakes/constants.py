@@ -2,7 +2,7 @@
 
 A search for a port's number begins at the values that people use, and close to the reference's own on either side. From
 whichever value leaves the least error it goes on to numbers up to eight times as large or as small, and farther while
-the error keeps falling (``parity.search.gradient_screen.tuned``). So it finds a number that stands in no table as well.
+the error keeps falling (``parity.search.screen.tuned``). So it finds a number that stands in no table as well.
 """
 
 from __future__ import annotations

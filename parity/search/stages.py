@@ -1,7 +1,9 @@
-"""Find what is wrong between the stages of a pipeline: what they hold, their order, and what they add to gradients."""
+"""Find what is wrong between ranks: pipeline stages, the norm to which gradients are clipped, and what is dropped."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,11 +15,15 @@ from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import OnRank
 from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import Prepared
-from parity.ranks.layout import Degrees
+from parity.ranks.layout import AXES, AxisName, Degrees
 from parity.ranks.pipeline import Pipeline
 from parity.result import Finding, Result
 from parity.search.over_ranks import Piece, Whole
 from parity.search.steps import listed, micro_batches_explained
+from parity.trace.digests import Drop
+
+# The stages of a pipeline: what they hold, their order, and what they add to gradients.
+
 
 _ROUNDED = 2.0**-8  # what weights may be off, as in ``over_ranks``
 
@@ -150,3 +156,151 @@ def _of_micro_batches(
         one.name: one.tolerance_relative_l2 for one in result.tensors if one.kind == "weight gradient" and one.numel
     }
     return None if made is None else micro_batches_explained(1, limits, made)
+
+
+# The norm to which ranks clip their gradients, held against the gradients that the ranks have, whatever their errors.
+
+
+# How exact a norm is: summed in FP32, or in the gradients' own 16 bits, as torch.nn.utils.get_total_norm does it.
+_NORM, _NARROW_NORM = 1e-4, 1e-2
+
+
+def wrong_norm(
+    norms: Sequence[float | None], wholes: Sequence[Whole], made: Degrees, exact: float = _NORM
+) -> Finding | None:
+    """Return what is wrong with the norm of all gradients that ranks computed; None if nothing is, or none did.
+
+    Args:
+        norms: by rank.
+        wholes: the tensors.
+        made: how many ranks there are.
+        exact: how exact these norms are, in relation to themselves.
+    """
+    gradients = [one for one in wholes if one.kind == "weight gradient"]
+    right = math.sqrt(sum(_square(one.joined()) for one in gradients))
+    known = {rank: norm for rank, norm in enumerate(norms) if norm is not None}
+    wrong = [rank for rank, norm in known.items() if not _is_norm(norm, right, exact)]
+    if not wrong:
+        return None
+    rank = wrong[0]
+    own = [0.0] * made.count
+    for piece in (piece for one in gradients for piece in one.pieces):
+        own[piece.rank] += _square(piece.values)
+    add_up = "sum the squares of all ranks' gradients before the root"
+    guesses = {f"that of rank {rank}'s gradients alone": (own[rank], add_up)}
+    for axis in (axis for axis in AXES if made.of(axis) > 1):
+        (peers,) = (peers for peers in made.peers(axis) if rank in peers)
+        told = f"that over all ranks of {axis}, which counts a weight once for each rank that holds it"
+        guesses[told] = sum(own[peer] for peer in peers), "count each weight once, such as on the first of these ranks"
+    for one in gradients:
+        guesses |= _counted_otherwise(one, rank, right**2)
+    found = (
+        (text, repair)
+        for text, (square, repair) in guesses.items()
+        if _is_norm(known[rank], math.sqrt(max(square, 0.0)), exact)
+    )
+    told, repair = next(
+        found,
+        ("neither one rank's nor that of all gradients, each counted once", f"{add_up}, and count each weight once"),
+    )
+    return repairable(
+        "gradient-norm",
+        f"on rank {rank} the norm of all gradients is {known[rank]:.5g}, but should be {right:.5g}; it is {told}",
+        repair,
+    )
+
+
+def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, tuple[float, str]]:
+    """Return the square of the norm if one gradient is counted otherwise, and what to do, by what is wrong with it."""
+    once, held = _square(one.joined()), [_square(piece.values) for piece in one.pieces]
+    own = next((_square(piece.values) for piece in one.pieces if piece.rank == rank), 0.0)
+    first = _square(one.pieces[0].values)
+    found = {
+        f"without {one.name}": (0.0, f"include {one.name}"),
+        f"with {one.name} once for each rank that holds it": (sum(held), f"count {one.name} once"),
+    }
+    if one.pieces[0].split:
+        all_parts = f"count each rank's part of {one.name}, which is split over ranks"
+        found |= {
+            f"with {one.name} only as the first rank has it": (first, all_parts),
+            f"with {one.name} only as this rank has it": (own, all_parts),
+        }
+    return {
+        f"that of all gradients, but {text}": (right - once + square, repair)
+        for text, (square, repair) in found.items()
+    }
+
+
+def _is_norm(norm: float, right: float, exact: float) -> bool:
+    held = torch.tensor(norm)
+    is_narrow = any(bool(held.to(dtype).float() == held) for dtype in (torch.bfloat16, torch.float16))
+    return abs(norm - right) <= (_NARROW_NORM if is_narrow else exact) * right
+
+
+def _square(x: Tensor) -> float:
+    return float(x.double().square().sum())
+
+
+# Whether ranks drop what they should: the same of a tensor that each has, and independently of others.
+
+
+def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees) -> Finding | None:
+    """Return what ranks drop wrongly; None if nothing.
+
+    Whether two ranks have the same tensor is seen by its bits, so no layer needs to be known: of the hidden states
+    that each rank has, all must drop the same; of its own heads, or its own part of a sequence, each must drop
+    independently.
+
+    Args:
+        ran: what each rank has, with what it dropped in a pass of its own.
+        dropped: the tensors of that pass.
+        made: how many ranks there are.
+    """
+    for a, b, one, other in _beside(ran, made, "tp"):
+        where = f"{one.function} in the forward pass of {one.module}"
+        if one.given == other.given and one.state != other.state:
+            return repairable(
+                "ranks-drop-differently",
+                f"ranks {a} and {b} of tp have the same tensor, but drop different elements of it, at {where}",
+                "draw outside of the random number tracker, from a generator with the same seed on all ranks of tp",
+            )
+        if one.given != other.given and one.state == other.state:
+            return repairable(
+                "ranks-drop-alike",
+                f"ranks {a} and {b} of tp have different parts, but drop the same elements of them, at {where}",
+                "use a random number tracker whose seed depends on the rank within tp, passed to TE as "
+                "get_rng_state_tracker=; with sequence parallelism, fork it around the whole layer",
+            )
+    for whole in dropped:  # what is dropped by hand is in no call that was recorded
+        if (ranks := whole.apart()) is not None:
+            return repairable(
+                "ranks-drop-differently",
+                f"ranks {ranks[0]} and {ranks[1]} have the same {whole.kind} {whole.name} without dropout, and "
+                "different ones with it: they drop different elements of a tensor that both hold",
+                "draw what both drop from a generator with the same seed on both",
+            )
+    return None
+
+
+def remarks_on_dropout(ran: Sequence[OnRank], made: Degrees) -> Iterator[str]:
+    """Yield what is no mistake, but worth knowing; arguments as above."""
+    yield "numbers were compared with dropout switched off"
+    for axis in (axis for axis in AXES if axis != "tp"):
+        for a, b, one, other in _beside(ran, made, axis):
+            if one.given != other.given and one.state == other.state:
+                yield (
+                    f"ranks {a} and {b} of {axis} drop the same elements of other tensors, at {one.function} in the "
+                    f"forward pass of {one.module}: their generators are seeded alike, as Megatron's are by default"
+                )
+                break
+
+
+def _beside(ran: Sequence[OnRank], made: Degrees, axis: AxisName) -> Iterator[tuple[int, int, Drop, Drop]]:
+    """Yield pairs of ranks along an axis with what both drop at the same place, in the order in which it is."""
+    pairs = [pair for peers in made.peers(axis) for pair in itertools.combinations(peers, 2)]
+    for at in range(max((len(one.drops) for one in ran), default=0)):
+        for a, b in pairs:
+            if at < min(len(ran[a].drops), len(ran[b].drops)):
+                one, other = ran[a].drops[at], ran[b].drops[at]
+                if (one.function, one.module) == (other.function, other.module):
+                    yield a, b, one, other

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import parity
 from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import planted
-from parity.search.localise import readable
+from parity.search.divergence import readable
 
 # A part of the residual stream that is detached: outputs are right, gradients lack what comes back through it.
 

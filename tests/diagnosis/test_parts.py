@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import parity
 from parity.mistakes.constants import is_written
 from parity.mistakes.hypothesis import Hypothesis
-from parity.search.findings import _told
-from parity.search.verify import Explanation
+from parity.search.explanation import _told
+from parity.search.search import Explanation
 
 BATCH, SEQ, HEADS, GROUPS, HEAD_DIM = 3, 24, 8, 4, 16
 HIDDEN = HEADS * HEAD_DIM

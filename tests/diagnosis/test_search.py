@@ -22,8 +22,8 @@ from parity.mistakes.weight_maps import Mapped, weight_hypotheses
 from parity.passes import nominal_clock
 from parity.passes.nominal_clock import Clock
 from parity.result import Finding
+from parity.search.explanation import _first_found
 from parity.search.failure import Budget, while_it_lasts
-from parity.search.findings import _first_found
 from parity.search.search import _nearest_first
 
 # A budget of what is computed.

@@ -21,8 +21,8 @@ from parity.lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, add_up, case
 from parity.parallel import with_parts_joined
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, degrees, over, part, places
-from parity.search.norm_over_ranks import wrong_norm
 from parity.search.over_ranks import Piece, Whole, explained_by_outputs, explained_over_ranks
+from parity.search.stages import wrong_norm
 
 
 def named(entry):

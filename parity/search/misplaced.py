@@ -1,11 +1,4 @@
-"""Find calls that are given another tensor of the same shape than the reference's.
-
-For example a skip connection from another layer, the gate of another branch, the other stream's keys, a
-scale for a shift. Any value that exists at that time may be read instead: by one call, by the same call
-of all layers, or by all calls that read a value; two places may have each other's values, and a loop's
-rounds those of other rounds. A few passes show, to first order, what each of these does to the outputs;
-those whose effect is most like the candidate's error are tried.
-"""
+"""Find what is right but in another place: outputs that stand elsewhere, and calls that are given another tensor."""
 
 from __future__ import annotations
 
@@ -18,12 +11,116 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from parity.case.case import Rng
+from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.reads import Layers, Place, edits_at, is_activation, made_again, places
+from parity.numerics.errors import Tolerance, margin, measure
 from parity.passes.nominal_clock import Work
-from parity.search.failure import Budget
+from parity.result import Finding, TensorResult
+from parity.search.failure import Budget, Failure
 from parity.search.screen import FirstOrder
 from parity.trace.trace import RESHAPES, Trace, Value, back, grouped, unnumbered
+
+# Outputs in the place of another output, or with rows in another order.
+
+
+# An output in the place of another.
+
+
+def exchange_findings(failure: Failure) -> Iterator[Finding]:
+    """Yield a finding if every failed output is another one of the reference's, within that one's tolerance."""
+    failed = [result for result in failure.outputs if not result.passed]
+    if len(failed) < 2:
+        return
+    stands_for = {one.label: [other.label for other in failed if _is(failure, one, other)] for one in failed}
+    if all(len(labels) == 1 for labels in stands_for.values()):
+        told = ", ".join(f"{label} is the reference's {labels[0]}" for label, labels in stands_for.items())
+        if len({labels[0] for labels in stands_for.values()}) == len(failed):
+            yield repairable("outputs-exchanged", told, "return them in the reference's order")
+
+
+def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
+    """Return whether the candidate's output is another one of the reference's."""
+    candidate = failure.candidate[one.key]
+    right = failure.golden[other.key]
+    if one is other or candidate.shape != right.shape:
+        return False
+    bound = Tolerance(other.tolerance_relative_l2, other.tolerance_max_abs)
+    return margin(measure(candidate, right, failure.precision.dtype), bound) <= 1.0
+
+
+# Rows in another order: those of a batch, or the positions of a sequence.
+
+
+_MOST = 2048  # rows; each is held against each
+_LEAST = 8  # elements that a row must have: fewer are near to those of some other row by chance
+_FEW = 4096  # elements of a row by which rows are told apart
+_HELPS = 0.3  # of the error may be left; rows that are alike, such as near zero, are as near to others as to their own
+
+
+def order_findings(failure: Failure) -> Iterator[Finding]:
+    """Yield a finding if every failed output is the reference's with rows, along one dimension, in another order."""
+    failed = [result for result in failure.outputs if not result.passed]
+    told: dict[str, list[str]] = {}
+    for result in failed:
+        found = _moved(failure.candidate[result.key], failure.golden[result.key], result.tolerance_relative_l2)
+        if not found:
+            return
+        told.setdefault(found, []).append(result.label)
+    for text, labels in told.items():
+        yield repairable("rows-exchanged", f"{' and '.join(labels)}: {text}", "return rows in the reference's order")
+
+
+def _moved(candidate: Tensor, golden: Tensor, limit: float) -> str:
+    """Return which rows are in the place of which, if that leaves no more than the limit; else an empty text."""
+    if candidate.shape != golden.shape:
+        return ""
+    for dim in range(golden.dim()):
+        count = golden.shape[dim]
+        if not 2 <= count <= _MOST or golden.numel() < _LEAST * count:
+            continue
+        own, right = (x.double().movedim(dim, 0).reshape(count, -1) for x in (candidate, golden))
+        if own.shape[1] > _FEW:
+            some = Rng(0, "elements of a row").integers(_FEW, high=own.shape[1]).to(own.device)
+            own, right = own[:, some], right[:, some]
+        of = torch.cdist(own, right).argmin(1)
+        by = _shift(of)
+        kept = slice(max(-by, 0), count - max(by, 0)) if by else slice(None)
+        off = (own - right[of])[kept].norm() / right[of][kept].norm()
+        if bool(off <= limit) and bool(off <= _HELPS * (own - right)[kept].norm() / right[kept].norm()):
+            return _in_words(of.tolist(), dim, by)
+    return ""
+
+
+def _shift(of: Tensor) -> int:
+    """Return by how much all rows are moved but for those that have nowhere to come from; 0 if that differs."""
+    by = of - torch.arange(len(of), device=of.device)
+    shift = int(by.median())
+    kept = by[max(-shift, 0) : len(of) - max(shift, 0)]
+    return shift if abs(shift) < len(of) // 2 and bool((kept == shift).all()) else 0
+
+
+def _in_words(of: list[int], dim: int, by: int) -> str:
+    count = len(of)
+    if by:
+        at = max(-by, 0)
+        return f"dimension {dim} is moved by {abs(by)}: its place {at} has what belongs to place {at + by}, and so on"
+    if of == list(range(count))[::-1]:
+        return f"dimension {dim} is in reverse"
+    wrong = [(i, j) for i, j in enumerate(of) if i != j]
+    some = ", ".join(f"place {i} has what belongs to place {j}" for i, j in wrong[:3])
+    return f"along dimension {dim}, {some}{f' and so on, {len(wrong)} of {count}' if len(wrong) > 3 else ''}"
+
+
+# Calls that are given another tensor of the same shape than the reference's.
+#
+# For example a skip connection from another layer, the gate of another branch, the other stream's keys, a scale for a
+# shift. Any value that exists at that time may be read instead: by one call, by the same call of all layers, or by all
+# calls that read a value; two places may have each other's values, and a loop's rounds those of other rounds. A few
+# passes show, to first order, what each of these does to the outputs; those whose effect is most like the candidate's
+# error are tried.
+
 
 _TRIED = 24  # of each kind of exchange, so many of the likeliest are tried
 _PAIRED = 512  # exchanges at one place, or at one place of each layer, that are combined in pairs

@@ -1,0 +1,527 @@
+"""Name what CUDA graphs, offloading or compilation compute otherwise than the same training without.
+
+What is wrong is told by experiment: the training without is made again up to the step, in which one thing is as the
+switch may have left it; the step must then be the switched one to the bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from parity.mistakes.codes import repairable
+from parity.passes.courses import Beside, Computed
+from parity.passes.one_pass import Arguments, as_arguments
+from parity.passes.steps import Batch, Trainee, digest
+from parity.passes.switches import DIFFERENTIATED, GENERATED, TRACED, Exchange, Journal, NotCaptured
+from parity.result import Finding
+from parity.te.state import is_quantized
+from parity.trace.whose import Owner, is_of_te, module_of, users_line, whose
+from parity.user_error import raised
+
+# CUDA graphs: what a graph keeps from its capture is given back what it was at the capture.
+
+
+# So many inputs and values are tried one by one.
+_ALONE = 6
+
+
+def not_captured(error: NotCaptured) -> Finding:
+    """Return what a capture has met that no graph holds."""
+    cause = error.__cause__ or error
+    where = users_line(cause)
+    return repairable(
+        "graph-not-captured",
+        f"the capture raised {raised(cause)}{f'; at {where}' if where else ''}",
+        "move code that reads a tensor's value (item, tolist, cpu, a branch, a mask as an index), or that waits for "
+        "the device, out of the captured part",
+    )
+
+
+@dataclass(frozen=True)
+class Replayed(Beside):
+    """A step that a graph has made otherwise than the training without graphs."""
+
+    def without_graph(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> Computed:
+        """Return what the step is without a graph, if the candidate is changed before it.
+
+        Args:
+            change: gets the candidate, and the values that it had when the graph was captured; it may return another
+                batch.
+        """
+        at_capture: list[Value] = []
+        return self.made_again(
+            lambda trainee: change(trainee, at_capture), lambda trainee: at_capture.extend(values(trainee))
+        )
+
+    def is_made_by(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> bool:
+        """Return whether the step without a graph is then the graph's."""
+        return not self.without_graph(change).differs_in(self.computed)
+
+    def other_shapes(self) -> tuple[str, str] | None:
+        """Return the shapes of the inputs that TE's graph was captured with, and those of a call with others."""
+        with self.without.begun() as trainee:
+            if trainee.training.graph is not None:
+                return None
+            captured = _shapes(as_arguments(trainee.batch(self.number).inputs))
+        return next(((captured, own) for call in self.stepped.calls if (own := _shapes(call)) != captured), None)
+
+
+def _shapes(arguments: Arguments) -> str:
+    shapes = [tuple(x.shape) for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+    return " and ".join("x".join(map(str, shape)) for shape in shapes)
+
+
+def replay_explained(replayed: Replayed) -> Finding | None:
+    """Return which value of the capture, or which mistake of it, the graph's step shows; None if none is found."""
+    number = replayed.number
+    if number == 1 and replayed.without.changed_before:
+        return repairable(
+            "graph-differs",
+            f"the capture has changed {_listed(replayed.without.changed_before)}",
+            "let warm-up passes before a capture leave no trace: step no optimizer there, and restore the scales of "
+            "delayed scaling, as make_graphed_callables does",
+        )
+    if shapes := replayed.other_shapes():
+        return repairable(
+            "graph-differs",
+            f"step {number} calls the candidate with inputs of {shapes[1]}, but its graph was captured with "
+            f"those of the batch, of {shapes[0]}; a graph keeps these shapes, and other inputs are broadcast to them",
+            "capture with a micro-batch, by parity.Training(graph=...), or give each call inputs of the batch's shapes",
+        )
+    if replayed.stepped.moved:
+        return repairable(
+            "graph-lost-gradient",
+            f"in step {number}, the optimizer does not read the gradients of {_listed(replayed.stepped.moved)} where "
+            "the graph writes them, which is the memory that grad had when the graph was captured",
+            "change gradients in place; zero_grad(set_to_none=True) and parameter.grad = ... replace their memory",
+        )
+    if replayed.stepped.unmade:
+        return repairable(
+            "weight-cache-stale",
+            f"step {number} of the graph computes gradients of inputs from copies of "
+            f"{_listed(replayed.stepped.unmade)} that are not the transposes of the FP8 weights; "
+            "parameter._reset_caches() has no effect on a replay, which runs no Python",
+            "call parameter._create_transpose() after each optimizer.step(), which writes the memory that the graph "
+            "reads, or step FP32 copies of your own and copy_ them to the parameters",
+        )
+    if replayed.is_made_by(lambda trainee, at_capture: trainee.leave_recipe()):
+        return repairable(
+            "graph-differs",
+            f"step {number} of the graph equals, bit for bit, that without the precision's recipe",
+            "pass enabled=True and the recipe to make_graphed_callables, or capture within te.autocast",
+        )
+    return _stale_input(replayed) or _frozen_value(replayed)
+
+
+def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
+    """Return what to say of a step that nothing explains, and whether it names values that the graph may have kept."""
+    number, differing = replayed.number, replayed.differing
+    beginning = (
+        f"step {number} of the graph differs from that of the same training without a graph in {_listed(differing)}"
+    )
+    anew = replayed.without_graph(lambda trainee, at_capture: trainee.capture())
+    if number == 1 or anew.differs_in(replayed.without.steps[number - 1]):
+        told = repairable(
+            "graph-differs",
+            f"{beginning}, and so does a graph that is captured right before the step",
+            "look for code that runs only in the capture, and for inputs that are not copied into the graph's memory",
+        )
+        return told, False
+    changed = _changed(replayed)
+    was = f": since then, {_listed([one.was for one in changed])}" if changed else ", FP8 weights or memory"
+    told = repairable(
+        "graph-frozen-value",
+        f"{beginning}, but a graph that is captured right before the step does not; so the graph keeps a number, a "
+        f"branch or something else from the time of its capture{was}",
+        "keep what changes in a tensor that is written in place, or capture again",
+    )
+    return told, bool(changed)
+
+
+def _stale_input(replayed: Replayed) -> Finding | None:
+    """Return which inputs are those of an earlier step, or zero."""
+    number = replayed.number
+
+    def with_old(old: int, chosen: Sequence[int], trainee: Trainee, at_capture: list[Value]) -> Batch:
+        now = trainee.batch(number)
+        leaves, spec = tree_flatten(now.inputs)
+        others = tree_flatten(_zero(now.inputs) if not old else trainee.batch(old).inputs)[0]
+        mixed = [others[i] if i in chosen else one for i, one in enumerate(leaves)]
+        return Batch(tree_unflatten(mixed, spec), now.input_names)
+
+    names = _input_names(replayed)
+    every = range(len(names))
+    choices = [every[i : i + 1] for i in every[:_ALONE]] + ([every] if len(names) > 1 else [])
+    for old, chosen in itertools.product(dict.fromkeys((*range(1, number)[:1], *range(1, number)[-1:], 0)), choices):
+        if replayed.is_made_by(partial(with_old, old, chosen)):
+            told = f"that of step {old}" if old else "zero"
+            return repairable(
+                "graph-stale-input",
+                f"step {number} of the graph equals, bit for bit, that without a graph in which "
+                f"{_listed([names[i] for i in chosen])} is {told}; a replay reads the memory that the capture read",
+                "copy each batch into the memory that was captured (static.copy_(batch)) before the replay",
+            )
+    return None
+
+
+def _input_names(replayed: Replayed) -> list[str]:
+    with replayed.without.begun() as trainee:
+        batch = trainee.batch(1)
+    if isinstance(batch.inputs, dict):
+        return [f"the input {name}" for name, one in batch.inputs.items() for _ in tree_flatten(one)[0]]
+    leaves = tree_flatten(batch.inputs)[0]
+    named = len(batch.input_names) == len(leaves)
+    return [f"the input {batch.input_names[i] if named else i}" for i in range(len(leaves))]
+
+
+def _zero(inputs: Any) -> Any:
+    return tree_map(lambda x: x.new_zeros(x.shape) if isinstance(x, Tensor) else x, inputs)
+
+
+def _frozen_value(replayed: Replayed) -> Finding | None:
+    """Return what Python held at the capture, and the graph still has."""
+    changed = _changed(replayed)
+    memory = [one for one in changed if one.is_memory]
+    numbers = [one for one in changed if not one.is_memory]
+    groups = [[one] for one in (numbers + memory)[:_ALONE]] + [some for some in (numbers, memory) if len(some) > 1]
+
+    def set_back(names: set[str], trainee: Trainee, at_capture: list[Value]) -> None:
+        for one in at_capture:
+            if one.name in names:
+                one.write(one.value)
+
+    for group in [*groups, changed] if numbers and memory else groups:
+        if replayed.is_made_by(partial(set_back, {one.name for one in group})):
+            return repairable(
+                "graph-frozen-value",
+                f"step {replayed.number} of the graph equals, bit for bit, that without a graph in which "
+                f"{_listed([one.again for one in group])}; a graph keeps the numbers, branches and memory of its "
+                "capture",
+                "keep what changes in a tensor that is written in place, or capture again",
+            )
+    return None
+
+
+def _changed(replayed: Replayed) -> list[Value]:
+    """Return the values that change from the capture to the end of the step, as they were."""
+    with replayed.without.begun() as trainee:
+        at_capture = list(values(trainee))
+        for number in range(1, replayed.number + 1):
+            replayed.without.made(trainee, number)
+        return [one for one in at_capture if one.is_changed]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# What Python holds for a training, and a CUDA graph keeps as it was: numbers, and the places of tensors.
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that a step may read, and may find changed the next time.
+
+    Attributes:
+        name: where it is, in words.
+        value: as it was.
+        read: returns it.
+        write: puts another in its place.
+    """
+
+    name: str
+    value: Any
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+    @property
+    def is_memory(self) -> bool:
+        """Return whether it is a tensor."""
+        return isinstance(self.value, Tensor)
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether there is another number now, or a tensor in other memory."""
+        now = self.read()
+        if isinstance(self.value, Tensor) and isinstance(now, Tensor):
+            return self.value.data_ptr() != now.data_ptr()
+        return _is_followed(now) and (type(self.value) is not type(now) or bool(self.value != now))
+
+    @property
+    def was(self) -> str:
+        """Say what it was at the capture."""
+        return f"{self.name} lies in other memory" if self.is_memory else f"{self.name} is {self.value!r} no more"
+
+    @property
+    def again(self) -> str:
+        """Say what makes the step the graph's."""
+        return f"{self.name} {'lies where it lay' if self.is_memory else f'is {self.value!r}, as'} at the capture"
+
+
+def values(trainee: Trainee) -> Iterator[Value]:
+    """Yield what is held by the module and its parts, the optimizer's groups, and the pair's functions."""
+    for what, owner in trainee.owners.items():
+        if isinstance(owner, nn.Module):
+            for path, module in owner.named_modules():
+                own = {} if is_of_te(type(module)) else vars(module)  # TE's own come with its first call
+                for held in (own, module._buffers):
+                    yield from _items(held, f"{path}.".lstrip("."))
+                yield from (
+                    _memory(f"{path}.{key}".lstrip("."), one)
+                    for key, one in module._parameters.items()
+                    if one is not None and not is_quantized(one)
+                )
+        elif isinstance(owner, Optimizer):
+            for number, group in enumerate(owner.param_groups):
+                where = "the optimizer" if len(owner.param_groups) == 1 else f"the optimizer's group {number}"
+                yield from _items(group, after=f" of {where}")
+        elif owner is not None:
+            yield from _of_function(owner, what)
+
+
+def _memory(name: str, parameter: nn.Parameter) -> Value:
+    def write(memory: Tensor) -> None:
+        parameter.data = memory
+
+    return Value(name, parameter.data, lambda: parameter.data, write)
+
+
+def _items(held: dict[str, Any], before: str = "", after: str = "") -> Iterator[Value]:
+    for key, one in list(held.items()):
+        if _is_followed(one) and not key.startswith("_"):
+            yield Value(f"{before}{key}{after}", one, partial(held.get, key), partial(held.__setitem__, key))
+
+
+def _is_followed(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(one, (bool, int, float, str)) for one in value)
+    return value is None or isinstance(value, (bool, int, float, str, Tensor))
+
+
+def _of_function(owner: Any, what: str) -> Iterator[Value]:
+    """Yield what a function has in its closure, or an object in its attributes."""
+    if isinstance(owner, MethodType):
+        owner = owner.__self__
+    if not isinstance(owner, FunctionType):
+        yield from _items(getattr(owner, "__dict__", {}), after=f" of {what}")
+        return
+    for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
+        try:
+            content = cell.cell_contents
+        except ValueError:  # it has none yet
+            continue
+        if _is_followed(content):
+            yield Value(f"{name} of {what}", content, partial(getattr, cell, "cell_contents"), partial(_fill, cell))
+        elif not isinstance(content, (nn.Module, Optimizer, ModuleType, type)):
+            yield from _items(getattr(content, "__dict__", {}), f"{name}.", f" of {what}")
+
+
+def _fill(cell: CellType, content: Any) -> None:
+    cell.cell_contents = content
+
+
+# Offloading: TE's contexts are followed, so that it is known whether a layer gets back what it has saved. Anything
+# else is told by reading something else back of what was saved.
+
+
+_NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def out_of_step(number: int, journal: Journal, error: BaseException | None = None) -> Finding | None:
+    """Return that a backward pass has read what another layer, or another pass of the layer, has saved, or that TE's
+    offloading has raised an error; None if each layer has got its own.
+    """
+    told = [f"raised {raised(error)}"] if error is not None and _is_of_offloading(error) else []
+    for saved, read in journal.misread[:1]:
+        where = f"layer {read}'s memory" if saved != read else "its own memory, where another forward pass has written"
+        told.insert(0, f"looked for what layer {saved} had saved in {where}")
+    if not told:
+        return None
+    return repairable(
+        "offload-out-of-step",
+        f"in step {number}, TE's offloading, which counts layers as they enter its context, {' and '.join(told)}",
+        "pass the output of each layer to the synchronization function before the next layer enters the context; set "
+        "model_layers to the number of times that a forward pass enters it; and finish each backward pass before the "
+        "next forward pass",
+    )
+
+
+def _is_of_offloading(error: BaseException) -> bool:
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module_of(frame).endswith(".cpu_offload") and whose(frame) is Owner.TE for frame in frames)
+
+
+def offload_explained(beside: Beside, journal: Journal) -> Finding:
+    """Return why a step with offloading is not that of the same training without."""
+    differing = beside.differing
+    return (
+        out_of_step(beside.number, journal)
+        or _changed_saved(beside)
+        or _narrow(beside)
+        or _earlier(beside)
+        or repairable(
+            "offload-differs",
+            f"step {beside.number} with offloading differs from that of the same training without it in "
+            f"{_listed(differing)}",
+            "compare each tensor that is read back with a copy that stays on the device",
+        )
+    )
+
+
+def _made(beside: Beside, where: int, exchange: Exchange, seen: list[Tensor] | None = None) -> tuple[Computed, Trainee]:
+    """Return what the step is without offloading, if other tensors are read back in a step, and the candidate."""
+    with beside.without.begun() as trainee:
+        for number in range(1, beside.number + 1):
+            with ExitStack() as stack:
+                if number == where:
+                    stack.enter_context(trainee.reading_back(exchange, seen))
+                _, computed = beside.without.made(trainee, number)
+    return computed, trainee
+
+
+def _is_made_by(beside: Beside, exchange: Exchange) -> bool:
+    """Return whether the step without offloading is the offloaded one, if something else is read back in it."""
+    return not _made(beside, beside.number, exchange)[0].differs_in(beside.computed)
+
+
+def _changed_saved(beside: Beside) -> Finding | None:
+    """Return which tensors the port itself changes between a forward pass and its backward pass."""
+    saved: list[Tensor] = []
+    changed: list[Tensor] = []
+
+    def compare(number: int, x: Tensor) -> Tensor:
+        if digest(x) != digest(saved[number]):
+            changed.append(x)
+        return x
+
+    _, trainee = _made(beside, beside.number, compare, saved)
+    if not changed:
+        return None
+    own = {id(one): name for name, one in trainee.owners[""].named_parameters()}
+    names = (own.get(id(x), f"a saved tensor of shape {'x'.join(map(str, x.shape))}") for x in changed)
+    return repairable(
+        "offload-stale-tensor",
+        f"in step {beside.number}, the port changes {_listed(list(dict.fromkeys(names)))} after the forward pass has "
+        "saved it and before the backward pass reads it; without offloading, the backward pass reads the new values, "
+        "and with it the old ones",
+        "change weights and activations in place only after the backward pass",
+    )
+
+
+def _narrow(beside: Beside) -> Finding | None:
+    """Return in which dtype of 16 bits wider tensors are kept."""
+    for (dtype, name), kinds in itertools.product(_NARROW.items(), ((Tensor,), (Tensor, nn.Parameter))):
+
+        def rounded(number: int, x: Tensor, dtype: torch.dtype = dtype, kinds: tuple[type, ...] = kinds) -> Tensor:
+            return x.to(dtype).to(x.dtype) if type(x) in kinds and x.dtype is torch.float32 else x
+
+        if _is_made_by(beside, rounded):
+            return repairable(
+                "offload-differs",
+                f"step {beside.number} with offloading equals, bit for bit, that without it in which all saved FP32 "
+                f"tensors are rounded to {name}; these include the statistics of norms, and the scales of activations "
+                "that TE saves in FP8",
+                "copy each tensor in its own dtype",
+            )
+    return None
+
+
+def _earlier(beside: Beside) -> Finding | None:
+    """Return whether tensors are read back that an earlier step has saved."""
+    for earlier in dict.fromkeys((1, beside.number - 1)):
+        if not 1 <= earlier < beside.number:
+            continue
+        saved: list[Tensor] = []
+        _made(beside, earlier, lambda number, x: x, saved)
+        for what, is_chosen in _GROUPS:
+
+            def old(
+                number: int, x: Tensor, saved: Sequence[Tensor] = saved, chosen: Callable[[Tensor], bool] = is_chosen
+            ) -> Tensor:
+                then = saved[number] if number < len(saved) else x
+                return then if chosen(x) and then.shape == x.shape and then.dtype == x.dtype else x
+
+            if _is_made_by(beside, old):
+                return repairable(
+                    "offload-stale-tensor",
+                    f"step {beside.number} with offloading equals, bit for bit, that without it in which the backward "
+                    f"pass reads {what} of step {earlier}",
+                    "copy to the host anew in each forward pass",
+                )
+    return None
+
+
+def _is_weight(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter)
+
+
+_GROUPS: tuple[tuple[str, Callable[[Tensor], bool]], ...] = (
+    ("the weights", _is_weight),
+    ("the activations", lambda x: not _is_weight(x)),
+    ("everything that was saved", lambda x: True),
+)
+
+
+def _listed_saved(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# Compilation: which step of ``torch.compile`` makes a candidate wrong.
+
+
+_STEPS = {
+    TRACED: (
+        "tracing the Python code changes what it computes",
+        "look for values that are declared constant or read where no guard checks them, and for code that asks "
+        "torch.compiler.is_compiling()",
+    ),
+    DIFFERENTIATED: (
+        "functionalization or ahead-of-time differentiation changes what is computed",
+        "look at your own custom operations: what they write to (mutates_args), register_fake and register_autograd",
+    ),
+    GENERATED: (
+        "the generated kernels compute something else, beyond what the limits allow for unrounded intermediate results",
+        "try parity.Training(compile=...) with other options",
+    ),
+}
+
+
+def compiled_otherwise(number: int, backends: Sequence[str], is_right: Callable[[str], bool]) -> Finding:
+    """Return what is wrong with a step of a compiled candidate that is right without ``torch.compile``.
+
+    Args:
+        number: of the step.
+        backends: those to try, of which each does more than the one before; the last is the candidate's. Empty if the
+            pair compiles the candidate by itself.
+        is_right: whether a new candidate with the same weights is right if it is compiled by a backend; by the pair's
+            own way if that is empty.
+    """
+    beginning = f"a new module with the same weights computes step {number} correctly without torch.compile"
+    wrong = next((one for one in backends or ("",) if not is_right(one)), None)
+    if wrong is None:
+        return repairable(
+            "compiled-differs",
+            f"{beginning}, and also if it is compiled now; only the code that was compiled in an earlier step is wrong",
+            "look for values that the compiled code keeps from its compilation, such as a result of "
+            "assume_constant_result, or a number that is read where no guard checks it",
+        )
+    if not wrong:
+        return repairable(
+            "compiled-differs",
+            f"{beginning}, but not if it is compiled as the pair does it",
+            "leave out parts of that compilation until the step is right",
+        )
+    what, repair = _STEPS[wrong]
+    return repairable("compiled-differs", f'{beginning}, but not with backend="{wrong}": {what}', repair)
