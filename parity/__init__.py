@@ -29,8 +29,7 @@ if TYPE_CHECKING:
         under,
     )
     from parity.conversion import convert
-    from parity.ranks.layout import Parallel, Ranks, over
-    from parity.ranks.pipeline import Pipeline
+    from parity.ranks.layout import Parallel, Pipeline, Ranks, over
     from parity.result import Finding, Result, TensorResult
     from parity.suggest import Suggestion, suggest_map
     from parity.user_error import UserError
@@ -75,7 +74,7 @@ _HOME = {
     "Finding": "result",
     "Pair": "case.case",
     "Parallel": "ranks.layout",
-    "Pipeline": "ranks.pipeline",
+    "Pipeline": "ranks.layout",
     "Ranks": "ranks.layout",
     "Result": "result",
     "Suggestion": "suggest",

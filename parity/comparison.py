@@ -16,7 +16,7 @@ from torch import nn
 
 from parity.case.case import Case, mixed
 from parity.case.validate import CheckedSize
-from parity.judge import log_probs, pictures
+from parity.judge import pictures
 from parity.judge.asked import Asked, CandidateRun, Noted, run_again, unnoted
 from parity.judge.candidate import TeModules, by_recalling, repeat, told
 from parity.judge.directions import Direction, directions
@@ -32,8 +32,7 @@ from parity.judge.judge import (
     parts_known,
 )
 from parity.judge.limits import Table
-from parity.judge.log_probs import log_prob_outputs
-from parity.judge.pictures import pictured
+from parity.judge.pictures import log_prob_outputs, pictured
 from parity.judge.second_look import BY_CHANCE, choosing_alike, leaning_runs, made_by_port_alone, remark, second_look
 from parity.mistakes.codes import finding
 from parity.numerics.freedom import FUSED, UNFUSED, Port, choices_seen, steps_seen, together
@@ -554,7 +553,7 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
         )
     )
     golden = golden_tensors(prepared)
-    notes += tuple(log_probs.told(ran.log_probs, ran.made.tensors, golden, ran.models))
+    notes += tuple(pictures.told(ran.log_probs, ran.made.tensors, golden, ran.models))
     notes += (
         tuple(pictures.first_wrong_told(tensors, ran.made.tensors, golden, ran.models)) if prepared.evaluation else ()
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 import parity
 from parity.report import failure
-from parity.report.items import Item
+from parity.report.record import Item
 from parity.result import Result, from_json, to_json
 from parity.te import PRECISIONS, why_unavailable
 

@@ -237,12 +237,12 @@ def train(
     band: Annotated[int, typer.Option(help="Of how many drawn trainings a curve's band is made; 0 for none.")] = 6,
 ) -> None:
     """Train pairs step by step and draw their losses. The exit code is 1 if a step is wrong."""
-    from parity.cli import training
+    from parity.cli import suite
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
 
     check_file(out, "--out")
     chosen = parse_precisions(",".join(precision or ()))
-    passed = training.train(paths, steps, chosen, parse_seeds(seeds), parse_backend(backend), out, band)
+    passed = suite.train(paths, steps, chosen, parse_seeds(seeds), parse_backend(backend), out, band)
     raise typer.Exit(0 if passed else 1)
 
 

@@ -16,7 +16,7 @@ from parity.report.markdown import digest
 from parity.report.numbers import plural
 from parity.report.record import Record
 from parity.suggest import suggest_map
-from parity.suggest.suggestion import explain, python, python_over_ranks
+from parity.suggest.proposal import explain, python, python_over_ranks
 from parity.user_error import UserError
 
 # Draw reports of runs from their records.

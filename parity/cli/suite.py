@@ -1,4 +1,4 @@
-"""Run the cases of ``parity run``: which files, with which options, and with which exit code."""
+"""Run the cases of ``parity run``, with its options and exit code, and train the pairs of ``parity train``."""
 
 from __future__ import annotations
 
@@ -10,21 +10,32 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import pytest
 from tabulate import tabulate
 
+from parity import te
 from parity.case.files import MODULE, checkout, imports_parity
-from parity.machine import supervision
+from parity.case.registry import checked_steps
+from parity.case.validate import check_case
+from parity.judge.band import Band, band_of
+from parity.judge.limits import packaged
+from parity.machine import process
+from parity.passes.refusals import NothingToJudge
 from parity.plugin import collecting, options
 from parity.plugin.collecting import unknown_pairs
 from parity.plugin.options import check_file
-from parity.progress import Following, is_quiet
+from parity.progress import Following, followed, is_quiet
+from parity.report import markdown
+from parity.report.markdown import Curve
+from parity.te import PRECISIONS, why_unavailable
+from parity.training import train_at
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
     from parity.case.case import Case, Size
+
 
 # The files of pairs that a run compares: those that are named, or the default suite.
 
@@ -313,7 +324,7 @@ def run_in_this_process(files: Sequence[str], arguments: Sequence[str], processe
         files, arguments: as for ``run``.
         processes: how many workers are asked for, as ``workers`` takes it.
     """
-    word = supervision.supervised() if _compares_itself(processes) and supervision.possible() else None
+    word = process.supervised() if _compares_itself(processes) and process.possible() else None
     code = run(files, arguments)
     if word is not None:
         word.say(code)
@@ -467,3 +478,60 @@ def workers(text: str) -> list[str]:
     if text != "auto" and not text.isdecimal():
         raise UserError(f"-n is {text!r}, but must be a number of processes or auto")
     return ["-n", text]
+
+
+# Trainings from the command line, with their losses drawn.
+
+
+def train(
+    paths: Sequence[str],
+    steps: int,
+    precisions: Sequence[str] | None,
+    seeds: Sequence[int],
+    backend: Literal["auto", "gpu", "cpu"],
+    out: Path,
+    drawn: int,
+) -> bool:
+    """Train each pair, print a table, and write the report; return whether all of them passed.
+
+    Args:
+        drawn: of how many trainings under drawn roundings the band is made; 0 for no band.
+
+    Raises:
+        UserError: if a path holds no pair, or no precision of these runs on this machine.
+    """
+    if not checked_steps(steps):
+        raise UserError("--steps must be a whole number, at least 1")
+    if drawn < 0 or drawn == 1:
+        raise UserError(
+            "--band must be the number of trainings from which a band is drawn: 2 or more, or 0 for no band"
+        )
+    kernels, curves = te.kernels(backend), []
+    trained = [
+        (case, checked, PRECISIONS[name], seed)
+        for case in cases(paths)
+        for checked in check_case(case, kernels.te)
+        for name in precisions or tuple(PRECISIONS)
+        if case.runs_at(name) and why_unavailable(PRECISIONS[name], kernels) is None
+        for seed in seeds
+    ]
+    for case, checked, precision, seed in followed(trained, "training"):
+        result = train_at(case, checked, precision, seed, kernels, packaged(), steps)
+        band: Band | None = None
+        with suppress(NothingToJudge):  # the training is too wild to have one
+            if drawn and result.steps:
+                band = band_of(case, checked, precision, seed, kernels, len(result.steps), drawn)
+        curves.append(Curve(result, band))
+    if not curves:
+        raise UserError("nothing was trained: no precision of these pairs runs on this machine")
+    print(markdown.summary([curve.result for curve in curves]))
+    for curve in curves:
+        if left := markdown.left(curve):
+            print(f"{curve.result.item}, seed {curve.result.seed}: {left}")
+    if together := markdown.over_seeds(curves):
+        print(together)
+    for result in (curve.result for curve in curves if not curve.result.passed):
+        print(f"{result.item}: {result.reason}", *(f"{one.name}: {one.message}" for one in result.findings), sep="\n  ")
+    markdown.write(curves, out)
+    print(f"report: {out}")
+    return all(curve.result.passed for curve in curves)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from parity import reading
-from parity.conversion.keys import is_extra_state
-from parity.conversion.plan import Made, Plan, Step
+from parity.conversion.plan import Made, Plan, Step, is_extra_state
 from parity.machine import files
 from parity.progress import Following, followed
 from parity.user_error import UserError, one_line

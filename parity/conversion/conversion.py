@@ -17,8 +17,19 @@ from parity.case.map_check import check_map, other_names
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import modules_without_memory, proposes_a_map, with_buffers_alone
 from parity.case.weight_map import WeightMap
-from parity.conversion.keys import Ignored, Layout, ignored, is_extra_state, layout_of, prefixes
-from parity.conversion.plan import FLOATING, ConversionError, Plan, Wanted, plan
+from parity.conversion.plan import (
+    FLOATING,
+    ConversionError,
+    Ignored,
+    Layout,
+    Plan,
+    Wanted,
+    ignored,
+    is_extra_state,
+    layout_of,
+    plan,
+    prefixes,
+)
 from parity.te import Backend
 from parity.user_error import UserError
 

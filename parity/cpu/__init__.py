@@ -16,10 +16,9 @@ page                                                stands for, in TransformerEn
 ``multi_tensor``                                    ``multi_tensor``: Adam, SGD, norms and scales of lists of tensors
 ``normalization``                                   ``normalization.cpp``
 ``partial_cast``                                    ``fp8_partial_cast.cpp``, ``nvfp4_2d_partial_cast.cpp``
-``permutation``                                     ``permutation.cpp``, ``padding.cpp``
 ``recipe``                                          ``recipe.cpp``, ``swizzle.cpp``
 ``rope``                                            ``apply_rope.cpp``
-``router``                                          ``router.cpp``
+``router``                                          ``router.cpp``, ``permutation.cpp``, ``padding.cpp``
 ``softmax``                                         ``softmax.cpp``
 ``extension``, ``enums``, ``misc``, ``versions``    ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
 ``triton``, ``mhc``                                 the functions of TE's Python that launch Triton kernels, and those

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.mistakes.constants import GATE_LIMITS, LEAKY_SLOPE, numbers, tunable
+from parity.mistakes.alternatives import GATE_LIMITS, LEAKY_SLOPE, numbers, tunable
 from parity.mistakes.hypothesis import (
     MOST_PLACES,
     Hypothesis,

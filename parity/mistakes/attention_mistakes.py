@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.mistakes.alternatives import SOFTCAPS, numbers, tunable
 from parity.mistakes.attention import (
     Attention,
     Rearrange,
@@ -25,7 +26,6 @@ from parity.mistakes.attention import (
     heads_of,
     traced_bias,
 )
-from parity.mistakes.constants import SOFTCAPS, numbers, tunable
 from parity.mistakes.hypothesis import (
     MOST_PLACES,
     Hypothesis,

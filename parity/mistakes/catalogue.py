@@ -23,13 +23,18 @@ from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import (
     layer_order_hypotheses,
     parallel_block_hypotheses,
+    step_order_hypotheses,
     unused_branch_hypotheses,
     unused_norm_hypotheses,
     unused_parameters,
 )
-from parity.mistakes.log_probs import log_prob_hypotheses
 from parity.mistakes.lookups import lookup_hypotheses
-from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
+from parity.mistakes.losses import (
+    cross_entropy_hypotheses,
+    label_shift_hypotheses,
+    log_prob_hypotheses,
+    loss_hypotheses,
+)
 from parity.mistakes.mixture import routing_hypotheses
 from parity.mistakes.norm_places import (
     branch_norm_hypotheses,
@@ -55,7 +60,6 @@ from parity.mistakes.optimizers import (
 from parity.mistakes.packed import packed_hypotheses, shifted_window_hypotheses
 from parity.mistakes.residuals import branch_factor_hypotheses, branch_order_hypotheses, residual_hypotheses
 from parity.mistakes.rope import norm_order_hypotheses, rope_hypotheses
-from parity.mistakes.step_order import step_order_hypotheses
 from parity.mistakes.weight_maps import Heads, Mapped, repeated_weight_hypotheses, weight_hypotheses
 from parity.numerics.golden import in_fp64
 from parity.passes.one_pass import outputs_of

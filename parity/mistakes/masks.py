@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parity.mistakes.constants import numbers, tunable
+from parity.mistakes.alternatives import numbers, tunable
 from parity.mistakes.hypothesis import Mistake
 from parity.numerics.blocked_attention import Band, distance_of
 from parity.trace.trace import Edit

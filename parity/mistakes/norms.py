@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parity.mistakes.alternatives import LARGE_NORM_EPS, NORM_EPS, numbers
 from parity.mistakes.codes import NO_CODE, Code
-from parity.mistakes.constants import LARGE_NORM_EPS, NORM_EPS, numbers
 from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,

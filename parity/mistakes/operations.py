@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, alternatives
-from parity.mistakes.constants import numbers
+from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, alternatives, numbers
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import (
     CASTS,

@@ -12,8 +12,8 @@ from itertools import pairwise
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.attention import attentions
-from parity.mistakes.constants import numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
 from parity.mistakes.layers import ends_a_branch
 from parity.mistakes.norms import Norm, norms

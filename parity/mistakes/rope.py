@@ -11,8 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from parity.mistakes.alternatives import INTERPOLATION_FACTORS, ROPE_BASES, ROPE_SHARES, numbers
 from parity.mistakes.attention import Attention, attentions
-from parity.mistakes.constants import INTERPOLATION_FACTORS, ROPE_BASES, ROPE_SHARES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having, low_dtypes, short
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.rope_scaling import scaling_mistakes

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parity.mistakes.constants import (
+from parity.mistakes.alternatives import (
     LLAMA3_FACTORS,
     LLAMA3_LENGTHS,
     ROPE_BASES,

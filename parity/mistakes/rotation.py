@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from parity.mistakes.alternatives import GRID_ROPE_BASES, ROPE_BASES, numbers
 from parity.mistakes.attention import seeming_attentions
-from parity.mistakes.constants import GRID_ROPE_BASES, ROPE_BASES, numbers
 from parity.mistakes.hypothesis import Mistake, rounded_to
 from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, ancestors, edit, once_a_trace
 

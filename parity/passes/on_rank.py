@@ -27,8 +27,21 @@ from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, named_outputs, run, with_inputs
 from parity.passes.prepare import build_as_declared
 from parity.passes.steps import Batch, Named, Resumption, Stepped, Trainee, gathered, is_interrupted, is_rounded
-from parity.ranks.layout import AXES, AxisName, Degrees, Held, Ranks, Split, held_by, joined, part, whole_shape
-from parity.ranks.pipeline import Pipeline, Stage, summed_product
+from parity.ranks.layout import (
+    AXES,
+    AxisName,
+    Degrees,
+    Held,
+    Pipeline,
+    Ranks,
+    Split,
+    Stage,
+    held_by,
+    joined,
+    part,
+    summed_product,
+    whole_shape,
+)
 from parity.result import Switch
 from parity.te import PRECISIONS, Backend, Kernels, Precision
 from parity.te.attention_backend import AttentionBackend, attention_backends

@@ -43,11 +43,10 @@ from parity.passes.refusals import (
 from parity.result import Kind
 from parity.te import Kernels
 from parity.te.state import dequantized_tensor, is_quantized, moved, over_quantization
-from parity.trace.calls import tracing
+from parity.trace.calls import Products, tracing
 from parity.trace.digests import switched_off
 from parity.trace.effects import RandomState, attributes_of, changed_attributes, other_numbers
 from parity.trace.private_functions import clips_recorded
-from parity.trace.products import Products
 from parity.trace.trace import Trace, optimizers_recorded
 from parity.user_error import UserError
 

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.case import transfer
 from parity.case.case import Case, MakeOptimizer, Pair, Rng, draw_inputs
-from parity.case.checkpoints import WAYS, own_part
-from parity.case.training import Model, candidate_optimizer, losses, plain_step, reference_optimizer
+from parity.case.training import WAYS, Model, candidate_optimizer, losses, own_part, plain_step, reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.cpu.float8 import fp8_dtype, is_float8_tensor

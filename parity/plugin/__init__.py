@@ -19,7 +19,7 @@ from parity.machine import devices
 from parity.machine.devices import CUDA_VISIBLE_DEVICES, PARITY_DEVICES, Device
 from parity.machine.files import Claim
 from parity.machine.process import lasting
-from parity.plugin import alone, collecting, ending, options, resume
+from parity.plugin import alone, collecting, ending, options, recorder
 from parity.plugin.collecting import Module, collected_in_time, too_late, unknown_pairs
 from parity.plugin.item import DETAILS, BrokenCase, ParityItem
 from parity.plugin.largest import largest_need
@@ -40,7 +40,7 @@ _KERNELS = pytest.StashKey["Kernels"]()
 _GPUS = pytest.StashKey[list[Device]]()
 _KILLER = pytest.StashKey[str]()
 _MOST_TASKS = pytest.StashKey["int | None"]()
-_RESUMED = pytest.StashKey["tuple[Claim, resume.Unfinished | None]"]()
+_RESUMED = pytest.StashKey["tuple[Claim, recorder.Unfinished | None]"]()
 _OF_PAIRS = pytest.StashKey[set[Path]]()
 
 
@@ -100,7 +100,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             asked = options.read(config)
         except UserError:  # is told when pytest is configured
             return
-        killer = resume.ended_its_process(asked.record) if asked.resume else ""
+        killer = recorder.ended_its_process(asked.record) if asked.resume else ""
         if killer:
             config.stash[_KILLER] = killer
             option.numprocesses, option.dist, option.tx = 1, "load", ["popen"]  # as xdist reads -n 1, which it may have
@@ -137,7 +137,7 @@ def _go_on(config: pytest.Config) -> None:
     try:
         claim = Claim(asked.record)
         try:
-            unfinished = resume.unfinished(claim, asked)
+            unfinished = recorder.unfinished(claim, asked)
         except UserError:
             claim.close()
             raise
@@ -429,7 +429,7 @@ def _note_properties(item: ParityItem) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave out what a resumed run has, after all other plugins have chosen and ordered the items."""
     items = [item for item in session.items if isinstance(item, ParityItem)]
-    resume.leave_out(session, items, _finished(session.config))
+    recorder.leave_out(session, items, _finished(session.config))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -24,9 +24,8 @@ from typing import NoReturn, TypeAlias
 import pytest
 
 from parity.case.files import that_import_parity
-from parity.machine import supervision
-from parity.machine.process import glibc, withheld
-from parity.machine.supervision import LastWord
+from parity.machine import process
+from parity.machine.process import LastWord, glibc, withheld
 
 # A case that calls os._exit would end the run with an exit code of its own, and no report.
 
@@ -184,7 +183,7 @@ def end_without_threads(config: pytest.Config, code: int) -> None:
 #
 # C code of a case that calls ``_exit(0)`` would end the run as if all were well. The process forks before any
 # conftest is imported, so before PyTorch, CUDA, capturing and coverage begin, which then all are in the child; what
-# was started only waits (``machine/supervision.py``). That is done only where nobody else counts on this process:
+# was started only waits (``machine/process.py``). That is done only where nobody else counts on this process:
 # pytest was started by its own command, and neither has workers nor a debugger. Who calls ``pytest.main`` goes on
 # after it, so nothing is done.
 
@@ -219,8 +218,8 @@ def watch(config: pytest.Config) -> None:
     """Go on in a child if this process compares by itself, and is pytest's own."""
     if config.pluginmanager.is_blocked(_NAME):  # by -p no:parity-watched
         return
-    if _compares_itself(config) and _is_of_its_command() and supervision.possible() and _has_cases(config):
-        word = supervision.supervised()
+    if _compares_itself(config) and _is_of_its_command() and process.possible() and _has_cases(config):
+        word = process.supervised()
         if word is not None:
             config.pluginmanager.register(Watched(word), _NAME)
 

@@ -328,7 +328,7 @@ def is_last(report: pytest.TestReport | pytest.CollectReport) -> bool:
 def told(results: Sequence[Result]) -> str:
     """Return what pytest shows about an item that ended early: why, or how it failed and why no cause was found."""
     from parity.report import failure
-    from parity.report.items import Item
+    from parity.report.record import Item
 
     last = results[-1]
     return f"{failure.message(Item(tuple(results)))}\n{last.notes[-1]}" if last.status == "failed" else last.reason

@@ -290,7 +290,7 @@ class ParityItem(pytest.Item):
     def runtest(self) -> None:
         from parity.judge.limits import load, packaged
         from parity.report import failure
-        from parity.report.items import Item
+        from parity.report.record import Item
 
         self.results.clear()
         calibration = load(self.options.calibration) if self.options.calibration else packaged()

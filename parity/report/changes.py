@@ -12,9 +12,8 @@ from parity import shown
 from parity.judge import noise
 from parity.judge.noise import Kernels
 from parity.report import earlier, failure
-from parity.report.items import FAILED, PASSED, Item, in_order, verdict_of
 from parity.report.numbers import markdown_table, plural, seeds, short
-from parity.report.record import Record
+from parity.report.record import FAILED, PASSED, Item, Record, in_order, verdict_of
 from parity.result import Check, Result, TensorResult
 
 # What has changed from one run to another, item by item.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from parity import shown
 from parity.report import failure, markdown
-from parity.report.items import Item, draw_matrix
 from parity.report.markdown import Digest
 from parity.report.numbers import plural
+from parity.report.record import Item, draw_matrix
 from parity.result import Result
 
 # GitHub shows ten errors of a step, and takes a summary of one MiB.

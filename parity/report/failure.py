@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from tabulate import tabulate
 
 from parity import shown
-from parity.report.items import Item
 from parity.report.numbers import cosine, plural, ratio, seeds, short
+from parity.report.record import Item
 from parity.result import Check, Finding, Kind, Result, TensorResult
 
 # The message of a failed item: what, why, the evidence, and how to run it again.

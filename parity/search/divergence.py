@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.codes import finding
 from parity.mistakes.decoding import positions_of
-from parity.mistakes.hypothesis import Hypothesis, ModuleCall
-from parity.mistakes.trial import outputs_under
+from parity.mistakes.hypothesis import Hypothesis, ModuleCall, outputs_under
 from parity.numerics.errors import Tolerance, margin, measure
 from parity.numerics.freedom import UNFUSED
 from parity.passes.all_passes import under_model

@@ -16,13 +16,12 @@ from parity.case.case import Rng
 from parity.judge.directions import PRESENT, Direction
 from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
+from parity.mistakes.alternatives import is_written
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
 from parity.mistakes.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
 from parity.mistakes.codes import CODES, UNEXPLAINED, finding
-from parity.mistakes.constants import is_written
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, outputs_under, tensors_under
 from parity.mistakes.layers import unused_parameters
-from parity.mistakes.trial import outputs_under, tensors_under
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of

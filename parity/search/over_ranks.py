@@ -18,10 +18,9 @@ from torch import Tensor
 from parity.cpu.user_error import UserError
 from parity.mistakes.catalogue import calls_of
 from parity.mistakes.codes import repairable
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, outputs_under
 from parity.mistakes.rope import counted_as
 from parity.mistakes.rotation import rotations
-from parity.mistakes.trial import outputs_under
 from parity.passes.prepare import Prepared
 from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, part, places
 from parity.result import Finding

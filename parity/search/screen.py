@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
-from parity.mistakes.trial import BACKWARD, differentiable_outputs, outputs_under, tensors_under
+from parity.mistakes.hypothesis import (
+    BACKWARD,
+    Hypothesis,
+    ReadWeights,
+    Scope,
+    differentiable_outputs,
+    outputs_under,
+    tensors_under,
+)
 from parity.numerics.errors import norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind

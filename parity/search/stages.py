@@ -15,8 +15,7 @@ from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import OnRank
 from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import Prepared
-from parity.ranks.layout import AXES, AxisName, Degrees
-from parity.ranks.pipeline import Pipeline
+from parity.ranks.layout import AXES, AxisName, Degrees, Pipeline
 from parity.result import Finding, Result
 from parity.search.over_ranks import Piece, Whole
 from parity.search.steps import listed, micro_batches_explained

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from parity.judge.steps import Deviation, Replay, deviations
+from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.mistakes.codes import NO_CODE, Code, repairable
-from parity.mistakes.constants import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.passes.micro_batches import Made
 from parity.passes.steps import COPIES, HISTORIES, SCALES, Named, Resumption, Update
 from parity.result import Finding

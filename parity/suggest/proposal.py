@@ -1,9 +1,11 @@
-"""Propose a weight map for two modules, and say what has no place in it."""
+"""Propose a weight map for two modules, say what has no place in it, and how ranks divide a candidate's parameters."""
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
@@ -25,15 +27,14 @@ from parity.case.patterns import collapsed
 from parity.case.registry import checked_ranks
 from parity.case.transfer import parameter_shapes
 from parity.case.validate import build, located
-from parity.case.weight_map import Constant, Side, WeightMap, names
+from parity.case.weight_map import Constant, Reorder, Shape, Side, Stack, WeightMap, describe, names, shape_of
 from parity.passes.modes import usual_modes
-from parity.suggest.layouts import Entries, Shapes, geometry_of
-from parity.suggest.matching import Group, Matching, match
-from parity.suggest.over_ranks import divided
+from parity.passes.on_rank import AsItIs, FromFile, source_of
+from parity.ranks.launch import RanksFailed, launch
+from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, degrees, joined, marked, part
+from parity.suggest.layouts import Entries, Shapes, geometry_of, stored
 from parity.suggest.settle import CLEARLY, Choice, Picks, Settled, Trial, choices, prepare_trial, settle
-from parity.suggest.stored import stored
-from parity.suggest.suggestion import Alternative, Decision, Suggestion
-from parity.suggest.units import BIAS, Unit, is_norm, parts_by_unit, units_of, with_experts
+from parity.suggest.units import BIAS, Group, Matching, Unit, is_norm, match, parts_by_unit, units_of, with_experts
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
 
@@ -315,3 +316,334 @@ def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -
 
 def _without(entries: Entries, shared: set[tuple[Side, Side]]) -> Entries:
     return tuple(entry for entry in entries if entry not in shared)
+
+
+# A suggestion as plain data, and printed.
+
+
+# The data.
+
+
+Outcome = Literal["settled", "tied", "not run"]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One of the ways in which parameters could map.
+
+    Attributes:
+        entries: left and right sides of the weight map, without those that all alternatives share.
+        error: relative L2 error of the outputs with it, all else as suggested; NaN if it was not run.
+        chosen: whether the suggestion has it.
+    """
+
+    entries: Entries
+    error: float
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A question that names and shapes left open.
+
+    Attributes:
+        about: TE's parameters, those of the first layer if layers repeat it.
+        alternatives: the chosen one first, then by error.
+        repeats: for how many layers at once it was decided.
+    """
+
+    about: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    repeats: int = 1
+
+    @property
+    def outcome(self) -> Outcome:
+        """``settled`` where the chosen error is less than half that of any other, ``tied`` where it is not."""
+        errors = [alternative.error for alternative in self.alternatives]
+        if any(map(math.isnan, errors)):
+            return "not run"
+        return "settled" if errors[0] < CLEARLY * min(errors[1:]) else "tied"
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A weight map for a pair, and the reasons for it.
+
+    Attributes:
+        weights: the map; without an entry for what is in ``problems``.
+        decisions: what names and shapes left open, and how it was settled.
+        problems: what has no place in the map, or why the modules could not be run; a sentence each.
+        hints: what is probably wrong with the modules, if the map does not fit; a sentence each.
+        error: relative L2 error of the outputs in FP32 under the map; NaN if it could not be run.
+        expected: what FP32 costs the reference itself (TE multiplies in TF32); NaN if it could not be run.
+        limit: the map fits if the error is at most this.
+        runs: how many maps were run.
+        divided: how ranks divide the candidate's parameters, if that was asked for.
+        written: the map as it is written into a file: with one entry, ``"layers.{i}.weight"``, for what all layers have
+            alike.
+    """
+
+    weights: WeightMap
+    decisions: tuple[Decision, ...] = ()
+    problems: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    error: float = math.nan
+    expected: float = math.nan
+    limit: float = math.nan
+    runs: int = 0
+    divided: tuple[Divided, ...] = ()
+    written: WeightMap = field(default_factory=dict)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the two modules agree under the map, as far as FP32 can tell."""
+        return self.error <= self.limit
+
+    @property
+    def settled(self) -> bool:
+        """Return whether the map is complete, fits, and no alternative fits as well."""
+        return self.fits and not self.problems and all(decision.outcome == "settled" for decision in self.decisions)
+
+
+# A suggestion for a terminal: the map as it goes into a user's file, then the reasons for it.
+
+
+_SHOWN_ENTRIES = 3
+_SHOWN_ALTERNATIVES = 6
+
+
+def python(weight_map: WeightMap) -> str:
+    """Return the argument ``weights=`` of ``parity.Pair``, one entry per line."""
+    entries = "".join(f"    {_entry(left, right)},\n" for left, right in weight_map.items())
+    return f"weights={{\n{entries}}},"
+
+
+def python_over_ranks(divided: Sequence[Divided]) -> str:
+    """Return the argument ``parallel=`` of ``parity.Pair``, one parameter per line."""
+    entries = [(f'"{one.name}": [{", ".join(map(_over, one.split))}],', one.reason) for one in divided]
+    width = max(len(entry) for entry, _ in entries)
+    lines = "".join(f"        {entry:<{width}}  # {reason}\n" for entry, reason in entries)
+    return f"parallel=parity.Parallel(\n    weights={{\n{lines}    }},\n),"
+
+
+def _over(one: Over) -> str:
+    blocks = f", blocks={one.blocks}" if one.blocks > 1 else ""
+    return f'parity.over("{one.axis}", dim={one.dim}{blocks})'
+
+
+def explain(suggestion: Suggestion) -> str:
+    """Say what was open, how it was settled, and what to look at next."""
+    lines = list(suggestion.problems)
+    for outcome, heading in (
+        ("settled", "decided by running both modules in FP32, by the relative L2 error of the outputs:"),
+        ("tied", "NOT decided, since running both modules shows no clear winner; errors of the outputs:"),
+        (
+            "not run",
+            "NOT decided; sorted by names and shapes, the likeliest first, with the errors of those that were run:",
+        ),
+    ):
+        decisions = [decision for decision in suggestion.decisions if decision.outcome == outcome]
+        if decisions:
+            lines += [heading, *(line for decision in decisions for line in _decision(decision))]
+    return "\n".join([*lines, *_verdict(suggestion)])
+
+
+def _decision(decision: Decision) -> Iterator[str]:
+    layers = f", in {decision.repeats} similar layers" if decision.repeats > 1 else ""
+    yield f"  {', '.join(decision.about[:_SHOWN_ENTRIES])}{layers}"
+    for alternative in decision.alternatives[:_SHOWN_ALTERNATIVES]:
+        error = "not run" if math.isnan(alternative.error) else f"{alternative.error:.2g}"
+        yield f"    {error:>8}  {_entries(alternative)}"
+    hidden = len(decision.alternatives) - _SHOWN_ALTERNATIVES
+    if hidden > 0:
+        yield f"              and {hidden} more"
+
+
+def _entries(alternative: Alternative) -> str:
+    shown = [_entry(left, right) for left, right in alternative.entries[:_SHOWN_ENTRIES]]
+    return ", ".join(shown) + (", ..." if len(alternative.entries) > _SHOWN_ENTRIES else "")
+
+
+def _verdict(suggestion: Suggestion) -> Iterator[str]:
+    if math.isnan(suggestion.error):
+        yield "The map was not run: check it, and complete it by hand."
+        return
+    figures = f"With this map the error is {suggestion.error:.2g}; FP32 itself costs {suggestion.expected:.2g}"
+    if suggestion.fits:
+        yield f"{figures}: the map fits ({suggestion.runs} maps run)."
+    else:
+        yield f"{figures}: NO map fits; of {suggestion.runs} maps that were run, none is clearly better than this one."
+        yield "Look at what a weight map cannot express: the activation, the norm and its eps, the mask, RoPE, the"
+        yield "scale of the softmax, the order of inputs. With this map in the pair, `parity run` tries the known"
+        yield "mistakes and names the one that explains the rest."
+
+
+def _entry(left: Side, right: Side) -> str:
+    return f"{_side(left)}: {_side(right)}"
+
+
+def _side(side: Side) -> str:
+    written = describe(side, "parity.")
+    if isinstance(side, Reorder):
+        count = len(side.order)
+        if side.order == (*range(0, count, 2), *range(1, count, 2)):
+            written = written.replace(repr(side.order), f"(*range(0, {count}, 2), *range(1, {count}, 2))")
+    return written
+
+
+# How ranks divide a candidate's parameters: as TE marks them, else as their shapes tell.
+
+
+@dataclass(frozen=True)
+class Divided:
+    """Tell how ranks divide one parameter of the candidate.
+
+    Attributes:
+        name: the whole parameter's.
+        split: one axis after the other; none if each rank that has it has it whole.
+        reason: what says so, in a few words.
+    """
+
+    name: str
+    split: Split
+    reason: str
+
+
+# On a rank, where the candidate is built and not run.
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    source: FromFile | AsItIs
+    made: Degrees
+    size: Size
+    shapes: Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Hold what a rank has of a whole parameter.
+
+    Attributes:
+        shape: of its part.
+        marked: how TE marks the whole one as divided.
+        sharded: whether FSDP holds a part of it, and tells the whole one's shape.
+    """
+
+    shape: Shape
+    marked: Split
+    sharded: bool
+
+
+def _on_rank(asked: _Asked) -> dict[str, _Seen]:
+    """Return what this rank has, by the names of the whole parameters."""
+    kernels, ranks = te.kernels("cpu"), joined(asked.made)
+    case = replace(asked.source.case(), at=ranks, ranks=(asked.made,))
+    with usual_modes(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        candidate = case.build(kernels.te, asked.size).candidate
+    parameters = dict(candidate.named_parameters())
+    held = marked(candidate, asked.shapes, asked.made, asked.made.place(ranks.world.rank))
+    return {
+        one.whole: _Seen(tuple(parameters[name].shape), one.split, hasattr(parameters[name], "device_mesh"))
+        for name, one in held.items()
+    }
+
+
+# In this process: what all ranks have, for one axis after the other, so that nothing else can divide a parameter.
+
+
+def divided(
+    case: Case, size: Size, among: Sequence[Degrees], weights: WeightMap, shapes: Shapes
+) -> tuple[tuple[Divided, ...], tuple[str, ...]]:
+    """Return how each parameter of the candidate is divided along every axis, and what is not known of it.
+
+    Args:
+        case: whose candidate it is.
+        size: at which it is built.
+        among: how many ranks there are, by axis.
+        weights: the weight map, by which a parameter may hold several of the reference's.
+        shapes: of all parameters, in one process.
+    """
+    found: dict[str, list[Divided]] = {name: [] for name in shapes.candidate}
+    problems: dict[str, None] = {}
+    packed = {right: left for left, right in weights.items() if isinstance(right, str)}
+    source = source_of(case)
+    most = {axis: max(one.of(axis) for one in among) for axis in DIVIDING}
+    for axis, count in most.items():
+        if count == 1:
+            continue
+        made = degrees({axis: count})
+        try:
+            ranks = launch(_on_rank, count, [_Asked(source, made, size, shapes.candidate)])
+        except RanksFailed as error:
+            first = error.failures[0]
+            problems[f"over {made.label}, rank {first.rank} {first.how}: {first.what}"] = None
+            continue
+        for name, whole in shapes.candidate.items():
+            having = {rank: seen[name] for rank, seen in enumerate(ranks) if name in seen}
+            try:
+                found[name].append(_over_ranks(axis, made, name, whole, having, packed.get(name), shapes.reference))
+            except UserError as error:
+                problems[f"over {made.label}, {error}"] = None
+    return tuple(_together(name, each) for name, each in found.items() if each), tuple(problems)
+
+
+def _over_ranks(
+    axis: AxisName,
+    made: Degrees,
+    name: str,
+    whole: Shape,
+    having: Mapping[int, _Seen],
+    left: Side | None,
+    reference: Mapping[str, Shape],
+) -> Divided:
+    """Return how a parameter is divided along an axis, by what ranks have of it.
+
+    Raises:
+        UserError: if nothing says it, or ``over`` cannot.
+    """
+    if not having:
+        raise UserError(f"no rank has {name}, which the candidate has in one process")
+    seen = next(iter(having.values()))
+    if seen.shape == whole:
+        if seen.sharded:
+            return Divided(name, (), "whole, as FSDP tells it")
+        return Divided(
+            name, (), "whole" if len(having) == made.count else f"whole, on {axis} rank {next(iter(having))}"
+        )
+    by_shape = tuple(Over(axis, dim) for dim, length in enumerate(whole) if seen.shape[dim : dim + 1] != (length,))
+    for split, reason in ((seen.marked, "as TE marks it"), (by_shape, "by its shape")):
+        if len(split) == 1 and _part_of(whole, split, made) == seen.shape:
+            return Divided(name, *_in_blocks(name, split[0], reason, left, reference))
+    raise UserError(f"{name} is {seen.shape} on a rank, and {whole} in one process: no single split gives these shapes")
+
+
+def _in_blocks(
+    name: str, one: Over, reason: str, left: Side | None, reference: Mapping[str, Shape]
+) -> tuple[Split, str]:
+    """Return the split; where a parameter holds several of the reference's, each of them is divided by itself."""
+    if not isinstance(left, Stack) or left.dim != one.dim or one.blocks > 1:
+        return (one,), reason
+    lengths = [shape_of(part, reference)[left.dim] for part in left.parts]
+    if len(set(lengths)) > 1:
+        raise UserError(
+            f"{name} holds parts of {', '.join(map(str, lengths))}, and parity.over divides equal ones: give each a "
+            "parameter of its own"
+        )
+    return (replace(one, blocks=len(lengths)),), f"{reason}; each of its {len(lengths)} parts by itself"
+
+
+def _part_of(whole: Shape, split: Split, made: Degrees) -> Shape | None:
+    """Return the shape of a rank's part, which is the same on all; None if the whole does not divide."""
+    try:
+        return tuple(part(torch.empty(whole, device="meta"), split, made, made.place(0)).shape)
+    except UserError:
+        return None
+
+
+def _together(name: str, each: Sequence[Divided]) -> Divided:
+    """Return the split along all axes."""
+    split = tuple(one for own in each for one in own.split)
+    reasons = dict.fromkeys(own.reason for own in each if own.split or not split)
+    return Divided(name, split, "; ".join(reasons))

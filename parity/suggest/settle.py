@@ -22,10 +22,18 @@ from parity.numerics.golden import in_fp64
 from parity.numerics.rounding import rounded
 from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import cast, vary_constants
-from parity.suggest.layouts import Entries, Geometry, Layout, Shapes, constant_layouts, copied_entries, layouts
-from parity.suggest.matching import Group, Matching
-from parity.suggest.stored import Stored, with_doubts
-from parity.suggest.units import EMBEDDING, HEAD, Unit, is_norm, parts_by_unit
+from parity.suggest.layouts import (
+    Entries,
+    Geometry,
+    Layout,
+    Shapes,
+    Stored,
+    constant_layouts,
+    copied_entries,
+    layouts,
+    with_doubts,
+)
+from parity.suggest.units import EMBEDDING, HEAD, Group, Matching, Unit, is_norm, parts_by_unit
 from parity.te import PRECISIONS, Kernels, state
 from parity.te.state import dequantized, moved
 from parity.trace.trace import grouped

@@ -71,8 +71,8 @@ def test_a_run_is_supervised_that_has_neither_workers_nor_a_debugger(
     monkeypatch: pytest.MonkeyPatch, processes: str, environment: dict[str, str], is_supervised: bool
 ) -> None:
     begun: list[bool] = []
-    monkeypatch.setattr("parity.machine.supervision.possible", lambda: True)
-    monkeypatch.setattr("parity.machine.supervision.supervised", lambda: begun.append(True))
+    monkeypatch.setattr("parity.machine.process.possible", lambda: True)
+    monkeypatch.setattr("parity.machine.process.supervised", lambda: begun.append(True))
     monkeypatch.setattr(suite, "run", lambda files, arguments: 7)
     for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_AUTO_NUM_WORKERS"):
         monkeypatch.delenv(name, raising=False)

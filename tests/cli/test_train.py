@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.cli.training import train
+from parity.cli.suite import train
 from parity.user_error import UserError
 
 PAIR = """

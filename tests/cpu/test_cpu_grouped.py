@@ -15,7 +15,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cast, cuda, gemm, permutation
+from parity.cpu import cast, cuda, gemm, router
 from parity.cpu.enums import DType
 
 TE = te.kernels("cpu").te
@@ -144,18 +144,18 @@ def test_padding_puts_zeros_after_each_part_and_unpadding_takes_them_away(
     padded_sizes = [size + extra if size else 0 for size, extra in parts]
     x = torch.randint(1, 100, (sum(sizes), 3)).to(dtype)
     padded = torch.full((sum(padded_sizes), 3), 77).to(dtype)
-    permutation.fused_multi_row_padding(x, padded, sizes, padded_sizes)
+    router.fused_multi_row_padding(x, padded, sizes, padded_sizes)
     for part, padded_part in zip(x.split(sizes), padded.split(padded_sizes), strict=True):
         assert torch.equal(padded_part[: len(part)], part)
         assert not padded_part[len(part) :].any()
     back = torch.empty_like(x)
-    permutation.fused_multi_row_unpadding(padded, back, padded_sizes, sizes)
+    router.fused_multi_row_unpadding(padded, back, padded_sizes, sizes)
     assert torch.equal(back, x)
 
 
 def test_padding_needs_a_size_for_each_part() -> None:
     with pytest.raises(ValueError, match="2 parts of the input but 1 of the output"):
-        permutation.fused_multi_row_padding(torch.zeros(4, 2), torch.zeros(8, 2), [2, 2], [8])
+        router.fused_multi_row_padding(torch.zeros(4, 2), torch.zeros(8, 2), [2, 2], [8])
 
 
 def test_te_pads_experts_for_fp8_and_drops_the_padding_again() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from parity import te
-from parity.cpu import permutation, versions
+from parity.cpu import router as kernels
+from parity.cpu import versions
 from parity.cpu.router import largest
 
 TE = te.kernels("cpu").te
@@ -169,9 +170,9 @@ def test_an_index_map_rounds_probabilities_products_and_sums_to_the_dtype_of_the
     for choice, weight in zip(choices[1:], weights[1:], strict=True):
         merged = (merged.double() + choice.double() * weight.double()).to(dtype)
         summed = summed + choice
-    assert torch.equal(permutation.moe_unpermute_fwd(rows, 0, row_id_map, probs, tokens, top_k), merged)
-    assert torch.equal(permutation.moe_permute_bwd(rows, 0, row_id_map, torch.empty(0), tokens, top_k), summed)
-    rows_grad, probs_grad = permutation.moe_unpermute_bwd(grad, rows, 0, row_id_map, probs)
+    assert torch.equal(kernels.moe_unpermute_fwd(rows, 0, row_id_map, probs, tokens, top_k), merged)
+    assert torch.equal(kernels.moe_permute_bwd(rows, 0, row_id_map, torch.empty(0), tokens, top_k), summed)
+    rows_grad, probs_grad = kernels.moe_unpermute_bwd(grad, rows, 0, row_id_map, probs)
     assert torch.equal(rows_grad[row_id_map.long()].view_as(choices), grad * weights)
     products = (grad * choices).float().sum(2).t()
     torch.testing.assert_close(probs_grad, products, rtol=1e-6, atol=1e-6)
@@ -186,7 +187,7 @@ def test_the_gradient_of_a_probability_is_added_up_in_the_order_of_a_warp() -> N
     grad[2, [0, 4, 68]] = torch.tensor([large, lost, lost])  # three lanes, of which the latter two differ by 16
     grad[3, [0, 4, 8]] = torch.tensor([large, lost, lost])  # three lanes, of which no two do
     row_id_map = torch.arange(4, dtype=torch.int32)
-    _, probs_grad = permutation.moe_unpermute_bwd(grad, rows, 0, row_id_map, torch.ones(4, 1))
+    _, probs_grad = kernels.moe_unpermute_bwd(grad, rows, 0, row_id_map, torch.ones(4, 1))
     assert probs_grad.flatten().tolist() == [large, large, large + 2, large]
 
 
@@ -198,8 +199,8 @@ def test_unpermuting_without_probabilities_multiplies_by_the_number_of_choices(
     rng = torch.Generator().manual_seed(seed)
     x = torch.randint(-8, 8, (tokens, 4), generator=rng).float()
     indices = torch.randint(0, 3, (tokens, top_k), generator=rng).int()
-    rows, row_id_map, _ = permutation.moe_permute_fwd(x, 4, indices, 0, [], tokens * top_k)
-    back = permutation.moe_unpermute_fwd(rows, 4, row_id_map, torch.empty(0), tokens, top_k)
+    rows, row_id_map, _ = kernels.moe_permute_fwd(x, 4, indices, 0, [], tokens * top_k)
+    back = kernels.moe_unpermute_fwd(rows, 4, row_id_map, torch.empty(0), tokens, top_k)
     assert torch.equal(back, x * top_k)
 
 

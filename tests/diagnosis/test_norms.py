@@ -14,7 +14,7 @@ from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, t
 from torch import Tensor, nn
 
 import parity
-from parity.mistakes.constants import numbers
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Mistake
 from parity.mistakes.norms import Norm
 

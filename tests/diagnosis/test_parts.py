@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 import parity
-from parity.mistakes.constants import is_written
+from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis
 from parity.search.explanation import _told
 from parity.search.search import Explanation

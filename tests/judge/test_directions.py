@@ -14,7 +14,7 @@ from parity.comparison import judge_at
 from parity.judge.directions import Direction, directions, resemblance
 from parity.judge.limits import packaged
 from parity.lab.studies.rows.ports import Mistake, port
-from parity.mistakes.constants import numbers
+from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Mistake as OfPort
 from parity.numerics.errors import Summed
 from parity.passes.prepare import Prepared, prepare

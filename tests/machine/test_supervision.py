@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from parity.machine import supervision
+from parity.machine import process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a child ends with its parent on Linux alone")
-ROOT = Path(supervision.__file__).parents[2]
+ROOT = Path(process.__file__).parents[2]
 BEGIN = f"""
 import ctypes, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from parity.machine import supervision
-word = supervision.supervised()
+from parity.machine import process
+word = process.supervised()
 libc = ctypes.CDLL(None)
 print(os.getpid(), flush=True)
 """
@@ -107,15 +107,15 @@ def begun() -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
     processes: list[subprocess.Popen[str]] = []
 
     def begin(work: str, before: Callable[[], object] = os.setpgrp) -> tuple[subprocess.Popen[str], int]:
-        process = subprocess.Popen(program(work), stdout=subprocess.PIPE, text=True, preexec_fn=before)
-        processes.append(process)
-        assert process.stdout is not None
-        return process, int(process.stdout.readline())
+        one = subprocess.Popen(program(work), stdout=subprocess.PIPE, text=True, preexec_fn=before)
+        processes.append(one)
+        assert one.stdout is not None
+        return one, int(one.stdout.readline())
 
     yield begin
-    for process in processes:
-        process.kill()
-        process.communicate()
+    for one in processes:
+        one.kill()
+        one.communicate()
 
 
 def wait_for(condition: Callable[[], bool]) -> bool:
@@ -214,6 +214,6 @@ def test_the_terminal_is_that_of_the_work_and_ctrl_c_comes_once() -> None:
     ],
 )
 def test_a_process_of_one_thread_that_nobody_debugs_may_be_supervised(before: str, expected: bool) -> None:
-    asked = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom parity.machine import supervision\n{before}\n"
-    code = asked + f"sys.exit(supervision.possible() != {expected})"
+    asked = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom parity.machine import process\n{before}\n"
+    code = asked + f"sys.exit(process.possible() != {expected})"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

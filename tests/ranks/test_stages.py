@@ -12,8 +12,7 @@ import parity
 from parity.case import registry
 from parity.case.case import Case
 from parity.lab.studies.rows.staged import PP, RIGHT, WRONG, case_of
-from parity.ranks.layout import Axis, degrees
-from parity.ranks.pipeline import Pipeline, Stage
+from parity.ranks.layout import Axis, Pipeline, Stage, degrees
 
 
 def named(entry):

@@ -11,7 +11,7 @@ from fakes import ENVIRONMENT, result, tensor
 
 from parity.lab.torture.mutations import HOSTILE
 from parity.lab.torture.readers import foreign
-from parity.report import html, plots, record
+from parity.report import html, record
 from parity.report.changes import Comparison
 from parity.report.html import MOST_ROWS, ItemView, Page, page, shade
 from parity.report.markdown import Digest, digest
@@ -165,7 +165,7 @@ def test_beyond_many_tensors_an_item_that_passed_shows_its_worst() -> None:
 # Plots.
 
 
-def plot_of(kind: str, *tensors: TensorResult, **fields: object) -> list[plots.Plot]:
+def plot_of(kind: str, *tensors: TensorResult, **fields: object) -> list[html.Plot]:
     (item,) = items_of(page_of(result(margin=140.0, tensors=tensors, **fields)))
     found = [*item.courses, *(plot for each in item.pictured for plot in each.plots)]
     return [plot for plot in found if plot.kind == kind]

@@ -26,9 +26,8 @@ from parity.report import changes, earlier, environment, failure, markdown, numb
 from parity.report.changes import Comparison, Kind, Noise, between
 from parity.report.earlier import Asked
 from parity.report.environment import Environment
-from parity.report.items import Item, draw_matrix
 from parity.report.markdown import MOST_RESULTS, Digest, digest
-from parity.report.record import Record, Uncollected
+from parity.report.record import Item, Record, Uncollected, draw_matrix
 from parity.result import Check, Finding, Result
 
 # The markdown that is drawn from a run's record.

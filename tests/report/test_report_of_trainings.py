@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parity.judge.band import Band, Left
-from parity.report.trainings import Curve, left, over_seeds, write
+from parity.report.markdown import Curve, left, over_seeds, write
 from parity.result import Result, Step
 
 

@@ -18,7 +18,7 @@ import parity
 from parity.case import registry, transfer
 from parity.cli import reports, suite
 from parity.suggest import Suggestion
-from parity.suggest.suggestion import explain, python
+from parity.suggest.proposal import explain, python
 
 te = parity.te.kernels("cpu").te
 CASES = Path(__file__).parents[2] / "cases"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import parity
 from parity.reference import CoreAttention
 from parity.suggest import Suggestion
-from parity.suggest.suggestion import explain, python
+from parity.suggest.proposal import explain, python
 
 # ``suggest_map`` tells apart what stands beside its like: attention on itself or a memory, norms around branches.
 

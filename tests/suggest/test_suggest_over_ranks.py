@@ -18,7 +18,7 @@ from parity.case.case import Case
 from parity.cli import reports
 from parity.ranks.layout import degrees
 from parity.reference import Attention, SwiGLUMLP
-from parity.suggest.suggestion import python_over_ranks
+from parity.suggest.proposal import python_over_ranks
 from parity.user_error import UserError
 
 HIDDEN, FFN, HEADS, GROUPS = 32, 64, 4, 2

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import parity
 from parity.case.case import Rng
 from parity.suggest import Suggestion
-from parity.suggest.suggestion import explain, python
+from parity.suggest.proposal import explain, python
 
 # ``suggest_map`` where the reference stores a weight in another shape, under a bare name, or once for two uses.
 

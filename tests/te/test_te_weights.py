@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parity
 from parity.report import failure
-from parity.report.items import Item
+from parity.report.record import Item
 
 # A port whose parameters TE holds quantized, ``te.quantized_model_init``, is compared like any other.
 

@@ -17,7 +17,7 @@ import fakes
 import forked
 
 from parity.report import record
-from parity.report.items import WORST_FIRST
+from parity.report.record import WORST_FIRST
 
 LONGEST = 240.0
 _SOUND = """

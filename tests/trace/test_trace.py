@@ -16,10 +16,9 @@ from parity import te
 from parity.case.validate import check_case
 from parity.lab.zoo.catalogue import HOSTS
 from parity.mistakes.catalogue import calls_of, subtle_hypotheses
-from parity.mistakes.trial import outputs_under
+from parity.mistakes.hypothesis import outputs_under
 from parity.passes.prepare import prepare
-from parity.trace.calls import tracing
-from parity.trace.products import Products
+from parity.trace.calls import Products, tracing
 
 # A trace follows values through writes into a part of their memory.
 

@@ -19,7 +19,7 @@ import transformer_engine.pytorch.utils as te_utils
 import parity
 from parity.numerics.plain import plain_calls
 from parity.report import failure
-from parity.report.items import Item
+from parity.report.record import Item
 from parity.trace.whose import PORTS, Owner, is_of_te, module_of, submodule, users_line, way_there, whose
 
 ROOT = Path(parity.__file__).parents[1]

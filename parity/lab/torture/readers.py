@@ -36,7 +36,7 @@ from parity.lab.throughput import record as throughput
 from parity.lab.torture import samples
 from parity.lab.torture.mutations import mutated
 from parity.machine.files import Claim
-from parity.plugin import options, resume
+from parity.plugin import options, recorder
 from parity.plugin.ending import Diary, Entry
 from parity.report import changes, ci, earlier, failure, html, markdown, record
 from parity.user_error import UserError
@@ -154,10 +154,10 @@ def _against(file: Path) -> Iterator[str]:
 
 
 def _resume(file: Path) -> Iterator[str]:
-    resume.left_by(file.read_bytes())
+    recorder.left_by(file.read_bytes())
     claim = Claim(file)
     try:
-        resume.unfinished(claim, samples.OPTIONS)
+        recorder.unfinished(claim, samples.OPTIONS)
     finally:
         claim.close()
     yield ""
@@ -316,7 +316,7 @@ READERS = (
     Reader("`report.html`, `parity report -o x.html`", "a run's record", lambda _: samples.run(), _page, 2),
     Reader("`report.ci`, GitHub and JUnit", "a run's record", lambda _: samples.run(), _ci, 2),
     Reader("`report.changes`, `--against`", "two records", lambda _: samples.run(), _against, 3),
-    Reader("`plugin.resume`, `--resume`", "a record to go on with", lambda _: samples.run(), _resume, 3),
+    Reader("`plugin.recorder`, `--resume`", "a record to go on with", lambda _: samples.run(), _resume, 3),
     Reader("`judge.limits.load`, `--calibration`", "a table of limits", samples.table, _limits, 3),
     Reader("`lab.record`, `lab.campaign`", "a record of a study or the zoo", samples.campaign, _campaign, 3),
     Reader("`lab.throughput.record.read`", "a record of `parity throughput`", samples.throughputs, _throughput),

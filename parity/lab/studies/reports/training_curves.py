@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from parity import te
 from parity.lab.studies.training_curves import Outcome, Settings
 from parity.report.environment import KERNELS
-from parity.report.items import FAILED, PASSED
 from parity.report.numbers import markdown_table, short
+from parity.report.record import FAILED, PASSED
 from parity.te import Kernels
 
 _OTHER_GPU = """\

@@ -14,8 +14,7 @@ from torch import Tensor, distributed, nn
 from parity.case.case import Case, Pair
 from parity.case.weight_map import names, stack
 from parity.lab.studies.rows.ranks import BATCH, HIDDEN, OF_MLP, SEQ, Row, Swiglu, add_up, te_mlp
-from parity.ranks.layout import Parallel, Ranks, over
-from parity.ranks.pipeline import Pipeline, Stage
+from parity.ranks.layout import Parallel, Pipeline, Ranks, Stage, over
 
 VOCABULARY, LAYERS = 96, 4
 

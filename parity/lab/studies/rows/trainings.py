@@ -15,8 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from parity.case.case import Case, Pair, Training
-from parity.case.checkpoints import load
-from parity.case.training import ADAM, Model
+from parity.case.training import ADAM, Model, load
 from parity.case.weight_map import stack
 from parity.lab.studies.rows import optimizers, switched
 from parity.reference import LlamaLayer
