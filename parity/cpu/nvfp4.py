@@ -15,8 +15,8 @@ columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
 quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
 data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
 
-``NVTE_USE_FAST_MATH`` and ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` are warned of and change nothing: what their
-kernels approximate (reciprocals, scales in BF16, values that skip a rounding to BF16) is not documented to the bit.
+``NVTE_USE_FAST_MATH`` is warned of and changes nothing: what its kernels approximate (reciprocals, scales in BF16,
+values that skip a rounding to BF16) is not documented to the bit.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from parity.cpu.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, gl
 # 4over6: for each block the better of two scales, one that maps its amax to 6 and one that maps it to 4.
 #
 # Follows TransformerEngine 2.20.2: ``common/cast/nvfp4/quantize_4over6_nvfp4.cuh`` and TE's own reference,
-# ``custom_recipes/reference_nvfp4.py``, without ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH``. E2M1 has nothing between 4 and
-# 6, so a block whose values crowd there is better served by a scale 1.5 times as large.
+# ``custom_recipes/reference_nvfp4.py``. E2M1 has nothing between 4 and 6, so a block whose values crowd there is better
+# served by a scale 1.5 times as large.
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,14 @@ class _Choice:
         scale: the global encoding scale for it, likewise.
         limit: the largest block scale: 448 or 256.
         error: ``MAE`` or ``MSE``, of the decoded values in a block.
+        scaled: whether errors are those of values times ``scale``, as ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` asks.
     """
 
     amax: Tensor
     scale: Tensor
     limit: float
     error: str
+    scaled: bool
 
 
 def _encode_4over6(
@@ -86,7 +88,10 @@ def _block_errors(
 ) -> Tensor:
     """Sum each block's error, FP32, in the kernel's order: along a row one by one, then rows as a tree."""
     decoded = block_scaling.multiply(float4.decode(float4.pack(codes)), float8.decode(decoding, E4M3), block)
-    difference = decoded.mul_(choice.amax).div_(float4.LIMIT * choice.limit).sub_(matrix)
+    if choice.scaled:  # the kernel's product of code and scale is FP16, which holds its six bits exactly
+        difference = decoded.sub_(matrix.float() * choice.scale)
+    else:
+        difference = decoded.mul_(choice.amax).div_(float4.LIMIT * choice.limit).sub_(matrix)
     summand = difference.square_() if choice.error == "MSE" else difference.abs_()
     total = functools.reduce(torch.add, summand.unflatten(1, (-1, block[1])).unbind(-1))
     rows = total.unflatten(0, (-1, block[0]))
@@ -119,7 +124,6 @@ def transform(values: Tensor, matrix: Tensor) -> Tensor:
 
 
 _LENGTH = 16
-_FAST_MATH = ("NVTE_USE_FAST_MATH", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
 # Each of these came with a version of TE: 2.16 (rows), 2.18 (4over6).
 _OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
 
@@ -144,7 +148,8 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
     """
     shapes = buffer_shapes(quantizer, values.shape)
     _check_options(quantizer)
-    _warn_of_fast_math()
+    if _is_set("NVTE_USE_FAST_MATH") and not getattr(quantizer, "nvfp4_use_4over6", False):
+        _warn_of_fast_math()
     flat = block_scaling.as_matrix(values)
     one_amax = amaxes.get("rowwise") is amaxes.get("columnwise")
     both = _cast(flat, quantizer, amaxes.get("rowwise")) if _is_symmetric(quantizer) and one_amax else None
@@ -275,7 +280,8 @@ def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
     scale = global_scale(amax, e4m3_limit(quantizer)).view(-1, 1)
     block_amax = block_scaling.amax(matrix, block)
     if getattr(quantizer, "nvfp4_use_4over6", False):
-        choice = _Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), quantizer.nvfp4_4over6_err_mode)
+        error, is_scaled = quantizer.nvfp4_4over6_err_mode, _is_set("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
+        choice = _Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), error, is_scaled)
         codes, decoding = _encode_4over6(matrix, block_amax, block, choice)
     else:
         decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
@@ -319,16 +325,13 @@ def _check_options(quantizer: Any) -> None:
         raise RuntimeError("NVFP4 quantization with a random Hadamard transform needs with_post_rht_amax=True")
 
 
-def _warn_of_fast_math() -> None:
-    """Warn once of each variable that makes TE's kernels approximate."""
-    for name in _FAST_MATH:
-        if os.environ.get(name, "0") not in ("", "0"):
-            _warn_of(name)
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 @functools.cache
-def _warn_of(variable: str) -> None:
+def _warn_of_fast_math() -> None:
     warnings.warn(
-        f"{variable} is set, and the CPU kernels quantize to NVFP4 as if it were not: a GPU's results will differ",
+        "NVTE_USE_FAST_MATH is set, and the CPU kernels quantize to NVFP4 as if it were not: a GPU's results will differ",
         stacklevel=2,
     )
