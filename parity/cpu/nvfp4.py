@@ -332,6 +332,7 @@ def _is_set(variable: str) -> bool:
 @functools.cache
 def _warn_of_fast_math() -> None:
     warnings.warn(
-        "NVTE_USE_FAST_MATH is set, and the CPU kernels quantize to NVFP4 as if it were not: a GPU's results will differ",
+        "NVTE_USE_FAST_MATH is set, and the CPU kernels quantize to NVFP4 as if it were not: a GPU's results will "
+        "differ",
         stacklevel=2,
     )
