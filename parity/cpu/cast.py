@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import float4, float8, formats, versions
+from parity.cpu import float4, float8, formats, swizzle, versions
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = [
@@ -402,24 +402,41 @@ def group_requantize_inplace(
     tensor_offsets: Tensor | None = None,
     return_dequantized: bool = False,
 ) -> Tensor | None:
-    """Give a grouped tensor with rowwise MXFP8 data the columnwise data that its quantizer asks for.
+    """Give a grouped tensor with rowwise MXFP8 data the columnwise data that its quantizer asks for, for a GEMM.
 
-    They are cast from the rowwise data, decoded and rounded to ``otype``.
+    They are cast from the rowwise data, decoded and rounded to ``otype``. All scales are swizzled afterwards.
 
     Returns:
         The decoded values, ``[rows, columns]``, if they are asked for.
 
     Raises:
-        RuntimeError: for other formats, and for a tensor without rowwise data or with columnwise data already.
+        RuntimeError: for other formats, and for a tensor without rowwise data, or that has columnwise data or swizzled
+            scales already; one with swizzled scales and all that is asked for is left as it is.
     """
     if type(quantizer).__name__ != "MXFP8Quantizer" or type(grouped_x.quantizer) is not type(quantizer):
         raise RuntimeError("group_requantize_inplace serves MXFP8 tensors alone")
-    if grouped_x.rowwise_data is None or grouped_x.columnwise_data is not None:
+    if grouped_x.quantizer.dtype != quantizer.dtype:
+        raise RuntimeError(
+            f"group_requantize_inplace keeps the FP8 dtype of its tensor, {grouped_x.quantizer.dtype}, but got a "
+            f"quantizer that makes {quantizer.dtype}"
+        )
+    if grouped_x.rowwise_data is None:
+        raise RuntimeError("group_requantize_inplace takes a grouped tensor with rowwise data")
+    if swizzle.is_swizzled(grouped_x):
+        if return_dequantized or (quantizer.columnwise_usage and grouped_x.columnwise_data is None):
+            raise RuntimeError(
+                "group_requantize_inplace got a tensor whose scales are swizzled: it cannot be decoded, and columnwise "
+                "data cannot be rebuilt from it"
+            )
+        return None
+    if grouped_x.columnwise_data is not None:
         raise RuntimeError("group_requantize_inplace takes a grouped tensor with rowwise data alone")
     values = group_dequantize(grouped_x, otype).rowwise_data.view(grouped_x.logical_shape)
+    swizzle_groups(grouped_x, rowwise=True, columnwise=False)
     if quantizer.columnwise_usage:
         quantizer.set_usage(rowwise=False, columnwise=True)
         columnwise = group_quantize(values, quantizer, num_tensors, first_dims)
+        swizzle_groups(columnwise, rowwise=False, columnwise=True)
         grouped_x.columnwise_data = columnwise.columnwise_data
         grouped_x.columnwise_scale_inv = columnwise.columnwise_scale_inv
     return values if return_dequantized else None
@@ -427,7 +444,31 @@ def group_requantize_inplace(
 
 def members(grouped: Any) -> list[Any]:
     """Return each group as a TE tensor, or a plain one; views of the grouped tensor's buffers."""
-    return grouped.split_into_quantized_tensors()
+    found: list[Any] = grouped.split_into_quantized_tensors()
+    for member in found:  # TE's Python marks them as their quantizer would, however the group's scales lie
+        if hasattr(member, f"_{swizzle.FLAG}"):
+            setattr(member, f"_{swizzle.FLAG}", swizzle.is_swizzled(grouped))
+    return found
+
+
+def swizzle_groups(grouped: Any, rowwise: bool, columnwise: bool) -> None:
+    """Swizzle the scales of a grouped MXFP8 tensor, and drop those of a direction that is not asked for."""
+    if type(grouped.quantizer).__name__ != "MXFP8Quantizer" or swizzle.is_swizzled(grouped):
+        return
+    swizzled: dict[str, Tensor] = {}
+    for name, direction, asked in (
+        ("scale_inv", "rowwise", rowwise),
+        ("columnwise_scale_inv", "columnwise", columnwise),
+    ):
+        held = getattr(grouped, name)
+        if asked and held is not None:
+            parts = [getattr(member, f"_{direction}_scale_inv") for member in members(grouped)]
+            ordered = torch.cat([swizzle.swizzle(part, direction == "columnwise").flatten() for part in parts])
+            swizzled[name] = torch.zeros_like(held.flatten())
+            swizzled[name][: ordered.numel()] = ordered
+    if swizzled:
+        grouped.scale_inv, grouped.columnwise_scale_inv = map(swizzled.get, ("scale_inv", "columnwise_scale_inv"))
+        setattr(grouped, f"_{swizzle.FLAG}", True)
 
 
 def _check_groups(quantizer: Any, last_dims: Tensor | None) -> None:
@@ -466,7 +507,7 @@ def _empty_groups(tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: 
     output = _te_class("GroupedTensorStorage").make_grouped_tensor(
         num_tensors, first_dims, None, rows, columns, quantizer, tensor.device, tensor.dtype
     )
-    output.quantized_tensors, output._with_gemm_swizzled_scales = None, False
+    output.quantized_tensors = None
     return output
 
 
@@ -485,6 +526,8 @@ def _groups_of(tensor: Tensor, grouped: Any) -> list[Tensor]:
 def _fill(output: Any, tensor: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> None:
     """Cast each group into its part of the buffers; ``amaxes``, of each group by direction, where they are known."""
     entry = formats.of_quantizer(quantizer)
+    is_swizzled = entry is not None and entry.kernels.settings(quantizer).get(swizzle.FLAG, False)
+    setattr(output, f"_{swizzle.FLAG}", is_swizzled)
     for index, (part, member) in enumerate(zip(_groups_of(tensor, output), members(output), strict=True)):
         if entry is not None:
             known = {name: amax[index : index + 1] for name, amax in amaxes.items()}

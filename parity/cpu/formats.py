@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import block_scaling, mxfp8, nvfp4
+from parity.cpu import block_scaling, mxfp8, nvfp4, swizzle
 
 _BUFFERS = (
     "rowwise_data",
@@ -72,7 +72,10 @@ def empty(entry: Format, quantizer: Any, shape: Sequence[int], dtype: torch.dtyp
     shape = torch.Size(shape)
     specifications = entry.kernels.buffer_shapes(quantizer, shape)
     buffers = {name: torch.zeros(size, dtype=kind) for name, (size, kind) in specifications.items()}
-    return _te_tensor(entry, quantizer, shape, dtype, buffers)
+    tensor = _te_tensor(entry, quantizer, shape, dtype, buffers)
+    if entry.kernels is nvfp4:  # what a cast leaves is swizzled by a kernel of its own if the cast does not do it
+        setattr(tensor, f"_{swizzle.FLAG}", nvfp4.is_cast_swizzled(quantizer, shape))
+    return tensor
 
 
 def quantize(
@@ -112,6 +115,23 @@ def operand(entry: Format, tensor: Any, columnwise: bool, name: str) -> tuple[Te
             f"{direction}_usage"
         )
     return entry.kernels.operand(tensor, columnwise)
+
+
+def swizzle_scales(tensor: Any, directions: Sequence[str]) -> bool:
+    """Swizzle the scales of an MXFP8 or NVFP4 tensor in these directions, where it holds them.
+
+    Returns:
+        Whether the tensor's format has swizzled scales, and its scales were not yet.
+    """
+    entry = of_tensor(tensor)
+    if entry is None or entry.kernels is block_scaling or swizzle.is_swizzled(tensor):
+        return False
+    for direction in directions:
+        scales = getattr(tensor, f"_{direction}_scale_inv")
+        if scales is not None:
+            transposed = entry.kernels is mxfp8 and direction == "columnwise"
+            setattr(tensor, f"_{direction}_scale_inv", swizzle.swizzle(scales, transposed))
+    return True
 
 
 def _te_tensor(entry: Format, quantizer: Any, shape: torch.Size, dtype: torch.dtype, buffers: dict[str, Tensor]) -> Any:

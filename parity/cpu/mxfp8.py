@@ -12,8 +12,8 @@ columnwise  32 x 1   ``[*leading, k]``   ``[m / 32 up to 4, k up to 128]``
 ==========  =======  ==================  ===================================
 
 "m up to 128" is m rounded up to a multiple of 128. A scale_inv byte ``e`` stands for ``2**(e - 127)``, and 255 for NaN
-(E8M0). With 2D quantization a block is 32 x 32, and each byte is repeated 32 times. Scales are never swizzled here: the
-GEMM reads this layout.
+(E8M0). With 2D quantization a block is 32 x 32, and each byte is repeated 32 times. ``swizzle.py`` says in which order
+scales lie if the quantizer optimizes them for a GEMM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import block_scaling, float8
+from parity.cpu import block_scaling, float8, swizzle
 
 _LENGTH = 32
 _VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}
@@ -36,7 +36,7 @@ _SMALLEST_BITS = 0x400000
 
 def settings(quantizer: Any) -> dict[str, Any]:
     """Return what an ``MXFP8Tensor`` is constructed with, beside its buffers."""
-    return {"fp8_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
+    return {"fp8_dtype": quantizer.dtype, swizzle.FLAG: swizzle.is_wanted(quantizer)}
 
 
 def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,7 +62,8 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
         if square:
             exponents = exponents.repeat_interleave(_LENGTH, 0 if name == "rowwise" else 1)
         buffers[f"{name}_data"] = codes.view(values.shape)
-        buffers[f"{name}_scale_inv"] = block_scaling.fill_up(exponents, shapes[f"{name}_scale_inv"][0])
+        scales = block_scaling.fill_up(exponents, shapes[f"{name}_scale_inv"][0])
+        buffers[f"{name}_scale_inv"] = swizzle.ordered(scales, quantizer, name == "columnwise")
     return buffers
 
 
@@ -154,6 +155,6 @@ def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:
 def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     """Return codes ``[m, k]``, and the FP32 scale of each block."""
     codes = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
-    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
+    stored = swizzle.scales_of(tensor, columnwise, transposed=columnwise)
     block = _VECTOR["columnwise" if columnwise else "rowwise"]
     return codes, from_e8m0(stored[: codes.shape[0] // block[0], : codes.shape[1] // block[1]])

@@ -13,7 +13,8 @@ columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
 
 "m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
 quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
-data, and their amax, are those of the transformed values. Scales are never swizzled here: the GEMM reads this layout.
+data, and their amax, are those of the transformed values. ``swizzle.py`` says in which order scales lie if the
+quantizer optimizes them for a GEMM.
 
 ``NVTE_USE_FAST_MATH`` is warned of and changes nothing: what its kernels approximate (reciprocals, scales in BF16,
 values that skip a rounding to BF16) is not documented to the bit.
@@ -24,14 +25,14 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.cpu import block_scaling, float4, float8
+from parity.cpu import block_scaling, cuda, float4, float8, swizzle
 from parity.cpu.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
 
 # 4over6: for each block the better of two scales, one that maps its amax to 6 and one that maps it to 4.
@@ -131,7 +132,21 @@ _OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
 def settings(quantizer: Any) -> dict[str, Any]:
     """Return what an ``NVFP4Tensor`` is constructed with, beside its buffers."""
     options = {name: getattr(quantizer, name) for name in _OPTIONS if hasattr(quantizer, name)}
-    return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False, **options}
+    return {"fp4_dtype": quantizer.dtype, swizzle.FLAG: swizzle.is_wanted(quantizer), **options}
+
+
+def is_cast_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
+    """Return whether TE's kernel that casts a tensor of this shape also swizzles its scales.
+
+    As ``nvfp4_emits_gemm_swizzled_scales`` in ``csrc/quantizer.cpp`` of TE 2.20.2.
+    """
+    rows, columns = block_scaling.rows_and_columns(shape)
+    if not swizzle.is_wanted(quantizer) or columns % 128 or not (10, 0) <= cuda.get_device_capability() <= (11, 0):
+        return False
+    if quantizer.with_rht:
+        return rows % 64 == 0
+    is_plain = not getattr(quantizer, "row_scaled_nvfp4", False) and not getattr(quantizer, "nvfp4_use_4over6", False)
+    return quantizer.with_2d_quantization and is_plain and rows % 128 == 0
 
 
 def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -160,7 +175,8 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
             cast = _Cast(both.codes.t().contiguous(), both.scales.t(), both.amax)
         scales = cast.scales.repeat_interleave(_block(quantizer)[0], 0)
         buffers[f"{name}_data"] = float4.pack(cast.codes).view(shapes[f"{name}_data"][0])
-        buffers[f"{name}_scale_inv"] = block_scaling.fill_up(scales, shapes[f"{name}_scale_inv"][0])
+        filled = block_scaling.fill_up(scales, shapes[f"{name}_scale_inv"][0])
+        buffers[f"{name}_scale_inv"] = swizzle.ordered(filled, quantizer)
         buffers[f"amax_{name}"] = cast.amax
     return buffers
 
@@ -198,7 +214,7 @@ def decode(tensor: Any) -> Tensor:
     if tensor._rowwise_data is None:
         raise RuntimeError("an NVFP4 tensor without rowwise data cannot be dequantized: TE's kernel reads these alone")
     packed = block_scaling.as_matrix(tensor._rowwise_data)
-    scales = _block_scales(tensor._rowwise_scale_inv, packed)
+    scales = _block_scales(tensor, False, packed)
     factor = torch.tensor(1.0 / (float4.LIMIT * e4m3_limit(tensor)))
     per_block = scales * tensor._amax_rowwise.view(-1, 1) * factor
     return block_scaling.multiply(float4.decode(packed), per_block, (1, _LENGTH)).view(logical_shape(tensor))
@@ -211,11 +227,10 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
         RuntimeError: for a row-scaled tensor: TE's Python applies the amax of each row, and hands over an amax of 1.
     """
     packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
-    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
     if amax.numel() != 1:
         raise RuntimeError(f"an NVFP4 GEMM takes one amax a tensor, but this one has {amax.numel()}")
-    scales = _block_scales(stored, packed).bfloat16()
+    scales = _block_scales(tensor, columnwise, packed).bfloat16()
     values = block_scaling.multiply(float4.decode(packed, torch.bfloat16), scales, (1, _LENGTH))
     return values, amax.item() / (float4.LIMIT * e4m3_limit(tensor))
 
@@ -226,8 +241,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     The scales are ``[outer, inner / 16]``, without the factor of the whole tensor.
     """
     packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
-    stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
-    return float4.decode(packed, torch.bfloat16), _block_scales(stored, packed)
+    return float4.decode(packed, torch.bfloat16), _block_scales(tensor, columnwise, packed)
 
 
 def logical_shape(tensor: Any) -> torch.Size:
@@ -300,8 +314,9 @@ def _tensor_amax(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
     return amax.reshape(1)
 
 
-def _block_scales(stored: Tensor, packed: Tensor) -> Tensor:
+def _block_scales(tensor: Any, columnwise: bool, packed: Tensor) -> Tensor:
     """Return the FP32 scales of the blocks of ``packed``, without padding."""
+    stored = swizzle.scales_of(tensor, columnwise)
     return float8.decode(stored[: packed.shape[0], : packed.shape[1] * 2 // _LENGTH], E4M3)
 
 

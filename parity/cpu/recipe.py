@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parity.cpu import cast, formats
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = [
@@ -75,25 +76,39 @@ def _update(scale: Tensor, amax: Tensor, target: float) -> None:
     scale.copy_(torch.where(amax.isfinite() & (amax > 0), derived, scale))
 
 
-# Scales in the order that cuBLAS reads on a Blackwell: nothing to do here, as the CPU's GEMM reads TE's plain order.
-#
-# TransformerEngine 2.20.2 swizzles in ``csrc/extensions/swizzle.cpp``, and marks the tensor. Here a tensor stays
-# unmarked, so that whatever else reads its scales finds them as they are.
+# Scales in the order in which cuBLAS reads them on a Blackwell (``csrc/extensions/swizzle.cpp``).
+
+_DIRECTIONS = ("rowwise", "columnwise")
 
 
+@torch.no_grad()
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
-    """Leave a TE grouped tensor as it is."""
+    """Swizzle the scales of a TE grouped MXFP8 tensor, and drop those of a direction that is not asked for."""
+    cast.swizzle_groups(tensor, rowwise, columnwise)
 
 
+@torch.no_grad()
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
-    """Leave a TE quantized tensor as it is."""
+    """Swizzle the scales of a TE tensor in both directions, and mark it."""
+    if formats.swizzle_scales(tensor, _DIRECTIONS):
+        tensor._with_gemm_swizzled_scales = True
 
 
+@torch.no_grad()
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
-    """Leave TE quantized tensors as they are."""
+    """Swizzle the scales of TE tensors in one direction; the caller marks the tensors.
+
+    Raises:
+        RuntimeError: unless exactly one direction is asked for.
+    """
+    if rowwise_usage == columnwise_usage:
+        raise RuntimeError("multi_tensor_swizzle_scales_for_gemm_ takes one of rowwise_usage and columnwise_usage")
+    for tensor in tensors:
+        formats.swizzle_scales(tensor, _DIRECTIONS[:1] if rowwise_usage else _DIRECTIONS[1:])
 
 
 def multi_tensor_swizzle_scales_for_gemm_unchecked_(
     tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool
 ) -> None:
-    """Leave TE quantized tensors as they are."""
+    """Do the same; TE's kernel then leaves the shapes of the scales unchecked."""
+    multi_tensor_swizzle_scales_for_gemm_(tensors, rowwise_usage, columnwise_usage)

@@ -288,18 +288,23 @@ def test_dequantizing_decodes_each_group(blackwell: ModuleType, name: str) -> No
     assert torch.equal(decoded.rowwise_data.view(ROWS, WIDTH), torch.cat(alone))
 
 
-def test_requantizing_adds_columns_cast_from_the_decoded_rows(blackwell: ModuleType) -> None:
+def test_requantizing_adds_columns_cast_from_the_decoded_rows_for_a_gemm(blackwell: ModuleType) -> None:
     quantizer, sizes = quantizer_of("mxfp8", columnwise=False), torch.tensor(GROUPS)
     rowwise = cast.group_quantize(values_of(), quantizer, len(GROUPS), sizes)
     quantizer.set_usage(columnwise=True)
     decoded = cast.group_requantize_inplace(
         rowwise, quantizer, len(GROUPS), sizes, DType.kBFloat16, return_dequantized=True
     )
-    again = cast.group_quantize(decoded, quantizer_of("mxfp8"), len(GROUPS), sizes)
-    assert torch.equal(rowwise.columnwise_data, again.columnwise_data)
-    assert torch.equal(rowwise.columnwise_scale_inv, again.columnwise_scale_inv)
+    for_gemm = quantizer_of("mxfp8")
+    for_gemm.optimize_for_gemm = True
+    again = cast.group_quantize(decoded, for_gemm, len(GROUPS), sizes)
+    assert rowwise._with_gemm_swizzled_scales
+    for name in ("columnwise_data", "columnwise_scale_inv"):
+        assert torch.equal(getattr(rowwise, name), getattr(again, name))
+    assert torch.equal(cast.group_dequantize(rowwise, DType.kBFloat16).rowwise_data, decoded.flatten())
+    both = cast.group_quantize(decoded, quantizer_of("mxfp8"), len(GROUPS), sizes)
     with pytest.raises(RuntimeError, match="rowwise data alone"):
-        cast.group_requantize_inplace(rowwise, quantizer, len(GROUPS), sizes, DType.kBFloat16)
+        cast.group_requantize_inplace(both, quantizer, len(GROUPS), sizes, DType.kBFloat16)
 
 
 def test_known_amaxes_stand_in_for_the_values_own(blackwell: ModuleType) -> None:
