@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from parity.lab.nvidia_tests import checkout, command, plugin, report
-from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome, chosen
+from parity.lab.nvidia_tests import checkout, command, measure, plugin, report
+from parity.lab.nvidia_tests.checkout import Job
+from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome, Portion
 from parity.user_error import UserError
 
 SCRIPT = """
@@ -103,37 +105,45 @@ def test_a_missing_checkout_is_told(place: str | None, said: str, tmp_path: Path
 
 
 def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_checkout: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
+    folder, report_file = tmp_path / "kept", tmp_path / "report.md"
 
-    def run() -> None:
-        place, to, limits = str(small_checkout), tmp_path / "report.md", Limits(seconds=3, gibibytes=1.5)
-        command.run(place, folder, to, ["hopper"], None, 0, 1, limits, r"^test_one.py$")
+    def run(sample: int | None) -> list[dict[str, Any]]:
+        limits = Limits(seconds=3, gibibytes=1.5)
+        command.run(str(small_checkout), folder, report_file, ["hopper"], sample, 0, 1, limits, r"^test_one.py$")
+        lines = (folder / "outcomes.jsonl").read_text().splitlines()
+        return [one for line in lines for one in json.loads(line)["result"]]
 
-    run()
-    record = folder / "outcomes.jsonl"
-    lines = record.read_text().splitlines(keepends=True)
-    found = {one["test"].partition("::")[2]: (one["outcome"], one["why"]) for one in map(json.loads, lines)}
+    outcomes = run(None)
+    found = {one["test"].partition("::")[2]: (one["outcome"], one["why"]) for one in outcomes}
     assert found.keys() == BECOMES.keys()
     for name, (outcome, why) in BECOMES.items():
         assert found[name][0] == outcome, name
         assert why in found[name][1]
-    text = (tmp_path / "report.md").read_text()
-    assert "| hopper | 8 | 0 | 8 | 3 | 2 | 1 | 2 | 60.0 % |" in " ".join(text.split())
-    record.write_text("".join(lines[:1] + lines[2:]) + '{"cut')
-    run()
-    assert len(record.read_text().splitlines()) == len(lines) + 1
+    assert "| hopper | 8 | 0 | 8 | 3 | 2 | 1 | 2 | 60.0 % | 60.0 % |" in " ".join(report_file.read_text().split())
+    assert run(None) == outcomes
+    sampled = run(1)[len(outcomes) :]
+    assert sum(one["outcome"] != "skipped" for one in sampled) == 2
 
 
 def test_a_sample_is_drawn_by_names_and_has_tests_of_each_file() -> None:
-    tests = tuple(f"a::test[{index}]" for index in range(400))
-    collected = [Collected("hopper", "a", tests), Collected("hopper", "b", ("b::one", "b::two", "b::three"))]
-    left_out = {("b", "b::one"): "why"}
-    drawn = chosen(collected, left_out, 100, seed=0)
-    assert set(drawn["hopper", "b"]) == {"b::two", "b::three"}
-    assert 90 <= len(drawn["hopper", "a"]) <= 100
-    assert set(chosen(collected, left_out, 50, seed=0)["hopper", "a"]) < set(drawn["hopper", "a"])
-    assert drawn["hopper", "a"] != chosen(collected, left_out, 100, seed=1)["hopper", "a"]
-    assert len(chosen(collected, left_out, None, seed=0)["hopper", "a"]) == 400
+    tests = tuple(f"a::test[{index}]" for index in range(4000))
+    files = {"a": tests, "b": ("b::one", "b::two", "b::three"), "c": ()}
+    collected = [Collected(gpu, Job(file), names) for gpu in ("hopper", "blackwell") for file, names in files.items()]
+
+    def drawn(sample: int | None, seed: int = 0) -> dict[tuple[str, str], Portion]:
+        portions = measure.drawn(collected, {("b", "b::one"): "why"}, sample, seed, Limits())
+        return {(portion.gpu, portion.job.file): portion for portion in portions}
+
+    hundred = drawn(100)
+    assert hundred.keys() == {(gpu, file) for gpu in ("hopper", "blackwell") for file in "ab"}
+    assert sum(portion.wanted for portion in hundred.values()) == 100  # two of each file, and 46 more of each long one
+    assert set(hundred["hopper", "b"].tests) == {"b::two", "b::three"}
+    a = hundred["hopper", "a"]
+    assert len(a.tests) > 10 * a.wanted
+    assert a.tests == hundred["blackwell", "a"].tests
+    assert a.tests[:100] == drawn(50)["hopper", "a"].tests[:100] != drawn(100, seed=1)["hopper", "a"].tests[:100]
+    every = measure.drawn(collected, {}, None, 0, Limits())
+    assert sum(portion.wanted for portion in every) == 2 * 4003
 
 
 @pytest.mark.parametrize(

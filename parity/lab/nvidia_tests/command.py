@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from parity.lab.nvidia_tests import checkout, report
-from parity.lab.nvidia_tests.measure import Limits, Measure, chosen
+from parity.lab.campaign import Campaign
+from parity.lab.nvidia_tests import checkout, measure, report
+from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome
 
 
 def run(
@@ -29,7 +33,7 @@ def run(
         folder: where outcomes are kept, so that a run that was killed goes on.
         to: the report.
         gpus: emulated ones.
-        sample: how many tests; None for all.
+        sample: how many tests that are not skipped; None for all.
         seed: of the sample.
         workers: processes.
         limits: of a test.
@@ -41,18 +45,20 @@ def run(
     assert specification.origin is not None
     known = checkout.jobs(root, Path(specification.origin).parent)
     jobs = [job for job in known if re.search(only, job.name)]
-    measure = Measure(root, folder.resolve(), limits)
-    collected = measure.collected(jobs, gpus, workers)
+    version = checkout.version(root)
+
+    def complete(name: str, result: Any, work: Sequence[Any], make: Callable[..., Any]) -> list[Any]:
+        """Return all results, of which the folder keeps those that are there."""
+        campaign: Campaign[Any, list[Any]] = Campaign(
+            folder / f"{name}.jsonl", list[result], lambda job: {"checkout": version, **dataclasses.asdict(job)}
+        )
+        made = campaign.complete(work, functools.partial(make, root, folder.resolve() / "running"), name, workers)
+        return [one for each in made.values() for one in each]
+
+    collected = complete("collected", Collected, measure.files_of(jobs, gpus), measure.collect)
     left_out = report.deselected(collected, report.rules()["deselected"])
-    drawn = chosen(collected, left_out, sample, seed)
-    measure.run(jobs, drawn, workers)
-    kept = measure.outcomes()
-    outcomes = [
-        kept[gpu, job, test] for (gpu, job), tests in drawn.items() for test in tests if (gpu, job, test) in kept
-    ]
-    missing = sum(map(len, drawn.values())) - len(outcomes)
-    text = report.draw(
-        checkout.version(root), collected, left_out, outcomes, checkout.unnamed(root, known), limits, missing
-    )
+    portions = measure.drawn(collected, left_out, sample, seed, limits)
+    outcomes = complete("outcomes", Outcome, portions, measure.run)
+    text = report.draw(version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample)
     to.write_text(text, encoding="utf-8")
     return text.split("\n\n")[2]

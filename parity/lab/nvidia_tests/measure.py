@@ -1,33 +1,31 @@
-"""Run NVIDIA's tests, a file in a process of its own and each test within limits, and keep what became of each."""
+"""Collect NVIDIA's tests, draw some, and run them: a file in a process of its own, and each test within limits."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
-import queue
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pydantic import TypeAdapter
-
 import parity
 from parity.lab.nvidia_tests.checkout import TESTS, Job
-from parity.lab.record import add_lines
-from parity.progress import followed
+from parity.machine.process import ended_with_this
 
-# Tests that one process runs: a file's tests are to have more than one processor.
+# Tests that one process runs when all are run: a file's tests are to have more than one processor.
 _PORTION = 60
+# How many tests of a file are tried for each that a sample is to have of it, before the rest is taken for skipped.
+_TRIES = 25
 # A process that is not at a test imports, collects or ends.
 _BETWEEN_TESTS = 300.0
 _LOOK_EVERY = 0.2
@@ -76,137 +74,145 @@ class Collected:
     """Hold the tests of a file on a GPU, or what kept pytest from collecting it."""
 
     gpu: str
-    job: str
+    job: Job
     tests: tuple[str, ...] = ()
     unread: Outcome | None = None
 
 
 @dataclass(frozen=True)
-class Measure:
-    """Run jobs of a checkout, and keep the outcomes in a folder.
+class Files:
+    """Name files of one folder that a process collects on a GPU; they are read with the same variables."""
+
+    gpu: str
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Name tests of a file that a process runs on a GPU.
 
     Attributes:
-        root: of the checkout.
-        folder: what was collected and found out is kept there.
+        gpu: the emulated one.
+        job: how NVIDIA runs the file.
+        tests: in the order in which they are run.
+        wanted: how many of them are to run; those that TE's tests skip do not count.
         limits: of a test.
     """
 
-    root: Path
-    folder: Path
-    limits: Limits = field(default_factory=Limits)
+    gpu: str
+    job: Job
+    tests: tuple[str, ...]
+    wanted: int
+    limits: Limits
 
-    def collected(self, jobs: Sequence[Job], gpus: Sequence[str], workers: int) -> list[Collected]:
-        """Return the tests of all jobs on all GPUs; what another run has collected is read from the folder.
 
-        Files of one folder are collected by one process, unless variables differ that TE reads while it is imported.
-        """
-        groups: dict[tuple[Any, ...], list[Job]] = {}
-        for gpu in gpus:
-            for job in jobs:
-                if not self._kept(gpu, job).exists():
-                    key = (gpu, str(Path(job.file).parent), job.arguments, _host_of((gpu, job, ())))
-                    groups.setdefault(key, []).append(job)
-        self._in_threads(
-            lambda hosts, group: self._collect(hosts, group[0][0], group[1]), list(groups.items()), workers
-        )
-        types = TypeAdapter(Collected)
-        return [types.validate_json(self._kept(gpu, job).read_bytes()) for gpu in gpus for job in jobs]
-
-    def _kept(self, gpu: str, job: Job) -> Path:
-        name = "".join(letter if letter.isalnum() else "_" for letter in f"{gpu}_{job.name}")
-        return self.folder / "collected" / f"{name}.json"
-
-    def _collect(self, hosts: _Hosts, gpu: str, jobs: Sequence[Job]) -> None:
-        lines = _Lines(_new_file(self.folder / "running"))
-        files = sorted({job.file for job in jobs})
-        with hosts.begun(gpu, jobs[0], lines.path, files, ("--collect-only", *jobs[0].arguments)) as process:
-            _watch(process, lines, Limits(_BETWEEN_TESTS, self.limits.gibibytes))
-        tests = [test for line in lines.every if "collected" in line for test in line["collected"]]
-        unread = {line["unread"]: line for line in lines.every if "unread" in line}
+def files_of(jobs: Sequence[Job], gpus: Sequence[str]) -> list[Files]:
+    """Return what to collect: files of one folder go together, unless TE would be imported or told something else."""
+    groups: dict[tuple[Any, ...], list[Job]] = {}
+    for gpu in gpus:
         for job in jobs:
-            found = Collected(gpu, job.name, tuple(test for test in tests if test.partition("::")[0] == job.file))
-            if not found.tests:
-                said = unread.get(job.file, {"outcome": "failed", "why": "no test was collected"})
-                found = Collected(gpu, job.name, (), Outcome(gpu, job.name, job.file, said["outcome"], said["why"]))
-            path = self._kept(gpu, job)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(TypeAdapter(Collected).dump_json(found))
+            groups.setdefault((gpu, _host_of(gpu, job), str(Path(job.file).parent), job.arguments), []).append(job)
+    return [Files(gpu, tuple(group)) for (gpu, *_), group in groups.items()]
 
-    def outcomes(self) -> dict[tuple[str, str, str], Outcome]:
-        """Return the latest outcome of each test, by GPU, job and name."""
-        types = TypeAdapter(Outcome)
-        path = self.folder / "outcomes.jsonl"
-        lines = _Lines(path).every if path.exists() else ()
-        return {(one.gpu, one.job, one.test): one for one in map(types.validate_python, lines)}
 
-    def run(self, jobs: Sequence[Job], chosen: Mapping[tuple[str, str], Sequence[str]], workers: int) -> None:
-        """Run those of the chosen tests, by GPU and job, that have no outcome yet."""
-        done = self.outcomes()
-        portions = []
-        for (gpu, name), tests in chosen.items():
-            job = next(job for job in jobs if job.name == name)
-            left = [test for test in tests if (gpu, name, test) not in done]
-            portions += [(gpu, job, left[at : at + _PORTION]) for at in range(0, len(left), _PORTION)]
-        self._in_threads(
-            lambda hosts, portion: self._run_portion(hosts, *portion), sorted(portions, key=_host_of), workers
+def drawn(
+    collected: Sequence[Collected],
+    deselected: Mapping[tuple[str, str], str],
+    sample: int | None,
+    seed: int,
+    limits: Limits,
+) -> list[Portion]:
+    """Return which tests to run, in the order in which processes that have imported TE can be kept.
+
+    Args:
+        collected: on all GPUs.
+        deselected: by job and test, why no CPU can run it.
+        sample: how many; None for all. Each file gives two, and more in proportion to how many it has. They are drawn
+            by their names; instead of one that is skipped, the file's next one is run.
+        seed: of the sample.
+        limits: of a test.
+    """
+    left = {
+        (each.gpu, each.job): [test for test in each.tests if (each.job.name, test) not in deselected]
+        for each in collected
+    }
+    least = {key: min(2, len(tests)) for key, tests in left.items()}
+    total = sum(map(len, left.values()))
+    share = max(0, (sample or 0) - sum(least.values())) / total if total else 0.0
+    portions = []
+    for (gpu, job), tests in left.items():
+        if sample is None:
+            parts = [tuple(tests[at : at + _PORTION]) for at in range(0, len(tests), _PORTION)]
+            portions += [Portion(gpu, job, part, len(part), limits) for part in parts]
+        elif tests:
+            wanted = min(len(tests), least[gpu, job] + round(share * len(tests)))
+            ordered = sorted(tests, key=lambda test, job=job: _hashed(seed, job.name, test))  # type: ignore[misc]
+            portions.append(Portion(gpu, job, tuple(ordered[: _TRIES * wanted]), wanted, limits))
+    return sorted(portions, key=lambda portion: _host_of(portion.gpu, portion.job))
+
+
+def _hashed(*words: object) -> str:
+    return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
+
+
+def collect(root: Path, folder: Path, files: Files) -> list[Collected]:
+    """Return the tests of these files of a checkout; ``folder`` is for what pytest says."""
+    lines = _Lines(_new_file(folder))
+    names = sorted({job.file for job in files.jobs})
+    first = files.jobs[0]
+    with _hosts(root).begun(files.gpu, first, lines.path, names, ("--collect-only", *first.arguments)) as process:
+        _watch(process, lines, Limits(_BETWEEN_TESTS))
+    tests = [test for line in lines.every if "collected" in line for test in line["collected"]]
+    unread = {line["unread"]: line for line in lines.every if "unread" in line}
+    found = []
+    for job in files.jobs:
+        own = tuple(test for test in tests if test.partition("::")[0] == job.file)
+        said = unread.get(job.file, {"outcome": "failed", "why": "no test was collected"})
+        why = None if own else Outcome(files.gpu, job.name, job.file, said["outcome"], said["why"])
+        found.append(Collected(files.gpu, job, own, why))
+    return found
+
+
+def run(root: Path, folder: Path, portion: Portion) -> list[Outcome]:
+    """Run tests of a checkout; where one takes its process down, another process goes on with the others."""
+    gpu, job = portion.gpu, portion.job
+    _prepare(root, folder, gpu, job)
+    found: dict[str, Outcome] = {}
+    while left := [test for test in portion.tests if test not in found]:
+        wanted = portion.wanted - _not_skipped(found.values())
+        if wanted <= 0:
+            break
+        lines = _Lines(_new_file(folder))
+        chosen = lines.path.with_suffix(".txt")
+        chosen.write_text("\n".join(left), encoding="utf-8")
+        options = (*job.arguments, "--nvidia-tests", str(chosen), "--nvidia-wanted", str(wanted))
+        with _hosts(root).begun(gpu, job, lines.path, [job.file], options) as process:
+            ended = _watch(process, lines, portion.limits)
+        new = {line["test"]: Outcome(gpu, job.name, **line) for line in lines.every if "test" in line}
+        missing = [test for test in left if test not in new]
+        if missing and _not_skipped(new.values()) < wanted:  # the test that was running, or the first if none was
+            begun = [line["begun"] for line in lines.every if "begun" in line]
+            blamed = begun[-1] if begun and begun[-1] in missing else missing[0]
+            new[blamed] = Outcome(gpu, job.name, blamed, *ended)
+        found |= new
+    return list(found.values())
+
+
+def _not_skipped(outcomes: Iterable[Outcome]) -> int:
+    return sum(one.outcome != "skipped" for one in outcomes)
+
+
+def _prepare(root: Path, folder: Path, gpu: str, job: Job) -> None:
+    """Make what NVIDIA's script makes before it runs the file, once for a GPU."""
+    done = folder / f"prepared-{gpu}-{Path(job.file).stem}.txt"
+    if job.before and not done.exists():
+        command = [sys.executable, "-m", "parity", "exec", job.file, *job.before]
+        environment = environment_of(root, gpu, job.variables)
+        made = subprocess.run(
+            command, cwd=root / TESTS, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-
-    def _in_threads(self, do: Callable[[_Hosts, Any], None], work: Sequence[Any], workers: int) -> None:
-        """Do each piece of work in one of the threads, each of which has hosts of its own."""
-        every = [_Hosts(self.root) for _ in range(workers)]
-        free = queue.SimpleQueue[_Hosts]()
-        for hosts in every:
-            free.put(hosts)
-
-        def one(piece: Any) -> None:
-            hosts = free.get()
-            try:
-                do(hosts, piece)
-            finally:
-                free.put(hosts)
-
-        try:
-            with ThreadPoolExecutor(workers) as pool:
-                for done in followed(as_completed([pool.submit(one, piece) for piece in work]), "tests", len(work)):
-                    done.result()
-        finally:
-            for hosts in every:
-                hosts.end()
-
-    def _run_portion(self, hosts: _Hosts, gpu: str, job: Job, tests: Sequence[str]) -> None:
-        """Run these tests; where one takes its process down, another process goes on with the others."""
-        self._prepare(gpu, job)
-        left = list(tests)
-        while left:
-            lines = _Lines(_new_file(self.folder / "running"))
-            chosen = lines.path.with_suffix(".txt")
-            chosen.write_text("\n".join(left), encoding="utf-8")
-            options = (*job.arguments, "--nvidia-tests", str(chosen))
-            with hosts.begun(gpu, job, lines.path, [job.file], options) as process:
-                ended = _watch(process, lines, self.limits)
-            found = [Outcome(gpu, job.name, **line) for line in lines.every if "test" in line]
-            missing = [test for test in left if test not in {one.test for one in found}]
-            if missing:  # the test that was running, or the first if none was
-                begun = [line["begun"] for line in lines.every if "begun" in line]
-                blamed = begun[-1] if begun and begun[-1] in missing else missing[0]
-                found.append(Outcome(gpu, job.name, blamed, *ended))
-            self._keep(found)
-            left = [test for test in left if test not in {one.test for one in found}]
-
-    def _prepare(self, gpu: str, job: Job) -> None:
-        """Make what NVIDIA's script makes before it runs the file, once for a GPU."""
-        done = self.folder / f"prepared-{gpu}-{Path(job.file).stem}.txt"
-        if job.before and not done.exists():
-            command = [sys.executable, "-m", "parity", "exec", job.file, *job.before]
-            environment = environment_of(self.root, gpu, job.variables)
-            made = subprocess.run(
-                command, cwd=self.root / TESTS, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            done.write_bytes(made.stdout)
-
-    def _keep(self, found: Iterable[Outcome]) -> None:
-        types = TypeAdapter(Outcome)
-        add_lines(self.folder / "outcomes.jsonl", [types.dump_json(one).decode() for one in found])
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.write_bytes(made.stdout)
 
 
 # What PyTorch's and TE's modules (2.20.2) read while they are imported; the other variables of a job are set later.
@@ -216,8 +222,7 @@ _READ_AT_IMPORT = (
 )
 
 
-def _host_of(portion: tuple[str, Job, Sequence[str]]) -> tuple[str, tuple[tuple[str, str], ...]]:
-    gpu, job, _ = portion
+def _host_of(gpu: str, job: Job) -> tuple[str, tuple[tuple[str, str], ...]]:
     return gpu, tuple((name, value) for name, value in job.variables if name in _READ_AT_IMPORT)
 
 
@@ -245,15 +250,16 @@ class _Hosts:
         self._root = root
         self._key: object = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._until_end = ExitStack()
 
     @contextmanager
     def begun(
         self, gpu: str, job: Job, record: Path, files: Sequence[str], options: Sequence[str]
     ) -> Iterator[_Running]:
         """Run pytest on these files, and wait until it has ended."""
-        key = _host_of((gpu, job, ()))
+        key = _host_of(gpu, job)
         if self._process is None or self._key != key or self._process.poll() is not None:
-            self.end()
+            self._end()
             self._key, self._process = key, self._new(*key)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -274,15 +280,25 @@ class _Hosts:
         environment = environment_of(self._root, gpu, variables)
         command = [sys.executable, "-m", "parity.lab.nvidia_tests.host"]
         # Without a buffer, in which an answer could lie where ``select`` does not see it.
-        return subprocess.Popen(command, bufsize=0, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            *(command, 0), env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._until_end.enter_context(ended_with_this(process))
+        return process
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """End the host; it has no process of a file any more."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
             self._process.wait()
-        self._process = None
+        self._until_end.close()
+
+
+@functools.cache
+def _hosts(root: Path) -> _Hosts:
+    """Return those of this process, which runs one portion at a time."""
+    return _Hosts(root)
 
 
 class _Running:
@@ -300,36 +316,6 @@ class _Running:
     def wait(self) -> None:
         while not self.ends_within(60.0):
             pass
-
-
-def chosen(
-    collected: Sequence[Collected], deselected: Mapping[tuple[str, str], str], sample: int | None, seed: int
-) -> dict[tuple[str, str], list[str]]:
-    """Return which tests to run, by GPU and job.
-
-    Args:
-        collected: on all GPUs.
-        deselected: by job and test, why no CPU can run it.
-        sample: how many; None for all. Each file gives two, and more in proportion to how many it has.
-        seed: of the sample. A test is in it by its name alone, so that another sample of this seed has the same tests.
-    """
-    runnable = {
-        (each.gpu, each.job): [test for test in each.tests if (each.job, test) not in deselected] for each in collected
-    }
-    if sample is None:
-        return runnable
-    least = {key: min(2, len(tests)) for key, tests in runnable.items()}
-    total = sum(map(len, runnable.values()))
-    share = max(0, sample - sum(least.values())) / total if total else 0.0
-    drawn = {}
-    for key, tests in runnable.items():
-        ordered = sorted(tests, key=lambda test, key=key: _drawn(seed, *key, test))  # type: ignore[misc]
-        drawn[key] = ordered[: max(least[key], round(share * len(tests)))]
-    return drawn
-
-
-def _drawn(*words: object) -> str:
-    return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
 
 
 def _new_file(folder: Path) -> Path:

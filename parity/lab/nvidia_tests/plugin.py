@@ -6,8 +6,10 @@ from it (``unread``), a test that is ``begun``, or a test's ``outcome``.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,11 +25,13 @@ from parity.cpu import cuda, tensor_cores
 
 _LONGEST = 400
 RANKS = 2
+_FUNCTION = re.compile(r"[^\[]*::(\w+)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nvidia-record", help="A file that lines are added to.")
-    parser.addoption("--nvidia-tests", help="A file with the tests to run, a line each.")
+    parser.addoption("--nvidia-tests", help="A file with the tests to run, a line each, in their order.")
+    parser.addoption("--nvidia-wanted", type=int, help="How many of them are to run that are not skipped.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +48,9 @@ class _Recorder:
     def __init__(self, config: pytest.Config) -> None:
         self._file = Path(config.getoption("--nvidia-record"))
         chosen = config.getoption("--nvidia-tests")
-        self._chosen = None if chosen is None else set(Path(chosen).read_text(encoding="utf-8").splitlines())
+        self._chosen = None if chosen is None else Path(chosen).read_text(encoding="utf-8").splitlines()
+        self._functions = {_FUNCTION.match(test)[1] for test in self._chosen or ()}  # type: ignore[index]
+        self._wanted = config.getoption("--nvidia-wanted")
         self._reports: list[pytest.TestReport] = []
         self._smaller: dict[Any, str] = {}
 
@@ -56,6 +62,11 @@ class _Recorder:
         if report.outcome != "passed":
             self._write(unread=report.nodeid, outcome=report.outcome, why=_last_line(report))
 
+    def pytest_pycollect_makeitem(self, name: str, obj: object) -> list[pytest.Item] | None:
+        """Leave out functions of which no test is chosen: some have ten thousand, which take long to collect."""
+        is_left_out = self._chosen is not None and inspect.isfunction(obj) and name.startswith("test")
+        return [] if is_left_out and name not in self._functions else None
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for module in dict.fromkeys(item.getparent(pytest.Module) for item in items):
@@ -64,7 +75,8 @@ class _Recorder:
         if self._chosen is None:
             self._write(collected=[item.nodeid for item in items])
         else:
-            items[:] = [item for item in items if item.nodeid in self._chosen]
+            found = {item.nodeid: item for item in items}
+            items[:] = [found[test] for test in self._chosen if test in found]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -78,6 +90,10 @@ class _Recorder:
         smaller = [self._smaller[value] for value in values if isinstance(value, str) and value in self._smaller]
         seconds = round(time.perf_counter() - begin, 2)
         self._write(test=item.nodeid, outcome=outcome, why=why, seconds=seconds, smaller="; ".join(smaller))
+        if self._wanted is not None:
+            self._wanted -= outcome != "skipped"
+            if self._wanted == 0:
+                item.session.shouldstop = "as many have run as were wanted"
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,10 @@ from parity.report.numbers import markdown_table
 
 _COLUMNS = ("passed", "failed", "skipped", "beyond")
 _UNEXPLAINED = "not explained"
+_DRAWN = (
+    "{} tests were drawn: two of each file, and more in proportion to how many it has. A test that TE's tests skip is "
+    "no draw: the file's next one is run in its place. "
+)
 
 
 def rules() -> dict[str, list[dict[str, str]]]:
@@ -29,10 +34,10 @@ def deselected(collected: Sequence[Collected], table: Sequence[Mapping[str, str]
     holding = [row for row in table if "unless" not in row or importlib.util.find_spec(row["unless"]) is None]
     found = {}
     for each in collected:
-        for test in each.tests or (each.job,):
-            why = next((row["why"] for row in holding if re.search(row["tests"], f"{each.job} {test}")), None)
+        for test in each.tests or (each.job.name,):
+            why = next((row["why"] for row in holding if re.search(row["tests"], f"{each.job.name} {test}")), None)
             if why is not None:
-                found[each.job, test] = why
+                found[each.job.name, test] = why
     return found
 
 
@@ -53,11 +58,13 @@ def draw(
     outcomes: Sequence[Outcome],
     unnamed: Sequence[str],
     limits: Limits,
-    missing: int = 0,
+    sample: int | None,
 ) -> str:
     """Return the report, markdown."""
     causes = rules()["causes"]
-    unread = [each.unread for each in collected if each.unread is not None and (each.job, each.job) not in left_out]
+    unread = [
+        each.unread for each in collected if each.unread is not None and (each.job.name, each.job.name) not in left_out
+    ]
     every = [*outcomes, *unread]
     failed = [one for one in every if one.outcome == "failed"]
     caused = [(one, cause_of(one, causes)) for one in failed]
@@ -72,12 +79,13 @@ def draw(
         "# NVIDIA's own tests on the CPU kernels",
         f"Made by `make nvidia-tests` with NVIDIA's tests of commit {version}, TransformerEngine "
         f"{metadata.version('transformer_engine')} and torch {metadata.version('torch')}, on emulated GPUs. "
-        "Runnable is what passed or failed. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
-        f"NVIDIA's container. A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB."
-        + f" {missing} of the tests that were drawn have not been run."
-        * bool(missing),
+        f"{_DRAWN.format(sample) if sample else ''}Runnable is what passed or failed; the share of all tests counts "
+        "each file by the number of its tests. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
+        f"NVIDIA's container. A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB. All "
+        f"took {sum(one.seconds for one in every) / 60:.0f} minutes, on a machine with {os.cpu_count()} "
+        f"processors whose load was {os.getloadavg()[2]:.1f} at the end.",
         markdown_table(*_overall(collected, left_out, every), left=1),
-        *_section("By file", _by(every, collected, left_out), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
+        *_section("By file", _by(every, collected), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
         *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
         *_section("Each failure", each_failure, ("GPU", "test", "cause"), 3),
         *_section("Skipped by TE's tests", _counted(skipped), ("GPU", "reason", "tests"), 2),
@@ -95,7 +103,8 @@ def draw(
 
 
 def _left_out(each: Collected, left_out: Mapping[tuple[str, str], str]) -> list[str]:
-    return [left_out[each.job, test] for test in each.tests or (each.job,) if (each.job, test) in left_out]
+    tests = each.tests or (each.job.name,)
+    return [left_out[each.job.name, test] for test in tests if (each.job.name, test) in left_out]
 
 
 def _overall(
@@ -103,25 +112,32 @@ def _overall(
 ) -> tuple[list[list[object]], Sequence[str]]:
     rows: list[list[object]] = []
     for gpu in dict.fromkeys(each.gpu for each in collected):
-        files = [each for each in collected if each.gpu == gpu]
-        here = [one for one in every if one.gpu == gpu]
-        counts = Counter(one.outcome for one in here)
-        runnable = counts["passed"] + counts["failed"]
-        share = f"{100 * counts['passed'] / runnable:.1f} %" if runnable else "–"
-        tests = sum(len(each.tests) for each in files)
-        left = sum(len(_left_out(each, left_out)) for each in files)
-        rows.append([gpu, tests, left, len(here), *(counts[name] for name in _COLUMNS), share])
-    return rows, ("GPU", "tests", "deselected", "run", *_COLUMNS, "passed of runnable")
+        tests = left = 0
+        counts, estimated = Counter[str](), Counter[str]()
+        for each in collected:
+            if each.gpu == gpu:
+                here = Counter(one.outcome for one in every if (one.gpu, one.job) == (gpu, each.job.name))
+                beside = len(_left_out(each, left_out))
+                tests, left = tests + len(each.tests), left + beside
+                counts += here
+                for name in here:
+                    estimated[name] += (len(each.tests) - beside) * here[name] / here.total()  # type: ignore[assignment]
+        shares = [_share(counts), _share(estimated)]
+        rows.append([gpu, tests, left, counts.total(), *(counts[name] for name in _COLUMNS), *shares])
+    return rows, ("GPU", "tests", "deselected", "run", *_COLUMNS, "passed of runnable", "of all, estimated")
 
 
-def _by(
-    every: Sequence[Outcome], collected: Sequence[Collected], left_out: Mapping[tuple[str, str], str]
-) -> list[list[object]]:
+def _share(counts: Counter[str]) -> str:
+    runnable = counts["passed"] + counts["failed"]
+    return f"{100 * counts['passed'] / runnable:.1f} %" if runnable else "–"
+
+
+def _by(every: Sequence[Outcome], collected: Sequence[Collected]) -> list[list[object]]:
     rows: list[list[object]] = []
     for each in collected:
-        here = Counter(one.outcome for one in every if (one.gpu, one.job) == (each.gpu, each.job))
+        here = Counter(one.outcome for one in every if (one.gpu, one.job) == (each.gpu, each.job.name))
         if here:
-            rows.append([each.gpu, each.job, len(each.tests), sum(here.values()), *(here[name] for name in _COLUMNS)])
+            rows.append([each.gpu, each.job.name, len(each.tests), here.total(), *(here[name] for name in _COLUMNS)])
     return rows
 
 
