@@ -119,10 +119,11 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
     for name, (outcome, why) in BECOMES.items():
         assert found[name][0] == outcome, name
         assert why in found[name][1]
+    assert next(one for one in outcomes if one["test"].endswith("test_passes"))["seconds"] > 0
     assert "| hopper | 8 | 0 | 8 | 3 | 2 | 1 | 2 | 60.0 % | 60.0 % |" in " ".join(report_file.read_text().split())
     assert run(None) == outcomes
     sampled = run(1)[len(outcomes) :]
-    assert sum(one["outcome"] != "skipped" for one in sampled) == 2
+    assert sum(one["outcome"] != "skipped" for one in sampled) == 1
 
 
 def test_a_sample_is_drawn_by_names_and_has_tests_of_each_file() -> None:
@@ -136,7 +137,7 @@ def test_a_sample_is_drawn_by_names_and_has_tests_of_each_file() -> None:
 
     hundred = drawn(100)
     assert hundred.keys() == {(gpu, file) for gpu in ("hopper", "blackwell") for file in "ab"}
-    assert sum(portion.wanted for portion in hundred.values()) == 100  # two of each file, and 46 more of each long one
+    assert sum(portion.wanted for portion in hundred.values()) == 100  # one of each file, and 48 more of each long one
     assert set(hundred["hopper", "b"].tests) == {"b::two", "b::three"}
     a = hundred["hopper", "a"]
     assert len(a.tests) > 10 * a.wanted

@@ -56,7 +56,7 @@ class Outcome:
         test: pytest's name; the file's where it could not be read.
         outcome: ``passed``, ``failed``, ``skipped`` or ``beyond`` (a limit).
         why: it did not pass.
-        seconds: it took.
+        seconds: of processor time that it took, with all processes that it started.
         smaller: which sizes were made smaller.
     """
 
@@ -127,7 +127,7 @@ def drawn(
     Args:
         collected: on all GPUs.
         deselected: by job and test, why no CPU can run it.
-        sample: how many; None for all. Each file gives two, and more in proportion to how many it has. They are drawn
+        sample: how many; None for all. Each file gives one, and more in proportion to how many it has. They are drawn
             by their names; instead of one that is skipped, the file's next one is run.
         seed: of the sample.
         limits: of a test.
@@ -136,7 +136,7 @@ def drawn(
         (each.gpu, each.job): [test for test in each.tests if (each.job.name, test) not in deselected]
         for each in collected
     }
-    least = {key: min(2, len(tests)) for key, tests in left.items()}
+    least = {key: min(1, len(tests)) for key, tests in left.items()}
     total = sum(map(len, left.values()))
     share = max(0, (sample or 0) - sum(least.values())) / total if total else 0.0
     portions = []
@@ -345,13 +345,13 @@ class _Lines:
 # A process is watched from outside, since a test that hangs in a kernel, or takes all memory, cannot watch itself.
 
 
-def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str]:
+def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str, float]:
     """Wait for the end of a process, and end it where a test of it takes more than the limits.
 
     Returns:
-        The outcome of a test that the process did not finish, and why.
+        The outcome of a test that the process did not finish, why, and its processor time in seconds.
     """
-    size, before, allowed = -1, 0.0, _BETWEEN_TESTS
+    size, seconds, before, allowed = -1, 0.0, 0.0, _BETWEEN_TESTS
     busy, moved = 0.0, time.monotonic()  # processor time when it last moved
     why = ""
     while not why and not process.ends_within(_LOOK_EVERY):
@@ -372,8 +372,9 @@ def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str]:
         with suppress(ProcessLookupError):
             os.kill(each.number, signal.SIGKILL)
     if why:
-        return "beyond", why
-    return "failed", f"the process ended with code {process.code}: {_last_words(lines.path.with_suffix('.log'))}"
+        return "beyond", why, seconds - before
+    said = _last_words(lines.path.with_suffix(".log"))
+    return "failed", f"the process ended with code {process.code}: {said}", seconds - before
 
 
 def _is_at_a_test(lines: _Lines) -> bool:

@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,13 +81,13 @@ class _Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._reports.clear()
         self._write(begun=item.nodeid)
-        begin = time.perf_counter()
+        begin = _processor_time()
         result = yield
         outcome, why = _outcome(self._reports)
         callspec = getattr(item, "callspec", None)
         values = callspec.params.values() if callspec is not None else ()
         smaller = [self._smaller[value] for value in values if isinstance(value, str) and value in self._smaller]
-        seconds = round(time.perf_counter() - begin, 2)
+        seconds = round(_processor_time() - begin, 2)
         self._write(test=item.nodeid, outcome=outcome, why=why, seconds=seconds, smaller="; ".join(smaller))
         if self._wanted is not None:
             self._wanted -= outcome != "skipped"
@@ -98,6 +97,11 @@ class _Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._reports.append(report)
+
+
+def _processor_time() -> float:
+    """Return that of this process, and of those it started that have ended."""
+    return sum(os.times()[:4])
 
 
 def _outcome(reports: Sequence[pytest.TestReport]) -> tuple[str, str]:

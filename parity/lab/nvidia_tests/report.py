@@ -18,7 +18,7 @@ from parity.report.numbers import markdown_table
 _COLUMNS = ("passed", "failed", "skipped", "beyond")
 _UNEXPLAINED = "not explained"
 _DRAWN = (
-    "{} tests were drawn: two of each file, and more in proportion to how many it has. A test that TE's tests skip is "
+    "{} tests were drawn: one of each file, and more in proportion to how many it has. A test that TE's tests skip is "
     "no draw: the file's next one is run in its place. "
 )
 
@@ -82,8 +82,8 @@ def draw(
         f"{_DRAWN.format(sample) if sample else ''}Runnable is what passed or failed; the share of all tests counts "
         "each file by the number of its tests. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
         f"NVIDIA's container. A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB. All "
-        f"took {sum(one.seconds for one in every) / 60:.0f} minutes, on a machine with {os.cpu_count()} "
-        f"processors whose load was {os.getloadavg()[2]:.1f} at the end.",
+        f"took {sum(one.seconds for one in every) / 60:.0f} minutes of processor time; the load of the machine's "
+        f"{os.cpu_count()} processors was {os.getloadavg()[2]:.1f} at the end.",
         markdown_table(*_overall(collected, left_out, every), left=1),
         *_section("By file", _by(every, collected), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
         *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
