@@ -536,6 +536,9 @@ def nvidia_tests(
     folder: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on there.")] = Path(
         "build/nvidia-tests"
     ),
+    on_gpu: Annotated[
+        str, typer.Option(help="What pytest -v printed on a real GPU, to be told beside: hopper=FILE,...")
+    ] = "",
     report: Annotated[Path, typer.Option(help="Markdown.")] = Path("reports/nvidia_tests.md"),
 ) -> None:
     """Run NVIDIA's own tests of TE on the CPU kernels."""
@@ -544,7 +547,10 @@ def nvidia_tests(
 
     place = os.environ.get(checkout.VARIABLE)
     limits = Limits(seconds, memory)
-    print(command.run(place, folder, report, gpu.split(","), sample or None, seed, workers, limits, only))
+    real = {name: Path(file) for name, _, file in (each.partition("=") for each in _listed(on_gpu))}
+    if not all(name in gpu.split(",") and file.is_file() for name, file in real.items()):
+        raise UserError(f"--on-gpu is {on_gpu!r}, but must name files by emulated GPUs: hopper=FILE,blackwell=FILE")
+    print(command.run(place, folder, report, gpu.split(","), sample or None, seed, workers, limits, only, real))
     print(f"report: {report}")
 
 

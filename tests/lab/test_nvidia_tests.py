@@ -109,7 +109,7 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
 
     def run(sample: int | None) -> list[dict[str, Any]]:
         limits = Limits(seconds=3, gibibytes=1.5)
-        command.run(str(small_checkout), folder, report_file, ["hopper"], sample, 0, 1, limits, r"^test_one.py$")
+        command.run(str(small_checkout), folder, report_file, ["hopper"], sample, 0, 1, limits, r"^test_one.py$", {})
         lines = (folder / "outcomes.jsonl").read_text().splitlines()
         return [one for line in lines for one in json.loads(line)["result"]]
 
@@ -188,3 +188,19 @@ def test_a_failure_without_a_row_is_not_explained() -> None:
         Outcome("blackwell", "f", "test_a", "failed", "no"),
     ):
         assert report.cause_of(other, table) == "not explained"
+
+
+def test_a_failure_on_a_real_gpu_as_well_is_told_so() -> None:
+    said = "head\ntest_one.py::test_a[x y-1] FAILED [ 3%]\ntest_one.py::test_b PASSED [ 4%]\ntest_one.py::test_c "
+    real = {"hopper": report.on_gpu(said)}
+    assert real["hopper"] == {"test_one.py::test_a[x y-1]": "failed", "test_one.py::test_b": "passed"}
+    job = Job("test_one.py")
+    names = ("test_one.py::test_a[x y-1]", "test_one.py::test_b")
+    collected = [Collected(gpu, job, names) for gpu in ("hopper", "blackwell")]
+    outcomes = [Outcome(gpu, job.name, name, "failed", "no") for gpu in ("hopper", "blackwell") for name in names]
+    text = report.draw("", collected, {}, outcomes, [], Limits(), None, real)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "| hopper | test_one.py::test_a[x y-1] | it fails on a real hopper as well |" in lines
+    assert "| hopper | failed | passed | 1 |" in lines
+    assert "| hopper | test_one.py::test_a | 1 |" in lines
+    assert "| blackwell | test_one.py::test_a[x y-1] | not explained: no |" in lines

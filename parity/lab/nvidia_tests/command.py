@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def run(
     workers: int,
     limits: Limits,
     only: str,
+    on_gpu: Mapping[str, Path],
 ) -> str:
     """Return the table of passed and failed tests; the report is in ``to``.
 
@@ -38,6 +39,7 @@ def run(
         workers: processes.
         limits: of a test.
         only: files whose names match this regular expression.
+        on_gpu: by emulated GPU, a file of what ``pytest -v`` printed on a real one of its kind.
     """
     root = checkout.find(place)
     specification = importlib.util.find_spec("transformer_engine")
@@ -59,6 +61,7 @@ def run(
     left_out = report.deselected(collected, report.rules()["deselected"])
     portions = measure.drawn(collected, left_out, sample, seed, limits)
     outcomes = complete("outcomes", Outcome, portions, measure.run)
-    text = report.draw(version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample)
+    real = {gpu: report.on_gpu(file.read_text(encoding="utf-8")) for gpu, file in on_gpu.items()}
+    text = report.draw(version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample, real)
     to.write_text(text, encoding="utf-8")
     return text.split("\n\n")[2]

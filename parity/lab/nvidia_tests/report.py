@@ -51,6 +51,13 @@ def cause_of(outcome: Outcome, table: Sequence[Mapping[str, str]]) -> str:
     return _UNEXPLAINED
 
 
+def on_gpu(text: str) -> dict[str, str]:
+    """Return the outcomes by test that ``pytest -v`` printed on a real GPU."""
+    return {
+        test: outcome.lower() for test, outcome in re.findall(r"^(\S+\.py::.+) (PASSED|FAILED|SKIPPED)\b", text, re.M)
+    }
+
+
 def draw(
     version: str,
     collected: Sequence[Collected],
@@ -59,15 +66,34 @@ def draw(
     unnamed: Sequence[str],
     limits: Limits,
     sample: int | None,
+    real: Mapping[str, Mapping[str, str]] = {},
 ) -> str:
-    """Return the report, markdown."""
+    """Return the report, markdown.
+
+    Args:
+        version: of the checkout.
+        collected: the tests of all files.
+        left_out: by job and test, why no CPU can run it.
+        outcomes: of the tests that were run.
+        unnamed: files that no script of NVIDIA's runs.
+        limits: of a test.
+        sample: how many tests were drawn; None for all.
+        real: by emulated GPU, what became of tests on a real one of its kind.
+    """
     causes = rules()["causes"]
     unread = [
         each.unread for each in collected if each.unread is not None and (each.job.name, each.job.name) not in left_out
     ]
     every = [*outcomes, *unread]
     failed = [one for one in every if one.outcome == "failed"]
-    caused = [(one, cause_of(one, causes)) for one in failed]
+    caused = [
+        (one, f"it fails on a real {one.gpu} as well" if _on_real(one, real) == "failed" else cause_of(one, causes))
+        for one in failed
+    ]
+    both = Counter((one.gpu, one.outcome, _on_real(one, real)) for one in every if _on_real(one, real))
+    wrong_there = Counter(
+        (gpu, test.partition("[")[0]) for gpu, tests in real.items() for test, said in tests.items() if said == "failed"
+    )
     explained = Counter((one.gpu, cause) for one, cause in caused)
     left = Counter((each.gpu, why) for each in collected for why in _left_out(each, left_out))
     skipped = Counter((one.gpu, one.why) for one in every if one.outcome == "skipped")
@@ -88,6 +114,8 @@ def draw(
         *_section("By file", _by(every, collected), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
         *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
         *_section("Each failure", each_failure, ("GPU", "test", "cause"), 3),
+        *_section("Run on a real GPU as well", _counted(both), ("GPU", "emulated", "real", "tests"), 3),
+        *_section("Failures on a real GPU", _counted(wrong_there), ("GPU", "tests of", "failed on the real one"), 2),
         *_section("Skipped by TE's tests", _counted(skipped), ("GPU", "reason", "tests"), 2),
         *_section("Deselected: what no CPU can run", _counted(left), ("GPU", "reason", "tests"), 2),
         *_section(
@@ -100,6 +128,10 @@ def draw(
         *_section("Files that no script of NVIDIA's runs", [[file] for file in unnamed], ("file",), 1),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _on_real(one: Outcome, real: Mapping[str, Mapping[str, str]]) -> str:
+    return real.get(one.gpu, {}).get(one.test, "")
 
 
 def _left_out(each: Collected, left_out: Mapping[tuple[str, str], str]) -> list[str]:
