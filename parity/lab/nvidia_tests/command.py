@@ -51,16 +51,16 @@ def run(
 
     def complete(name: str, result: Any, work: Sequence[Any], make: Callable[..., Any]) -> list[Any]:
         """Return all results, of which the folder keeps those that are there."""
-        campaign: Campaign[Any, list[Any]] = Campaign(
-            folder / f"{name}.jsonl", list[result], lambda job: {"checkout": version, **dataclasses.asdict(job)}
+        campaign: Campaign[Any, Any] = Campaign(
+            folder / f"{name}.jsonl", result, lambda job: {"checkout": version, **dataclasses.asdict(job)}
         )
-        made = campaign.complete(work, functools.partial(make, root, folder.resolve() / "running"), name, workers)
-        return [one for each in made.values() for one in each]
+        make_one = functools.partial(make, root, folder.resolve() / "running")
+        return list(campaign.complete(work, make_one, name, workers).values())
 
     collected = complete("collected", Collected, measure.files_of(jobs, gpus), measure.collect)
     left_out = report.deselected(collected, report.rules()["deselected"])
     portions = measure.drawn(collected, left_out, sample, seed, limits)
-    outcomes = complete("outcomes", Outcome, portions, measure.run)
+    outcomes = [one for each in complete("outcomes", list[Outcome], portions, measure.run) for one in each]
     real = {gpu: report.on_gpu(file.read_text(encoding="utf-8")) for gpu, file in on_gpu.items()}
     text = report.draw(version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample, real)
     to.write_text(text, encoding="utf-8")

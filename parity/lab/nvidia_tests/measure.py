@@ -80,11 +80,11 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Files:
-    """Name files of one folder that a process collects on a GPU; they are read with the same variables."""
+class File:
+    """Name a file whose tests a process collects on a GPU."""
 
     gpu: str
-    jobs: tuple[Job, ...]
+    job: Job
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,9 @@ class Portion:
     limits: Limits
 
 
-def files_of(jobs: Sequence[Job], gpus: Sequence[str]) -> list[Files]:
-    """Return what to collect: files of one folder go together, unless TE would be imported or told something else."""
-    groups: dict[tuple[Any, ...], list[Job]] = {}
-    for gpu in gpus:
-        for job in jobs:
-            groups.setdefault((gpu, _host_of(gpu, job), str(Path(job.file).parent), job.arguments), []).append(job)
-    return [Files(gpu, tuple(group)) for (gpu, *_), group in groups.items()]
+def files_of(jobs: Sequence[Job], gpus: Sequence[str]) -> list[File]:
+    """Return what to collect, in the order in which processes that have imported TE can be kept."""
+    return sorted((File(gpu, job) for gpu in gpus for job in jobs), key=lambda file: _host_of(file.gpu, file.job))
 
 
 def drawn(
@@ -155,22 +151,17 @@ def _hashed(*words: object) -> str:
     return hashlib.sha256("\0".join(map(str, words)).encode()).hexdigest()
 
 
-def collect(root: Path, folder: Path, files: Files) -> list[Collected]:
-    """Return the tests of these files of a checkout; ``folder`` is for what pytest says."""
+def collect(root: Path, folder: Path, file: File) -> Collected:
+    """Return the tests of a file of a checkout; ``folder`` is for what pytest says."""
+    gpu, job = file.gpu, file.job
     lines = _Lines(_new_file(folder))
-    names = sorted({job.file for job in files.jobs})
-    first = files.jobs[0]
-    with _hosts(root).begun(files.gpu, first, lines.path, names, ("--collect-only", *first.arguments)) as process:
+    with _hosts(root).begun(gpu, job, lines.path, [job.file], ("--collect-only", *job.arguments)) as process:
         _watch(process, lines, Limits(_BETWEEN_TESTS))
-    tests = [test for line in lines.every if "collected" in line for test in line["collected"]]
-    unread = {line["unread"]: line for line in lines.every if "unread" in line}
-    found = []
-    for job in files.jobs:
-        own = tuple(test for test in tests if test.partition("::")[0] == job.file)
-        said = unread.get(job.file, {"outcome": "failed", "why": "no test was collected"})
-        why = None if own else Outcome(files.gpu, job.name, job.file, said["outcome"], said["why"])
-        found.append(Collected(files.gpu, job, own, why))
-    return found
+    if tests := tuple(test for line in lines.every for test in line.get("collected", ())):
+        return Collected(gpu, job, tests)
+    unread = (line for line in lines.every if line.get("unread") == job.file)
+    said = next(unread, {"outcome": "failed", "why": "no test was collected"})
+    return Collected(gpu, job, unread=Outcome(gpu, job.name, job.file, said["outcome"], said["why"]))
 
 
 def run(root: Path, folder: Path, portion: Portion) -> list[Outcome]:
