@@ -200,7 +200,7 @@ def test_a_failure_on_a_real_gpu_as_well_is_told_so() -> None:
     outcomes = [Outcome(gpu, job.name, name, "failed", "no") for gpu in ("hopper", "blackwell") for name in names]
     text = report.draw("", collected, {}, outcomes, [], Limits(), None, real)
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "| hopper | test_one.py::test_a[x y-1] | it fails on a real hopper as well |" in lines
+    assert "| hopper | test_one.py::test_a[x y-1] | it fails on a real Hopper as well |" in lines
     assert "| hopper | failed | passed | 1 |" in lines
     assert "| hopper | test_one.py::test_a | 1 |" in lines
     assert "| blackwell | test_one.py::test_a[x y-1] | not explained: no |" in lines
