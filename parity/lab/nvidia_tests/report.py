@@ -87,7 +87,12 @@ def draw(
     every = [*outcomes, *unread]
     failed = [one for one in every if one.outcome == "failed"]
     caused = [
-        (one, f"it fails on a real {one.gpu.capitalize()} as well" if _on_real(one, real) == "failed" else cause_of(one, causes))
+        (
+            one,
+            f"it fails on a real {one.gpu.capitalize()} as well"
+            if _on_real(one, real) == "failed"
+            else cause_of(one, causes),
+        )
         for one in failed
     ]
     both = Counter((one.gpu, one.outcome, _on_real(one, real)) for one in every if _on_real(one, real))
