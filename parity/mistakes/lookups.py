@@ -36,6 +36,7 @@ class Lookup:
         index: integers of any shape.
         rows: of the table.
         traced: the index of the traced pass.
+        padding: the row that gets no gradient; None where each has one.
     """
 
     call: Call
@@ -43,6 +44,7 @@ class Lookup:
     index: Value
     rows: int
     traced: Tensor
+    padding: int | None = None
 
     def edits(self, change: Reindex) -> tuple[Edit, ...]:
         """Return the edits that look up a changed index; empty if it is the same or leaves the table."""
@@ -53,7 +55,7 @@ class Lookup:
             edit(
                 self.call,
                 (self.table, self.index),
-                lambda was, table, index: _rows(table, change(index)).to(was.dtype),
+                lambda was, table, index: _rows(table, change(index), self.padding).to(was.dtype),
             ),
         )
 
@@ -136,8 +138,8 @@ def _is_of_parameter(trace: Trace, value: Value) -> bool:
     return trace.parameter(back(trace, value, RESHAPES | {"getitem", "expand"})) is not None
 
 
-def _rows(table: Tensor, index: Tensor) -> Tensor:
-    return F.embedding(index, table) if table.dim() == 2 else table[index]
+def _rows(table: Tensor, index: Tensor, padding: int | None) -> Tensor:
+    return F.embedding(index, table, padding) if table.dim() == 2 else table[index]
 
 
 def _lookup(trace: Trace, call: Call) -> Lookup | None:
@@ -147,7 +149,8 @@ def _lookup(trace: Trace, call: Call) -> Lookup | None:
     if trace.parameter(table) is None or not isinstance(index, Value):
         return None
     traced, rows = trace.tensor(index), trace.tensor(table).shape[0]
-    return Lookup(call, table, index, rows, traced) if traced.dtype in (torch.int64, torch.int32) else None
+    padding = call.args[2] if len(call.args) > 2 else call.kwargs.get("padding_idx")
+    return Lookup(call, table, index, rows, traced, padding) if traced.dtype in (torch.int64, torch.int32) else None
 
 
 def _are_positions(index: Tensor) -> bool:

@@ -21,11 +21,11 @@ HIDDEN, TOKENS, POSITIONS, SEQ, HEADS = 64, 100, 40, 24, 4
 
 
 class Embedded(nn.Module):
-    """Tokens, their positions and their types, in front of a linear layer."""
+    """Tokens, their positions and their types, in front of a linear layer; as RoBERTa's, position 1 is padding's."""
 
     def __init__(self, linear: Any, first: int = 2, over_padding: bool = False, types: bool = True) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(TOKENS, HIDDEN), nn.Embedding(POSITIONS, HIDDEN)
+        self.tokens, self.positions = nn.Embedding(TOKENS, HIDDEN), nn.Embedding(POSITIONS, HIDDEN, padding_idx=1)
         self.types = nn.Embedding(2, HIDDEN)
         self.linear = linear(HIDDEN, HIDDEN)
         self.first, self.over_padding, self.adds_types = first, over_padding, types
