@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,16 +181,14 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
         "routing-weights",
         "routing weights not normalised",
         "divide the chosen experts' weights by their sum, as the reference does; they are not",
-        lambda one: (edit(one.weighting, (one.total,), lambda was, total: was * total),) if one.total else (),
+        _not_normalised,
         subtle=True,
     )
     yield Mistake(
         "routing-weights",
         "routing weights normalised",
         "take the chosen experts' weights as they are, as the reference does; they are divided by their sum",
-        lambda one: (
-            () if one.total or one.is_softmax_of_chosen else _weighted(one, lambda x: x / x.sum(-1, keepdim=True))
-        ),
+        _normalised,
         subtle=True,
     )
     yield Mistake(
@@ -213,18 +212,28 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
         lambda one: _weighted(one, torch.square),
     )
     for name, activation in _ACTIVATIONS.items():
-        yield Mistake(
-            "routing-weights",
-            f"routing scores by {name}",
-            f"score the experts as the reference does; they are scored by a {name}",
-            _activated_by(name, activation),
-        )
+        right = f"score the experts as the reference does; they are scored by a {name}"
+        scored = _activated_by(name, activation)
+        yield Mistake("routing-weights", f"routing scores by {name}", right, scored)
+        for described, weighted in (("not normalised", _not_normalised), ("normalised", _normalised)):
+            yield Mistake(
+                "routing-weights",
+                f"routing scores by {name}, weights {described}",
+                f"{right}, and the chosen experts' weights are {described}",
+                partial(_scored_and_weighted, scored, weighted),
+            )
         yield Mistake(
             "routing-weights",
             f"routing scores by {name}, elsewhere as they are",
             f"score the experts as the reference does, where they are chosen; they are scored by a {name} there",
             _chosen_by_activated(name, activation),
         )
+    yield Mistake(
+        "routing-weights",
+        "routing weights by sigmoid of the chosen",
+        "take the softmax of the chosen experts' scores, as the reference does; it is the sigmoid of each",
+        _sigmoid_of_chosen,
+    )
 
 
 def _bias_mistakes() -> Iterator[Mistake[Router]]:
@@ -309,6 +318,31 @@ def _weighted(router: Router, change: Callable[[Tensor], Tensor]) -> _Edits:
     if router.weighting is not router.choice:
         return (edit(router.weighting, (), change),)
     return (edit(router.choice, (), lambda was: type(was)((change(was[0]), was[1]))),)
+
+
+def _not_normalised(router: Router) -> _Edits:
+    return (edit(router.weighting, (router.total,), lambda was, total: was * total),) if router.total else ()
+
+
+def _normalised(router: Router) -> _Edits:
+    if router.total or router.is_softmax_of_chosen:
+        return ()
+    return _weighted(router, lambda weights: weights / weights.sum(-1, keepdim=True))
+
+
+def _scored_and_weighted(
+    scored: Callable[[Router], _Edits], weighted: Callable[[Router], _Edits], router: Router
+) -> _Edits:
+    """Return the edits of both; none where one has none."""
+    some, others = scored(router), weighted(router)
+    return (*some, *others) if some and others else ()
+
+
+def _sigmoid_of_chosen(router: Router) -> _Edits:
+    if not router.is_softmax_of_chosen or router.total or router.taken is not None:
+        return ()
+    chosen = router.choice.outputs[:1]
+    return (edit(router.weighting, chosen, lambda was, scores: scores.sigmoid().to(was.dtype)),)
 
 
 def _softmax_of_all(router: Router) -> _Edits:

@@ -119,6 +119,10 @@ def sigmoids(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return weights / weights.sum(-1, keepdim=True), chosen
 
 
+def sigmoids_alone(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return logits.sigmoid().topk(k, -1)
+
+
 def biased(choice: float = 1.0, weight: float = 0.0, logit: float = 0.0, score: Any = torch.sigmoid) -> Router:
     """Return a router that chooses and weights by sigmoids to which so many times the bias is added, or to logits."""
 
@@ -183,6 +187,9 @@ NOT_NORMALISED, AFTER, BIASED, SCALED = (
         (normalised, NOT_NORMALISED, "routing-weights"),
         (of_all, AFTER, "routing-weights"),
         (sigmoids, {}, "routing-weights"),
+        (sigmoids_alone, {}, "routing-weights"),
+        (sigmoids, NOT_NORMALISED, "routing-weights"),
+        (sigmoids_alone, AFTER, "routing-weights"),
         (sorted_alone, {}, "routing-weights"),
         (squared, NOT_NORMALISED, "routing-weights"),
         (scaled(normalised), SCALED, "passed"),
