@@ -122,6 +122,8 @@ def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
     yield from numbers(partial(_divided_by, repair), [like.factor], factors, subtle=like.is_linear)
     if not like.is_linear:
         yield from numbers(partial(_of_factor, repair), [like.factor], factors, subtle=True)
+        if has_mscale:
+            yield from numbers(partial(_of_factor_and_mscale, repair), [like.factor], factors)
         between = f"{repair}; frequencies between the lowest and the highest are"
         none: Change = lambda one: replace(one, kept=(one.kept >= 1.0).double()).frequencies  # noqa: E731
         yield _mistake("rope scaling, no ramp kept", f"{between} divided like the lowest", none)
@@ -150,15 +152,22 @@ def _divided_by(repair: str, factor: float) -> Mistake[Rotation]:
         f"rope frequencies divided by {factor:.4g}",
         f"{repair}; it divides all by {factor:.4g}",
         lambda scaling: scaling.plain / factor,
+        amplitude=1.0,
     )
 
 
-def _of_factor(repair: str, factor: float) -> Mistake[Rotation]:
+def _of_factor(repair: str, factor: float, amplitude: float | None = None) -> Mistake[Rotation]:
     return _mistake(
         f"rope scaling by {factor:.4g}",
         f"{repair}; it divides them by {factor:.4g}",
         lambda scaling: replace(scaling, factor=factor).frequencies,
+        amplitude,
     )
+
+
+def _of_factor_and_mscale(repair: str, factor: float) -> Mistake[Rotation]:
+    """Return the mistake of a whole configuration of YaRN with another factor, of which its mscale is made as well."""
+    return replace(_of_factor(repair, factor, _yarn_mscale(factor)), name=f"rope scaling and mscale by {factor:.4g}")
 
 
 def _of_length(repair: str, length: float) -> Mistake[Rotation]:
@@ -178,7 +187,7 @@ def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
 
     def like_llama3(length: float) -> Mistake[Rotation]:
         what = f"Llama 3's scaling by {like.factor:.4g} from an original length of {length:.4g}"
-        return _of_kind(what, repair, lambda scaling: _llama3_kept(scaling.plain, length))
+        return _of_kind(what, repair, lambda scaling: _llama3_kept(scaling.plain, length), amplitude=1.0)
 
     def like_yarn(length: float) -> Mistake[Rotation]:
         what = f"YaRN's scaling by {like.factor:.4g} from an original length of {length:.4g}"
@@ -191,9 +200,11 @@ def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
     yield tunable(partial(_ntk_by, repair))(like.factor)
 
 
-def _of_kind(what: str, repair: str, kept: Callable[[Scaling], Tensor]) -> Mistake[Rotation]:
+def _of_kind(
+    what: str, repair: str, kept: Callable[[Scaling], Tensor], amplitude: float | None = None
+) -> Mistake[Rotation]:
     change: Change = lambda scaling: replace(scaling, kept=kept(scaling)).frequencies  # noqa: E731
-    return _mistake(f"rope with {what}", f"{repair}; it has {what}", change)
+    return _mistake(f"rope with {what}", f"{repair}; it has {what}", change, amplitude)
 
 
 def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
@@ -204,7 +215,7 @@ def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
         rotary = 2 * len(scaling.plain)
         return frequencies(scaling.base * factor ** (rotary / (rotary - 2)), rotary)
 
-    return _mistake(f"rope with {what}", f"{repair}; it has {what}", enlarged)
+    return _mistake(f"rope with {what}", f"{repair}; it has {what}", enlarged, amplitude=1.0)
 
 
 def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
@@ -289,6 +300,11 @@ def _llama3_length(like: Scaling) -> float | None:
     lengths = (like.kept[between] * (high - low) + low) * 2 * math.pi / like.plain[between]
     length = float(lengths.mean())
     return length if _agrees(_llama3_kept(like.plain, length), like) else None
+
+
+def _yarn_mscale(factor: float) -> float:
+    """Return by what YaRN multiplies cosines and sines (Peng et al., arXiv 2309.00071, equation 22)."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _yarn_kept(plain: Tensor, base: float, length: float) -> Tensor:

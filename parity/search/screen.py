@@ -645,10 +645,13 @@ def tuned_pairs(
 
 
 def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
-    """Return a mistake about a constant that explains, with a constant nearby that leaves less, if there is one."""
+    """Return a mistake about a constant that explains, with a constant nearby that leaves less, if there is one.
+
+    There is none where a plain constant that is about as good leaves no less: the known one is mostly that.
+    """
     share, (one, *others) = entry
     found = [] if others else _line_search(screen, one, _NEARBY, budget)
-    return [nearest for nearest in found if _AS_GOOD * nearest[0] < share]
+    return found if found and _AS_GOOD * found[0][0] < share else []
 
 
 def _line_search(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import Options, compared, decoders, in_turn, normal, tells, tells_only
+from ports import Options, compared, decoders, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -53,6 +53,11 @@ def yarn(factor: float = 8.0, length: float = 64.0, dim: int = 32) -> Tensor:
     low, high = max(math.floor(fast), 0), min(math.ceil(slow), 2 * count - 1)
     kept = 1.0 - ((torch.arange(count, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0.0, 1.0)
     return plain(dim=dim) * (kept + (1 - kept) / factor)
+
+
+def of_yarn(factor: float) -> float:
+    """Return YaRN's mscale."""
+    return 0.1 * math.log(factor) + 1.0
 
 
 def ramp(factor: float = 4.0) -> Tensor:
@@ -100,10 +105,11 @@ def test_another_kind_is_told_by_its_name(right, port, phrase, precision):
 class Attention(nn.Module):
     """Causal attention that rotates with these frequencies, and multiplies cosines and sines by ``mscale``."""
 
-    def __init__(self, frequencies: Tensor, mscale: float, positions: Tensor) -> None:
+    def __init__(self, linear: Any, frequencies: Tensor, mscale: float, positions: Tensor | None = None) -> None:
         super().__init__()
-        self.frequencies, self.mscale, self.positions = frequencies, mscale, positions
-        self.q, self.k, self.v, self.o = (nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.frequencies, self.mscale = frequencies, mscale
+        self.positions = torch.arange(SEQ) if positions is None else positions
+        self.q, self.k, self.v, self.o = (linear(64, 64, bias=False) for _ in range(4))
         self.q.weight.data *= 4
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +127,7 @@ def with_angles(right: Tensor, ports: Tensor, mscale: float = 1.0, positions: Te
     options: dict[str, Any] = dict(attention_dropout=0.0, qkv_format="bshd", bias=False)
     names = {"q": "qkv.query_weight", "k": "qkv.key_weight", "v": "qkv.value_weight", "o": "proj.weight"}
     return compared(
-        lambda: Attention(right, mscale, torch.arange(SEQ) if positions is None else positions),
+        lambda: Attention(nn.Linear, right, mscale, positions),
         lambda te: te.MultiheadAttention(64, 2, **options),
         normal((2, SEQ, 64)),
         weights={f"{left}.weight": name for left, name in names.items()},
@@ -142,6 +148,23 @@ def with_angles(right: Tensor, ports: Tensor, mscale: float = 1.0, positions: Te
 )
 def test_scaling_that_is_missing_unwanted_or_another_is_told(right, ports, mscale, title, phrase):
     tells_only(with_angles(right, ports, mscale), title, phrase)
+
+
+@in_turn(
+    ("ports", "mscale", "title", "phrase"),
+    [
+        (yarn(), of_yarn(8.0), "passed", ""),
+        (yarn(16.0), of_yarn(16.0), "rope-scaling", "it divides them by 16"),
+        (yarn(5.0), of_yarn(5.0), "rope-scaling", "it divides them by 5"),
+        (yarn(4.0), of_yarn(4.0), "rope-scaling", "it divides them by 4"),
+        (yarn(4.0), of_yarn(8.0), "rope-scaling", "it divides them by 4"),
+        (linear(), 1.0, "rope-scaling", "it divides all by 8"),
+        (yarn(), 1.0, "rope-scaling", "mscale"),
+    ],
+)
+def test_yarn_of_another_factor_is_told_with_its_mscale(ports, mscale, title, phrase, precision):
+    right, port = (dict(frequencies=made, mscale=by) for made, by in ((yarn(), of_yarn(8.0)), (ports, mscale)))
+    tells_only(twins(Attention, port, normal((2, SEQ, 64)), precision, right=right), title, phrase)
 
 
 def test_linear_interpolation_is_an_argument_of_te():
