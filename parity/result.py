@@ -73,7 +73,8 @@ class Finding:
         title: the cause in a few words, e.g. ``not-finite``.
         message: the evidence and what to do, in one sentence or two.
         sure: whether it is told as a fact; else the message ends with what speaks against it.
-        repair: what to change in the user's code, by itself; empty where nothing is known, and in older records.
+        repair: what to change in the user's code, by itself, or where to look next (``advice`` says which); empty where
+            nothing is known, and in older records.
         now: lines of the user's code as they are, where the finding knows them.
         then: the same lines as they should be.
     """
@@ -90,6 +91,11 @@ class Finding:
     def name(self) -> str:
         """The code and the title, and ``perhaps`` if it is not sure."""
         return f"{self.code} {self.title}{'' if self.sure else ' (perhaps)'}"
+
+    @property
+    def advice(self) -> str:
+        """What reports call the repair; ``PAR5xx`` say where an error is and not why, so theirs is a next step."""
+        return "next step" if self.code.startswith("PAR5") else "repair"
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def _causes(item: Item) -> Iterator[str]:
         told = _without_repair(finding)
         yield f"why: {told}" if index == 0 else f"why, too: {finding.name}: {told}"
         if finding.repair:
-            yield f"repair: {finding.repair}"
+            yield f"{finding.advice}: {finding.repair}"
 
 
 def _without_repair(finding: Finding) -> str:

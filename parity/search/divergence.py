@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.codes import finding
+from parity.mistakes.codes import finding, repairable
 from parity.mistakes.decoding import positions_of
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall, outputs_under
 from parity.numerics.errors import Tolerance, margin, measure
@@ -340,17 +340,31 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
             agreed.append(one.module)
             continue
         given = one.given
-        if given is not None and (columns.share(given) or 0.0) < MOSTLY and _has_rows_in_another_order(given, trace):
+        of_given = None if given is None else columns.share(given)
+        if given is not None and (of_given or 0.0) < MOSTLY and _has_rows_in_another_order(given, trace):
             reordered |= {_rows(one.tensor), _rows(given)}
         if share is None or _rows(one.tensor) in reordered:
             continue
-        before = f"{agreed[-1]} before it agrees" if agreed else "nothing before it can be compared"
-        yield finding(
+        last = agreed[-1] if agreed else ""
+        yield repairable(
             "first-divergence",
             f"{one.module} is the first submodule of the candidate whose result {tuple(one.tensor.shape)} the "
-            f"reference does not compute: {1 - share:.0%} of its columns are nowhere in it; {before}",
+            f"reference does not compute: {1 - share:.0%} of its columns match nothing there. "
+            f"{f'{last}, which runs before it, agrees' if last else 'No submodule before it could be compared'}",
+            _next_to(one.module, last, of_given),
         )
         return
+
+
+def _next_to(module: str, last: str, of_given: float | None) -> str:
+    """Say where to look, given the last submodule that agrees, and how much of the first one's input agrees."""
+    alone = f"compare {module} alone, as a pair of its own with the part of the reference that it replaces"
+    between = f"between {last} and {module}" if last else f"before {module}"
+    if of_given is None:
+        return f"{alone}; if that passes, look at what the candidate computes {between}"
+    if of_given >= MOSTLY:
+        return f"{alone}: its input is a value that the reference computes, too; if that passes, it gets the wrong one"
+    return f"look at what the candidate computes {between}: already the input of {module} is not in the reference"
 
 
 def _record(module: nn.Module, returned: list[_Returned]) -> None:
@@ -573,17 +587,36 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
     # A single number, such as a loss, may be right by chance.
     tells = [result for result in failure.results if result.kind != "output" or result.numel != 1]
     passed = [result.label for result in tells if result.passed]
+    step = _next_step(failure)
     for result in failed[:_MOST_TENSORS]:
         key = result.key
         error = failure.candidate[key].double() - failure.golden[key]
         places = list(_places(error, failure.golden[key]))
         where = "; ".join(places) if places else "spread evenly over all its elements"
         more = f" and {len(passed) - _MOST_RIGHT} more" if len(passed) > _MOST_RIGHT else ""
-        others = f". Right are {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
-        yield finding(
+        others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
+        yield repairable(
             "unexplained",
-            f"no {known} explains {result.label}, {_size(result)}. The error is {where}{others}",
+            f"no {known} explains the error of {result.label}, {_size(result)}. The error is {where}{others}",
+            step,
         )
+
+
+def _next_step(failure: Failure) -> str:
+    """Say how to narrow down an error that nothing explains."""
+    if all(result.passed for result in failure.outputs):
+        return (
+            "look at what the backward pass alone does, such as detach(), hooks, recomputation or an autograd function "
+            "of your own: the outputs pass"
+        )
+    if failure.precision.name != "fp32":
+        return (
+            "compare the pair at fp32 as well: if it passes there, look at recipes, casts and cached weights; if not, "
+            "more mistakes can be told apart there, since rounding hides less"
+        )
+    return (
+        "compare parts of it as pairs of their own, or with fewer layers: the smallest that still fails has the mistake"
+    )
 
 
 def _size(result: TensorResult) -> str:

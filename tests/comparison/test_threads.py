@@ -38,7 +38,7 @@ SAID = [
         "wrong-over-ranks",
         "right in one process, but over 2 ranks (cp2) it is wrong in output",
     ),
-    ("packed_rows_rolled_at_real_ends", "unexplained", "no known mistake explains output"),
+    ("packed_rows_rolled_at_real_ends", "unexplained", "no known mistake explains the error of output"),
     (
         "query_norm_of_own_heads",
         "reduction-missing",

@@ -307,4 +307,4 @@ def test_a_decoder_that_nothing_explains_is_compared_submodule_by_submodule_over
     assert told["first-divergence"].startswith(
         "layers.1.down is the first submodule of the candidate whose result (4, 16, 64)"
     )
-    assert told["first-divergence"].endswith("layers.1.up before it agrees")
+    assert "layers.1.up, which runs before it, agrees; compare layers.1.down alone" in told["first-divergence"]

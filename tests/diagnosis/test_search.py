@@ -224,8 +224,8 @@ def test_without_a_limit_that_is_reached_the_search_ends_by_what_it_computes(unl
 
 def test_no_known_mistake_that_was_not_tried_is_ruled_out(ticks: list[int]) -> None:
     told = {early: compared("nothing known", diagnosis_seconds=early).findings[0].message for early in (0, 8)}
-    assert "no known mistake explains output" in told[0]
-    assert "no known mistake that was tried explains output" in told[8]
+    assert "no known mistake explains the error of output" in told[0]
+    assert "no known mistake that was tried explains the error of output" in told[8]
 
 
 def test_a_verdict_alone_has_the_same_tensors_and_says_that_nothing_was_searched_for() -> None:

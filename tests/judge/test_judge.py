@@ -200,7 +200,7 @@ def test_a_loss_off_by_a_third_of_a_percent_is_wrong_itself_and_among_nothing_th
     result = compared_loss(precision, seed, change=lambda loss: 1.003 * loss)
     assert result.status == "failed"
     assert not loss_of(result).passed
-    assert not any("Right are output[0]" in finding.message for finding in result.findings)
+    assert not any("These are right: output[0]" in finding.message for finding in result.findings)
     # Where gradients are precise enough to tell, the factor; else nothing, since many a mistake moves a number alone.
     titles = {finding.title for finding in result.findings}
     assert titles == {"loss-scale"} or titles <= {"unexplained", "first-divergence"}
