@@ -1,4 +1,4 @@
-"""The enumerations of ``transformer_engine_torch``.
+"""The enumerations of ``transformer_engine_torch``, and what it holds together.
 
 Names and order as in TransformerEngine 2.20.2: ``common/util/pybind_helper.h`` and ``csrc/extensions/pybind.cpp``;
 numbers of ``DType`` as in ``common/include/transformer_engine/transformer_engine.h``.
@@ -7,8 +7,10 @@ numbers of ``DType`` as in ``common/include/transformer_engine/transformer_engin
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 class DType(enum.IntEnum):
@@ -100,3 +102,12 @@ CommOverlapAlgo = enum.IntEnum(
     start=0,
     module=__name__,
 )
+
+
+@dataclass(eq=False)
+class FP8TensorMeta:
+    """Hold what delayed scaling keeps of several tensors, each FP32 with an element or a column for each of them."""
+
+    scale: Tensor | None = None
+    scale_inv: Tensor | None = None
+    amax_history: Tensor | None = None

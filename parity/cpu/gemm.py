@@ -34,6 +34,8 @@ __all__ = [
 
 # Factors that carry the scales of their blocks may split K only at whole blocks of each format.
 _WHOLE_BLOCKS = 128
+# What oneDNN says where it finds no memory for the code of a product, which it writes for each size; FP32 needs none.
+_NO_ROOM_FOR_CODE = "could not create a primitive"
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,11 @@ def _compute(
     )
     native = emulated is None and not splits and not _cuts_sums(left, dtype)
     if native and _fits_native_bf16(left, right, epilogue, result_dtype):
-        return _in_native_bf16(left, right, epilogue), None
+        try:
+            return _in_native_bf16(left, right, epilogue), None
+        except RuntimeError as error:
+            if _NO_ROOM_FOR_CODE not in str(error):
+                raise
     multiply = emulated or functools.partial(_product, left, right, dtype)
     scale = _scale(left, right, epilogue)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from parity import te
-from parity.cpu import cast, float8, tensor_cores
+from parity.cpu import cast, float8, gemm, tensor_cores
 from parity.cpu.enums import DType
 from parity.cpu.tensor_cores import ADA, HOPPER, Factor, TensorCore
 
@@ -127,6 +128,24 @@ def test_alpha_scales_the_product_and_beta_the_old_result(dtype: torch.dtype, si
     result = run(ones, ones, D=D, accumulate=True, alpha=0.25, beta=2.0)[0]
     assert result is D
     assert D.unique().tolist() == [side / 4 + 6]
+
+
+def fail_with(message: str) -> Callable[..., Tensor]:
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError(message)
+
+    return fail
+
+
+def test_where_onednn_finds_no_memory_for_its_code_the_product_is_made_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "_fits_native_bf16", lambda *_: True)  # as on a CPU with BF16 instructions
+    a, b = operands("TN", LARGE, LARGE, LARGE, BF16)
+    exact = (b.float() @ a.float().t()).to(BF16)
+    monkeypatch.setattr(gemm, "_in_native_bf16", fail_with("could not create a primitive"))
+    assert torch.equal(run(a, b)[0], exact)
+    monkeypatch.setattr(gemm, "_in_native_bf16", fail_with("another mistake"))
+    with pytest.raises(RuntimeError, match="another mistake"):
+        run(a, b)
 
 
 def test_old_contents_do_not_matter_without_accumulation() -> None:

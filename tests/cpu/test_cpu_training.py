@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Callable
 from typing import Any
@@ -175,6 +176,15 @@ def update(
     histories, scales = [torch.tensor(history)], [torch.tensor(scale)]
     fused_amax_and_scale_update_after_reduction(torch.tensor(amax), histories, scales, algorithm, dtype, margin)
     return histories[0].tolist(), scales[0].tolist()
+
+
+def test_what_delayed_scaling_keeps_may_be_held_in_te_s_own_structure() -> None:
+    meta = importlib.import_module("transformer_engine_torch").FP8TensorMeta()
+    assert meta.scale is meta.scale_inv is meta.amax_history is None
+    meta.scale, meta.amax_history = torch.ones(1), torch.tensor([[3.5]])
+    buffer = meta.amax_history.clone().view(-1)
+    fused_amax_and_scale_update_after_reduction(buffer, [meta.amax_history], [meta.scale], "max", DType.kFloat8E4M3, 0)
+    assert meta.scale.item() == 448.0 / 3.5
 
 
 def test_the_history_rolls_up_and_its_first_row_is_cleared() -> None:

@@ -19,7 +19,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from parity import te as backend
-from parity.cpu import extension
+from parity.cpu import cuda, extension
 from parity.te.state import fresh_caches
 
 # What else TE exports: RoPE, layouts, wrapping quantizers, offloading, export, and what a CPU cannot do.
@@ -174,6 +174,33 @@ def test_activations_that_are_large_enough_to_be_offloaded_are_reloaded_to_the_b
         gradients.append(gradient(leaf))
     assert torch.equal(*gradients)
     assert path == "v1" or copied[1] > 1.0  # TE offloads no tensor of less than 256k elements
+
+
+QUANTIZERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda te: lambda values: values,
+    "delayed": lambda te: te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3),
+    "current": lambda te: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu"),
+    "block": lambda te: te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True),
+    "mxfp8": lambda te: te.MXFP8Quantizer(te.DType.kFloat8E4M3),
+    "nvfp4": lambda te: te.NVFP4Quantizer(),
+}
+
+
+@FROM_2_20
+@pytest.mark.parametrize("quantized", QUANTIZERS)
+def test_a_tensor_of_each_format_comes_back_from_the_host_to_the_bit(quantized: str) -> None:
+    te, size = te_on_cpu(), 768  # TE offloads no tensor of less than 256k elements, in FP4 of two in a byte
+    offloading = importlib.import_module("transformer_engine.pytorch.cpu_offload")
+    layer = offloading.OffloadableLayerState(offload_stream=cuda.Stream())
+    tensor = QUANTIZERS[quantized](te)(torch.randn(size, size, dtype=torch.bfloat16))
+    number = layer.push_tensor(tensor)
+    layer.start_offload()
+    layer.release_activation_forward_gpu_memory()
+    assert layer.get_offloaded_total_size_mb() > 0.0
+    layer.start_reload()
+    back = layer.pop_tensor(number)
+    assert type(back) is type(tensor)
+    torch.testing.assert_close(back, tensor, rtol=0.0, atol=0.0)
 
 
 def total_size(context: Any) -> float:
