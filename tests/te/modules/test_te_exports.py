@@ -415,6 +415,37 @@ def test_the_table_names_what_te_exports_each_once(module: str) -> None:
     assert max(named.values()) == 1
 
 
+def documented() -> list[tuple[str, list[str], bool]]:
+    """Return the names that NVIDIA documents, their members, and whether they run on the CPU kernels."""
+    text = (Path(__file__).parent / "documented_names.txt").read_text(encoding="utf-8")
+    lines = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    return [
+        (words[1], words[2:], False) if words[0] == "-" else (words[0], words[1:], True) for words in lines if words
+    ]
+
+
+def found(name: str) -> Any:
+    """Return what TE documents under a dotted name below ``transformer_engine.pytorch``."""
+    place, _, last = name.rpartition(".")
+    module = ".".join(filter(None, ("transformer_engine.pytorch", place)))
+    # The documentation still says where ``inference`` was once.
+    return getattr(importlib.import_module(module.replace(".dot_product_attention.", ".attention.")), last)
+
+
+@OF_2_20_2
+@pytest.mark.parametrize(("name", "members", "runs"), documented())
+def test_what_nvidia_documents_is_there_and_its_row_says_whether_it_runs(
+    name: str, members: list[str], runs: bool
+) -> None:
+    te_on_cpu()
+    documented_one = found(name)
+    assert [member for member in members if not hasattr(documented_one, member)] == []
+    place, _, last = name.rpartition(".")
+    of_module = rows().get(f"transformer_engine.pytorch.{place}") or rows()["transformer_engine.pytorch"]
+    (row,) = [row for row in of_module if row[0] == f"`{last}`"]
+    assert (row[1] != "no") is runs
+
+
 def asked_for() -> set[str]:
     """Return what TE's Python for PyTorch reads from its extension."""
     root = Path(str(te_on_cpu().__file__)).parent
