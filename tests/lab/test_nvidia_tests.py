@@ -43,6 +43,36 @@ ONE = """
         torch.backends.cuda.matmul.allow_tf32 = False
         assert (a @ b != 16).all()
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_scaled_products_are_those_of_te(dtype):
+        import transformer_engine.pytorch.cpp_extensions as extensions
+        torch.manual_seed(0)
+        quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cuda")
+        a, b = (quantizer(torch.randn(64, 1024, dtype=dtype)) for _ in range(2))
+        codes = [each._data.view(torch.float8_e4m3fn) for each in (a, b)]
+        scales = dict(scale_a=a._scale_inv, scale_b=b._scale_inv)
+        product = torch._scaled_mm(codes[0], codes[1].t(), out_dtype=dtype, use_fast_accum=True, **scales)
+        assert torch.equal(product, extensions.general_gemm(b, a, out_dtype=dtype)[0])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_layer_norms_add_their_gradients_in_fp32_by_blocks(dtype):
+        torch.manual_seed(0)
+        norm = torch.nn.LayerNorm(64).to(dtype)
+        given, passed = torch.randn(4096, 64).to(dtype), torch.randn(4096, 64).to(dtype)
+        exact, grads = torch.nn.LayerNorm(64).double(), {}
+        for module, kind in ((norm, dtype), (exact, torch.float64)):
+            values = given.clone().to(kind).requires_grad_()
+            module(values).backward(passed.to(kind))
+            grads[module] = [values.grad, module.weight.grad, module.bias.grad]
+        for grad, right in zip(grads[norm], grads[exact]):
+            assert (grad - right).norm() / right.norm() < 2 * torch.finfo(dtype).eps
+
+    def test_attention_keeps_its_scores_in_fp32():
+        q, k, v = torch.randn(3, 1, 2, 64, 16).to(torch.bfloat16)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        right = attend(*(each.float() for each in (q, k, v)), is_causal=True)
+        assert torch.equal(attend(q, k, v, is_causal=True), right.to(torch.bfloat16))
+
     def test_fails():
         torch.testing.assert_close(torch.zeros(2), torch.ones(2))
 
@@ -64,6 +94,11 @@ ONE = """
 BECOMES = {
     "test_passes": ("passed", ""),
     "test_fp32_products_are_rounded_to_tf32_forward_and_backward": ("passed", ""),
+    "test_scaled_products_are_those_of_te[dtype0]": ("passed", ""),
+    "test_scaled_products_are_those_of_te[dtype1]": ("passed", ""),
+    "test_layer_norms_add_their_gradients_in_fp32_by_blocks[dtype0]": ("passed", ""),
+    "test_layer_norms_add_their_gradients_in_fp32_by_blocks[dtype1]": ("passed", ""),
+    "test_attention_keeps_its_scores_in_fp32": ("passed", ""),
     "test_fails": ("failed", "Tensor-likes are not close"),
     "test_is_skipped": ("skipped", "needs another GPU"),
     "test_hangs": ("beyond", "stood still for"),
@@ -120,7 +155,7 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
         assert found[name][0] == outcome, name
         assert why in found[name][1]
     assert next(one for one in outcomes if one["test"].endswith("test_passes"))["seconds"] > 0
-    assert "| hopper | 8 | 0 | 8 | 3 | 2 | 1 | 2 | 60.0 % | 60.0 % |" in " ".join(report_file.read_text().split())
+    assert "| hopper | 13 | 0 | 13 | 8 | 2 | 1 | 2 | 80.0 % | 80.0 % |" in " ".join(report_file.read_text().split())
     assert run(None) == outcomes
     sampled = run(1)[len(outcomes) :]
     assert sum(one["outcome"] != "skipped" for one in sampled) == 1
