@@ -145,3 +145,18 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     languages = re.findall(r"^ *```(\S*)\n.*?^ *```$", text, re.DOTALL | re.MULTILINE)
     assert set(languages) <= {"python", *SHELLS, *NOT_RUN}
     assert all(re.fullmatch(r'next ".+"', skipped) for skipped in re.findall(r"<!--+ *skip: (.*?) *-->", text))
+
+
+# Files that a page names are there: of the checkout, or of `parity/` where the design names rooms.
+
+ROOMS = [each.name for each in (ROOT / "parity").iterdir() if each.is_dir()]
+FOLDERS = ["parity", "tests", "scripts", "examples", "cases", "benchmarks", *ROOMS]
+NVIDIAS = "tests/pytorch/"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+\.(?:py|sh|json))", page.read_text(encoding="utf-8")))
+    places = (ROOT, ROOT / "parity", ROOT / "tests")
+    missing = {file for file in named if not any((place / file).is_file() for place in places)}
+    assert not {file for file in missing if not file.startswith(NVIDIAS)}
