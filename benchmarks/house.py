@@ -48,6 +48,7 @@ def main() -> None:
         (name, _size(files))
         for name, files in (("`parity/` without `lab/`", product), ("`lab/`", lab), ("tests", tests))
     ]
+    sys.path.insert(0, str(ROOT))  # grimp finds the package there, whichever checkout is installed
     graph = grimp.build_graph("parity", exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     fragments, functions = _fragments([*product, *lab])

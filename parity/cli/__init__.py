@@ -401,10 +401,10 @@ def throughput(
 
     Plain modules and TransformerEngine's are measured in each precision.
     """
-    from parity.cli import machine
+    from parity.cli import machine, suite
 
-    chosen = ",".join(precisions or ())
-    print(f"report: {machine.run(paths, chosen, backend, sizes, keyword, repeats, compiled, minutes, output)}")
+    chosen, cases = ",".join(precisions or ()), suite.cases(paths) if paths else None
+    print(f"report: {machine.run(cases, chosen, backend, sizes, keyword, repeats, compiled, minutes, output)}")
 
 
 @add_command(

@@ -12,7 +12,7 @@ from typing import Literal
 from tabulate import tabulate
 
 from parity import te
-from parity.cli import suite
+from parity.case.case import Case
 from parity.lab.throughput import command, workload
 from parity.machine.process import spawned
 from parity.plugin.options import parse_backend, parse_precisions
@@ -176,7 +176,7 @@ SIZES = ("auto", "large", "declared")
 
 
 def run(
-    paths: Sequence[str] | None,
+    cases: Sequence[Case] | None,
     precisions: str,
     backend: str,
     sizes: str,
@@ -186,10 +186,10 @@ def run(
     minutes: float | None,
     folder: Path,
 ) -> Path:
-    """Measure the built-in workloads, or those in files; return the report's path.
+    """Measure the built-in workloads, or cases; return the report's path.
 
     Args:
-        paths: files of pairs, measured at the sizes that they declare; none for the built-in workloads.
+        cases: pairs to measure at the sizes that they declare; none for the built-in workloads.
         precisions: names separated by commas; empty for all.
         backend: ``auto``, ``gpu`` or ``cpu``.
         sizes: a name in ``SIZES``; ``auto`` is ``large`` on a GPU and ``declared`` on a CPU.
@@ -199,16 +199,16 @@ def run(
         folder: the folder for the report.
 
     Raises:
-        UserError: for an unknown precision, backend or choice of sizes, a file without pairs, and a
-            keyword that matches no workload.
+        UserError: for an unknown precision, backend or choice of sizes, and a keyword that
+            matches no workload.
     """
     if sizes not in SIZES:
         raise UserError(f"--sizes is {sizes!r}, but must be one of {', '.join(SIZES)}")
     asked = parse_backend(backend)
     chosen = parse_precisions(precisions, "--precisions") or tuple(PRECISIONS)
     on_gpu = asked != "cpu" and te.why_no_gpu() is None
-    if paths:
-        workloads = workload.declared(suite.cases(paths))
+    if cases:
+        workloads = workload.declared(cases)
     else:
         workloads = workload.built_in(large=on_gpu if sizes == "auto" else sizes == "large")
     named = () if compiled in ("all", "none") else parse_precisions(compiled, "--compiled") or ()

@@ -15,9 +15,9 @@ from scipy import special
 from torch import Tensor
 
 from parity.judge.statistics import Component, Statistic, has_component, has_enough
-from parity.mistakes.catalogue import calls_of, subtle_hypotheses
+from parity.mistakes.catalogue import calls_of, outputs_under, subtle_hypotheses
 from parity.mistakes.codes import finding
-from parity.mistakes.hypothesis import Hypothesis, outputs_under
+from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.errors import Summed, difference, in_fp32
 from parity.passes.prepare import Prepared, size_in_bytes
 from parity.result import Check, Finding, TensorResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from parity.case.weight_map import WeightMap, names
 from parity.numerics.errors import Truths, all_finite, difference, max_abs, relative_l2
-from parity.passes.one_pass import Pass
 from parity.result import PROBED, Kind, TensorResult
 from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.passes.one_pass import Pass
 
 Tensors = dict[tuple[Kind, str], Tensor]
 

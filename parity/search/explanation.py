@@ -18,9 +18,9 @@ from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
 from parity.mistakes.alternatives import is_written
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
-from parity.mistakes.catalogue import calls_of, hypotheses, subtle_hypotheses_anywhere
+from parity.mistakes.catalogue import calls_of, hypotheses, outputs_under, subtle_hypotheses_anywhere, tensors_under
 from parity.mistakes.codes import CODES, UNEXPLAINED, finding
-from parity.mistakes.hypothesis import Hypothesis, outputs_under, tensors_under
+from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from parity.cpu.user_error import UserError
-from parity.mistakes.catalogue import calls_of
+from parity.mistakes.catalogue import calls_of, outputs_under
 from parity.mistakes.codes import repairable
-from parity.mistakes.hypothesis import Hypothesis, outputs_under
+from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.rope import counted_as
 from parity.mistakes.rotation import rotations
 from parity.passes.prepare import Prepared

@@ -27,15 +27,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parity.mistakes.attention import Attention
-from parity.mistakes.hypothesis import (
-    BACKWARD,
-    Hypothesis,
-    ReadWeights,
-    differentiable_outputs,
-    in_part,
-    ordinal,
-    read_in_part,
-)
+from parity.mistakes.catalogue import BACKWARD, differentiable_outputs
+from parity.mistakes.hypothesis import Hypothesis, ReadWeights, in_part, ordinal, read_in_part
 from parity.mistakes.rotation import Rotation
 from parity.numerics.errors import norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts

@@ -14,15 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.hypothesis import (
-    BACKWARD,
-    Hypothesis,
-    ReadWeights,
-    Scope,
-    differentiable_outputs,
-    outputs_under,
-    tensors_under,
-)
+from parity.mistakes.catalogue import BACKWARD, differentiable_outputs, outputs_under, tensors_under
+from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
 from parity.numerics.errors import norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind

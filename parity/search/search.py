@@ -23,7 +23,8 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, outputs_under, tensors_under, together
+from parity.mistakes.catalogue import outputs_under, tensors_under
+from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
 from parity.numerics.errors import norm_of
 from parity.numerics.kernel_choices import leaning
 from parity.passes.all_passes import Tensors

@@ -474,10 +474,6 @@ _GROUPS: tuple[tuple[str, Callable[[Tensor], bool]], ...] = (
 )
 
 
-def _listed_saved(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 # Compilation: which step of ``torch.compile`` makes a candidate wrong.
 
 

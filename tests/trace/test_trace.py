@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity import te
 from parity.case.validate import check_case
 from parity.lab.zoo.catalogue import HOSTS
-from parity.mistakes.catalogue import calls_of, subtle_hypotheses
-from parity.mistakes.hypothesis import outputs_under
+from parity.mistakes.catalogue import calls_of, outputs_under, subtle_hypotheses
 from parity.passes.prepare import prepare
 from parity.trace.calls import Products, tracing
 
