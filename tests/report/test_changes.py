@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from fakes import ENVIRONMENT, result, tensor
 from torch import Tensor, nn
 
 import parity
+from parity.case.case import Case
 from parity.report import changes, earlier
 from parity.report.changes import Comparison, Kind
 from parity.report.earlier import Asked
@@ -102,7 +104,7 @@ def _run(precision: str, plant: Plant) -> tuple[Result, ...]:
                 inputs=lambda rng: rng.normal(32, 64),
             )
 
-        case = parity.pair(f"{made.__name__.strip('_')}")(pair)
+        case = Case(made.__name__.strip("_"), pair, sizes=({},), path=Path(__file__))
         found += parity.compare(case, precisions=[precision], backend="cpu", diagnose=False)
     return tuple(found)
 
