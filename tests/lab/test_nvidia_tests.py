@@ -73,6 +73,16 @@ ONE = """
         right = attend(*(each.float() for each in (q, k, v)), is_causal=True)
         assert torch.equal(attend(q, k, v, is_causal=True), right.to(torch.bfloat16))
 
+    def test_cross_entropy_adds_losses_in_fp32():
+        torch.manual_seed(0)
+        logits, target = torch.randn(4096, 8).to(torch.bfloat16), torch.randint(8, (4096,))
+        given = logits.clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(given, target)
+        loss.backward()
+        right = torch.nn.functional.cross_entropy(logits.double(), target)
+        assert (loss - right).abs() / right < torch.finfo(torch.bfloat16).eps
+        assert given.grad.dtype == torch.bfloat16 and given.grad.abs().sum() > 0
+
     def test_fails():
         torch.testing.assert_close(torch.zeros(2), torch.ones(2))
 
@@ -99,6 +109,7 @@ BECOMES = {
     "test_layer_norms_add_their_gradients_in_fp32_by_blocks[dtype0]": ("passed", ""),
     "test_layer_norms_add_their_gradients_in_fp32_by_blocks[dtype1]": ("passed", ""),
     "test_attention_keeps_its_scores_in_fp32": ("passed", ""),
+    "test_cross_entropy_adds_losses_in_fp32": ("passed", ""),
     "test_fails": ("failed", "Tensor-likes are not close"),
     "test_is_skipped": ("skipped", "needs another GPU"),
     "test_hangs": ("beyond", "stood still for"),
@@ -155,7 +166,7 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
         assert found[name][0] == outcome, name
         assert why in found[name][1]
     assert next(one for one in outcomes if one["test"].endswith("test_passes"))["seconds"] > 0
-    assert "| hopper | 13 | 0 | 13 | 8 | 2 | 1 | 2 | 80.0 % | 80.0 % |" in " ".join(report_file.read_text().split())
+    assert "| hopper | 14 | 0 | 14 | 9 | 2 | 1 | 2 | 81.8 % | 81.8 % |" in " ".join(report_file.read_text().split())
     assert run(None) == outcomes
     sampled = run(1)[len(outcomes) :]
     assert sum(one["outcome"] != "skipped" for one in sampled) == 1

@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _library.impl("native_layer_norm", _layer_norm, "CPU")
     _library.impl("native_layer_norm_backward", _layer_norm_backward, "CPU")
     _keep_scores_in_fp32()
+    _library.impl("nll_loss_forward", _loss, "CPU")
     if "LOCAL_WORLD_SIZE" not in os.environ:
         cuda.device_count = lambda: RANKS
 
@@ -326,6 +327,19 @@ def _keep_scores_in_fp32() -> None:
         return result.to(query.dtype)
 
     torch.nn.functional.scaled_dot_product_attention = attended
+
+
+# Cross entropy outside of TE. A CPU adds the losses of a batch in their dtype, a GPU in FP32 (PyTorch 2.13,
+# aten/src/ATen/native/LossNLL.cpp and cuda/Loss.cu).
+
+
+def _loss(values: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> tuple[Tensor, Tensor]:
+    """Return the negative log-likelihood, and the weight of all targets."""
+    exact = _widened(values)
+    loss, total = exact.new_empty(0), exact.new_empty(0)
+    weights = None if weight is None else _widened(weight)
+    torch.ops.aten.nll_loss_forward.output(exact, target, weights, reduction, ignored, output=loss, total_weight=total)
+    return loss.to(values.dtype), total.to(values.dtype)
 
 
 # Processes that tests start run on the CPU kernels as well.
