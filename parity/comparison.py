@@ -636,6 +636,7 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
         run_on=prepared,
         draws=ran.made.draws,
         freedoms=verdicts.port.freedoms,
+        choices=verdicts.port.choices,
         own_recipes=verdicts.port.recipes,
     )
     if _passes_alone(asked, ran, tensors):

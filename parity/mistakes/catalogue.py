@@ -65,7 +65,7 @@ from parity.mistakes.packed import packed_hypotheses, shifted_window_hypotheses
 from parity.mistakes.residuals import branch_factor_hypotheses, branch_order_hypotheses, residual_hypotheses
 from parity.mistakes.rope import norm_order_hypotheses, rope_hypotheses
 from parity.mistakes.weight_maps import Heads, Mapped, repeated_weight_hypotheses, weight_hypotheses
-from parity.numerics.freedom import UNFUSED, Freedom
+from parity.numerics.freedom import UNFUSED, Choices, Freedom, Kinks
 from parity.numerics.golden import attention_in_blocks, in_fp64
 from parity.passes.all_passes import Tensors, tensors_of, under_model
 from parity.passes.nominal_clock import OutOfTime
@@ -296,6 +296,8 @@ def tensors_under(
     cotangents: Mapping[str, Tensor] | None = None,
     freedom: Freedom = UNFUSED,
     only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
+    kinks: Kinks | None = None,
+    choices: Choices | None = None,
 ) -> Tensors | None:
     """Return the reference's outputs and gradients if the hypotheses were true; None if they cannot be computed.
 
@@ -306,11 +308,12 @@ def tensors_under(
         cotangents: the gradient with respect to each output; None for the comparison's own.
         freedom: of the kernels that the rounding model stands for.
         only_if: tells from the outputs whether gradients are of interest; else None is returned.
+        kinks, choices: of the rounding model.
     """
     dtype = torch.float64 if precision is None else torch.float32
     _cast_if_other(prepared.reference, dtype)
     given = prepared.cotangents if cotangents is None else cotangents
-    model = under_model(prepared, precision.rounding, freedom) if precision else in_fp64()
+    model = under_model(prepared, precision.rounding, freedom, kinks, choices) if precision else in_fp64()
     passes = _ROUNDED if precision else 1.0
     prepared.clock.advance(passes)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
@@ -435,19 +436,25 @@ def _with_one_fewer(router: Router) -> _Edits:
     """Return the edits under which the last chosen expert has no weight: shapes stay as they are, so some tokens may
     have all their experts.
     """
-    values = router.choice.outputs[0]
     nothing = _NO_SCORE if router.is_softmax_of_chosen else 0.0
 
-    def without_last(was: Tensor, chosen: Tensor) -> Tensor:
-        if chosen.shape[-1] < 2:
+    def fewer(was: Any, scores: Tensor) -> Any:
+        if was[0].shape[-1] < 2:
             raise Misfit("it is the only one")
-        return was.masked_fill(chosen == chosen.amin(-1, keepdim=True), nothing)
+        values, indices = torch.topk(scores, was[0].shape[-1] - 1, -1)
+        is_left = (was[1].unsqueeze(-1) != indices.unsqueeze(-2)).all(-1)
+        last = was[1].gather(-1, is_left.int().argmax(-1, keepdim=True))
+        return type(was)((without_last(was[0], values), torch.cat((indices, last), -1)))
+
+    def without_last(was: Tensor, chosen: Tensor) -> Tensor:
+        return F.pad(chosen, (0, was.shape[-1] - chosen.shape[-1]), value=nothing).to(was.dtype)
 
     if router.choice.name != "topk":
         return ()
+    edits = [edit(router.choice, (router.scores,), fewer)]
     if router.taken is not None:
-        return (edit(router.taken, (values,), without_last),)
-    return (edit(router.choice, (), lambda was: type(was)((without_last(was[0], was[0]), was[1]))),)
+        edits.append(edit(router.taken, (), lambda was: without_last(was, was[..., :-1])))
+    return tuple(edits)
 
 
 def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:

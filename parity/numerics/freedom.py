@@ -163,7 +163,8 @@ class Choices:
     """The choices of one forward pass, in the order of their calls.
 
     Args:
-        made: the port's, ``[rows, chosen]`` for each call; what the port did not choose is left to the model.
+        made: the port's, ``[rows, chosen]`` for each call; what the port did not choose is left to the model, and so is
+            every call until one that chooses as many of as many as the port's next.
         exact: the numbers, from a pass without the precision's roundings.
 
     Attributes:
@@ -186,10 +187,11 @@ class Choices:
         self.values.append(values)
         self.own.append(own)
         place = len(self.values) - 1
-        if place >= min(len(self._made), len(self._exact)):
+        if place >= len(self._exact) or not self._made or self._made[0].shape != (len(values), count):
             return result
-        made, exact = self._made[place].to(values.device), self._exact[place]
-        if made.shape != (len(values), count) or exact.shape != values.shape or count == values.shape[1]:
+        (first, *self._made), exact = self._made, self._exact[place]
+        made = first.to(values.device)
+        if exact.shape != values.shape or count == values.shape[1]:
             return result
         follows = _nearer_than(values, own, made, _WIDTH * _noise(values, exact.to(values), own))
         order = values.gather(1, made).argsort(1, descending=True)

@@ -26,6 +26,8 @@ from torch import Tensor
 from parity.mistakes.catalogue import outputs_under, tensors_under
 from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
 from parity.numerics.errors import norm_of
+from parity.numerics.formats import Rounding
+from parity.numerics.freedom import FUSED, Choices, Kinks
 from parity.numerics.kernel_choices import leaning
 from parity.passes.all_passes import Tensors
 from parity.passes.nominal_clock import OutOfTime
@@ -47,6 +49,7 @@ from parity.search.screen import (
     tuned,
     tuned_pairs,
 )
+from parity.te import Precision
 from parity.trace.trace import grouped
 
 # One combination in full: does it explain outputs, gradients and probing inputs, up to rounding?
@@ -138,10 +141,27 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
 
 
 def _models(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tensors]:
-    """Return what the rounding model computes under hypotheses, for each kind of kernels for which it can."""
-    given = failure.prepared, combination, failure.precision
-    models = (tensors_under(*given, freedom=freedom) for freedom in failure.freedoms)
+    """Return what the rounding model computes under hypotheses, for each kind of kernels for which it can.
+
+    It chooses a token's experts as the port did where the hypotheses leave that to rounding.
+    """
+    given, exact = (failure.prepared, combination), Choices()
+    made = (
+        failure.choices.probed[-len(failure.choices.compared) :] if failure.is_on_probes else failure.choices.compared
+    )
+    if made:
+        tensors_under(*given, _unrounded(failure), freedom=FUSED, choices=exact)
+    models = (
+        tensors_under(
+            *given, failure.precision, freedom=freedom, choices=Choices(made, exact.values) if exact.values else None
+        )
+        for freedom in failure.freedoms
+    )
     return [model for model in models if model is not None]
+
+
+def _unrounded(failure: Failure) -> Precision:
+    return replace(failure.precision, rounding=Rounding(torch.float32))
 
 
 def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors | None) -> Sequence[TensorResult]:
@@ -153,20 +173,35 @@ def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Ten
 def _judged(
     failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors, models: Sequence[Tensors]
 ) -> Sequence[TensorResult]:
-    """Judge the candidate under hypotheses; what other kernels may do is granted if hardly more than that is left."""
+    """Judge the candidate under hypotheses; if hardly more is left than what other kernels may do, or what the side of
+    a kink does on which rounding puts a value, that is granted.
+    """
     judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
-    if (
-        not names
-        or all(result.passed for result in judged)
-        or any(result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged)
-    ):
+    if any(result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged):
         return judged
-    first = failure.freedoms[0]
-    leaned = (
-        tensors_under(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
-        for name in names
-    )
-    return failure.judge(golden, models, None, [tensors for tensors in leaned if tensors is not None])
+    granted: list[Tensors] = []
+    if names and not all(result.passed for result in judged):
+        first = failure.freedoms[0]
+        leaned = (
+            tensors_under(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
+            for name in names
+        )
+        granted = [tensors for tensors in leaned if tensors is not None]
+        judged = failure.judge(golden, models, None, granted)
+    if not all(result.passed for result in judged):
+        judged = failure.judge(golden, [*models, *_beside_kinks(failure, combination)], None, granted)
+    return judged
+
+
+def _beside_kinks(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tensors]:
+    """Return what the rounding model computes under hypotheses if all values next to kinks are above them, and if all
+    are below; none if there are no kinks.
+    """
+    exact, given = Kinks(), (failure.prepared, combination)
+    tensors_under(*given, _unrounded(failure), freedom=FUSED, kinks=exact)
+    sides = [Kinks(side, exact.values) for side in (1.0, -1.0)] if exact.values else []
+    moved = (tensors_under(*given, failure.precision, freedom=failure.freedoms[-1], kinks=kinks) for kinks in sides)
+    return [tensors for tensors in moved if tensors is not None]
 
 
 def _is_explained(

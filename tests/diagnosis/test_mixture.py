@@ -152,14 +152,16 @@ def mixtures(
     order: Any = range(EXPERTS),
     gate_up_order: Any = None,
     split: Any = None,
+    tokens: int = TOKENS,
+    precision: str = "fp32",
 ) -> parity.Result:
     """Compare the mixture with a port that weights so."""
     fc1 = [f"fc1.weight{i}" for i in (order if gate_up_order is None else gate_up_order)]
     return compared(
         lambda: Mixture(**(reference or {})),
         lambda te: Port(te, weigh, experts, split),
-        normal((TOKENS, HIDDEN)),
-        "fp32",
+        normal((tokens, HIDDEN)),
+        precision,
         {
             "router.weight": "router.weight",
             "gate_up": parity.experts(*fc1),
@@ -252,6 +254,10 @@ def test_splits_that_are_no_counts_of_the_experts_tokens_are_told(split, weigh, 
 @pytest.mark.parametrize("experts", [1, 3])
 def test_a_token_that_goes_to_another_number_of_experts_is_told(experts):
     tells_only(mixtures(normalised, experts=experts), "top-k")
+
+
+def test_one_expert_fewer_is_told_where_rounding_decides_which_is_left():
+    tells_only(mixtures(normalised, experts=1, tokens=512, precision="bf16"), "top-k", "it goes to one fewer.")
 
 
 class Dense(nn.Module):

@@ -221,6 +221,17 @@ def test_a_choice_that_rounding_does_not_explain_is_not_followed():
     assert chosen(scores, made=[made], exact=[exact])[:2] == [[0], [0]]
 
 
+def test_a_call_that_chooses_another_number_than_the_port_is_passed_over():
+    scores, exact = rows([1.0, 0.99, 0.2], [1.0, 0.2, 0.99])
+    made = scores.topk(1).indices
+    made[:2] = torch.tensor([[1], [2]])
+    choices = Choices([made], [exact, exact])
+    with rounded(FP32, (), FUSED, choices=choices):
+        two, one = (torch.topk(scores, count, -1).indices for count in (2, 1))
+    assert two[:2].tolist() == [[0, 1], [0, 2]]
+    assert one[:2].tolist() == [[1], [2]]
+
+
 def test_of_several_that_are_chosen_each_must_be_near():
     scores, exact = rows([1.0, 0.99, 0.98, 0.1], [1.0, 0.99, 0.98, 0.1])
     made = scores.topk(2).indices
