@@ -162,7 +162,8 @@ def findings(tensors: Sequence[TensorResult], known: Sequence[Direction]) -> lis
         mistake = direction.mistake
         found[mistake.name] = finding(
             mistake.title,
-            f"the error of {tensor.label} contains {check.coefficient:.2g} times what {mistake.name} would change, "
+            f"the error of {tensor.label} contains {check.coefficient:.2g} times the change that "
+            f"{mistake.name} would make, "
             f"{abs(check.value):.2g} standard deviations beyond rounding (limit {check.limit:.2g}); "
             f"{mistake.repair}",
             repair=mistake.repair,

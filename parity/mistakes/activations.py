@@ -458,8 +458,8 @@ def biases(trace: Trace) -> list[Bias]:
 def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's biases."""
     mistakes: list[Mistake[Bias]] = [
-        Mistake("bias-dropped", "bias missing", "add the bias; it is left out", having(times=0.0)),
-        Mistake("bias-added-twice", "bias twice", "add the bias once; it is added twice", having(times=2.0)),
+        Mistake("bias-dropped", "bias missing", "add the bias; the port leaves it out", having(times=0.0)),
+        Mistake("bias-added-twice", "bias twice", "add the bias once; the port adds it twice", having(times=2.0)),
     ]
     for third, part in enumerate(("first", "second", "last")):
         mistakes.append(

@@ -466,7 +466,8 @@ def head_count_mistakes(query: Tensor, key: Tensor, value: Tensor) -> Iterator[M
         yield Mistake(
             "head-count",
             f"{count} heads",
-            f"give TE num_attention_heads={heads}, as the reference has; it has {count}, of {width // count} channels",
+            f"give TE num_attention_heads={heads}, as the reference has; the port has {count}, of "
+            f"{width // count} channels",
             _with_heads(count, heads, groups, width),
         )
 

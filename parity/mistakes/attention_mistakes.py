@@ -115,8 +115,8 @@ def _masks_of_others(
     yield Mistake(
         "window",
         "mask of other layers",
-        "give each layer the mask that the reference has there, with its window or without one; it has that of the "
-        "other layers",
+        "give each layer the mask that the reference has there, with its window or without one; the port "
+        "has that of the other layers",
         edits,
     )
 
@@ -129,7 +129,7 @@ def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
         yield Mistake(
             "cache-step",
             f"keys and values of {described}",
-            f"attend to keys and values of the reference's positions; each is that of {described}",
+            f"attend to keys and values of the reference's positions; the port takes those of {described}",
             _arranged(keys=lambda x, by=by: x.roll(by, -2)),  # type: ignore[misc]
         )
 
@@ -181,7 +181,7 @@ def _scale(right: float, scale: float, described: str = "") -> Mistake[Attention
     return Mistake(
         "softmax-scale",
         f"softmax scale {described}",
-        f"give TE softmax_scale={right:.4g}, as the reference has; it is {described}",
+        f"give TE softmax_scale={right:.4g}, as the reference has; the port's is {described}",
         edits,
     )
 
@@ -208,10 +208,12 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
         return
     repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
     yield Mistake("softmax-sink", "sinks missing", f"{repair}; its softmax has no sinks", having(sink="none"))
-    other_heads = "give each head its own sink; they are in the reverse order of heads"
+    other_heads = "give each head its own sink; the port has them in the reverse order of heads"
     yield Mistake("softmax-sink", "sinks in reverse", other_heads, having(sink="reversed"))
     yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", having(sink="zero"))
-    yield Mistake("softmax-sink", "sinks negated", f"{repair} as they are; they are negated", having(sink="negated"))
+    yield Mistake(
+        "softmax-sink", "sinks negated", f"{repair} as they are; the port negates them", having(sink="negated")
+    )
 
 
 def _to_be_capped(right: float) -> str:
@@ -224,7 +226,7 @@ def _softcap(right: float, cap: float) -> Mistake[Attention]:
     return Mistake(
         "softcap",
         "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
-        f"{_to_be_capped(right)}; {'it caps none' if math.isinf(cap) else f'it has {cap:.4g}'}",
+        f"{_to_be_capped(right)}; {'the port caps none' if math.isinf(cap) else f'the port has {cap:.4g}'}",
         having(softcap=cap),
     )
 

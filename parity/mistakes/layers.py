@@ -255,7 +255,7 @@ def parallel_block_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         Mistake(
             "parallel-block",
             "sequential blocks",
-            "let the MLP read what attention reads: parallel_attention_mlp=True; it reads attention's sum",
+            "let the MLP read what attention reads: parallel_attention_mlp=True; in the port, it reads attention's sum",
             ParallelBlock.in_sequence,
         ),
         Mistake(
@@ -390,7 +390,8 @@ def unused_branch_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[H
         yield Hypothesis(
             "branch-missing",
             f"branch of {named} left out",
-            f"add what {named}{more} compute, as the reference does; it is left out, and no gradient reaches them",
+            f"add what {named}{more} compute, as the reference does; the port leaves it out, and no "
+            "gradient reaches them",
             tuple(edits),
         )
 
@@ -578,7 +579,7 @@ def _exchanged(pairs: Sequence[_Pair]) -> Hypothesis:
     return Hypothesis(
         "operation",
         f"not {order}{others}",
-        f"take {order}, as the reference does{others}; they are in the other order",
+        f"take {order}, as the reference does{others}; the port has them in the other order",
         tuple(pair.exchanged() for pair in pairs),
         scope="call",
     )

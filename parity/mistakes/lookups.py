@@ -162,7 +162,7 @@ def _shifted(by: int) -> Mistake[Lookup]:
     return Mistake(
         "embedding-position",
         f"positions off by {by:+d}",
-        f"look up the positions that the reference does; they are off by {by:+d}",
+        f"look up the positions that the reference does; the port's are off by {by:+d}",
         lambda one: one.edits(lambda index: index + by),
     )
 
@@ -172,7 +172,7 @@ def _other_ids(by: int) -> Mistake[Lookup]:
     return Mistake(
         "embedding-position",
         f"ids off by {by:+d}",
-        f"look up the rows whose ids the reference is given; they are off by {by:+d}",
+        f"look up the rows whose ids the reference is given; the port's are off by {by:+d}",
         lambda one: one.edits(lambda index: (index + by).clamp(0, one.rows - 1)),
     )
 
@@ -188,7 +188,7 @@ def _ids_of_other_positions() -> Iterator[Mistake[Lookup]]:
         yield Mistake(
             "embedding-position",
             f"ids of {described}",
-            f"look up the row of each position's own id, as the reference does; it is that of {described}",
+            f"look up the row of each position's own id, as the reference does; the port takes that of {described}",
             lambda one, move=move: one.edits(move) if one.traced.dim() > 0 else (),  # type: ignore[misc]
         )
 
@@ -198,7 +198,7 @@ def _first_row() -> Mistake[Lookup]:
     return Mistake(
         "embedding-position",
         "first row for all",
-        "look up the rows that the reference does (pass token types, segments); the first one is taken for all",
+        "look up the rows that the reference does (pass token types, segments); the port takes the first one for all",
         lambda one: one.edits(torch.zeros_like),
     )
 
@@ -217,7 +217,7 @@ def _rolled(by: int) -> Mistake[Addition]:
     return Mistake(
         "embedding-position",
         f"table rolled by {by:+d}",
-        f"add the row of each position that the reference does; they are off by {-by:+d}",
+        f"add the row of each position that the reference does; the port's are off by {-by:+d}",
         lambda one: one.edits(lambda table: table.roll(by, -2)),
     )
 
@@ -253,7 +253,7 @@ def _of_two_axes() -> Iterator[Mistake[Lookup]]:
     yield Mistake(
         "attention-bias",
         "relative positions of the other sign",
-        "look up the relative position of query and key as the reference does; the two are exchanged",
+        "look up the relative position of query and key as the reference does; the port exchanges the two",
         lambda one: one.edits(_turned) if _side(one.traced.numel()) > 1 else (),
     )
     yield Mistake(
@@ -289,7 +289,7 @@ def _grid_turned(before: int) -> Mistake[Addition]:
     return Mistake(
         "embedding-position",
         f"rows and columns of positions exchanged{f', but for the first {before}' if before else ''}",
-        "add the position of each patch as the reference does; their rows and columns are exchanged",
+        "add the position of each patch as the reference does; the port exchanges their rows and columns",
         lambda one: one.edits(turned) if _side(one.positions - before) > 1 else (),
     )
 
@@ -317,6 +317,6 @@ def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
         yield Mistake(
             "attention-bias",
             f"buckets {described}",
-            f"make the buckets of relative positions as the reference does; they are those {described}",
+            f"make the buckets of relative positions as the reference does; the port's are those {described}",
             lambda one, settings=settings: one.edits(lambda index: buckets(settings)),  # type: ignore[misc]
         )

@@ -44,7 +44,7 @@ def loss_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 "loss-scale",
                 f"loss as {described}",
-                f"divide the summed loss by the number of tokens that count; it is {described}",
+                f"divide the summed loss by the number of tokens that count; the port's loss is {described}",
                 (edit(call, summed or (), _instead(average)),),
             )
 
@@ -173,7 +173,7 @@ def _sequences(trace: Trace, labels: Value) -> int:
 def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
     right = " or ".join(sorted({one.average for one in found if one.average is not None}))
     for average in AVERAGES:
-        repair = f"take {right}, as the reference does; it is {average}"
+        repair = f"take {right}, as the reference does; the port's is {average}"
         is_averaged = having(lambda one: one.average is not None, average=average)
         yield Mistake("loss-scale", f"loss as {average}", repair, is_averaged)
     yield from _label_mistakes(found)
@@ -183,7 +183,7 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
         return Mistake(
             "label-smoothing",
             f"label smoothing {value:.4g}",
-            f"smooth labels by {smoothing}, as the reference does; they are smoothed by {value:.4g}",
+            f"smooth labels by {smoothing}, as the reference does; the port smooths them by {value:.4g}",
             having(lambda one: value < 1.0, smoothing=value),
         )
 
@@ -197,21 +197,22 @@ def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]
         yield Mistake(
             "ignored-label",
             f"label {label} ignored",
-            f"count tokens whose label is {label}, as the reference does; they are ignored",
+            f"count tokens whose label is {label}, as the reference does; the port ignores them",
             lambda one, label=label: one.edits(ignored=label) if label in one.pads else (),  # type: ignore[misc]
         )
     for label in sorted({one.ignored for one in found if one.ignored >= 0}):
         yield Mistake(
             "ignored-label",
             f"label {label} not ignored",
-            f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count",
+            f"leave out tokens whose label is {label}, as the reference does (ignore_index); the port counts them",
             having(lambda one: one.ignored >= 0, ignored=_IGNORES_NONE),
         )
     for label in sorted({one.ignored for one in found if one.ignored < 0}):
         yield Mistake(
             "ignored-label",
             f"label {label} clamped to 0",
-            f"leave out tokens whose label is {label}, as the reference does (ignore_index); they count as class 0",
+            f"leave out tokens whose label is {label}, as the reference does (ignore_index); the port "
+            "counts them as class 0",
             having(lambda one: one.ignored < 0 and one.has_ignored, clamped=True),
         )
 

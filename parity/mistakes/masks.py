@@ -117,12 +117,14 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         yield from numbers(window, [moved.left], _other_windows(moved, keys))
     if bool(hidden.any()):
         if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
-            yield _mask_mistake("mask", "mask missing", "give TE the reference's mask; it hides no key", without_hiding)
+            yield _mask_mistake(
+                "mask", "mask missing", "give TE the reference's mask; the port hides no key", without_hiding
+            )
         if not padded and hidden.shape[-1] == hidden.shape[-2] and not torch.equal(hidden, hidden.mT):
             yield _mask_mistake(
                 "mask",
                 "mask transposed",
-                "give TE the reference's mask, [..., queries, keys]; queries and keys are exchanged",
+                "give TE the reference's mask, [..., queries, keys]; the port exchanges queries and keys",
                 lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias).mT, HIDDEN),
             )
         yield _mask_mistake(
@@ -137,7 +139,8 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         yield _mask_mistake(
             "padding-mask",
             "padding ignored",
-            'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; padded keys are attended to',
+            'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; '
+            "the port attends to padded keys",
             lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) & ~_padding(bias), HIDDEN),
         )
         yield _mask_mistake(
@@ -244,31 +247,33 @@ def _other_biases(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
     repair = 'give TE the reference\'s bias, as core_attention_bias_type="alibi" or "post_scale_bias"'
     yield _mask_mistake("attention-bias", "bias missing", f"{repair}; it adds none", changed(torch.zeros_like))
-    yield _mask_mistake("attention-bias", "bias subtracted", f"{repair}; it is subtracted", changed(torch.neg))
+    yield _mask_mistake("attention-bias", "bias subtracted", f"{repair}; the port subtracts it", changed(torch.neg))
     if bias.shape[-1] == bias.shape[-2]:
         yield _mask_mistake(
             "attention-bias",
             "bias transposed",
-            f"{repair}; that of query and key is exchanged",
+            f"{repair}; the port exchanges query and key in it",
             changed(lambda shown: shown.transpose(-2, -1)),
         )
     for described, dims in (("keys", (-1,)), ("queries and keys", (-2, -1))):
         yield _mask_mistake(
             "attention-bias",
             f"bias of {described} in reverse order",
-            f"{repair}; it is that of {described} in reverse order",
+            f"{repair}; the port has that of {described} in reverse order",
             changed(lambda shown, dims=dims: shown.flip(dims)),  # type: ignore[misc]
         )
     for described, move in _moved_heads(bias).items():
         name = f"bias of {described}"
-        yield _mask_mistake("attention-bias", name, f"{repair}; heads have that of {described}", changed(move))
+        yield _mask_mistake(
+            "attention-bias", name, f"{repair}; the heads of the port have that of {described}", changed(move)
+        )
     for described, change in other_slopes(without_hiding(bias)):
-        slopes = f"give TE the reference's slopes as alibi_slopes; it has {described}"
+        slopes = f"give TE the reference's slopes as alibi_slopes; the port has {described}"
         yield _mask_mistake("attention-bias", f"slopes {described}", slopes, changed(change))
 
     def times(factor: float) -> Mistake[Masked]:
         name = f"bias times {factor:.3g}"
-        told = f"{repair}, added after the scores are scaled; it is {factor:.3g} times that"
+        told = f"{repair}, added after the scores are scaled; the port's is {factor:.3g} times that"
         return _mask_mistake("attention-bias", name, told, changed(lambda shown: shown * factor))
 
     yield from numbers(times, [1.0], (0.5, 2.0))
@@ -318,22 +323,22 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
         if other != band:
             yield other, "mask-corner", f"causal mask aligned {corner}", repair
     for by, seen in ((-1, "one key too few"), (1, "one key too many")):
-        repair = f"move the causal mask by one; a query sees {seen}"
+        repair = f"move the causal mask by one; in the port, a query sees {seen}"
         yield replace(band, right=band.right + by), "mask", f"causal mask off by {by:+d}", repair
     own = _own_key(band, queries, keys)
     right_window, left = _right_window(_moved_by(band, -own)), band.left + own
     if band.right > own:
-        repair = f"{right_window}; it sees none after it"
+        repair = f"{right_window}; in the port, it sees none after its own"
         yield replace(band, right=own), "window", "window before the query alone", repair
         for by in (-1, 1) if math.isfinite(band.left) else ():
-            repair = f"{right_window}; it sees {left + by:g} and {band.right - own + by:g}"
+            repair = f"{right_window}; in the port, it sees {left + by:g} and {band.right - own + by:g}"
             other = Band(band.left + by, band.right + by)
             yield other, "window", f"window off by {by:+d} on both sides", repair
     if math.isfinite(band.left):
         for by in (-1, 1):
-            repair = f"{right_window}; it sees {left + by:g}"
+            repair = f"{right_window}; in the port, it sees {left + by:g}"
             yield replace(band, left=band.left + by), "window", f"window off by {by:+d}", repair
-        yield replace(band, left=math.inf), "window", "window missing", f"{right_window}; it sees all"
+        yield replace(band, left=math.inf), "window", "window missing", f"{right_window}; in the port, it sees all"
 
 
 def _own_key(band: Band, queries: int, keys: int) -> int:
@@ -361,7 +366,7 @@ def _window_instead(band: Band, own: int, padded: bool, keys: int, size: float) 
     right = _moved_by(band, -own)
     left = min(max(round(size), 1), keys)
     other = _moved_by(Band(left, 0 if right.right == 0 else left), own)
-    repair = f"{_right_window(right)}; it sees {left}"
+    repair = f"{_right_window(right)}; in the port, it sees {left}"
     return _mask_mistake("window", f"window of {left}", repair, _band_instead(other, padded))
 
 
@@ -435,8 +440,8 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
     yield _mask_mistake(
         "mask",
         "causal mask alone",
-        'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); it has the '
-        "causal one alone",
+        'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); '
+        "the port has the causal one alone",
         _instead(_future),
     )
     lengths = lengths_of(hidden)
@@ -446,8 +451,8 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         yield _mask_mistake(
             "padding-mask",
             "padding before sequences taken for padding after them",
-            'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); it '
-            "takes padding to follow a sequence, and counts as many tokens from the first",
+            'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); '
+            "the port takes padding to follow a sequence, and counts as many tokens from the first",
             _as_padded_after,
         )
 
@@ -457,7 +462,7 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
     right = f"give TE the reference's sequences, cu_seqlens={borders} in format thd, or its mask as an arbitrary one"
 
     def of_lengths(name: str, other: Sequence[int], causal: bool = is_causal) -> Mistake[Masked]:
-        return _mask_mistake("mask", name, f"{right}; it has {name}", segments_instead(other, causal))
+        return _mask_mistake("mask", name, f"{right}; the port has {name}", segments_instead(other, causal))
 
     yield of_lengths("one sequence, across all borders", [sum(lengths)])
     other_way = f"sequences that are {'not ' if is_causal else ''}causal"
@@ -496,7 +501,7 @@ def _window_for_segments(right: str, size: float) -> Mistake[Masked]:
     return _mask_mistake(
         "window",
         f"window of {left}, not sequences",
-        f"{right}; it has a window of {left} keys before the query's own",
+        f"{right}; the port has a window of {left} keys before the query's own",
         _instead(lambda like: Band(left, 0).hidden(range(like.shape[-2]), range(like.shape[-1]), like.device)),
     )
 

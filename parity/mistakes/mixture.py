@@ -181,39 +181,39 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
     yield Mistake(
         "routing-weights",
         "routing weights not normalised",
-        "divide the chosen experts' weights by their sum, as the reference does; they are not",
+        "divide the chosen experts' weights by their sum, as the reference does; the port does not",
         _not_normalised,
         subtle=True,
     )
     yield Mistake(
         "routing-weights",
         "routing weights normalised",
-        "take the chosen experts' weights as they are, as the reference does; they are divided by their sum",
+        "take the chosen experts' weights as they are, as the reference does; the port divides them by their sum",
         _normalised,
         subtle=True,
     )
     yield Mistake(
         "routing-weights",
         "routing weights from a softmax of all experts",
-        "take the softmax of the chosen experts' scores alone, as the reference does; it is of all experts",
+        "take the softmax of the chosen experts' scores alone, as the reference does; the port takes it of all experts",
         _softmax_of_all,
         subtle=True,
     )
     yield Mistake(
         "routing-weights",
         "routing weights missing",
-        "weight what the experts return by the router's probabilities (merging_probs of moe_unpermute); it is summed "
-        "unweighted",
+        "weight what the experts return by the router's probabilities (merging_probs of moe_unpermute); the port "
+        "sums it unweighted",
         lambda one: _weighted(one, torch.ones_like),
     )
     yield Mistake(
         "routing-weights",
         "routing weights applied twice",
-        "weight what the experts return once (merging_probs of moe_unpermute, or by hand); it is weighted twice",
+        "weight what the experts return once (merging_probs of moe_unpermute, or by hand); the port weights it twice",
         lambda one: _weighted(one, torch.square),
     )
     for name, activation in _ACTIVATIONS.items():
-        right = f"score the experts as the reference does; they are scored by a {name}"
+        right = f"score the experts as the reference does; the port scores them by a {name}"
         scored = _activated_by(name, activation)
         yield Mistake("routing-weights", f"routing scores by {name}", right, scored)
         for described, weighted in (("not normalised", _not_normalised), ("normalised", _normalised)):
@@ -226,13 +226,13 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
         yield Mistake(
             "routing-weights",
             f"routing scores by {name}, elsewhere as they are",
-            f"score the experts as the reference does, where they are chosen; they are scored by a {name} there",
+            f"score the experts as the reference does, where they are chosen; the port scores them by a {name} there",
             _chosen_by_activated(name, activation),
         )
     yield Mistake(
         "routing-weights",
         "routing weights by sigmoid of the chosen",
-        "take the softmax of the chosen experts' scores, as the reference does; it is the sigmoid of each",
+        "take the softmax of the chosen experts' scores, as the reference does; the port takes the sigmoid of each",
         _sigmoid_of_chosen,
     )
 
@@ -255,19 +255,19 @@ def _bias_mistakes() -> Iterator[Mistake[Router]]:
     yield Mistake(
         "routing-bias",
         "routing bias missing",
-        right + "for the choice; experts are chosen without it",
+        right + "for the choice; the port chooses experts without it",
         _with_bias(lambda scores, bias: scores),
     )
     yield Mistake(
         "routing-bias",
         "routing bias subtracted",
-        right + "for the choice; it is subtracted",
+        right + "for the choice; the port subtracts it",
         _with_bias(lambda scores, bias: scores - bias),
     )
     yield Mistake(
         "routing-bias",
         "routing bias added to the logits",
-        right + "for the choice; it is added to the logits, from which the scores are computed",
+        right + "for the choice; the port adds it to the logits, from which the scores are computed",
         _biased_logits,
     )
 
@@ -277,13 +277,13 @@ def _choice_mistakes() -> Iterator[Mistake[Router]]:
         yield Mistake(
             "top-k",
             f"{described} expert a token",
-            f"send a token to as many experts as the reference does; it goes to {described}",
+            f"send a token to as many experts as the reference does; the port sends it to {described}",
             edits,
         )
     yield Mistake(
         "routing-weights",
         "experts sorted, not their weights",
-        "keep each chosen expert's weight with it; the experts are sorted by number, their weights are not",
+        "keep each chosen expert's weight with it; the port sorts the experts by number, and not their weights",
         lambda one: _rerouted(one, lambda indices, experts: indices.sort(-1).values),
     )
 

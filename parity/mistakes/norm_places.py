@@ -187,7 +187,8 @@ def _of_queries_and_keys(kind: str, norm: Compute) -> Mistake[Attention]:
     return Mistake(
         "norm-missing",
         f"{kind} of queries and keys",
-        f"take queries and keys as they are, as the reference does: qk_norm_type=None; they go through a {kind}",
+        "take queries and keys as they are, as the reference does: qk_norm_type=None; in the port, they "
+        f"go through a {kind}",
         having(arrange=(norm, norm, None, None)),
     )
 
@@ -250,7 +251,7 @@ def _values_as_keys() -> Mistake[_Keyed]:
     return Mistake(
         "norm-missing",
         "norm of keys for values, too",
-        "take values as they are, as the reference does; they go through the norm of the keys",
+        "take values as they are, as the reference does; in the port, they go through the norm of the keys",
         edits,
     )
 

@@ -226,7 +226,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "norm-statistics",
         "norm variance over n - 1, not n",
         f"divide the sum of squares by the number of channels (unbiased=False), as the reference does, {scaled} by "
-        "sqrt(n / (n - 1)) where that cannot be; it is divided by n - 1",
+        "sqrt(n / (n - 1)) where that cannot be; the port divides it by n - 1",
         having(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
         subtle=True,
     )
@@ -239,7 +239,7 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
     yield Mistake(
         "norm-eps",
         "norm eps outside the root, not inside",
-        "add eps to the variance, inside the root, as the reference and TE's norms do; it is added to the root",
+        "add eps to the variance, inside the root, as the reference and TE's norms do; the port adds it to the root",
         having(lambda norm: not norm.eps_outside, eps_outside=True),
     )
     yield Mistake(
@@ -516,7 +516,8 @@ def _all_at_once() -> Mistake[_Grouped]:
     return Mistake(
         "norm-groups",
         "norm of all channels at once",
-        "normalise the channels of each head, or group, by themselves, as the reference does; all are, at once",
+        "normalise the channels of each head, or group, by themselves, as the reference does; the port "
+        "normalises all at once",
         lambda one: one.edits(one.channels),
     )
 
@@ -526,6 +527,6 @@ def _at_a_time(channels: int) -> Mistake[_Grouped]:
         "norm-groups",
         f"norm of {channels} channels at a time",
         f"normalise as many channels at a time as the reference does, such as those of one head, or of all heads; "
-        f"{channels} at a time are",
+        f"the port takes {channels} at a time",
         lambda one: one.edits(channels),
     )

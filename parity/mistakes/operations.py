@@ -163,7 +163,7 @@ def _times(calls: Sequence[Call], value: float) -> Hypothesis:
     return Hypothesis(
         "factor",
         f"{which} times {value:.4g}",
-        f"leave what {which} returns as it is, as the reference does; it is multiplied by {value:.4g}",
+        f"leave what {which} returns as it is, as the reference does; the port multiplies it by {value:.4g}",
         tuple(edit(call, (), lambda was: was * value) for call in calls),
         value=value,
         scope="call",
@@ -302,7 +302,7 @@ def _exchanged_factors(sums: Sequence[_Sum]) -> Hypothesis:
     return Hypothesis(
         "operation",
         f"factors of {which}{others} exchanged",
-        f"multiply the terms that {which}{others} adds as the reference does; each has the other's factor",
+        f"multiply the terms that {which}{others} adds as the reference does; in the port, each has the other's factor",
         tuple(one.exchanged() for one in sums),
         scope="call",
     )

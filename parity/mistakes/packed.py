@@ -210,11 +210,11 @@ def shifted_window_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             of_rolls, of_masks = ([one.edits(other) for one in some] for some in (moved, masked))
             named = f"the rows and columns of Swin's windows by {shift}, as the reference does"
             if moved and masked:
-                told = f"shift {named}; they are shifted by {other}, and masked so"
+                told = f"shift {named}; the port shifts them by {other}, and masks them so"
                 yield _shifted("both", told, [*of_rolls, *of_masks])
             if moved and other:
-                kept = ", and their mask is the reference's" if masked else ""
-                yield _shifted("rolls", f"shift {named}; they are shifted by {other}{kept}", of_rolls)
+                kept = ", with the reference's mask" if masked else ""
+                yield _shifted("rolls", f"shift {named}; the port shifts them by {other}{kept}", of_rolls)
             if masked and other:
                 told = f"mask windows that are shifted by {shift}, as the reference does; the mask is that of {other}"
                 yield _shifted("mask", told, of_masks)

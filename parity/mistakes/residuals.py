@@ -122,13 +122,15 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
     yield Mistake(
         "residual-placement",
         "residual taken after the norm",
-        "take the residual before the norm: apply_residual_connection_post_layernorm=False; it is taken after it",
+        "take the residual before the norm: apply_residual_connection_post_layernorm=False; the port "
+        "takes it after the norm",
         lambda one: _sum_of(one, one.norm.call.outputs[0], one.branch) if one.norm else (),
     )
     yield Mistake(
         "residual-placement",
         "residual taken before the norm",
-        "take the residual after the norm: apply_residual_connection_post_layernorm=True; it is taken before it",
+        "take the residual after the norm: apply_residual_connection_post_layernorm=True; the port takes "
+        "it before the norm",
         lambda one: _sum_of(one, one.norm_before.x, one.branch) if one.norm_before else (),
     )
     yield Mistake(
@@ -140,7 +142,7 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
     yield Mistake(
         "residual-placement",
         "residual added twice",
-        "add the residual once; it is added twice, as around TE's TransformerLayer, which adds it itself",
+        "add the residual once; the port adds it twice, as around TE's TransformerLayer, which adds it itself",
         lambda one: _sum_of(one, one.stream, one.stream, one.branch),
     )
     yield Mistake(
@@ -189,7 +191,8 @@ def _order_of_blocks(found: Sequence[Residual], layers: Sequence[tuple[Residual,
         yield Hypothesis(
             "parallel-block",
             "parallel blocks",
-            "let the MLP read attention's sum: parallel_attention_mlp=False; it reads what attention reads",
+            "let the MLP read attention's sum: parallel_attention_mlp=False; in the port, it reads what "
+            "attention reads",
             tuple(parallel),
         )
 
@@ -302,7 +305,7 @@ def _all_branches(terms: Sequence[_Term], factor: float) -> Hypothesis:
         "factor",
         f"each branch times {factor:.4g}",
         "add to the residual stream what attention and MLP return, unscaled, as the reference does; "
-        f"they are multiplied by {factor:.4g}",
+        f"the port multiplies them by {factor:.4g}",
         tuple(edit for term in terms for edit in term.edits(factor)),
         scope="call",
     )
@@ -338,7 +341,7 @@ def _left_out(trace: Trace, terms: Sequence[_Term]) -> Hypothesis:
     return Hypothesis(
         "branch-missing",
         f"{what} left out",
-        f"add {what}, as the reference does; it is left out",
+        f"add {what}, as the reference does; the port leaves it out",
         tuple(edit for term in terms for edit in term.edits(0.0)),
     )
 
@@ -349,7 +352,7 @@ def _times(trace: Trace, terms: Sequence[_Term], factor: float) -> Hypothesis:
     return Hypothesis(
         "factor",
         f"{what} times {factor:.4g}",
-        f"add {what}{others} unscaled, as the reference does; it is multiplied by {factor:.4g}",
+        f"add {what}{others} unscaled, as the reference does; the port multiplies it by {factor:.4g}",
         tuple(edit for term in terms for edit in term.edits(factor)),
         scope="all" if terms[0].value in terms[0].call.outputs else "call",
     )
@@ -422,7 +425,7 @@ def branch_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         yield Hypothesis(
             "operation",
             f"not {one} before {other}{others}",
-            f"compute {one} before {other}, as the reference does{others}; they are in the other order",
+            f"compute {one} before {other}, as the reference does{others}; the port has them in the other order",
             tuple(_exchanged(*pair) for pair in pairs),
             scope="call",
         )

@@ -44,14 +44,14 @@ def position_mistakes() -> Iterator[Mistake[Rotation]]:
             "rope-position",
             f"rope positions off by {by:+d}",
             f"rotate by the reference's positions, where a cache has keys that were rotated before (start_positions); "
-            f"they are off by {by:+d}",
+            f"the port's are off by {by:+d}",
             with_angles(lambda positions, frequency, by=by: (positions[:, None] + by) * frequency),  # type: ignore[misc]
         )
     yield from numbers(_divided_by, usual=INTERPOLATION_FACTORS)
     yield Mistake(
         "rope-position",
         "rope positions counted through",
-        "give TE angles of the reference's positions as rotary_pos_emb; they are counted from the first token on, "
+        "give TE angles of the reference's positions as rotary_pos_emb; the port counts them from the first token on, "
         "where the reference's begin again, or skip or repeat some",
         with_angles(lambda positions, frequency: torch.arange(len(positions)).to(positions)[:, None] * frequency),
     )
@@ -65,13 +65,13 @@ def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
         yield Mistake(
             "rope-position",
             f"rope positions modulo {length}",
-            f"rotate by the reference's positions; they begin again after each {length}",
+            f"rotate by the reference's positions; the port's begin again after each {length}",
             with_angles(lambda positions, frequency, length=length: (positions % length)[:, None] * frequency),  # type: ignore[misc]
         )
         yield Mistake(
             "rope-position",
             f"rope positions up to {length - 1}",
-            f"rotate by the reference's positions; those beyond {length - 1} are clamped to it",
+            f"rotate by the reference's positions; the port clamps those beyond {length - 1} to it",
             with_angles(lambda positions, frequency, last=length - 1: positions.clamp(max=last)[:, None] * frequency),  # type: ignore[misc]
         )
 
@@ -175,7 +175,7 @@ def unrotated_hypotheses(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> I
         mistake = Mistake[_Plain](
             _TITLE,
             "rope in layers without",
-            "pass TE no rotary_pos_emb where the reference rotates nothing; query and key are rotated",
+            "pass TE no rotary_pos_emb where the reference rotates nothing; the port rotates query and key",
             lambda one, like=like: one.edits(like),  # type: ignore[misc]
         )
         where = f" in {', '.join(one.name for one in plain)}"
@@ -196,7 +196,7 @@ def _rotated_values(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterat
     mistake = Mistake[_Plain](
         _TITLE,
         "rope on the values too",
-        "rotate queries and keys alone, as the reference does; values are rotated as well",
+        "rotate queries and keys alone, as the reference does; the port rotates values as well",
         lambda one: one.attention.edits(arrange=(None, None, _turn(likes[one.attention.call.site]), None)),
     )
     yield from everywhere_and_somewhere([mistake], found, lambda one: one.name)
@@ -352,7 +352,7 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
             f"rotate both query and key; the {lacking} is not rotated",
             _on(lacking, times=0),
         )
-    yield Mistake("rope-twice", "rope twice", "rotate query and key once; they are rotated twice", having(times=2))
+    yield Mistake("rope-twice", "rope twice", "rotate query and key once; the port rotates them twice", having(times=2))
     yield Mistake(
         "rope-direction",
         "rope backwards",
@@ -394,21 +394,22 @@ def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
                 "rope-precision",
                 f"rope {described}",
                 f"compute rotary frequencies and phases in FP32, not under autocast and before "
-                f".to({str(low).removeprefix('torch.')}); it has {described}",
+                f".to({str(low).removeprefix('torch.')}); the port has {described}",
                 with_angles(phases),
                 subtle,
             )
         yield Mistake(
             "rope-precision",
             f"rope cosines and sines in {short(low)}",
-            f"keep rotary cosines and sines in FP32; they are rounded to {short(low)}",
+            f"keep rotary cosines and sines in FP32; the port rounds them to {short(low)}",
             having(table=low),
             subtle,
         )
     yield Mistake(
         "rope-precision",
         "rope phases from a TF32 product",
-        "multiply rotary positions and frequencies in FP32, elementwise or with allow_tf32 off; it has phases from a "
+        "multiply rotary positions and frequencies in FP32, elementwise or with allow_tf32 off; the port "
+        "takes phases from a "
         "TF32 product",
         with_angles(lambda positions, frequency: _tf32(positions)[:, None] * _tf32(frequency)),
         subtle=True,

@@ -418,7 +418,7 @@ def _base_instead(right: float, base: float) -> Mistake[Rotation]:
     return Mistake(
         "rope-base",
         f"rope base={base:.4g} of both axes",
-        f"give the frequencies of rows and columns the base {right:g}; it is {base:.4g}",
+        f"give the frequencies of rows and columns the base {right:g}; the port's is {base:.4g}",
         lambda one: _edits(one, angles),
     )
 

@@ -328,8 +328,8 @@ def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
             yield Reading(
                 "weight-not-copied",
                 f"not copied ({value:g})",
-                f"copy the reference's parameter to {describe(right)}; it holds {value:g} throughout, as it was "
-                "constructed",
+                f"copy the reference's parameter to {describe(right)}; it holds {value:g} throughout, as when "
+                "it was constructed",
                 lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
             )
 

@@ -114,7 +114,8 @@ def _of(starts: Sequence[int], right: Sequence[int], subjects: Sequence[Attentio
     return Hypothesis(
         "mask",
         f"sequences with the borders {borders}",
-        f"give TE the reference's sequences, cu_seqlens={right} in format thd, or its mask as an arbitrary one; it has "
+        f"give TE the reference's sequences, cu_seqlens={right} in format thd, or its mask as an arbitrary "
+        "one; the port has "
         f"sequences with the borders {borders}",
         tuple(edit for one in subjects for edit in one.masked_by(mask)),
     )
@@ -128,7 +129,7 @@ def turned_from(starts: Sequence[int], turned: Sequence[Rotation], rows: Sequenc
     return Hypothesis(
         "rope-position",
         f"rope positions beginning again at {again}{where}",
-        f"rotate by the reference's positions; they begin again at {again}{where}",
+        f"rotate by the reference's positions; the port's begin again at {again}{where}",
         tuple(in_part(one, 0, rows) for one in found) if rows else tuple(found),
     )
 

@@ -129,8 +129,9 @@ def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
 def _finding(shown: _Shown) -> Finding:
     mistake = shown.mistake
     message = (
-        f"the error of {shown.label} contains {shown.coefficient:.2g} times what {mistake.name} would change, which is "
-        f"worth {shown.worth:.2g} standard deviations of rounding, and no tensor lacks it; {mistake.repair}"
+        f"the error of {shown.label} contains {shown.coefficient:.2g} times the change that {mistake.name} would make, "
+        f"which is worth {shown.worth:.2g} standard deviations of rounding, and every tensor that could show it does; "
+        f"{mistake.repair}"
     )
     return finding(mistake.title, message, repair=mistake.repair, code=mistake.code)
 
@@ -202,9 +203,9 @@ def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Findi
     return Finding(
         "PAR005",
         "ill-conditioned",
-        f"{worst.label} is off by up to {worst.errors.max_abs:.2g}; but already in FP64, changing the inputs by "
+        f"{worst.label} is off by up to {worst.errors.max_abs:.2g}; but even in FP64, changing the inputs by "
         f"{ROUNDINGS:g} roundoffs of FP32 changes the reference's by up to {change:.2g}: rounding decides these "
-        "numbers, whoever computes them, so give other inputs, such as rows that are not constant",
+        "numbers, whoever computes them, so compare on other inputs, such as rows that are not constant",
     )
 
 

@@ -75,7 +75,8 @@ def detached_path_findings(
         if _explains(failure, failed, hypothesis):
             yield repairable(
                 "gradient-path-missing",
-                f"gradients lack what comes back through {path.described}; without that they all agree",
+                f"gradients lack what comes back through {path.described}; once the reference's lack it as "
+                "well, all agree",
                 "look there for detach, no_grad, or a tensor that is created anew",
             )
             return
@@ -326,14 +327,15 @@ def _one_path_missing(
                 if len({use.site[::2] for use in uses}) == 1 and _adds_to_main_grad(failure):
                     yield repairable(
                         "gradient-accumulation",
-                        f"{lacks} at one of its {len(uses)} calls; without that it agrees",
+                        f"{lacks} at one of its {len(uses)} calls; once the reference's lacks it as well, "
+                        "the two agree",
                         "keep main_grad, to which TE adds (fuse_wgrad_accumulation), between the calls, and leave "
                         "overwrite_main_grad off",
                     )
                     return
                 yield repairable(
                     title,
-                    f"{lacks}; without that it agrees",
+                    f"{lacks}; once the reference's lacks it as well, the two agree",
                     "use the same parameter there, and not a copy or a detached view",
                 )
                 return

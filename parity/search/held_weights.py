@@ -126,7 +126,9 @@ def _as_it_is(name: str, prepared: Prepared) -> str:
     if wrong and len(wrong) < len(rows):
         return f'"{name}" differs in {len(wrong)} of {len(rows)} rows, from {wrong[0]} to {wrong[-1]}'
     if abs(cosine) < _UNLIKE:
-        return f'"{name}" holds nothing like it, as if it had never been loaded (the cosine of the two is {cosine:.2g})'
+        return (
+            f'"{name}" holds unrelated numbers, as if it had never been loaded (the cosine of the two is {cosine:.2g})'
+        )
     return (
         f'"{name}" holds values of another checkpoint, or another computation (the cosine of the two is {cosine:.4g})'
     )

@@ -415,8 +415,8 @@ def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
     told = ", ".join(f"{factor:.3g}" for factor in factors)
     yield _Guess(
         "shares-of-ranks",
-        f"{{what}} is {told} times the right one on the ranks of {axis}: each divides its loss by a count of its own, "
-        "such as of its tokens",
+        f"{{what}} is {told} times the right one on the ranks of {axis}: each divides its loss by its own count, "
+        "such as its number of tokens",
         "divide by the count of all ranks together",
         scaled,
     )
@@ -467,12 +467,12 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
         yield _Guess(
             "shards-in-another-order",
             f"{{what}} is split over {axis} in another order: rank {order.index(0)} has the part of rank 0",
-            "give each rank the part of its number within the group",
+            "give each rank the part whose number is its own within the group",
             [replace(one, places=_at(whole, made, one, {axis: order})) for one in whole.pieces],
         )
     yield _Guess(
         "shards-in-another-order",
-        f"{{what}} is the part of the first rank on each rank of {axis}",
+        f"{{what}} is the first rank's part on each rank of {axis}",
         "give each rank its own part",
         [replace(one, places=_at(whole, made, one, {axis: [0] * count})) for one in whole.pieces],
     )

@@ -121,8 +121,8 @@ def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:
                 name = str(dtype).removeprefix("torch.")
                 yield repairable(
                     "log-softmax-precision",
-                    f"each number of {result.label} is a {name} number, though it is returned in float32, and is off "
-                    f"by no more than such a rounding and what {failure.precision.name} costs",
+                    f"each number of {result.label} can be held in {name}, though it is returned in float32, and its "
+                    f"error is no larger than this rounding and {failure.precision.name} explain",
                     "take log-probabilities in FP32, with logits.float().log_softmax(-1)",
                 )
                 return
@@ -216,7 +216,10 @@ def _mistakes(precision: Precision) -> Iterator[_Mistake]:
 
 
 def _of_scales(rounding: Rounding) -> Iterator[_Mistake]:
-    update = "Let amax history update scales: one autocast around each pass, reduce_and_update at the end of it"
+    update = (
+        "Let the amax history update the scales: enter one autocast around each pass, which calls "
+        "reduce_and_update at its end"
+    )
     e4, e5 = torch.float8_e4m3fn, torch.float8_e5m2
     yield _Mistake(
         "fp8-scale-stale",

@@ -519,7 +519,7 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
                 "precision-overflows",
                 f"a faithful {precision.name} computation of the reference has {expected.nans} NaN and {expected.infs} "
                 f"Inf in {tensor.label}, where the TE module is finite, so the range of {precision.name} is too small "
-                "for these values: nothing tells what rounding costs there",
+                "for these values: so it is unknown what rounding costs there",
             )
 
 

@@ -92,8 +92,8 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
     if made.right is None:
         return repairable(
             "micro-batches",
-            f"the gradients of step {number} are those of {count} micro-batches, which are not the whole batch, "
-            "whatever their losses are multiplied by",
+            f"in step {number}, the gradients of the {count} micro-batches do not add up to those of the whole batch, "
+            "whatever factor each loss gets",
             "give every part of the batch to the module",
         )
     shares = list(zip(made.made, made.right, strict=True))
@@ -322,7 +322,7 @@ def optimizer_explained(
 def _same(setting: Setting) -> str:
     """Return what to do about a setting that differs."""
     if setting.code.then:
-        return f"give the candidate's optimizer {', '.join(setting.code.then)}, as the reference's has it"
+        return f"give the candidate's optimizer {', '.join(setting.code.then)}, as the reference's optimizer has it"
     return "give both optimizers the same setting"
 
 

@@ -262,7 +262,7 @@ class Value:
     @property
     def was(self) -> str:
         """Say what it was at the capture."""
-        return f"{self.name} lies in other memory" if self.is_memory else f"{self.name} is {self.value!r} no more"
+        return f"{self.name} lies in other memory" if self.is_memory else f"{self.name} is no longer {self.value!r}"
 
     @property
     def again(self) -> str:

@@ -213,7 +213,7 @@ def test_weights_of_another_layout_are_the_first_finding(pair, weights, named, e
     [
         (linear, "bias", '"bias" holds'),
         (swiglu, "layer_norm_weight", '"layer_norm_weight" holds 0 throughout, as when it was constructed'),
-        (two_layers, "1.weight", '"1.weight" holds nothing like it, as if it had never been loaded'),
+        (two_layers, "1.weight", '"1.weight" holds unrelated numbers, as if it had never been loaded'),
     ],
 )
 def test_one_that_was_forgotten_is_named(pair, parameter, told) -> None:

@@ -25,9 +25,9 @@ SAID = [
     ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
     ("last_micro_batch_not_averaged", "state-between-steps", "what that step does besides one pass"),
     ("log_probs_at_a_temperature", "temperature", "logits divided by a temperature of 0.6"),
-    ("log_probs_in_16_bits", "log-softmax-precision", "each number of output is a bfloat16 number"),
+    ("log_probs_in_16_bits", "log-softmax-precision", "each number of output can be held in bfloat16"),
     ("loss_times_context_ranks", "reduced-twice", "a loss is multiplied by the number of ranks"),
-    ("masked_loss_by_own_tokens", "shares-of-ranks", "each divides its loss by a count of its own"),
+    ("masked_loss_by_own_tokens", "shares-of-ranks", "each divides its loss by its own count"),
     (
         "norm_gradient_of_a_shard",
         "reduction-missing",

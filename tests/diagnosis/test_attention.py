@@ -130,7 +130,7 @@ def test_another_bias_sink_or_scale_is_told(reference, call, options, title):
 @pytest.mark.parametrize(
     ("sinks_as", "told"),
     [
-        (lambda sinks: sinks.flip(0), "they are in the reverse order of heads."),
+        (lambda sinks: sinks.flip(0), "the port has them in the reverse order of heads."),
         (lambda sinks: -sinks, "they are negated."),
         (lambda sinks: sinks * torch.tensor([1.0, -1.0]), "they are negated, in head 1."),
     ],
@@ -168,7 +168,7 @@ class Alibi(nn.Module):
     ("call", "title", "phrase"),
     [
         (dict(alibi_slopes=OWN_SLOPES), "passed", ""),
-        ({}, "attention-bias", "alibi_slopes; it has the paper's, which are its default"),
+        ({}, "attention-bias", "alibi_slopes; the port has the paper's, which are its default"),
         (dict(alibi_slopes=papers_slopes(24)[:6].float()), "attention-bias", "it has the first 6 of 24 heads'"),
         (dict(alibi_slopes=papers_slopes(3).repeat(2).float()), "attention-bias", "it has those of 3 heads, repeated"),
     ],
@@ -241,7 +241,7 @@ class Stack(nn.Module):
     ],
 )
 def test_another_number_of_heads_is_told_with_both(right, wrong, precision):
-    phrase = f"num_attention_heads={right[0]}, as the reference has; it has {wrong[0]}"
+    phrase = f"num_attention_heads={right[0]}, as the reference has; the port has {wrong[0]}"
     tells_only(with_heads(right, wrong, precision), "head-count", phrase)
 
 
@@ -277,7 +277,11 @@ CAPPED_LOGITS = dict(logits_cap=3.0)
             "cap activations at 3 by tanh, as the reference does; none are",
         ),
         (Options(loss=False), dict(softcap=1.0), "leave the scores uncapped as the reference does, softcap=0.0 in TE;"),
-        (Options(softcap=8.0, layers=1), dict(softcap=1.0), "cap the scores as the reference does, softcap=8; it has"),
+        (
+            Options(softcap=8.0, layers=1),
+            dict(softcap=1.0),
+            "as the reference does, softcap=8; the port has",
+        ),
     ],
 )
 def test_a_cap_is_told_with_both_numbers(right, port, phrase, precision):
@@ -425,7 +429,7 @@ def test_a_number_that_nobody_uses_is_told(number, value, title, phrase, size):
 @pytest.mark.parametrize(
     ("port", "right", "title", "phrase"),
     [
-        (WithRotatedValues, {}, "rope-unwanted", "values are rotated as well"),
+        (WithRotatedValues, {}, "rope-unwanted", "the port rotates values as well"),
         (WithLateKeys, {}, "rope-position", f"the key's are off by +{LATE}, or the query's by -{LATE}"),
         (CappedAfterTheMask, dict(softcap=5.0), "softcap", "capped after it, hidden keys have the score -5"),
     ],

@@ -172,7 +172,7 @@ WRONG = [
     ({"unrotated": True}, {}, "cached-before-rope", "from position 8 on keys in the cache are not rotated"),
     ({"top left": True}, {}, "mask-corner", "from position 8 on each new token sees the first key alone"),
     ({"unmasked prompt": True}, {}, "mask", "each of the first 8 tokens sees all of them"),
-    ({"window": 0}, {"window": 4}, "window", "it sees all, in positions 8 to 15 of 16"),
+    ({"window": 0}, {"window": 4}, "window", "in the port, it sees all, in positions 8 to 15 of 16"),
     ({"window": 3}, {"window": 4}, "window", "it sees 3, in positions 8 to 15 of 16"),
     ({"scale": 4.0}, {}, "softmax-scale", "it is 1 (missing), in positions 8 to 15 of 16"),
 ]
@@ -264,9 +264,9 @@ def by_logsumexp_in_bf16(logits: Tensor, ids: Tensor) -> Tensor:
         (lambda logits, ids: log_probs(logits[:, :-1], ids[:, :-1]), "labels-shifted", "meet the label before theirs"),
         (lambda logits, ids: log_probs(logits[:, :-1] / 0.7, ids[:, 1:]), "temperature", "a temperature of 0.7"),
         (lambda logits, ids: log_probs(logits[:, :-1] / 1.3, ids[:, 1:]), "temperature", "a temperature of 1.3"),
-        (in_bf16, "log-softmax-precision", "each number of output is a bfloat16 number"),
-        (in_bf16, "log-softmax-precision", "each number of output is a bfloat16 number"),
-        (by_logsumexp_in_bf16, "log-softmax-precision", "each number of output is a bfloat16 number"),
+        (in_bf16, "log-softmax-precision", "each number of output can be held in bfloat16"),
+        (in_bf16, "log-softmax-precision", "each number of output can be held in bfloat16"),
+        (by_logsumexp_in_bf16, "log-softmax-precision", "each number of output can be held in bfloat16"),
     ],
 )
 def test_what_is_made_of_logits_is_told(ends, title, phrase, precision):

@@ -90,13 +90,13 @@ class Prefix(nn.Module):
     ("module", "mistake", "title", "phrase"),
     [
         *((module, "", "passed", "") for module in (Swin, Biased, Prefix)),
-        (Swin, "shift", "window", "windows by 1, as the reference does; they are shifted by 2, and masked so."),
+        (Swin, "shift", "window", "windows by 1, as the reference does; the port shifts them by 2, and masks them so."),
         (Swin, "mask of another shift", "window", "the mask is that of 2."),
         (Swin, "windows", "operation", "its right operand is rolled by 1 along dimension 0."),
         (Swin, "keys", "operation", "its right operand is that of keys in reverse order."),
         (Swin, "bias", "operation", "its right operand is that of queries and keys in reverse order."),
-        (Biased, "keys", "attention-bias", "it is that of keys in reverse order."),
-        (Biased, "turned", "attention-bias", "that of query and key is exchanged."),
+        (Biased, "keys", "attention-bias", "the port has that of keys in reverse order."),
+        (Biased, "turned", "attention-bias", "the port exchanges query and key in it."),
         (Prefix, "turned", "mask", "queries and keys are exchanged."),
     ],
 )

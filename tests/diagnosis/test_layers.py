@@ -214,7 +214,7 @@ def test_layers_of_two_kinds_pass(precision):
 @pytest.mark.parametrize(
     ("port", "title", "phrase", "not_told"),
     [
-        (dict(windows=WINDOWS[::-1]), "window", "it has that of the other layers", "None"),
+        (dict(windows=WINDOWS[::-1]), "window", "the port has that of the other layers", "None"),
         (
             dict(bases=(1e4, 1e4)),
             "rope-base",

@@ -165,14 +165,14 @@ class Model(nn.Module):
     ("ids", "title", "phrase"),
     [
         (torch.clone, "passed", ""),
-        (lambda ids: ids + 1, "embedding-position", "they are off by +1."),
-        (lambda ids: ids - 1, "embedding-position", "they are off by -1."),
-        (lambda ids: ids.roll(1, -1), "embedding-position", "it is that of the position before."),
-        (lambda ids: ids.roll(-1, -1), "embedding-position", "it is that of the position after."),
+        (lambda ids: ids + 1, "embedding-position", "the port's are off by +1."),
+        (lambda ids: ids - 1, "embedding-position", "the port's are off by -1."),
+        (lambda ids: ids.roll(1, -1), "embedding-position", "the port takes that of the position before."),
+        (lambda ids: ids.roll(-1, -1), "embedding-position", "the port takes that of the position after."),
         (
             lambda ids: F.pad(ids, (1, 0))[:, :-1],
             "embedding-position",
-            "it is that of the position before, 0 for the first.",
+            "the port takes that of the position before, 0 for the first.",
         ),
     ],
 )

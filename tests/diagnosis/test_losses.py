@@ -148,7 +148,8 @@ def smoothed(logits: Tensor, labels: Tensor, by: float = 0.1) -> Tensor:
             F.cross_entropy,
             lambda logits, labels: F.cross_entropy(logits, labels.clamp(min=0)),
             "ignored-label",
-            "leave out tokens whose label is -100, as the reference does (ignore_index); they count as class 0.",
+            "leave out tokens whose label is -100, as the reference does (ignore_index); the port counts "
+            "them as class 0.",
         ),
         (
             F.cross_entropy,

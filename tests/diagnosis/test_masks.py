@@ -99,7 +99,7 @@ CAUSAL_ONE, BOTH_SIDES, UNMASKED = Reference(CAUSAL), Reference(DISTANCE.abs() <
     [
         (BOTH_SIDES, dict(window_size=(4, 4), **UNMASKED), "passed", ""),
         (BOTH_SIDES, dict(window_size=(5, 5), **UNMASKED), "window", "it sees 5 and 5"),
-        (BOTH_SIDES, dict(window_size=(4, 0), **UNMASKED), "window", "it sees none after it"),
+        (BOTH_SIDES, dict(window_size=(4, 0), **UNMASKED), "window", "in the port, it sees none after its own"),
         *((CAUSAL_ONE, dict(window_size=(size, 0)), "window", f"it sees {size}.") for size in (3, 9, 21, 27)),
         (MaskOfEachRow(), dict(window_size=(4, 0)), "passed", ""),
         (MaskOfEachRow(), {}, "window", ""),
@@ -107,8 +107,8 @@ CAUSAL_ONE, BOTH_SIDES, UNMASKED = Reference(CAUSAL), Reference(DISTANCE.abs() <
         (CAUSAL_ONE, UNMASKED, "mask", ""),
         (Reference(CAUSAL, masks_first=True), {}, "passed", ""),
         (Reference(CAUSAL, masks_first=True), UNMASKED, "mask", ""),
-        (Reference(PACKED), {}, "mask", "it has the causal one alone"),
-        (Reference(PREFIX), {}, "mask", "it has the causal one alone"),
+        (Reference(PACKED), {}, "mask", "the port has the causal one alone"),
+        (Reference(PREFIX), {}, "mask", "the port has the causal one alone"),
         (CAUSAL_ONE, dict(call=viewed, qkv_format="sbhd"), "sequence-first", ""),
         (TwoAttentions(), dict(call=twice("no_mask")), "passed", ""),
         (TwoAttentions(), dict(call=twice("causal")), "mask", "by default in second."),
@@ -431,4 +431,4 @@ def test_sequences_that_are_not_causal_or_all_one_are_told(borders, mask, title,
 @FP32_AND_BF16
 def test_borders_that_the_reference_does_not_have_are_found_from_the_outputs(precision):
     result = with_borders(OneByOne([0, 40]), BORDERS, precision)
-    tells_only(result, "mask", f"it has sequences with the borders {BORDERS}")
+    tells_only(result, "mask", f"the port has sequences with the borders {BORDERS}")

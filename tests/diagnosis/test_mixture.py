@@ -413,7 +413,7 @@ def test_tes_fused_router_and_loss_pass(precision):
 @FP32_AND_BF16
 def test_other_scores_of_the_choice_are_told_where_the_loss_reads_the_right_ones(precision):
     result = with_fused_router(precision, score="sigmoid")
-    tells_only(result, "routing-weights", "they are scored by a sigmoid there")
+    tells_only(result, "routing-weights", "the port scores them by a sigmoid there")
 
 
 @FP32_AND_BF16
@@ -465,7 +465,7 @@ class InGroups(nn.Module):
         ({}, "passed", ""),
         (dict(score="softmax"), "routing-weights", "scored by a softmax"),
         (dict(of_choice=0.0), "routing-bias", "chosen without it"),
-        (dict(of_choice=-1.0), "routing-bias", "it is subtracted"),
+        (dict(of_choice=-1.0), "routing-bias", "the port subtracts it"),
         (dict(weighs_biased=True), "routing-bias", "the weights come from scores with the bias"),
         (dict(logit=True), "routing-bias", "added to the logits"),
     ],

@@ -111,14 +111,14 @@ def with_extra(precision: str, where: str, kind: str, layers: tuple[int, ...], o
     ],
 )
 def test_a_norm_of_queries_and_keys_is_told_with_its_kind_and_the_layers_that_have_it(kind, layers, phrase, precision):
-    phrase = f"qk_norm_type=None; they go through a {phrase}"
+    phrase = f"qk_norm_type=None; in the port, they go through a {phrase}"
     tells(with_extra(precision, "qk", kind, layers, of=3 if 2 in layers else 2), "norm-missing", phrase)
 
 
 @in_turn(
     ("where", "layers", "phrase"),
     [
-        ("qk", (0,), "they go through a LayerNorm in 0."),
+        ("qk", (0,), "in the port, they go through a LayerNorm in 0."),
         ("branch", (0, 1), "a LayerNorm comes before the sum in each layer (sum 1)."),
         ("branch", (1,), "a LayerNorm comes before the sum in 1 (sum 1)."),
         ("sum", (0, 1), "a LayerNorm comes after it in each layer (sum 2)."),
@@ -188,7 +188,7 @@ class Normed(Attention):
         (Attention, "all heads", "norm-missing", "attention has a RMSNorm of queries and keys, all heads at once."),
         (Normed, "", "passed", ""),
         (Normed, "v", "norm-missing", "attention has a RMSNorm of values."),
-        (Normed, "keys' norm", "norm-missing", "they go through the norm of the keys."),
+        (Normed, "keys' norm", "norm-missing", "in the port, they go through the norm of the keys."),
     ],
 )
 def test_a_norm_of_the_port_alone_is_told_by_what_it_is_of(module, mistake, title, phrase, precision):

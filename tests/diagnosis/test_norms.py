@@ -286,7 +286,7 @@ class Attention(nn.Module):
         (True, True, "passed", ""),
         (False, False, "passed", ""),
         (False, True, "norm-groups", "16 at a time"),
-        (True, False, "norm-groups", "all are, at once"),
+        (True, False, "norm-groups", "the port normalises all at once"),
     ],
 )
 def test_norms_of_each_head_for_those_of_all_are_told(per_head, taken_per_head, title, phrase, precision):
@@ -316,7 +316,7 @@ class Mixer(nn.Module):
 
 @pytest.mark.parametrize(
     ("groups", "of_port", "phrase"),
-    [(4, 1, "all are, at once"), (4, 2, "64 at a time"), (2, 4, "32 at a time"), (1, 8, "16 at a time")],
+    [(4, 1, "the port normalises all at once"), (4, 2, "64 at a time"), (2, 4, "32 at a time"), (1, 8, "16 at a time")],
 )
 def test_another_number_of_groups_is_told(groups, of_port, phrase):
     result = twins(Mixer, dict(groups=of_port), normal((2, SEQ, HIDDEN)), right=dict(groups=groups))

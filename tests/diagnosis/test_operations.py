@@ -266,7 +266,10 @@ class WeightedInputs(nn.Module):
 @pytest.mark.parametrize(
     ("module", "steps"),
     [
-        (Scaled, "take up.bias before the 1st 'mul' of the module, as the reference does; they are in the other order"),
+        (
+            Scaled,
+            "take up.bias before the 1st 'mul' of the module, as the reference does; the port has them in",
+        ),
         (Gated, "take the 1st 'mul' of the module before the norm of norm, as the reference does"),
         (Grouped, "take the 1st 'mul' of the module before the norm of the module, as the reference does"),
         (GateLast, "take the norm of the module before the 3rd 'mul' of the module, as the reference does"),

@@ -164,8 +164,8 @@ class Highway(nn.Module):
     [
         (Scaled, True, "passed", ""),
         (Highway, True, "passed", ""),
-        (Scaled, False, "operation", "each has the other's factor"),
-        (Highway, False, "operation", "each has the other's factor"),
+        (Scaled, False, "operation", "in the port, each has the other's factor"),
+        (Highway, False, "operation", "in the port, each has the other's factor"),
     ],
 )
 def test_factors_of_the_other_terms_are_told(module, right, title, phrase, precision):
@@ -210,7 +210,7 @@ class Shared(nn.Module):
 def test_a_term_that_is_scaled_is_told_with_the_number(term, number, precision, loss):
     result = twins(Shared, {term: number}, normal((64, WIDTH)), precision, right=dict(loss=loss))
     in_full = precision in ("fp32", "fp16") and not loss
-    tells(result, "factor", f"it is multiplied by {number}" if in_full else "")
+    tells(result, "factor", f"the port multiplies it by {number}" if in_full else "")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_current"])

@@ -46,7 +46,7 @@ def test_rope_that_some_layers_lack_is_told_with_these_layers(layers, roped, pre
 @in_turn(
     ("right", "port", "phrase"),
     [
-        ((1,), None, "query and key are rotated in layers.0, layers.2"),
+        ((1,), None, "the port rotates query and key in layers.0, layers.2"),
         ((0,), (0, 1), "in layers.1"),
         ((0, 1), (1, 2), "in layers.2; each layer is rotated, or not, as the one before it"),
     ],
@@ -147,9 +147,9 @@ def in_row(row: int, other: Positions) -> Positions:
 @in_turn(
     ("positions", "causal", "phrase"),
     [
-        (lambda positions: positions % 12, True, "they begin again after each 12."),
-        (lambda positions: positions % 12, False, "they begin again after each 12."),
-        (lambda positions: positions.clamp(max=11), True, "those beyond 11 are clamped to it."),
+        (lambda positions: positions % 12, True, "the port's begin again after each 12."),
+        (lambda positions: positions % 12, False, "the port's begin again after each 12."),
+        (lambda positions: positions.clamp(max=11), True, "the port clamps those beyond 11 to it."),
         (from_starts(0, 7, 17), True, "they begin again at [7, 17]."),
         (in_row(1, from_starts(0, 9)), True, "they begin again at [9] in row 1 of the batch."),
         (in_row(1, from_starts(0, 9)), False, "they begin again at [9] in row 1 of the batch."),
@@ -303,7 +303,7 @@ class OfPatches(nn.Module):
         (table(COLUMNS, ROWS), "rope-position", "rows and columns are exchanged"),
         (table(PATCHES % HEIGHT, PATCHES // HEIGHT), "rope-position", "patches are counted column by column"),
         (table(PATCHES, PATCHES), "rope-position", "both are the number of the patch"),
-        (table(ROWS, COLUMNS, base=100.0), "rope-base", "the base 10000; it is 100"),
+        (table(ROWS, COLUMNS, base=100.0), "rope-base", "the base 10000; the port's is 100"),
     ],
 )
 def test_what_stands_for_rows_and_columns_is_told(angles, title, phrase, precision):

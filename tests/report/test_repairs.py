@@ -13,12 +13,13 @@ from parity.report.markdown import repair
     [
         ('pass normalization="RMSNorm"; TE subtracts the mean', [], ['normalization="RMSNorm"']),
         (
-            "give TE window_size=(-1, 0), the number of keys that a query sees before and after its own; it sees 16",
+            "give TE window_size=(-1, 0), the number of keys that a query sees before and after its own; "
+            "in the port, it sees 16",
             [],
             ["window_size=(-1, 0)"],
         ),
         (
-            "give TE num_attention_heads=8, as the reference has; it has 4, of 32 channels",
+            "give TE num_attention_heads=8, as the reference has; the port has 4, of 32 channels",
             [],
             ["num_attention_heads=8"],
         ),
