@@ -540,6 +540,9 @@ def nvidia_tests(
         str, typer.Option(help="What pytest -v printed on a real GPU, to be told beside: hopper=FILE,...")
     ] = "",
     report: Annotated[Path, typer.Option(help="Markdown.")] = Path("reports/nvidia_tests.md"),
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Report what has been run, and run nothing.")
+    ] = False,
 ) -> None:
     """Run NVIDIA's own tests of TE on the CPU kernels."""
     from parity.lab.nvidia_tests import checkout, command
@@ -550,7 +553,8 @@ def nvidia_tests(
     real = {name: Path(file) for name, _, file in (each.partition("=") for each in _listed(on_gpu))}
     if not all(name in gpu.split(",") and file.is_file() for name, file in real.items()):
         raise UserError(f"--on-gpu is {on_gpu!r}, but must name files by emulated GPUs: hopper=FILE,blackwell=FILE")
-    print(command.run(place, folder, report, gpu.split(","), sample or None, seed, workers, limits, only, real))
+    gpus = gpu.split(",")
+    print(command.run(place, folder, report, gpus, sample or None, seed, workers, limits, only, real, report_only))
     print(f"report: {report}")
 
 

@@ -153,9 +153,11 @@ def test_a_missing_checkout_is_told(place: str | None, said: str, tmp_path: Path
 def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_checkout: Path, tmp_path: Path) -> None:
     folder, report_file = tmp_path / "kept", tmp_path / "report.md"
 
-    def run(sample: int | None) -> list[dict[str, Any]]:
+    def run(sample: int | None, **options: Any) -> list[dict[str, Any]]:
         limits = Limits(seconds=3, gibibytes=1.5)
-        command.run(str(small_checkout), folder, report_file, ["hopper"], sample, 0, 1, limits, r"^test_one.py$", {})
+        command.run(
+            str(small_checkout), folder, report_file, ["hopper"], sample, 0, 1, limits, "^test_one.py$", {}, **options
+        )
         lines = (folder / "outcomes.jsonl").read_text().splitlines()
         return [one for line in lines for one in json.loads(line)["result"]]
 
@@ -168,6 +170,8 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
     assert next(one for one in outcomes if one["test"].endswith("test_passes"))["seconds"] > 0
     assert "| hopper | 14 | 0 | 14 | 9 | 2 | 1 | 2 | 81.8 % | 81.8 % |" in " ".join(report_file.read_text().split())
     assert run(None) == outcomes
+    assert run(1, report_only=True) == outcomes
+    assert "1 of the processes that run tests of a file are still to come" in report_file.read_text()
     sampled = run(1)[len(outcomes) :]
     assert sum(one["outcome"] != "skipped" for one in sampled) == 1
 
@@ -244,7 +248,7 @@ def test_a_failure_on_a_real_gpu_as_well_is_told_so() -> None:
     names = ("test_one.py::test_a[x y-1]", "test_one.py::test_b")
     collected = [Collected(gpu, job, names) for gpu in ("hopper", "blackwell")]
     outcomes = [Outcome(gpu, job.name, name, "failed", "no") for gpu in ("hopper", "blackwell") for name in names]
-    text = report.draw("", collected, {}, outcomes, [], Limits(), None, real)
+    text = report.draw("", collected, {}, outcomes, [], Limits(), None, real=real)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "| hopper | test_one.py::test_a[x y-1] | it fails on a real Hopper as well |" in lines
     assert "| hopper | failed | passed | 1 |" in lines

@@ -26,6 +26,7 @@ def run(
     limits: Limits,
     only: str,
     on_gpu: Mapping[str, Path],
+    report_only: bool = False,
 ) -> str:
     """Return the table of passed and failed tests; the report is in ``to``.
 
@@ -40,6 +41,7 @@ def run(
         limits: of a test.
         only: files whose names match this regular expression.
         on_gpu: by emulated GPU, a file of what ``pytest -v`` printed on a real one of its kind.
+        report_only: whether to run nothing more, and to report what has been run.
     """
     root = checkout.find(place)
     specification = importlib.util.find_spec("transformer_engine")
@@ -54,14 +56,20 @@ def run(
         campaign: Campaign[Any, Any] = Campaign(
             folder / f"{name}.jsonl", result, lambda job: {"checkout": version, **dataclasses.asdict(job)}
         )
+        if report_only:
+            return list(campaign.finished(work).values())
         make_one = functools.partial(make, root, folder.resolve() / "running")
         return list(campaign.complete(work, make_one, name, workers).values())
 
     collected = complete("collected", Collected, measure.files_of(jobs, gpus), measure.collect)
     left_out = report.deselected(collected, report.rules()["deselected"])
     portions = measure.drawn(collected, left_out, sample, seed, limits)
-    outcomes = [one for each in complete("outcomes", list[Outcome], portions, measure.run) for one in each]
+    results = complete("outcomes", list[Outcome], portions, measure.run)
+    outcomes = [one for each in results for one in each]
+    missing = len(portions) - len(results)
     real = {gpu: report.on_gpu(file.read_text(encoding="utf-8")) for gpu, file in on_gpu.items()}
-    text = report.draw(version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample, real)
+    text = report.draw(
+        version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample, missing, real
+    )
     to.write_text(text, encoding="utf-8")
     return text.split("\n\n")[2]

@@ -118,7 +118,7 @@ def drawn(
     seed: int,
     limits: Limits,
 ) -> list[Portion]:
-    """Return which tests to run, in the order in which processes that have imported TE can be kept.
+    """Return which tests to run, in an order that keeps processes that have imported TE.
 
     Args:
         collected: on all GPUs.
@@ -144,7 +144,12 @@ def drawn(
             wanted = min(len(tests), least[gpu, job] + round(share * len(tests)))
             ordered = sorted(tests, key=lambda test, job=job: _hashed(seed, job.name, test))  # type: ignore[misc]
             portions.append(Portion(gpu, job, tuple(ordered[: _TRIES * wanted]), wanted, limits))
-    return sorted(portions, key=lambda portion: _host_of(portion.gpu, portion.job))
+    return sorted(portions, key=lambda portion: (_starts_ranks(portion.job), *_host_of(portion.gpu, portion.job)))
+
+
+def _starts_ranks(job: Job) -> bool:
+    """Return whether the tests of a file start processes that import TE: they take longest, and so come last."""
+    return "distributed/" in job.file or "with_cp" in job.file
 
 
 def _hashed(*words: object) -> str:

@@ -66,6 +66,7 @@ def draw(
     unnamed: Sequence[str],
     limits: Limits,
     sample: int | None,
+    missing: int = 0,
     real: Mapping[str, Mapping[str, str]] = {},
 ) -> str:
     """Return the report, markdown.
@@ -78,6 +79,7 @@ def draw(
         unnamed: files that no script of NVIDIA's runs.
         limits: of a test.
         sample: how many tests were drawn; None for all.
+        missing: how many processes, each with tests of one file, have not been run.
         real: by emulated GPU, what became of tests on a real one of its kind.
     """
     causes = rules()["causes"]
@@ -115,7 +117,9 @@ def draw(
         "NVIDIA's container; its layer norms, attention, losses and FP8 products added as a GPU's do. "
         f"A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB. All "
         f"took {sum(one.seconds for one in every) / 60:.0f} minutes of processor time; the load of the machine's "
-        f"{os.cpu_count()} processors was {os.getloadavg()[2]:.1f} at the end.",
+        f"{os.cpu_count()} processors was {os.getloadavg()[2]:.1f} at the end."
+        + f" {missing} of the processes that run tests of a file are still to come."
+        * bool(missing),
         markdown_table(*_overall(collected, left_out, every), left=1),
         *_section("By file", _by(every, collected), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
         *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
