@@ -6,6 +6,8 @@ from it (``unread``), a test that is ``begun``, or a test's ``outcome``.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -37,13 +39,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Recorder(config))
     _run_children_on_the_cpu()
+    compute_as_on_a_gpu()
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        cuda.device_count = lambda: RANKS
+
+
+def compute_as_on_a_gpu() -> None:
+    """Let what this process leaves to PyTorch be rounded as in NVIDIA's container, from now on."""
     _round_fp32_products()
     _library.impl("native_layer_norm", _layer_norm, "CPU")
     _library.impl("native_layer_norm_backward", _layer_norm_backward, "CPU")
     _keep_scores_in_fp32()
     _library.impl("nll_loss_forward", _loss, "CPU")
-    if "LOCAL_WORLD_SIZE" not in os.environ:
-        cuda.device_count = lambda: RANKS
+    _read_debug_features_as_te()
 
 
 class _Recorder:
@@ -342,6 +350,29 @@ def _loss(values: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
     return loss.to(values.dtype), total.to(values.dtype)
 
 
+# TE's debug features are loaded by nvdlfw-inspect, by their files: they, too, are to be read with the CPU for CUDA.
+
+
+def _read_debug_features_as_te() -> None:
+    if importlib.util.find_spec("nvdlfw_inspect") is None:
+        return
+    manager: Any = importlib.import_module("nvdlfw_inspect.debug_manager")
+    load = manager.import_and_exec_module
+
+    def loaded(path: str) -> None:
+        parts = Path(path).with_suffix("").parts
+        if "transformer_engine" not in parts:
+            load(path)
+            return
+        name = ".".join(parts[parts.index("transformer_engine") :]).removesuffix(".__init__")
+        found = importlib.util.find_spec(name)
+        assert found is not None
+        assert found.loader is not None
+        found.loader.exec_module(importlib.util.module_from_spec(found))
+
+    manager.import_and_exec_module = loaded
+
+
 # Processes that tests start run on the CPU kernels as well.
 
 
@@ -360,5 +391,5 @@ def on_the_cpu(command: Sequence[Any]) -> list[str]:
     for index, word in enumerate(words):
         is_launcher = word == "-m" and words[index + 1].startswith("torch.distributed")
         if (word == "-m" and not is_launcher) or word.endswith(".py"):
-            return [*words[:index], "-m", "parity", "exec", *words[index:]]
+            return [*words[:index], "-m", "parity.lab.nvidia_tests.child", *words[index:]]
     return words
