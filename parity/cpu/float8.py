@@ -223,7 +223,7 @@ def write(output: Any, codes: Codes) -> None:
         output._data.copy_(codes.data)
     if output._transpose is not None:
         output._transpose.copy_(codes.data.movedim(-1, 0))
-    output._scale_inv.copy_(codes.scale_inv)
+    output._scale_inv.copy_(codes.scale_inv.reshape(output._scale_inv.shape))  # it may have no dimension
 
 
 def rowwise_shape(tensor: Any) -> torch.Size:
