@@ -464,7 +464,7 @@ class InGroups(nn.Module):
     [
         ({}, "passed", ""),
         (dict(score="softmax"), "routing-weights", "scored by a softmax"),
-        (dict(of_choice=0.0), "routing-bias", "chosen without it"),
+        (dict(of_choice=0.0), "routing-bias", "chooses experts without it"),
         (dict(of_choice=-1.0), "routing-bias", "the port subtracts it"),
         (dict(weighs_biased=True), "routing-bias", "the weights come from scores with the bias"),
         (dict(logit=True), "routing-bias", "added to the logits"),

@@ -150,10 +150,13 @@ def in_row(row: int, other: Positions) -> Positions:
         (lambda positions: positions % 12, True, "the port's begin again after each 12."),
         (lambda positions: positions % 12, False, "the port's begin again after each 12."),
         (lambda positions: positions.clamp(max=11), True, "the port clamps those beyond 11 to it."),
-        (from_starts(0, 7, 17), True, "they begin again at [7, 17]."),
-        (in_row(1, from_starts(0, 9)), True, "they begin again at [9] in row 1 of the batch."),
-        (in_row(1, from_starts(0, 9)), False, "they begin again at [9] in row 1 of the batch."),
-        *((from_starts(0, *starts), False, f"they begin again at {list(starts)}.") for starts in ((3,), (4, 9, 20))),
+        (from_starts(0, 7, 17), True, "the port's begin again at [7, 17]."),
+        (in_row(1, from_starts(0, 9)), True, "the port's begin again at [9] in row 1 of the batch."),
+        (in_row(1, from_starts(0, 9)), False, "the port's begin again at [9] in row 1 of the batch."),
+        *(
+            (from_starts(0, *starts), False, f"the port's begin again at {list(starts)}.")
+            for starts in ((3,), (4, 9, 20))
+        ),
     ],
 )
 def test_positions_that_begin_again_or_end_are_told_with_the_place(positions, causal, phrase, precision):

@@ -175,4 +175,4 @@ def test_linear_interpolation_is_an_argument_of_te():
 
 def test_positions_that_begin_again_and_are_counted_through_are_told():
     result = with_angles(plain(), plain(), positions=torch.arange(SEQ) % 16)
-    tells_only(result, "rope-position", "counted from the first token on")
+    tells_only(result, "rope-position", "counts them from the first token on")
