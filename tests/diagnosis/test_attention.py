@@ -131,8 +131,8 @@ def test_another_bias_sink_or_scale_is_told(reference, call, options, title):
     ("sinks_as", "told"),
     [
         (lambda sinks: sinks.flip(0), "the port has them in the reverse order of heads."),
-        (lambda sinks: -sinks, "they are negated."),
-        (lambda sinks: sinks * torch.tensor([1.0, -1.0]), "they are negated, in head 1."),
+        (lambda sinks: -sinks, "the port negates them."),
+        (lambda sinks: sinks * torch.tensor([1.0, -1.0]), "the port negates them, in head 1."),
     ],
 )
 def test_other_sinks_are_told(sinks_as, told):
@@ -169,8 +169,12 @@ class Alibi(nn.Module):
     [
         (dict(alibi_slopes=OWN_SLOPES), "passed", ""),
         ({}, "attention-bias", "alibi_slopes; the port has the paper's, which are its default"),
-        (dict(alibi_slopes=papers_slopes(24)[:6].float()), "attention-bias", "it has the first 6 of 24 heads'"),
-        (dict(alibi_slopes=papers_slopes(3).repeat(2).float()), "attention-bias", "it has those of 3 heads, repeated"),
+        (dict(alibi_slopes=papers_slopes(24)[:6].float()), "attention-bias", "the port has the first 6 of 24 heads'"),
+        (
+            dict(alibi_slopes=papers_slopes(3).repeat(2).float()),
+            "attention-bias",
+            "the port has those of 3 heads, repeated",
+        ),
     ],
 )
 def test_tes_own_slopes_in_the_place_of_the_references_are_told(call, title, phrase, precision):
@@ -418,8 +422,8 @@ class WithRotatedValues(WithNumbers):
         ("base", 20_000.0, "rope-base", "it rotates with base 2e+04", 1.0),
         ("window", 10, "window", "it sees 10", 1.0),
         ("window", 5, "window", "it sees 5", 1.0),
-        ("softcap", 20.0, "softcap", "it has 20", 1.0),
-        ("scale", 0.2, "softmax-scale", "it is 0.2", 1.0),
+        ("softcap", 20.0, "softcap", "the port has 20", 1.0),
+        ("scale", 0.2, "softmax-scale", "the port's is 0.2", 1.0),
     ],
 )
 def test_a_number_that_nobody_uses_is_told(number, value, title, phrase, size):

@@ -125,7 +125,7 @@ def test_one_layer_that_is_otherwise_is_told_with_its_name(how, title):
 def test_branches_that_are_all_scaled_are_told_with_their_factor():
     # Before a norm, branches times a half cannot be told from a stream times two.
     result = encoders("halved", "bf16", normed=False)
-    tells(result, "factor", "multiplied by 0.5.")
+    tells(result, "factor", "multiplies them by 0.5.")
     assert "attention and MLP" in result.findings[0].message
 
 

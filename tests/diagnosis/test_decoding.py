@@ -174,7 +174,7 @@ WRONG = [
     ({"unmasked prompt": True}, {}, "mask", "each of the first 8 tokens sees all of them"),
     ({"window": 0}, {"window": 4}, "window", "in the port, it sees all, in positions 8 to 15 of 16"),
     ({"window": 3}, {"window": 4}, "window", "it sees 3, in positions 8 to 15 of 16"),
-    ({"scale": 4.0}, {}, "softmax-scale", "it is 1 (missing), in positions 8 to 15 of 16"),
+    ({"scale": 4.0}, {}, "softmax-scale", "the port's is 1 (missing), in positions 8 to 15 of 16"),
 ]
 
 

@@ -97,7 +97,7 @@ class Prefix(nn.Module):
         (Swin, "bias", "operation", "its right operand is that of queries and keys in reverse order."),
         (Biased, "keys", "attention-bias", "the port has that of keys in reverse order."),
         (Biased, "turned", "attention-bias", "the port exchanges query and key in it."),
-        (Prefix, "turned", "mask", "queries and keys are exchanged."),
+        (Prefix, "turned", "mask", "the port exchanges queries and keys."),
     ],
 )
 def test_another_shift_or_another_bias_of_scores_is_told(module, mistake, title, phrase, precision):

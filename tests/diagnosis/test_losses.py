@@ -155,9 +155,9 @@ def smoothed(logits: Tensor, labels: Tensor, by: float = 0.1) -> Tensor:
             F.cross_entropy,
             lambda logits, labels: F.cross_entropy(logits, labels, reduction="sum") / labels.numel(),
             "loss-scale",
-            "it is the mean over all tokens, those that do not count included.",
+            "the port's is the mean over all tokens, those that do not count included.",
         ),
-        (smoothed, lambda *x: smoothed(*x, by=0.2), "label-smoothing", "smoothed by 0.2."),
+        (smoothed, lambda *x: smoothed(*x, by=0.2), "label-smoothing", "the port smooths them by 0.2."),
     ],
 )
 def test_labels_that_should_not_count_or_are_smoothed_more_are_told(right, port, title, phrase, precision):

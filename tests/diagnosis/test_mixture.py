@@ -257,7 +257,9 @@ def test_a_token_that_goes_to_another_number_of_experts_is_told(experts):
 
 
 def test_one_expert_fewer_is_told_where_rounding_decides_which_is_left():
-    tells_only(mixtures(normalised, experts=1, tokens=512, precision="bf16"), "top-k", "it goes to one fewer.")
+    tells_only(
+        mixtures(normalised, experts=1, tokens=512, precision="bf16"), "top-k", "the port sends it to one fewer."
+    )
 
 
 class Dense(nn.Module):
@@ -463,11 +465,11 @@ class InGroups(nn.Module):
     ("port", "title", "phrase"),
     [
         ({}, "passed", ""),
-        (dict(score="softmax"), "routing-weights", "scored by a softmax"),
+        (dict(score="softmax"), "routing-weights", "the port scores them by a softmax"),
         (dict(of_choice=0.0), "routing-bias", "chooses experts without it"),
         (dict(of_choice=-1.0), "routing-bias", "the port subtracts it"),
         (dict(weighs_biased=True), "routing-bias", "the weights come from scores with the bias"),
-        (dict(logit=True), "routing-bias", "added to the logits"),
+        (dict(logit=True), "routing-bias", "adds it to the logits"),
     ],
 )
 def test_other_scores_or_biases_of_groups_are_told(port, title, phrase):

@@ -79,9 +79,9 @@ class Attention(nn.Module):
     [
         ("unrotated", 1, (2, 3), "rope-missing", "nothing is rotated, in heads 4 to 7 of 8."),
         ("base", 1, (3,), "rope-base", "base 4e+04, in heads 6 to 7 of 8."),
-        ("scale", 1, (5,), "softmax-scale", "it is 0.5, in head 5."),
-        ("scale", 1, (0, 1, 2, 4, 5, 6, 7), "softmax-scale", "it is 0.5, in all heads but 3."),
-        ("scale", 1, (1, 3, 5, 7), "softmax-scale", "it is 0.5, in every second head from 1 on."),
+        ("scale", 1, (5,), "softmax-scale", "the port's is 0.5, in head 5."),
+        ("scale", 1, (0, 1, 2, 4, 5, 6, 7), "softmax-scale", "the port's is 0.5, in all heads but 3."),
+        ("scale", 1, (1, 3, 5, 7), "softmax-scale", "the port's is 0.5, in every second head from 1 on."),
         ("late query", 2, (17,), "rope-position", "or the query's by +5, in position 17."),
         ("query's base", 1, (2,), "rope-base", "base 4e+04, in the query, in head 2."),
         ("mask", 0, (1,), "mask", "later keys are attended to, in sequence 1."),

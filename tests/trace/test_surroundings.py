@@ -195,7 +195,7 @@ def test_the_note_stays_beside_the_findings_of_a_failure() -> None:
     assert_says(
         result_of(linear(call_candidate=wrong)),
         "failed",
-        "multiplied by 2",
+        "multiplies it by 2",
         "the pair's code changed torch's default dtype",
     )
 

@@ -632,7 +632,7 @@ WRONG = (
     Row("a sum over micro-batches", stepping(summed), ("loss-scale",), "4 times"),
     Row("micro-batches divided twice", stepping(divided_twice), ("loss-scale",), "1/4 times"),
     Row("a mean of unequal means", stepping(mean_of_means), _PARTS, "number 1, 2 count 2, 0.66"),
-    Row("the last micro-batch lost", stepping(last_part_lost), _PARTS, "not the whole batch"),
+    Row("the last micro-batch lost", stepping(last_part_lost), _PARTS, "do not add up to those of the whole batch"),
     Row("micro-batches zeroed between", stepping(zeroed_between), _PARTS, "number 1, 2, 3 do not count"),
     Row("a loss scale that stays", stepping(scaled), ("loss-scale",), "128 times"),
     Row("no clipping", stepping(step, clip=CLIP), ("gradient-clipping",), "by 1 before"),
