@@ -294,7 +294,7 @@ def _not_compared(run: Digest) -> Iterator[str]:
     """Yield how many items, pairs and files have no numbers, for each reason."""
     if run.counts["skipped"]:
         at = precisions([item for item in run.items if item.status == "skipped"])
-        named = f" ({', '.join(at)})" if at else ""
+        named = f" ({shown.prose(', '.join(at))})" if at else ""
         yield f"{run.counts['skipped']} skipped{named}"
     if run.missing:
         yield f"{plural(run.missing, 'item')} without a result: the run was cut short or a worker crashed"

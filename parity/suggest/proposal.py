@@ -470,7 +470,7 @@ def _verdict(suggestion: Suggestion) -> Iterator[str]:
         return
     figures = f"With this map the error is {suggestion.error:.2g}; FP32 itself costs {suggestion.expected:.2g}"
     if suggestion.fits:
-        yield f"{figures}: the map fits ({suggestion.runs} maps run)."
+        yield f"{figures}: the map fits ({suggestion.runs} map{'s' * (suggestion.runs != 1)} run)."
     else:
         yield f"{figures}: NO map fits; of {suggestion.runs} maps that were run, none is clearly better than this one."
         yield "Look at what a weight map cannot express: the activation, the norm and its eps, the mask, RoPE, the"

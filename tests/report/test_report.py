@@ -208,6 +208,11 @@ def test_what_could_not_be_collected_is_told_before_what_failed() -> None:
     assert text.index("## Not collected") < text.index("## Failed")
 
 
+def test_a_precision_that_a_damaged_record_names_is_text_in_the_verdict() -> None:
+    skipped = result(precision="<script>alert(1)</script>", status="skipped")
+    assert "; 1 skipped (&lt;script>alert(1)&lt;/script>); " in markdown.verdict(digest_of(result(), skipped))
+
+
 def test_an_item_is_as_bad_as_its_worst_seed() -> None:
     [item] = gathered(result(seed=2, margin=3.0), result(seed=0), result(seed=1, margin=5.0))
     assert (item.status, item.worst.seed, [bad.seed for bad in item.bad]) == ("failed", 1, [1, 2])
