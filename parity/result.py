@@ -94,7 +94,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """What reports call the repair; ``PAR5xx`` say where an error is and not why, so theirs is a next step."""
+        """Return what reports call the repair; ``PAR5xx`` say where an error is, not why, so theirs is a next step."""
         return "next step" if self.code.startswith("PAR5") else "repair"
 
 

@@ -22,7 +22,7 @@ from parity.user_error import UserError
 # What a checkpoint holds as a module names it: prefixes, further names of tied parameters, patterns to ignore.
 
 
-# What a module's state dict holds. TE's modules have a key ``_extra_state`` each, see ``parity.conversion.plan``.
+# What a module's state dict holds. TE's modules have a key ``_extra_state`` each, see below.
 
 
 EXTRA_STATE = "_extra_state"

@@ -4,7 +4,8 @@ Follows ``csrc/extensions/gemm.cpp`` of TE 2.20.2 and ``common/gemm/cublaslt_gem
 counts columns first; in PyTorch's order the product is ``D[n, m] = op(B)[n, k] @ op(A)[k, m]``.
 
 Sums are FP32 and results are rounded once. The order of additions is not modelled; shorter sums and other roundings
-that a GPU's kernels may have are, on demand (``parity.cpu.kernel_choices``)."""
+that a GPU's kernels may have are, on demand (``parity.cpu.kernel_choices``).
+"""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ def generic_gemm(
     Raises:
         ValueError: for shapes, dtypes or flags that do not fit each other.
         RuntimeError: for a quantized operand that lacks the direction it is read in, and what else TE and cuBLAS refuse
-            (``parity.cpu.gemm``).
+            (``check``).
         NotImplementedError: for other formats, communication overlap, and what TE never asks for.
     """
     _check_flags(D, accumulate, beta, quantizer)

@@ -219,7 +219,7 @@ def kinks_moved(prepared: Prepared) -> list[Kinks]:
     """Return what puts the values next to kinks above them, and what puts them below; empty if there are no kinks."""
     exact = Kinks()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
-    return [Kinks(side, exact.values) for side in (1.0, -1.0)] if exact.values else []
+    return exact.on_both_sides()
 
 
 def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: str) -> str:

@@ -67,6 +67,10 @@ class Kinks:
         self._exact = exact
         self._arguments: dict[int, Tensor] = {}  # of ReLUs, by their results' address
 
+    def on_both_sides(self) -> list[Kinks]:
+        """Return what puts the values that were seen above their kinks, and what puts them below; empty for none."""
+        return [Kinks(side, self.values) for side in (1.0, -1.0)] if self.values else []
+
     def see(self, argument: Tensor, result: Tensor) -> None:
         """Take note of a ReLU's argument and result: the kernel of its gradient reads only the result."""
         self._arguments[address(result)] = argument
@@ -429,7 +433,7 @@ class Freedom:
             GEMMs read of inputs and gradients gets errors of the format that are drawn likewise; weights are the same
             in every port.
         plain: names of ATen functions that a port calls by itself. What they return is stored, as are the gradients
-            behind them, and on a CPU they compute in the dtype (``parity.numerics.plain``). Some of the names are no
+            behind them, and they compute in the dtype (``parity.numerics.plain``). Some of the names are no
             functions, but stand for something else that the port does.
         steps: how its optimizers hold what they write in place; None for FP32.
         kernels: what GEMM kernels do beyond the rounding of operands and results, by name

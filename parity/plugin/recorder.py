@@ -1,7 +1,8 @@
 """Write each result of a pytest run as it arrives, draw the report at the end, and tell what changed since a baseline.
 
 Of a result that is written, only what the report shows is kept, and torch is not imported: if xdist's workers compare,
-this process only listens."""
+this process only listens.
+"""
 
 from __future__ import annotations
 

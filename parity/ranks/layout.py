@@ -67,7 +67,7 @@ def summed_product(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Stage:
-    """One rank's stage in one forward and one backward pass."""
+    """Pass one rank's stage forward and backward once."""
 
     def __init__(self, pipeline: Pipeline, axis: Axis) -> None:
         """Begin with nothing received."""

@@ -199,8 +199,8 @@ def _beside_kinks(failure: Failure, combination: tuple[Hypothesis, ...]) -> list
     """
     exact, given = Kinks(), (failure.prepared, combination)
     tensors_under(*given, _unrounded(failure), freedom=FUSED, kinks=exact)
-    sides = [Kinks(side, exact.values) for side in (1.0, -1.0)] if exact.values else []
-    moved = (tensors_under(*given, failure.precision, freedom=failure.freedoms[-1], kinks=kinks) for kinks in sides)
+    freedom, sides = failure.freedoms[-1], exact.on_both_sides()
+    moved = (tensors_under(*given, failure.precision, freedom=freedom, kinks=kinks) for kinks in sides)
     return [tensors for tensors in moved if tensors is not None]
 
 

@@ -329,7 +329,7 @@ Outcome = Literal["settled", "tied", "not run"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """One of the ways in which parameters could map.
+    """Hold one of the ways in which parameters could map.
 
     Attributes:
         entries: left and right sides of the weight map, without those that all alternatives share.
