@@ -26,36 +26,36 @@ from parity.case.case import Case, Training, mixed
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
-from parity.comparison import broken_off, explain_at, judge_at, noting, unless_raised, without_cause
+from parity.comparison import Judged, broken_off, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
 from parity.judge.pictures import thinned
 from parity.judge.steps import Replay, deviations, holds, not_as, wrong_scaling
 from parity.mistakes.codes import Code, repairable
 from parity.parallel import NO_RANKS, ended
-from parity.passes.courses import Beside, of_reference, side_by_side
+from parity.passes.courses import Beside, Without, of_reference, side_by_side
 from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
 from parity.passes.steps import Named, Stepped, Trainee, Update, is_interrupted, step_case
-from parity.passes.switches import Journal, NotCaptured, backends, compiled_anew
+from parity.passes.switches import NotCaptured, backends, compiled_anew
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
-from parity.result import Finding, Result, Step, Switch, as_printable, label_of_way
+from parity.result import Finding, Result, Status, Step, Switch, as_printable, label_of_way
 from parity.search.steps import (
-    Guess,
+    Before,
     Setting,
     diverging,
-    factor_in_words,
     gradients_explained,
+    guesses_of_first_step,
+    guesses_of_later_steps,
     listed,
     lost_state,
     micro_batches_explained,
     optimizer_explained,
-    scale_of,
-    some_scaled,
     stale_transposes,
+    unexplained,
 )
 from parity.search.switched import (
     Replayed,
@@ -89,11 +89,15 @@ _CLIPPING = 1e-2
 
 @dataclass
 class _Run:
-    """Hold what is known of a training so far.
+    """Hold what is asked for, and what is known of the training so far.
 
     Attributes:
+        asked, checked, steps, switch, diagnosis: what ``train_at`` was asked for.
+        trainee: the candidate that is trained.
+        without: the same training without a graph, or without offloading, if it is compared with one.
+        replay: the reference's optimizer, which makes each step of the candidate's.
         history: what the optimizer did in each step to a few elements of each parameter.
-        steps: each step as a result tells it.
+        told: each step as a result tells it.
         gradients: the sum of the candidate's weight gradients over all earlier steps, for one that is not zeroed.
         limits: of each weight gradient the largest bound on its relative error, over all steps.
         amaxes: of each operand the largest magnitude that delayed scaling has seen.
@@ -103,8 +107,16 @@ class _Run:
         notes: what is to be said of the whole training.
     """
 
+    asked: Asked
+    checked: CheckedSize
+    steps: int
+    switch: Switch
+    diagnosis: float | None
+    trainee: Trainee | TraineeOverRanks
+    without: Without | None
+    replay: Replay
     history: list[Update] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    told: list[Step] = field(default_factory=list)
     gradients: Named = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     amaxes: dict[int, Tensor] = field(default_factory=dict)
@@ -112,6 +124,50 @@ class _Run:
     weights: Named | None = None
     worst: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def at(self) -> tuple[CheckedSize, Precision, int, Kernels]:
+        """Return where each step is compared: its size, precision, seed and kernels."""
+        return self.checked, self.asked.precision, self.asked.seed, self.asked.kernels
+
+    def judge(self, step: Case, made: CandidateRun | None = None) -> Judged:
+        """Return the verdict on the loss and gradients of a step; a new candidate computes them unless it is given."""
+        return judge_at(step, *self.at, self.asked.calibration, self.asked.attention, made=made)
+
+    def result(self, status: Status, **fields: Any) -> Result:
+        """Return a result with the worst of all steps' tensors, and what was noted."""
+        notes = (*self.notes, *fields.pop("notes", ()))
+        tensors = thinned(list(self.worst.values()))
+        return self.asked.result(status, tensors=tensors, notes=notes, steps=tuple(self.told), **fields)
+
+
+class _Ended(Exception):
+    """Carry the result of a training that no further step can be made of, or judged."""
+
+    def __init__(self, result: Result) -> None:
+        super().__init__(result.reason)
+        self.result = result
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Hold one step of the candidate's.
+
+    Attributes:
+        number: of the step, from 1.
+        case: the step as a case, whose output is the loss.
+        prepared: the reference, with the weights that the candidate had before the step.
+        stepped: what the candidate computed.
+        beside: the same step without a graph or offloading, if that is compared.
+        lost: what saving and loading lost before the step.
+    """
+
+    number: int
+    case: Case
+    prepared: Prepared
+    stepped: Stepped
+    beside: Beside | None = None
+    lost: Finding | None = None
 
 
 @fresh_caches()
@@ -189,134 +245,209 @@ def _trained(
     resuming: ExitStack,
     made: Degrees | None,
 ) -> Result:
+    """Make step after step, until one is wrong."""
     case, precision, seed, kernels = asked.case, asked.precision, asked.seed, asked.kernels
-    run, at = _Run(), (checked, precision, seed, kernels, asked.calibration, asked.attention)
     first = step_case(case, 1, None, seed)
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
-    make = partial(Trainee, case, checked, prepared, precision, seed, kernels, switch)
-    without = None
-    trainee: Trainee | TraineeOverRanks
+    try:
+        trainee, without = _begin(asked, checked, prepared, steps, switch, resuming, made)
+        replay = _replay(prepared, trainee.training)
+        run = _Run(asked, checked, steps, switch, diagnosis, trainee, without, replay)
+        run.notes += without.notes if without else []
+        for number in range(1, steps + 1):
+            weights = run.trainee.weights
+            held = run.trainee.quantized  # which scales that have settled may have changed before the first step
+            step = step_case(case, number, weights, seed, held) if held or number > 1 else first
+            prepared = _prepared(run, step, number, weights)
+            one = _make_step(run, step, number, prepared, resuming)
+            run.history.append(one.stepped.update.remembered())
+            judged = run.judge(step, _candidate_run(one.stepped)).result
+            _note(run, number, judged, prepared, one.stepped)
+            judged = _with_findings(run, one, judged)
+            if judged.status != "passed" or judged.findings:
+                return _first_wrong(run, judged)
+            run.weights, run.amaxes = weights, prepared.past.after_step()
+            _add(run.gradients, one.stepped)
+    except _Ended as ended_early:
+        return ended_early.result
+    if switch == "offload" and _offloads_nothing(run.trainee):
+        return asked.result("skipped", reason=_NOT_OFFLOADED)
+    return run.result("passed", reason=judged.reason, notes=judged.notes)
+
+
+def _offloads_nothing(trainee: Trainee | TraineeOverRanks) -> bool:
+    """Return whether TE's offloading, which the pair leaves to parity, has offloaded nothing."""
+    return isinstance(trainee, Trainee) and not trainee.training.offload and not trainee.journal.offloaded
+
+
+def _begin(
+    asked: Asked,
+    checked: CheckedSize,
+    prepared: Prepared,
+    steps: int,
+    switch: Switch,
+    resuming: ExitStack,
+    made: Degrees | None,
+) -> tuple[Trainee | TraineeOverRanks, Without | None]:
+    """Return the candidate before its first step; and beside it, for a graph or offloading, the training without.
+
+    Raises:
+        _Ended: if ranks or a capture failed.
+    """
+    make = partial(Trainee, asked.case, checked, prepared, asked.precision, asked.seed, asked.kernels, switch)
     if made is not None:
         try:
-            trainee = TraineeOverRanks(asked, checked, prepared, steps, made, switch)
+            return TraineeOverRanks(asked, checked, prepared, steps, made, switch), None
         except RanksFailed as error:
-            return ended(asked, error, made)
-    elif switch == "graph":
+            raise _Ended(ended(asked, error, made)) from error
+    if switch == "graph":
         try:
-            trainee, without = side_by_side(make, steps, seed, resuming, Trainee.capture, "in a graph")
+            return side_by_side(make, steps, asked.seed, resuming, Trainee.capture, "in a graph")
         except NotCaptured as error:
-            return asked.result(
-                "failed", reason="step 1 cannot be captured in a graph", findings=(not_captured(error),)
-            )
-    elif switch == "offload":
-        trainee, without = side_by_side(make, steps, seed, resuming, Trainee.offload)
-    else:
-        trainee = make()
-        trainee.settle()
-    run.notes += without.notes if without else []
-    training = trainee.training
-    replay = _replay(prepared, training)
-    for number in range(1, steps + 1):
-        weights = trainee.weights
-        held = trainee.quantized  # which scales that have settled may have changed before the first step
-        step = step_case(case, number, weights, seed, held) if held or number > 1 else first
-        if number > 1 and (why := _too_large("its weights", weights.values(), precision.dtype)):
-            return _diverged(asked, checked, run, number, why)
-        prepared = prepare(step, checked, precision.dtype, seed, kernels)
-        golden = (*prepared.golden.outputs.values(), *prepared.golden.weight_gradients.values())
-        if number > 1 and (why := _too_large("the reference's loss and gradients", golden, torch.float32)):
-            return _diverged(asked, checked, run, number, why)
-        if precision.warmup_passes:
-            prepared.past.is_followed, prepared.past.before = True, run.amaxes
-        lost = beside = None
-        if isinstance(trainee, TraineeOverRanks):
-            stepped = trainee.step(prepared)
-            lost = trainee.lost_state()
-        elif without is not None:
-            try:
-                stepped, computed = without.made(trainee, number, prepared)
-            except Exception as error:
-                if told := out_of_step(number, trainee.journal, error):
-                    return asked.result(
-                        "failed",
-                        reason=f"step {number} is the first that is not right",
-                        tensors=thinned(list(run.worst.values())),
-                        findings=(told,),
-                        notes=tuple(run.notes),
-                        steps=tuple(run.steps),
-                    )
-                raise
-            beside = (Beside if switch == "offload" else Replayed)(number, stepped, computed, without)
-            if beside.differing and not beside.is_reproducible:
-                run.notes.append(
-                    f"from step {number} on, the training without {_WITHOUT[switch]} is not the same to the bit when "
-                    f"it is made again, so that steps with {_WITHOUT[switch]} are judged only by the limits"
-                )
-                without = beside = None
-        elif is_interrupted(switch, number, steps):
-            new = partial(_new_trainee, resuming, case, checked, prepared, precision, seed, kernels)
-            trainee, stepped, resumption = trainee.resumed(switch, new, prepared)
-            lost = lost_state(number, resumption)
-        else:
-            stepped = trainee.step(prepared)
-        judged = judge_at(
-            step, *at, made=CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed)
-        ).result
-        run.history.append(stepped.update.remembered())
-        _note(run, number, judged, prepared, stepped)
-        known = prepared, asked, checked, trainee.is_plain, diagnosis
-        findings: tuple[Finding, ...] = ()
-        multiplied = _multiplied(prepared)
-        if isinstance(trainee, TraineeOverRanks):
-            scale = trainee.gradients_scale
-            multiplied = {key: scale * amax if key[1] else amax for key, amax in multiplied.items()}
-        scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain)
-        between = trainee.between_ranks(judged, prepared) if isinstance(trainee, TraineeOverRanks) else None
-        if lost is not None:
-            findings = (lost,)
-        elif between is not None:
-            findings = (between,)
-        elif beside is not None and isinstance(trainee, Trainee) and beside.differing:
-            explained = partial(_explained, run, number, judged, stepped, *known)
-            differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
-            judged = unless_raised(
-                partial(_of_graph, beside, differing, None if judged.passed else explained, diagnosis)
-                if isinstance(beside, Replayed)
-                else partial(_of_offload, beside, trainee.journal, differing, diagnosis),
-                partial(without_cause, differing),
-            )
-            findings = judged.findings
-        elif stepped.stale:
-            findings = (stale_transposes(number, stepped.stale),)
-        elif judged.status != "passed":
-            judged = unless_raised(
-                partial(_explained, run, number, judged, stepped, *known),
-                partial(without_cause, judged),
-            )
-            if switch == "compile" and [one.title for one in judged.findings] == ["state-between-steps"]:
-                anew = partial(_is_right_anew, step, prepared, asked, checked)
-                tried = () if training.compile else backends(kernels)
-                judged = dataclasses.replace(judged, findings=(compiled_otherwise(number, tried, anew),))
-            is_unknown = all(one.title == "state-between-steps" for one in judged.findings)
-            if scaled is not None and is_unknown:
-                judged = dataclasses.replace(judged, findings=(scaled,))
-            elif is_unknown and number == 1 and trainee.is_plain and isinstance(trainee, TraineeOverRanks):
-                judged = dataclasses.replace(judged, findings=(trainee.unexplained(judged, prepared),))
-            findings = judged.findings
-            if number > 1 and {one.title for one in findings} == {"precision-overflows"}:
-                why = f"a faithful {precision.name} computation of the step overflows"
-                return _diverged(asked, checked, run, number, why)
-        elif scaled is not None:
-            findings = (scaled,)
-        elif wrong := _of_optimizer(run, replay, stepped, trainee, prepared, precision):
-            findings = (wrong,)
-        if judged.status != "passed" or findings:
-            return _result(asked, run, "failed" if judged.status == "passed" else judged.status, judged, findings)
-        run.weights, run.amaxes = weights, prepared.past.after_step()
-        _add(run.gradients, stepped)
-    if switch == "offload" and not training.offload and isinstance(trainee, Trainee) and not trainee.journal.offloaded:
-        return asked.result("skipped", reason=_NOT_OFFLOADED)
-    return _result(asked, run, "passed", judged, ())
+            reason = "step 1 cannot be captured in a graph"
+            raise _Ended(asked.result("failed", reason=reason, findings=(not_captured(error),))) from error
+    if switch == "offload":
+        return side_by_side(make, steps, asked.seed, resuming, Trainee.offload)
+    trainee = make()
+    trainee.settle()
+    return trainee, None
+
+
+def _prepared(run: _Run, step: Case, number: int, weights: Named) -> Prepared:
+    """Return the reference of a step, with golden.
+
+    Raises:
+        _Ended: if the training has outgrown what can be judged.
+    """
+    dtype = run.asked.precision.dtype
+    if number > 1 and (why := _too_large("its weights", weights.values(), dtype)):
+        raise _Ended(_diverged(run, number, why))
+    prepared = prepare(step, run.checked, dtype, run.asked.seed, run.asked.kernels)
+    golden = (*prepared.golden.outputs.values(), *prepared.golden.weight_gradients.values())
+    if number > 1 and (why := _too_large("the reference's loss and gradients", golden, torch.float32)):
+        raise _Ended(_diverged(run, number, why))
+    if run.asked.precision.warmup_passes:
+        prepared.past.is_followed, prepared.past.before = True, run.amaxes
+    return prepared
+
+
+def _make_step(run: _Run, step: Case, number: int, prepared: Prepared, resuming: ExitStack) -> _Made:
+    """Let the candidate make a step, in the way that the switch says.
+
+    Raises:
+        _Ended: if TE's offloading breaks the step.
+    """
+    trainee = run.trainee
+    if isinstance(trainee, TraineeOverRanks):
+        stepped = trainee.step(prepared)
+        return _Made(number, step, prepared, stepped, lost=trainee.lost_state())
+    if run.without is not None:
+        return _make_step_beside(run, step, number, prepared, trainee, run.without)
+    if is_interrupted(run.switch, number, run.steps):
+        at = run.checked, prepared, run.asked.precision, run.asked.seed, run.asked.kernels
+        new = partial(_new_trainee, resuming, run.asked.case, *at)
+        run.trainee, stepped, resumption = trainee.resumed(run.switch, new, prepared)
+        return _Made(number, step, prepared, stepped, lost=lost_state(number, resumption))
+    return _Made(number, step, prepared, trainee.step(prepared))
+
+
+def _make_step_beside(
+    run: _Run, step: Case, number: int, prepared: Prepared, trainee: Trainee, without: Without
+) -> _Made:
+    """Let the candidate make a step that is compared with the same step of the training without.
+
+    Raises:
+        _Ended: if TE's offloading breaks the step.
+    """
+    try:
+        stepped, computed = without.made(trainee, number, prepared)
+    except Exception as error:
+        if (told := out_of_step(number, trainee.journal, error)) is None:
+            raise
+        reason = f"step {number} is the first that is not right"
+        raise _Ended(run.result("failed", reason=reason, findings=(told,))) from error
+    beside = (Beside if run.switch == "offload" else Replayed)(number, stepped, computed, without)
+    if not beside.differing or beside.is_reproducible:
+        return _Made(number, step, prepared, stepped, beside)
+    what = _WITHOUT[run.switch]
+    run.notes.append(
+        f"from step {number} on, the training without {what} is not the same to the bit when it is made again, so that "
+        f"steps with {what} are judged only by the limits"
+    )
+    run.without = None
+    return _Made(number, step, prepared, stepped)
+
+
+def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
+    """Return the verdict on a step's loss and gradients, with what is wrong with the step: a finding if anything is."""
+    stepped, prepared, trainee = made.stepped, made.prepared, run.trainee
+    if made.lost is not None:
+        return dataclasses.replace(judged, findings=(made.lost,))
+    multiplied = _multiplied(prepared)
+    if isinstance(trainee, TraineeOverRanks):
+        if between := trainee.between_ranks(judged, prepared):
+            return dataclasses.replace(judged, findings=(between,))
+        multiplied = {key: trainee.gradients_scale * amax if key[1] else amax for key, amax in multiplied.items()}
+    if made.beside is not None and isinstance(trainee, Trainee) and made.beside.differing:
+        return _with_differences(run, made, made.beside, trainee, judged)
+    if stepped.stale:
+        return dataclasses.replace(judged, findings=(stale_transposes(made.number, stepped.stale),))
+    scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain)
+    if judged.status != "passed":
+        return _with_cause(run, made, judged, scaled)
+    wrong = scaled or _of_optimizer(run, stepped, prepared)
+    return dataclasses.replace(judged, findings=(wrong,)) if wrong else judged
+
+
+def _with_differences(run: _Run, made: _Made, beside: Beside, trainee: Trainee, judged: Result) -> Result:
+    """Return the verdict with what makes a step another than the same step without a graph or offloading."""
+    explained = None if judged.passed else partial(_explained, run, made, judged)
+    differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
+    if run.diagnosis is None:
+        return differing
+    search = (
+        partial(_of_graph, beside, differing, explained)
+        if isinstance(beside, Replayed)
+        else lambda: dataclasses.replace(differing, findings=(offload_explained(beside, trainee.journal),))
+    )
+    return unless_raised(search, partial(without_cause, differing))
+
+
+def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) -> Result:
+    """Return the verdict on a step whose loss or gradients are wrong with the cause, as far as one is found.
+
+    Args:
+        scaled: what is wrong with delayed scaling, which is told if nothing else is known.
+
+    Raises:
+        _Ended: if a faithful computation of the step overflows as well.
+    """
+    number, trainee = made.number, run.trainee
+    judged = unless_raised(partial(_explained, run, made, judged), partial(without_cause, judged))
+    if run.switch == "compile" and [one.title for one in judged.findings] == ["state-between-steps"]:
+        anew = partial(_is_right_anew, run, made)
+        tried = () if trainee.training.compile else backends(run.asked.kernels)
+        judged = dataclasses.replace(judged, findings=(compiled_otherwise(number, tried, anew),))
+    is_unknown = all(one.title == "state-between-steps" for one in judged.findings)
+    if scaled is not None and is_unknown:
+        judged = dataclasses.replace(judged, findings=(scaled,))
+    elif is_unknown and number == 1 and trainee.is_plain and isinstance(trainee, TraineeOverRanks):
+        judged = dataclasses.replace(judged, findings=(trainee.unexplained(judged, made.prepared),))
+    if number > 1 and {one.title for one in judged.findings} == {"precision-overflows"}:
+        why = f"a faithful {run.asked.precision.name} computation of the step overflows"
+        raise _Ended(_diverged(run, number, why))
+    return judged
+
+
+def _first_wrong(run: _Run, judged: Result) -> Result:
+    """Return the result of a training whose last step is wrong, or could not be compared."""
+    status = "failed" if judged.status == "passed" else judged.status
+    reason = f"step {len(run.told)} is the first that is not right" if status == "failed" else judged.reason
+    return run.result(status, reason=reason, findings=judged.findings, notes=judged.notes)
+
+
+def _candidate_run(stepped: Stepped) -> CandidateRun:
+    return CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed)
 
 
 def _new_trainee(resuming: ExitStack, *of: Any) -> Trainee:
@@ -335,31 +466,23 @@ def _too_large(what: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> str:
     return f"{what} reach {largest:.2g}, and the largest number of {name} is {limit:.2g}"
 
 
-def _diverged(asked: Asked, checked: CheckedSize, run: _Run, number: int, why: str) -> Result:
+def _diverged(run: _Run, number: int, why: str) -> Result:
     """Return the verdict on a training of which no further step can be judged."""
     own: list[float] | None = None
     with suppress(NothingToJudge):
-        at = checked, asked.precision, asked.seed, asked.kernels
-        own = of_reference(asked.case, *at, number).losses
-    return asked.result(
-        "failed",
-        reason=f"step {number} is the first that cannot be judged",
-        tensors=thinned(list(run.worst.values())),
-        findings=(diverging(number, why, own),),
-        notes=tuple(run.notes),
-        steps=tuple(run.steps),
-    )
+        own = of_reference(run.asked.case, *run.at, number).losses
+    reason = f"step {number} is the first that cannot be judged"
+    return run.result("failed", reason=reason, findings=(diverging(number, why, own),))
 
 
-def _is_right_anew(step: Case, prepared: Prepared, asked: Asked, checked: CheckedSize, backend: str) -> bool:
+def _is_right_anew(run: _Run, made: _Made, backend: str) -> bool:
     """Return whether a new candidate makes a step right if a backend compiles it, or the pair where that is empty."""
-    at = checked, asked.precision, asked.seed, asked.kernels
+    checked, precision, seed, kernels = run.at
     with fresh_caches(), fresh_quantization(), compiled_anew():
-        trainee = Trainee(asked.case, checked, prepared, *at[1:], "compile", backend)
+        trainee = Trainee(run.asked.case, checked, made.prepared, precision, seed, kernels, "compile", backend)
         trainee.settle()
-        stepped = trainee.step(prepared)
-    made = CandidateRun(stepped.tensors, stepped.unreached, summed=stepped.summed)
-    return judge_at(step, *at, asked.calibration, asked.attention, made=made).result.status == "passed"
+        stepped = trainee.step(made.prepared)
+    return run.judge(made.case, _candidate_run(stepped)).result.status == "passed"
 
 
 def _replay(prepared: Prepared, training: Training, setting: Setting | None = None) -> Replay:
@@ -398,7 +521,7 @@ def _note(run: _Run, number: int, judged: Result, prepared: Prepared, stepped: S
             run.worst[told.kind + name] = told
     loss = float(stepped.tensors["output", "output"])
     golden = float(prepared.golden.outputs["output"])
-    run.steps.append(Step(number, loss, golden, judged.margin))
+    run.told.append(Step(number, loss, golden, judged.margin))
 
 
 def _add(total: Named, stepped: Stepped) -> None:
@@ -407,139 +530,40 @@ def _add(total: Named, stepped: Stepped) -> None:
             total[name] = total[name] + x if name in total else x.float()
 
 
-def _explained(
-    run: _Run,
-    number: int,
-    judged: Result,
-    stepped: Stepped,
-    prepared: Prepared,
-    asked: Asked,
-    checked: CheckedSize,
-    is_plain: bool,
-    diagnosis: float | None,
-) -> Result:
+def _explained(run: _Run, made: _Made, judged: Result) -> Result:
     """Return the verdict on a step whose loss or gradients are wrong, with what makes them so."""
-    if judged.status != "failed" or diagnosis is None:
+    if judged.status != "failed" or run.diagnosis is None:
         return judged
-    candidate = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
-    golden = prepared.golden.weight_gradients
-    precision, seed, kernels = asked.precision, asked.seed, asked.kernels
+    number, prepared = made.number, made.prepared
+    checked, precision, seed, kernels = run.at
+    candidate = {name: x for (kind, name), x in made.stepped.tensors.items() if kind == "weight gradient"}
+    now = prepared_weights(prepared)
 
-    def golden_of(number: int, weights: Named | None) -> Mapping[str, Tensor]:
-        other = step_case(asked.case, number, weights, seed)
+    def golden_of(number: int, weights: Named) -> Mapping[str, Tensor]:
+        other = step_case(run.asked.case, number, weights, seed)
         return prepare(other, checked, precision.dtype, seed, kernels).golden.weight_gradients
 
-    factor = scale_of(candidate, golden)
-    guesses = [
-        Guess("", "", "", lambda: golden),  # the loss alone is wrong
-        Guess(
-            "stale-gradient",
-            f"in step {number} the optimizer gets no gradients",
-            "call backward before the optimizer's step",
-            lambda: {name: torch.zeros_like(x) for name, x in golden.items()},
-        ),
-        Guess(
-            "loss-scale",
-            f"the loss that step {number} differentiates is {factor_in_words(factor)} times the reference's",
-            "divide the loss by what it is averaged over once, whatever the number of micro-batches, and undo a loss "
-            "scale before the gradients are used",
-            lambda: {name: factor * x for name, x in golden.items()},
-        ),
-    ]
-    factors = {name: scale_of({name: candidate[name]}, {name: x}) for name, x in golden.items()}
-    if scaled := some_scaled(number, factors, run.limits, golden):
-        guesses.append(
-            Guess(
-                "gradient-scale",
-                scaled,
-                "look for code that scales, zeroes or reduces these gradients by themselves, such as a hook or a "
-                "norm of each, and for parameters that no gradient reaches",
-                lambda: {name: factors[name] * x for name, x in golden.items()},
-            )
-        )
-    largest = max((float(x.abs().max()) for x in candidate.values() if x.numel()), default=0.0)
-    if any(bool((x.abs() > largest).any()) for x in golden.values()):
-        guesses.append(
-            Guess(
-                "gradient-clipping",
-                f"in step {number} each element of the gradients is clipped to {largest:.2g}, which the reference does "
-                "not do",
-                "clip by the norm of all gradients, with nn.utils.clip_grad_norm_ in place of clip_grad_value_",
-                lambda: {name: x.clamp(-largest, largest) for name, x in golden.items()},
-                keeps_errors=True,
-            )
-        )
-    if number > 1:
-        sums = run.gradients
-        guesses += [
-            Guess(
-                "gradient-not-zeroed",
-                f"the gradients of step {number} are the sum of its own and those of the steps before",
-                "set gradients to zero in each step, including main_grad if TE adds to it",
-                lambda: {name: x + sums[name].to(x) for name, x in golden.items()},
-            ),
-            Guess(
-                "stale-weights",
-                f"the gradients of step {number} are those of the weights before the last update",
-                "update every copy of the weights after each step, such as FP8 weights that is_first_microbatch=False "
-                "keeps, FP32 master weights that are not copied back, or those of a graph",
-                lambda: golden_of(number, run.weights),
-            ),
-            Guess(
-                "weight-cache-stale",
-                f"the gradients of step {number} are those of the weight matrices before the last update, of which FP8 "
-                "copies are kept",
-                "call the module with is_first_microbatch=True, or None, once after each update",
-                lambda: golden_of(number, {**prepared_weights(prepared), **_matrices(run.weights or {})}),
-            ),
-            Guess(
-                "stale-gradient",
-                f"the gradients of step {number} are those of the step before",
-                "call backward before the optimizer's step, and make one step for each batch",
-                lambda: golden_of(number - 1, run.weights),
-            ),
-            Guess(
-                "stale-batch",
-                f"the gradients of step {number} are those of the batch before",
-                "copy each batch into the buffers that a graph or a loader reads",
-                lambda: golden_of(number - 1, prepared_weights(prepared)),
-            ),
-        ]
-    at = (checked, precision, seed, kernels, asked.calibration, asked.attention)
     held = {name: x for name, x in prepared.candidate_weights.items() if is_quantized(x)}
-    weights = prepared_weights(prepared) if held or number > 1 else None
-    alone = judge_at(step_case(asked.case, number, weights, seed, held), *at)
+    alone = run.judge(step_case(run.asked.case, number, now if held or number > 1 else None, seed, held))
     if alone.result.status != "passed":
-        told = explain_at(alone, diagnosis)
+        told = explain_at(alone, run.diagnosis)
         return dataclasses.replace(judged, findings=told.findings, notes=(*judged.notes, *told.notes))
-    worst = f", first {judged.worst.label}" if judged.worst else ""
+    guesses = guesses_of_first_step(number, candidate, prepared.golden.weight_gradients, run.limits)
+    if run.weights is not None:
+        before = Before(now, run.weights, run.gradients, golden_of)
+        guesses += guesses_of_later_steps(number, prepared.golden.weight_gradients, before)
     found = gradients_explained(run.limits, candidate, guesses)
-    if found is None and (made := shares_made(prepared, stepped.calls, candidate)):
-        found = micro_batches_explained(number, run.limits, made)
-    if found is None and number == 1 and not is_plain:
-        found = repairable(
-            "state-between-steps",
-            f"one pass of a new module with the same weights is right, but the gradients of the pair's training step "
-            f"are not{worst}",
-            "look at what that step does besides one pass, such as micro-batches, or gradients that it changes",
-        )
-    found = found or repairable(
-        "state-between-steps",
-        f"a new module with the same weights computes step {number} correctly, but the trained module does not{worst}",
-        "look at what earlier steps have left in the module, such as FP8 scales, cached weights and buffers, and at "
-        "what your training step does besides one pass",
-    )
+    if found is None and (shares := shares_made(prepared, made.stepped.calls, candidate)):
+        found = micro_batches_explained(number, run.limits, shares)
+    worst = f", first {judged.worst.label}" if judged.worst else ""
+    found = found or unexplained(number, worst, is_first_and_own=number == 1 and not run.trainee.is_plain)
     return dataclasses.replace(judged, findings=(found,))
 
 
-def _of_graph(
-    replayed: Replayed, judged: Result, explained: Callable[[], Result] | None, diagnosis: float | None
-) -> Result:
+def _of_graph(replayed: Replayed, judged: Result, explained: Callable[[], Result] | None) -> Result:
     """Return the verdict with what makes a step of a graph another than without one: something that the graph keeps,
     else a mistake that any training may have, such as FP8 weights that are cached.
     """
-    if diagnosis is None:
-        return judged
     if found := replay_explained(replayed):
         return dataclasses.replace(judged, findings=(found,))
     frozen, is_named = replay_frozen(replayed)
@@ -549,31 +573,14 @@ def _of_graph(
     return dataclasses.replace(judged, findings=(frozen, *told) if is_named else told)
 
 
-def _of_offload(beside: Beside, journal: Journal, judged: Result, diagnosis: float | None) -> Result:
-    """Return the verdict with what makes a step with offloading another than without."""
-    if diagnosis is None:
-        return judged
-    return dataclasses.replace(judged, findings=(offload_explained(beside, journal),))
-
-
 def prepared_weights(prepared: Prepared) -> Named:
     """Return the reference's weights of a prepared step."""
     return {name: parameter.detach().clone() for name, parameter in prepared.reference.named_parameters()}
 
 
-def _matrices(weights: Named) -> Named:
-    return {name: x for name, x in weights.items() if x.dim() > 1}
-
-
-def _of_optimizer(
-    run: _Run,
-    replay: Replay,
-    stepped: Stepped,
-    trainee: Trainee | TraineeOverRanks,
-    prepared: Prepared,
-    precision: Precision,
-) -> Finding | None:
+def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | None:
     """Return why the optimizer's step is not the reference's; None if it is."""
+    trainee, precision = run.trainee, run.asked.precision
     training = trainee.training
     expected = 1.0 if training.clip is None else _clipping(training.clip, stepped)
     if abs(stepped.clipped - expected) > _CLIPPING * expected:
@@ -585,7 +592,7 @@ def _of_optimizer(
         )
     run.is_narrow = run.is_narrow and holds(precision.dtype, stepped.update)
     dtype = precision.dtype if run.is_narrow else torch.float32
-    right = replay.step(stepped.update)
+    right = run.replay.step(stepped.update)
     made = deviations(stepped.update, right, dtype)
     wrong = [one for one in made if not one.is_right]
     if wrong and isinstance(trainee, TraineeOverRanks):
@@ -625,18 +632,3 @@ def _clipping(largest: float, stepped: Stepped) -> float:
     gradients = (x.double() for (kind, _), x in stepped.tensors.items() if kind == "weight gradient")
     norm = sum(float(x.square().sum()) for x in gradients) ** 0.5
     return min(1.0, largest / (norm + 1e-6))
-
-
-def _result(asked: Asked, run: _Run, status: Any, judged: Result, findings: tuple[Finding, ...]) -> Result:
-    tensors = thinned(list(run.worst.values()))
-    reason = judged.reason
-    if status == "failed":
-        reason = f"step {len(run.steps)} is the first that is not right"
-    return asked.result(
-        status,
-        reason=reason,
-        tensors=tensors,
-        findings=findings,
-        notes=(*run.notes, *judged.notes),
-        steps=tuple(run.steps),
-    )

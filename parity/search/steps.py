@@ -41,6 +41,145 @@ class Guess:
     keeps_errors: bool = False
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a step may have taken from the steps before it.
+
+    Attributes:
+        weights: the reference's weights before the step.
+        earlier: those before the previous step.
+        gradients: the sum of the candidate's weight gradients over all earlier steps.
+        golden_of: returns the right gradients of the batch of a step with given weights.
+    """
+
+    weights: Named
+    earlier: Named
+    gradients: Named
+    golden_of: Callable[[int, Named], Mapping[str, Tensor]]
+
+
+def guesses_of_first_step(
+    number: int, candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor], limits: Mapping[str, float]
+) -> list[Guess]:
+    """Return what wrong gradients may be in any step, the first among them.
+
+    Args:
+        number: of the step.
+        candidate: the candidate's weight gradients.
+        golden: the right ones.
+        limits: bounds on their relative errors, by name.
+    """
+    factor = scale_of(candidate, golden)
+    guesses = [
+        Guess("", "", "", lambda: golden),  # the loss alone is wrong
+        Guess(
+            "stale-gradient",
+            f"in step {number} the optimizer gets no gradients",
+            "call backward before the optimizer's step",
+            lambda: {name: torch.zeros_like(x) for name, x in golden.items()},
+        ),
+        Guess(
+            "loss-scale",
+            f"the loss that step {number} differentiates is {factor_in_words(factor)} times the reference's",
+            "divide the loss by what it is averaged over once, whatever the number of micro-batches, and undo a loss "
+            "scale before the gradients are used",
+            lambda: {name: factor * x for name, x in golden.items()},
+        ),
+    ]
+    factors = {name: scale_of({name: candidate[name]}, {name: x}) for name, x in golden.items()}
+    if scaled := some_scaled(number, factors, limits, golden):
+        guesses.append(
+            Guess(
+                "gradient-scale",
+                scaled,
+                "look for code that scales, zeroes or reduces these gradients by themselves, such as a hook or a "
+                "norm of each, and for parameters that no gradient reaches",
+                lambda: {name: factors[name] * x for name, x in golden.items()},
+            )
+        )
+    largest = max((float(x.abs().max()) for x in candidate.values() if x.numel()), default=0.0)
+    if any(bool((x.abs() > largest).any()) for x in golden.values()):
+        guesses.append(
+            Guess(
+                "gradient-clipping",
+                f"in step {number} each element of the gradients is clipped to {largest:.2g}, which the reference does "
+                "not do",
+                "clip by the norm of all gradients, with nn.utils.clip_grad_norm_ in place of clip_grad_value_",
+                lambda: {name: x.clamp(-largest, largest) for name, x in golden.items()},
+                keeps_errors=True,
+            )
+        )
+    return guesses
+
+
+def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Before) -> list[Guess]:
+    """Return what wrong gradients may be in a step that others went before.
+
+    Args:
+        number: of the step.
+        golden: the right weight gradients.
+        before: what the step may have taken from earlier ones.
+    """
+    matrices = {name: x for name, x in before.earlier.items() if x.dim() > 1}
+    return [
+        Guess(
+            "gradient-not-zeroed",
+            f"the gradients of step {number} are the sum of its own and those of the steps before",
+            "set gradients to zero in each step, including main_grad if TE adds to it",
+            lambda: {name: x + before.gradients[name].to(x) for name, x in golden.items()},
+        ),
+        Guess(
+            "stale-weights",
+            f"the gradients of step {number} are those of the weights before the last update",
+            "update every copy of the weights after each step, such as FP8 weights that is_first_microbatch=False "
+            "keeps, FP32 master weights that are not copied back, or those of a graph",
+            lambda: before.golden_of(number, before.earlier),
+        ),
+        Guess(
+            "weight-cache-stale",
+            f"the gradients of step {number} are those of the weight matrices before the last update, of which FP8 "
+            "copies are kept",
+            "call the module with is_first_microbatch=True, or None, once after each update",
+            lambda: before.golden_of(number, before.weights | matrices),
+        ),
+        Guess(
+            "stale-gradient",
+            f"the gradients of step {number} are those of the step before",
+            "call backward before the optimizer's step, and make one step for each batch",
+            lambda: before.golden_of(number - 1, before.earlier),
+        ),
+        Guess(
+            "stale-batch",
+            f"the gradients of step {number} are those of the batch before",
+            "copy each batch into the buffers that a graph or a loader reads",
+            lambda: before.golden_of(number - 1, before.weights),
+        ),
+    ]
+
+
+def unexplained(number: int, worst: str, is_first_and_own: bool) -> Finding:
+    """Return what to say of a step that no guess explains, though one pass of a new module is right.
+
+    Args:
+        number: of the step.
+        worst: says which tensor is the farthest off.
+        is_first_and_own: whether it is the first step, and the pair makes its steps itself.
+    """
+    if is_first_and_own:
+        return repairable(
+            "state-between-steps",
+            f"one pass of a new module with the same weights is right, but the gradients of the pair's training step "
+            f"are not{worst}",
+            "look at what that step does besides one pass, such as micro-batches, or gradients that it changes",
+        )
+    return repairable(
+        "state-between-steps",
+        f"a new module with the same weights computes step {number} correctly, but the trained module does not{worst}",
+        "look at what earlier steps have left in the module, such as FP8 scales, cached weights and buffers, and at "
+        "what your training step does besides one pass",
+    )
+
+
 # In limits of the right gradients: a guess has roundings of its own, such as those of all steps that it adds up.
 _NEAR_ENOUGH = 2.0
 # The margin of a guess, at most, in relation to that of the right gradients. A factor that is fitted to the candidate's
