@@ -297,24 +297,26 @@ def group_quantize(
     noop_flag: Tensor | None = None,
     output: Any = None,
 ) -> Any:
-    """Cast each group of a matrix with one quantizer.
+    """Cast each group of matrices with one quantizer.
 
     Args:
-        tensor: FP32, FP16 or BF16, ``[rows, columns]``; rows beyond the last group are left out.
+        tensor: FP32, FP16 or BF16, one group after another in memory, which are seen as a matrix: ``[sum of rows,
+            columns]``, ``[rows, sum of columns]``, or ``[1, elements]`` if both differ. What lies behind the last group
+            is left out.
         quantizer: TE's, with current scaling or a block-scaled format.
         num_tensors: how many groups there are.
         first_dims: int64, rows of each group. Default: all the same.
-        tensor_offsets: of no use: where groups begin follows from their rows.
+        last_dims: int64, columns of each group. Default: all the same.
+        tensor_offsets: of no use: where groups begin follows from their rows and columns.
         noop_flag: FP32, one element; 1 leaves ``output`` as it is.
         output: a grouped tensor of the same quantizer and shape, to be filled. Default: a new one.
 
     Raises:
-        RuntimeError: for quantizers, options and numbers of rows that TE's kernels do not group.
-        NotImplementedError: for ``last_dims``, groups of several widths, which no module of TE asks for.
+        RuntimeError: for quantizers, options and shapes that TE's kernels do not group.
     """
-    _check_groups(quantizer, last_dims)
+    _check_groups(quantizer, first_dims, last_dims)
     if output is None:
-        output = _empty_groups(tensor, quantizer, num_tensors, first_dims)
+        output = _empty_groups(tensor, quantizer, num_tensors, first_dims, last_dims)
     elif output.quantizer is not quantizer or tuple(output.logical_shape) != tuple(tensor.shape):
         raise RuntimeError("group_quantize: output was made by another quantizer, or has another shape")
     if noop_flag is None or noop_flag.item() != 1:
@@ -336,11 +338,13 @@ def bgrad_group_quantize(
     A bias gradient is the sum over a group's rows before the cast, in FP32 and rounded once.
 
     Raises:
-        RuntimeError: for quantizers other than MXFP8's and block scaling's.
+        RuntimeError: for quantizers other than MXFP8's and block scaling's, and for groups of several widths.
     """
+    if last_dims is not None:
+        raise RuntimeError("bgrad_group_quantize has no groups of several widths, since their bias gradients differ")
     if type(quantizer).__name__ not in ("MXFP8Quantizer", "Float8BlockQuantizer"):
         raise RuntimeError(f"bgrad_group_quantize serves MXFP8 and block scaling, not {type(quantizer).__name__}")
-    grouped = group_quantize(tensor, quantizer, num_tensors, first_dims, last_dims)
+    grouped = group_quantize(tensor, quantizer, num_tensors, first_dims)
     sums = [part.sum(0, dtype=torch.float32) for part in _groups_of(tensor, grouped)]
     return grouped, torch.stack(sums).to(tensor.dtype)
 
@@ -367,7 +371,7 @@ def nvfp4_group_quantize_with_amax(
 ) -> Any:
     """Cast each group to NVFP4 as ``group_quantize`` does, with known amaxes (FP32, ``[groups]`` each)."""
     _nvfp4(quantizer)
-    _check_groups(quantizer, last_dims)
+    _check_groups(quantizer, first_dims, last_dims)
     output = _empty_groups(tensor, quantizer, num_tensors, first_dims)
     _fill(output, tensor, quantizer, {"rowwise": rowwise_amax, "columnwise": columnwise_amax})
     return output
@@ -471,13 +475,20 @@ def swizzle_groups(grouped: Any, rowwise: bool, columnwise: bool) -> None:
         setattr(grouped, f"_{swizzle.FLAG}", True)
 
 
-def _check_groups(quantizer: Any, last_dims: Tensor | None) -> None:
-    """Raise for what TE's grouped kernels do not serve."""
-    if last_dims is not None:
-        raise NotImplementedError("the CPU kernel group_quantize has no groups of several widths")
+def _check_groups(quantizer: Any, first_dims: Tensor | None, last_dims: Tensor | None) -> None:
+    """Raise for what TE's grouped kernels do not serve.
+
+    Groups of several widths are cast to MXFP8, and by current scaling if they all have as many rows: see
+    ``group_quantize`` in ``csrc/extensions/cast.cpp``, and ``group_quantize_fp8.cuh`` and
+    ``group_quantize_fp8_blockwise.cuh`` in ``common/cast``, of TE 2.20.
+    """
     entry = formats.of_quantizer(quantizer)
     if entry is None and not float8.is_current(quantizer):
         raise RuntimeError(f"group_quantize serves no {type(quantizer).__name__}")
+    if last_dims is not None and entry is not None and entry.quantizer != "MXFP8Quantizer":
+        raise RuntimeError(f"a {entry.quantizer} casts no groups of several widths (last_dims)")
+    if last_dims is not None and first_dims is not None and entry is None:
+        raise RuntimeError("current scaling casts groups that differ in rows or in columns, but not in both")
     if entry is not None and entry.quantizer == "NVFP4Quantizer":
         four_over_six = getattr(quantizer, "nvfp4_use_4over6", False)
         if quantizer.with_2d_quantization or four_over_six or not quantizer.with_rht:
@@ -491,21 +502,24 @@ def _nvfp4(quantizer: Any) -> formats.Format:
     return entry
 
 
-def _empty_groups(tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: Tensor | None) -> Any:
+def _empty_groups(
+    tensor: Tensor, quantizer: Any, num_tensors: int, first_dims: Tensor | None, last_dims: Tensor | None = None
+) -> Any:
     """Return a grouped tensor with the buffers that the quantizer's usages ask for.
 
     Raises:
         RuntimeError: for numbers of rows that block scales do not fit.
     """
     rows, columns = tensor.shape
-    each = [rows // num_tensors] * num_tensors if first_dims is None else first_dims.tolist()
+    same = rows if last_dims is not None else rows // num_tensors
+    each = [same] * num_tensors if first_dims is None else first_dims.tolist()
     if formats.of_quantizer(quantizer) is not None and any(size % _TILE_ROWS for size in each):
         raise RuntimeError(
             f"{type(quantizer).__name__} groups matrices whose numbers of rows are multiples of {_TILE_ROWS}, but got "
             f"{each}; pad them (Fp8Padding with align_size={_TILE_ROWS})"
         )
     output = _te_class("GroupedTensorStorage").make_grouped_tensor(
-        num_tensors, first_dims, None, rows, columns, quantizer, tensor.device, tensor.dtype
+        num_tensors, first_dims, last_dims, rows, columns, quantizer, tensor.device, tensor.dtype
     )
     output.quantized_tensors = None
     return output
@@ -518,9 +532,11 @@ def _te_class(name: str) -> Any:
 
 
 def _groups_of(tensor: Tensor, grouped: Any) -> list[Tensor]:
-    """Return the rows of each group."""
-    sizes = [shape[0] for shape in grouped.tensor_shapes]
-    return list(tensor.detach()[: sum(sizes)].split(sizes))
+    """Return the groups, which follow each other in memory."""
+    shapes = grouped.tensor_shapes
+    sizes = [rows * columns for rows, columns in shapes]
+    parts = tensor.detach().reshape(-1)[: sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _fill(output: Any, tensor: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> None:

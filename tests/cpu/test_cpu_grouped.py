@@ -208,9 +208,9 @@ def quantizer_of(name: str, **usages: bool) -> Any:
     return TE.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, torch.device("cpu"), **usages)
 
 
-def values_of(rows: int = ROWS) -> Tensor:
+def values_of(rows: int = ROWS, columns: int = WIDTH) -> Tensor:
     torch.manual_seed(0)
-    return (torch.randn(rows, WIDTH) * torch.exp(torch.randn(rows, 1))).to(BF16)
+    return (torch.randn(rows, columns) * torch.exp(torch.randn(rows, 1))).to(BF16)
 
 
 def assert_same(member: Any, alone: Any) -> None:
@@ -233,6 +233,33 @@ def test_each_group_is_cast_as_if_it_were_alone(each_gpu: ModuleType, name: str,
     for part, member in zip(values.split(GROUPS), members, strict=True):
         if part.numel():
             assert_same(member, cast.quantize(part, quantizer))
+
+
+@NEW_IN_2_18
+@pytest.mark.parametrize("is_longer", [False, True], ids=["", "with a tail"])
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("current", [(128, 64), (128, 192), (128, 32)]),
+        ("mxfp8", [(128, 64), (128, 192), (128, 32)]),
+        ("mxfp8", [(128, 64), (256, 192), (384, 32)]),
+    ],
+    ids=["current, columns", "mxfp8, columns", "mxfp8, rows and columns"],
+)
+def test_groups_of_several_widths_lie_one_after_another(
+    blackwell: ModuleType, name: str, shapes: list[tuple[int, int]], is_longer: bool
+) -> None:
+    quantizer, parts = quantizer_of(name), [values_of(rows, columns) for rows, columns in shapes]
+    flat = torch.cat([part.flatten() for part in parts])
+    if is_longer:
+        flat = torch.cat([flat, torch.full_like(flat, 1e4)])
+    rows, columns = (torch.tensor(sizes) for sizes in zip(*shapes, strict=True))
+    are_level = len(set(rows.tolist())) == 1
+    matrix = flat.view(shapes[0][0] if are_level else 1, -1)
+    result = cast.group_quantize(matrix, quantizer, len(shapes), None if are_level else rows, columns)
+    assert torch.equal(result.last_dims, columns)
+    for part, member in zip(parts, cast.members(result), strict=True):
+        assert_same(member, cast.quantize(part, quantizer))
 
 
 @NEW_IN_2_18
@@ -337,6 +364,14 @@ def test_what_te_does_not_group_is_refused(blackwell: ModuleType) -> None:
         cast.group_quantize(values_of(), blackwell.NVFP4Quantizer(), 3, torch.tensor(GROUPS))
     with pytest.raises(RuntimeError, match="not Float8CurrentScalingQuantizer"):
         cast.bgrad_group_quantize(values_of(), quantizer_of("current"), 3, torch.tensor(GROUPS))
+    sizes = torch.tensor([32, 64, 32])
+    for name in ("block", "nvfp4"):
+        with pytest.raises(RuntimeError, match="casts no groups of several widths"):
+            cast.group_quantize(values_of(), quantizer_of(name), 3, None, sizes)
+    with pytest.raises(RuntimeError, match="rows or in columns, but not in both"):
+        cast.group_quantize(values_of(), quantizer_of("current"), 3, torch.tensor(GROUPS), sizes)
+    with pytest.raises(RuntimeError, match="since their bias gradients differ"):
+        cast.bgrad_group_quantize(values_of(), quantizer_of("mxfp8"), 3, None, sizes)
 
 
 GPU_RECIPES = {
