@@ -307,7 +307,7 @@ def group_quantize(
         num_tensors: how many groups there are.
         first_dims: int64, rows of each group. Default: all the same.
         last_dims: int64, columns of each group. Default: all the same.
-        tensor_offsets: of no use: where groups begin follows from their rows and columns.
+        tensor_offsets: int64, where each group begins, and the end; the output keeps it. Default: computed.
         noop_flag: FP32, one element; 1 leaves ``output`` as it is.
         output: a grouped tensor of the same quantizer and shape, to be filled. Default: a new one.
 
@@ -317,6 +317,8 @@ def group_quantize(
     _check_groups(quantizer, first_dims, last_dims)
     if output is None:
         output = _empty_groups(tensor, quantizer, num_tensors, first_dims, last_dims)
+        if tensor_offsets is not None:
+            output.tensor_offsets = tensor_offsets
     elif output.quantizer is not quantizer or tuple(output.logical_shape) != tuple(tensor.shape):
         raise RuntimeError("group_quantize: output was made by another quantizer, or has another shape")
     if noop_flag is None or noop_flag.item() != 1:
@@ -344,7 +346,7 @@ def bgrad_group_quantize(
         raise RuntimeError("bgrad_group_quantize has no groups of several widths, since their bias gradients differ")
     if type(quantizer).__name__ not in ("MXFP8Quantizer", "Float8BlockQuantizer"):
         raise RuntimeError(f"bgrad_group_quantize serves MXFP8 and block scaling, not {type(quantizer).__name__}")
-    grouped = group_quantize(tensor, quantizer, num_tensors, first_dims)
+    grouped = group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets=tensor_offsets)
     sums = [part.sum(0, dtype=torch.float32) for part in _groups_of(tensor, grouped)]
     return grouped, torch.stack(sums).to(tensor.dtype)
 
@@ -381,7 +383,7 @@ def nvfp4_group_quantize_with_amax(
 def group_dequantize(input: Any, otype: int) -> Any:
     """Return the values of a grouped tensor, as one of high precision: each group's, rounded once to ``otype``."""
     dtype = TORCH_DTYPE[int(otype)]
-    values = torch.cat([dequantize(member, otype).view(-1) for member in members(input)])
+    values = torch.cat([dequantize(member, otype).reshape(-1) for member in members(input)])
     data = values.new_zeros(input.logical_shape[0] * input.logical_shape[1])
     data[: values.numel()] = values
     return _te_class("GroupedTensor")(

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_map_only
 
 _BACKEND = "gloo"
 
@@ -116,6 +118,22 @@ def _coalescing_manager(
 ) -> AbstractContextManager[Any]:
     """Do collectives at once, called as in ``torch.distributed``; told a device, it asks a backend to join them."""
     return distributed_c10d._coalescing_manager(group, None, async_ops)
+
+
+# Gathering. A thread of gloo's writes what was gathered by PyTorch's operations, with autograd on, which refuses to
+# write to the parts of a split tensor; NCCL's kernels write to any.
+
+
+def _detached(name: str) -> Callable[..., Any]:
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        return getattr(dist, name)(*tree_map_only(Tensor, Tensor.detach, args), **kwargs)
+
+    return collective
+
+
+all_gather = _detached("all_gather")
+all_gather_into_tensor = _detached("all_gather_into_tensor")
+reduce_scatter_tensor = _detached("reduce_scatter_tensor")
 
 
 def __getattr__(name: str) -> Any:

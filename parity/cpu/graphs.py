@@ -200,7 +200,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[_Step] = []
-        self._is_paused = False
+        self.is_paused = False
         self._made: dict[int, bool] = {}  # memory of the capture by its address, and whether Python may know its values
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._alive: list[Tensor] = []  # so that no address is given out again
@@ -218,13 +218,13 @@ class _Recorder(TorchDispatchMode):
 
     def knows(self, x: Any) -> bool:
         """Return whether Python may know a tensor's values, which come from the host; within a kernel, it may."""
-        return self._is_paused or not _is_plain(x) or self._made.get(_address(x), False)
+        return self.is_paused or not _is_plain(x) or self._made.get(_address(x), False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented  # which lets it compute by plain tensors, and those are seen here
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         read = [x.data for x in tree_leaves((args, kwargs)) if _is_plain(x)]
         if func.overloadpacket is _aten.lift_fresh:  # torch.tensor has made it just now of numbers of the host
@@ -250,7 +250,7 @@ class _Recorder(TorchDispatchMode):
 
     def call(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call one of TE's kernels, and record it unless another one calls it."""
-        if self._is_paused:
+        if self.is_paused:
             return kernel(*args, **kwargs)
         self._keep(_tensors((args, kwargs)))
         held = tuple(
@@ -259,11 +259,11 @@ class _Recorder(TorchDispatchMode):
             if not _is_plain(one)
         )
         frozen = tree_map(_alias, (args, kwargs))
-        self._is_paused = True
+        self.is_paused = True
         try:
             result = kernel(*args, **kwargs)
         finally:
-            self._is_paused = False
+            self.is_paused = False
         written = tuple(_tensors((*frozen, result)))
         if written:
             self.steps.append(_KernelCall(kernel, frozen[0], frozen[1], held, written))
@@ -306,8 +306,9 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
 def is_current_stream_capturing() -> bool:
-    """Return whether work of this thread is recorded."""
-    return _recorder.get() is not None
+    """Return whether work of this thread is recorded; what one of TE's kernels does is not, only its call."""
+    recorder = _recorder.get()
+    return recorder is not None and not recorder.is_paused
 
 
 def check_not_capturing(what: str) -> None:

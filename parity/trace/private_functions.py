@@ -20,6 +20,11 @@ from parity.user_error import UserError
 # Functions of PyTorch that a comparison replaces for a while.
 
 
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
 @dataclass(frozen=True)
 class PrivateFunction:
     """A function that PyTorch looks up in a module each time it calls it.
@@ -51,8 +56,12 @@ class PrivateFunction:
         return found
 
 
+_IMPL = "_impl" if _version() >= (2, 14) else ""  # since then, the old name is for callers outside of PyTorch
 CHECKPOINT = PrivateFunction(
-    "torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", "torch.utils.checkpoint.checkpoint", (2, 1)
+    "torch.utils.checkpoint",
+    f"_checkpoint_without_reentrant_generator{_IMPL}",
+    "torch.utils.checkpoint.checkpoint",
+    (2, 1),
 )
 CLIP = PrivateFunction("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "torch.nn.utils.clip_grad_norm_", (2, 6))
 LAYER_NORM = PrivateFunction("torch", "layer_norm", "torch.nn.functional.layer_norm", (2, 0))
@@ -135,11 +144,6 @@ def _call(private: PrivateFunction, original: Callable[..., Any], *args: Any, **
     for stand_in in _HERE.of.get(private, ()):
         function = partial(stand_in, function)
     return function(*args, **kwargs)
-
-
-def _version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 # Gradients that a module clips by their norm in its forward pass: recorded, and clipped otherwise.

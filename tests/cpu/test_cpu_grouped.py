@@ -17,6 +17,7 @@ from torch import Tensor
 from parity import te
 from parity.cpu import cast, cuda, gemm, router
 from parity.cpu.enums import DType
+from parity.cpu.graphs import CUDAGraph, graph, recorded
 
 TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -281,6 +282,30 @@ def test_groups_of_one_size_need_no_list_of_sizes(blackwell: ModuleType) -> None
     result = cast.group_quantize(values, quantizer, 2, None)
     for part, member in zip(values.split(128), cast.members(result), strict=True):
         assert_same(member, cast.quantize(part, quantizer))
+
+
+def test_offsets_that_are_known_are_kept(blackwell: ModuleType) -> None:
+    quantizer, values = quantizer_of("mxfp8"), values_of()
+    sizes, offsets = torch.tensor(GROUPS), torch.tensor([0, *GROUPS]).cumsum(0) * WIDTH
+    for result in (
+        cast.group_quantize(values, quantizer, len(GROUPS), sizes, tensor_offsets=offsets),
+        cast.bgrad_group_quantize(values, quantizer, len(GROUPS), sizes, tensor_offsets=offsets)[0],
+    ):
+        assert result.tensor_offsets is offsets
+        assert torch.equal(result.rowwise_data, cast.group_quantize(values, quantizer, len(GROUPS), sizes).rowwise_data)
+
+
+def test_a_graph_holds_a_cast_of_groups(each_gpu: ModuleType) -> None:
+    """TE's Python refuses to make such a tensor within a capture, where its extension makes it without Python."""
+    quantizer, values, sizes = quantizer_of("current", columnwise=False), values_of(), torch.tensor(GROUPS)
+    captured = CUDAGraph()
+    with graph(captured):
+        result = recorded(cast.group_quantize)(values, quantizer, len(GROUPS), sizes)
+    values.copy_(values.flip(0))
+    captured.replay()
+    again = cast.group_quantize(values, quantizer, len(GROUPS), sizes)
+    assert torch.equal(result.rowwise_data, again.rowwise_data)
+    assert torch.equal(result.scale_inv, again.scale_inv)
 
 
 def test_an_output_is_filled_in_place_unless_the_flag_is_set(blackwell: ModuleType) -> None:

@@ -46,6 +46,12 @@ SCRIPT = """
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     assert (sent.tolist(), mean.item(), mean.type()) == ([1.0] * 4, 0.5, "torch.cuda.FloatTensor")
 
+    # Gathering of what has a gradient, such as a weight.
+    own = torch.full((4,), float(rank), device=f"cuda:{local}", requires_grad=True)
+    whole = torch.empty(8).cuda(local)
+    dist.all_gather_into_tensor(whole, own)
+    assert whole.tolist() == [0.0] * 4 + [1.0] * 4 and not whole.requires_grad
+
     # Streams, generators, memory.
     before, after, side = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True), torch.cuda.Stream()
     before.record()

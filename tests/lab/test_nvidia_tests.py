@@ -154,7 +154,7 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
     folder, report_file = tmp_path / "kept", tmp_path / "report.md"
 
     def run(sample: int | None, **options: Any) -> list[dict[str, Any]]:
-        limits = Limits(seconds=3, gibibytes=1.5)
+        limits = Limits(seconds=10, gibibytes=1.5)  # 2 GiB take a slow machine seconds
         command.run(
             str(small_checkout), folder, report_file, ["hopper"], sample, 0, 1, limits, "^test_one.py$", {}, **options
         )
