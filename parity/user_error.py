@@ -49,12 +49,12 @@ def said(error: BaseException) -> str:
         return f"(its __str__ raises {type(another).__name__})"
 
 
-# How PyTorch says that there is no GPU (``torch/cuda/__init__.py``, ``torch/cuda/_utils.py``,
+# How PyTorch and CUDA say that there is no GPU (``torch/cuda/__init__.py``, ``torch/cuda/_utils.py``,
 # ``c10/cuda/CUDAFunctions.cpp``, ``torch/csrc/Device.cpp``, ``aten/src/ATen/detail/CUDAHooksInterface.h``).
 _NO_GPU = re.compile(
     "Torch not compiled with CUDA|PyTorch was compiled without CUDA|No CUDA GPUs are available|no NVIDIA driver|"
     r"accelerator device when none is available|without ATen_cuda library|torch\.cuda\.\w+ requires CUDA|"
-    r"dummy base class|'torch\._C' has no attribute '_cuda_",
+    r"dummy base class|'torch\._C' has no attribute '_cuda_|driver version is insufficient|no CUDA-capable device",
     re.IGNORECASE,
 )
 

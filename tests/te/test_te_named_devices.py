@@ -63,6 +63,10 @@ def test_a_pair_that_was_written_on_a_gpu_is_compared() -> None:
     assert result.passed, result.reason
 
 
+WITHOUT_CUDA = pytest.mark.skipif(
+    torch.backends.cuda.is_built(), reason="a PyTorch that is built for CUDA makes it without a GPU"
+)
+
 # What cannot be made on the CPU in a GPU's place is an error that says what to do.
 
 
@@ -93,7 +97,7 @@ def asked(where: str, ask: Callable[[], object]) -> parity.Case:
     "ask",
     [
         pytest.param(lambda: torch.cuda.current_device(), id="current_device"),
-        pytest.param(lambda: nn.Linear(2, 2).to(0), id="module.to(0)"),
+        pytest.param(lambda: nn.Linear(2, 2).to(0), id="module.to(0)", marks=WITHOUT_CUDA),
     ],
 )
 def test_a_pair_that_cannot_be_built_is_refused_with_what_to_do(where: str, ask: Callable[[], object]) -> None:
@@ -121,14 +125,14 @@ def test_a_call_is_not_made_on_the_cpu_but_told_what_to_do(where: str, ask: Call
 @pytest.mark.parametrize(
     "ask",
     [
-        pytest.param(lambda: torch.device(0), id="torch.device(0)"),
+        pytest.param(lambda: torch.device(0), id="torch.device(0)", marks=WITHOUT_CUDA),
         pytest.param(lambda: torch.cuda.device(0).__enter__(), id="torch.cuda.device(0)"),
         pytest.param(lambda: torch.cuda.set_device(0), id="set_device"),
         pytest.param(lambda: torch.cuda.synchronize(), id="synchronize"),
         pytest.param(lambda: torch.cuda.get_device_capability(), id="get_device_capability"),
-        pytest.param(lambda: torch.cuda.reset_peak_memory_stats(), id="reset_peak_memory_stats"),
+        pytest.param(lambda: torch.cuda.reset_peak_memory_stats(), id="reset_peak_memory_stats", marks=WITHOUT_CUDA),
         pytest.param(lambda: torch.cuda.Stream(), id="Stream"),
-        pytest.param(lambda: torch.cuda.Event(), id="Event"),
+        pytest.param(lambda: torch.cuda.Event(), id="Event", marks=WITHOUT_CUDA),
         pytest.param(lambda: torch.Generator(device="cuda"), id="Generator"),
         pytest.param(lambda: torch.ones(2).type("torch.cuda.FloatTensor"), id="FloatTensor"),
     ],
