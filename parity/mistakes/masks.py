@@ -314,6 +314,9 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
     if math.isinf(band.right):
         repair = 'give TE attn_mask_type="no_mask" (or "padding"); its layers hide later keys by default'
         yield replace(band, right=0), "mask", "causal mask added", repair
+        if queries != keys:
+            corner = f'{repair}; the port has "causal_bottom_right"'
+            yield replace(band, right=keys - queries), "mask", "causal mask added at the bottom right", corner
         return
     repair = 'give TE attn_mask_type="causal" (or "padding_causal"); later keys are attended to'
     yield replace(band, right=math.inf), "mask", "causal mask missing", repair

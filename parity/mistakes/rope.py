@@ -266,11 +266,34 @@ def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
         mistakes = [*_forms(some[0]), *_of_frequencies(some)]
         where = f" in {_together(of_kind)}"
         yield from everywhere_and_somewhere(map(_in_layer, mistakes), of_kind, lambda one: one.name, where=where)
+    yield from _exchanged(layers, kinds)
     yield from unrotated_hypotheses(trace, kinds)
     yield from _rotated_values(trace, kinds)
     # One table of angles serves all layers.
     seq = len(found[0].angles)
     yield from everywhere_and_somewhere(map(_in_layer, chain(restart_mistakes(seq), late_mistakes(seq))), layers)
+
+
+def _exchanged(layers: Sequence[_Layer], kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
+    """Yield mistakes where each layer is rotated as the one before or behind it."""
+    kind_of = {one: number for number, kind in enumerate(kinds) for one in kind}
+    own = [[kind_of[one] for one in layer.rotations] for layer in layers]
+    told = [own]
+    for by, where in ((1, "before"), (-1, "behind")):
+        sources = [layers[(i - by) % len(layers)] for i in range(len(layers))]
+        given = [[kind_of[one] for one in layer.rotations] for layer in sources]
+        if given in told or len({len(layer.rotations) for layer in layers}) > 1:
+            continue
+        told.append(given)
+        both = zip(layers, sources, strict=True)
+        pairs = [pair for one, other in both for pair in zip(one.rotations, other.rotations, strict=True)]
+        changed = [(one, other) for one, other in pairs if kind_of[one] != kind_of[other]]
+        yield Hypothesis(
+            "rope-base",
+            f"rope angles of the layer {where}",
+            f"give each layer the rotary_pos_emb that the reference has there; each has that of the one {where} it",
+            tuple(made for one, other in changed for made in one.edits(angles=other.angles, amplitude=other.amplitude)),
+        )
 
 
 def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:
@@ -319,7 +342,7 @@ def _in_layer(mistake: Mistake[Rotation]) -> Mistake[_Layer]:
 
 
 def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
-    other: Form = "interleaved" if like.form == "halves" else "halves"
+    other = _other_form(like)
     interleaved = like.form == "interleaved"
     layouts: tuple[tuple[Form, Form, str], ...] = (
         (
@@ -361,6 +384,10 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
     )
 
 
+def _other_form(like: Rotation) -> Form:
+    return "interleaved" if like.form == "halves" else "halves"
+
+
 def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     if like.base is None:
         return
@@ -373,6 +400,14 @@ def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
                 f"give TE rotary_percent={like.rotary / like.head_dim:g}; it rotates {share:g} of a head's channels",
                 _with_frequencies(like.base, share),
             )
+    if like.start == 0 and like.rotary < like.head_dim:  # a port that keeps both of TE's defaults
+        yield Mistake(
+            "rope-partial",
+            f"rope {_other_form(like)} on all of the channels",
+            f"give TE rotary_percent={like.rotary / like.head_dim:g} and interleaved={like.form == 'interleaved'}; it "
+            f"rotates all of a head's channels, in pairs of the {_other_form(like)} form",
+            _with_frequencies(like.base, 1.0, _other_form(like)),
+        )
 
 
 def _base_instead(right: float, base: float) -> Mistake[Rotation]:
@@ -434,8 +469,10 @@ def _on(role: str, **changes: object) -> Edits:
     return lambda one: one.edits(**changes) if one.role == role else ()
 
 
-def _with_frequencies(base: float, share: float | None = None) -> Edits:
-    """Return a function that rotates by another base, on a share of the channels or on as many as are rotated."""
+def _with_frequencies(base: float, share: float | None = None, form: Form | None = None) -> Edits:
+    """Return a function that rotates by another base, on a share of the channels or on as many as are rotated, in pairs
+    of a form or of their own.
+    """
 
     def edits(one: Rotation) -> tuple[Edit, ...]:
         if one.phases is None:
@@ -443,7 +480,8 @@ def _with_frequencies(base: float, share: float | None = None) -> Edits:
         rotary = one.rotary if share is None else int(one.head_dim * share) // 2 * 2
         if rotary == one.rotary and one.base is not None and math.isclose(base, one.base, rel_tol=1e-3):
             return ()
-        return one.edits(angles=one.phases[0][:, None] * frequencies(base, rotary).to(one.angles.device))
+        angles = one.phases[0][:, None] * frequencies(base, rotary).to(one.angles.device)
+        return one.edits(angles=angles, form=form or one.form)
 
     return edits
 

@@ -191,13 +191,13 @@ QUERIES, KEYS = 8, 24
 
 
 class Last(nn.Module):
-    """Attention of the last queries, each of which sees so many keys before its own, or all."""
+    """Attention of the last queries, each of which sees so many keys before its own, or all, and later ones or none."""
 
-    def __init__(self, before: int | None) -> None:
+    def __init__(self, before: int | None, later: bool = False) -> None:
         super().__init__()
         own = torch.arange(QUERIES)[:, None] + KEYS - QUERIES
         distance = own - torch.arange(KEYS)
-        visible = distance >= 0
+        visible = (distance >= 0) | later
         self.visible = visible if before is None else visible & (distance <= before)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -206,11 +206,13 @@ class Last(nn.Module):
         return (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
 
 
-def of_last_queries(before: int | None, mask: str, window: tuple[int, int], precision: str) -> parity.Result:
+def of_last_queries(
+    before: int | None, mask: str, window: tuple[int, int], precision: str, later: bool = False
+) -> parity.Result:
     """Compare attention of the last queries with TE's behind this mask, in this window."""
     options = dict(qkv_format="bshd", attn_mask_type=mask, window_size=window)
     return compared(
-        lambda: Last(before),
+        lambda: Last(before, later),
         lambda te: te.DotProductAttention(4, 32, **options),
         normal((2, QUERIES, 4, 32), (2, KEYS, 4, 32), (2, KEYS, 4, 32)),
         precision,
@@ -235,6 +237,12 @@ def test_the_same_window_of_the_last_queries_passes(before, window):
 @FP32_AND_BF16
 def test_a_causal_mask_that_begins_at_the_other_corner_is_told(precision):
     tells(of_last_queries(None, "causal", (-1, 0), precision), "mask-corner")
+
+
+@FP32_AND_BF16
+def test_a_causal_mask_at_the_bottom_right_is_told_where_the_reference_has_none(precision):
+    result = of_last_queries(None, "causal_bottom_right", (-1, 0), precision, later=True)
+    tells_only(result, "mask", 'the port has "causal_bottom_right"')
 
 
 # Hidden keys get the score -10000 in TE's unfused attention, which hides nothing where all other scores are below it.

@@ -61,6 +61,7 @@ def test_rope_in_layers_that_have_none_is_told_with_these_layers(right, port, ph
         ((1e4, 1e4), "rotary_base=1e+06; it rotates with base 1e+04 in layers.1"),
         ((1e6, 1e6), "rotary_base=10000; it rotates with base 1e+06 in layers.0"),
         ((1e4, 5e5), "rotary_base=1e+06; it rotates with base 5e+05 in layers.1"),
+        ((1e6, 1e4), "the rotary_pos_emb that the reference has there; each has that of the one before it"),
     ],
 )
 def test_a_base_of_layers_that_have_their_own_is_told_with_these_layers(port, phrase, precision):
@@ -109,6 +110,14 @@ def in_half(x: Tensor, positions: Tensor) -> Tensor:
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second, rest = x[..., :4], x[..., 4:8], x[..., 8:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+def interleaved(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate all channels, in pairs of neighbours."""
+    angles = (positions.double()[..., None] * 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM))[:, None]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x[..., ::2], x[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), -1).flatten(-2)
 
 
 class Attention(nn.Module):
@@ -173,6 +182,13 @@ def test_positions_that_all_begin_later_change_nothing():
 )
 def test_channels_that_are_turned_twice_backwards_or_in_part_are_told(rotated, title, precision):
     tells(attentions(precision, rotated=rotated), title)
+
+
+@FP32_AND_BF16
+def test_another_layout_on_all_channels_is_told_as_one_mistake(precision):
+    inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
+    result = twins(Attention, dict(rotated=interleaved), inputs, precision, right=dict(rotated=in_half))
+    tells_only(result, "rope-partial", "all of a head's channels, in pairs of the interleaved form")
 
 
 # Keys that a port does not rotate: then their bias, which all keys share, gets no gradient but rounding.
