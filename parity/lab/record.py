@@ -40,8 +40,8 @@ _NO_PART = ("parity.lab.campaign", "parity.lab.record", "parity.user_error", "pa
 def code_of(module: str) -> Mapping[str, str]:
     """Return checksums of a module and of all that it imports, at whatever depth; torch's version, and the machine.
 
-    A study does not import what draws its report: reports are drawn from the record each time, so a change of theirs
-    is no change of the results. Changes of comments, docstrings or formatting are not, either.
+    What only writes a report is left out: reports are drawn from the record each time, so a change of theirs is no
+    change of the results. Changes of comments, docstrings or formatting are not, either.
 
     Args:
         module: name of one of parity's.
@@ -52,7 +52,7 @@ def code_of(module: str) -> Mapping[str, str]:
         name = pending.pop()
         path = None if name in found or name in _NO_PART else _path(name)
         if path is not None:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            tree = without_report(ast.parse(path.read_text(encoding="utf-8")))
             pending += _imported(tree)
             found[name] = checksum(tree)
     machine = gpu_name() if torch.cuda.is_available() else cpu_model()
@@ -65,6 +65,51 @@ def checksum(tree: ast.Module) -> str:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return f"{zlib.crc32(ast.unparse(tree).encode()):08x}"
+
+
+def without_report(tree: ast.Module) -> ast.Module:
+    """Return a study's module without ``write`` and without what only that uses; any other module as it is."""
+    if not {"measured", "write"} <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+        return tree
+    statements = [each for node in tree.body for each in _apart(node)]
+    binders: dict[str, list[int]] = {}
+    for place, node in enumerate(statements):
+        for name in _bound(node):
+            binders.setdefault(name, []).append(place)
+
+    def reached_from(pending: list[int]) -> set[int]:
+        reached: set[int] = set()
+        while pending:
+            place = pending.pop()
+            if place not in reached:
+                reached.add(place)
+                used = (node.id for node in ast.walk(statements[place]) if isinstance(node, ast.Name))
+                pending += [each for name in used for each in binders.get(name, ())]
+        return reached
+
+    of_report = reached_from(list(binders["write"]))
+    of_others = reached_from([place for place in range(len(statements)) if place not in of_report])
+    kept = [node for place, node in enumerate(statements) if place not in of_report - of_others]
+    return ast.Module(kept, tree.type_ignores)
+
+
+def _apart(node: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield an import of several names as one import for each, and any other statement as it is."""
+    if isinstance(node, ast.ImportFrom):
+        yield from (ast.ImportFrom(node.module, [alias], node.level) for alias in node.names)
+    else:
+        yield node
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement of a module binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    else:
+        stores = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+        yield from (each.id for each in stores if isinstance(each.ctx, ast.Store))
 
 
 def changes_of_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -16,6 +16,7 @@ pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
 from parity.lab.studies import expected_error as study
+from parity.lab.studies import expected_error_report as claims
 from parity.lab.studies.expected_error import (
     ISSUE_407,
     MODEL,
@@ -30,8 +31,7 @@ from parity.lab.studies.expected_error import (
     measure,
     runs,
 )
-from parity.lab.studies.reports import expected_error as claims
-from parity.lab.studies.reports.expected_error import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
+from parity.lab.studies.expected_error_report import PARTS_OF_OUTPUTS, explained_share, law, mean, shares_of
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -9,9 +9,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
-from parity.lab.studies.filters import Seen, Settings, Wrong, seen
-from parity.lab.studies.reports import filters as report
-from parity.lab.studies.reports.filters import LIMIT
+from parity.lab.studies.filters import LIMIT, Seen, Settings, Wrong, seen, write
 
 
 def test_a_mistake_that_is_detected_is_not_measured() -> None:
@@ -37,7 +35,7 @@ def test_the_report_says_where_there_is_enough(tmp_path: Path) -> None:
         Wrong(name, "bf16", 0, 8): Seen(status, 0.9, "output y", 0.1, ratio, ratio)
         for name, status, ratio in zip(names, statuses, ratios, strict=True)
     }
-    text = report.write(found, Settings(precisions=("bf16",)), tmp_path).read_text()
+    text = write(found, Settings(precisions=("bf16",)), tmp_path).read_text()
     rows = {
         line.split("|")[1].strip(): line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("| ")
     }

@@ -16,6 +16,7 @@ from parity import te
 from parity.lab import record
 from parity.lab.studies import catalogue
 from parity.lab.studies import flash_stability as study
+from parity.lab.studies import flash_stability_report as report
 from parity.lab.studies.flash_stability import (
     ALONE,
     AS_KERNELS,
@@ -35,8 +36,7 @@ from parity.lab.studies.flash_stability import (
     untiled,
     whole_runs,
 )
-from parity.lab.studies.reports import flash_stability as report
-from parity.lab.studies.reports.flash_stability import flash_over_baseline, growth, of_length
+from parity.lab.studies.flash_stability_report import flash_over_baseline, growth, of_length
 from parity.te import Kernels
 from parity.user_error import UserError
 

@@ -16,7 +16,6 @@ from parity.lab import flops
 from parity.lab.studies import catalogue
 from parity.lab.studies import flops as study
 from parity.lab.studies.flops import Settings
-from parity.lab.studies.reports import flops as claims
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -36,31 +35,31 @@ def test_the_formulas_count_exactly_what_pytorch_counts(case: Case, size: Size, 
 
 
 def test_a_step_with_full_recomputation_is_equation_3_of_narayanan() -> None:
-    assert claims.GPT3.products("full") == claims.narayanan_step(claims.GPT3)
+    assert study.GPT3.products("full") == study.narayanan_step(study.GPT3)
 
 
 def test_palm_s_parameters_and_utilisation_follow_from_its_components() -> None:
-    palm = claims.PALM
+    palm = study.PALM
     sizes = palm.layer
-    parameters = claims.palm_parameters(palm)
+    parameters = study.palm_parameters(palm)
     assert round(parameters / 1e9, 2) == 540.35
     attention = 12 * palm.layers * sizes.heads * sizes.head_dim * sizes.seq
     assert palm.products("none") == sizes.tokens * (6 * parameters + attention)
 
 
 def test_32_in_front_of_the_brackets_counts_attention_and_logits_a_third_too_high() -> None:
-    model = claims.WIDE_LLAMA
+    model = study.WIDE_LLAMA
     sizes = model.layer
     pairs = flops.visible_pairs(sizes.seq, sizes.seq)
     core = flops.core_attention(sizes.batch, sizes.heads, pairs, sizes.head_dim)
     attention = model.layers * 4 * sum(each.forward for each in core.values())
     logits = flops.total([flops.logits(sizes.tokens, sizes.hidden, model.vocabulary)])
-    excess = claims.megatron_deepspeed_step(model, "full") - model.products("full")
+    excess = study.megatron_deepspeed_step(model, "full") - model.products("full")
     assert excess == pytest.approx((attention + logits) / 3)
 
 
 def test_every_claim_disagrees_where_the_count_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [claim.agrees[:2] for claim in claims.claims()] == ["ex", "ex", "to", "ex", "no", "no", "bu", "to"]
+    assert [claim.agrees[:2] for claim in study.claims()] == ["ex", "ex", "to", "ex", "no", "no", "bu", "to"]
     pairs, components = flops.visible_pairs, flops.in_products
 
     def twice(layer: Mapping[str, flops.Flops]) -> dict[str, flops.Flops]:
@@ -69,7 +68,7 @@ def test_every_claim_disagrees_where_the_count_is_another(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(flops, "visible_pairs", lambda *sizes, **options: 2 * pairs(*sizes, **options))
     monkeypatch.setattr(flops, "in_products", twice)
-    assert {claim.agrees[:2] for claim in claims.claims()} == {"no"}
+    assert {claim.agrees[:2] for claim in study.claims()} == {"no"}
 
 
 def test_the_report_shows_the_gate_and_every_case(tmp_path: Path) -> None:

@@ -13,8 +13,19 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity.lab.studies import catalogue
 from parity.lab.studies import fp8_accumulation as study
-from parity.lab.studies.fp8_accumulation import Cost, Costs, Run, Settings, costs_of, mean, runs
-from parity.lab.studies.reports.fp8_accumulation import FAST, SPLIT, claims, growth
+from parity.lab.studies.fp8_accumulation import (
+    FAST,
+    SPLIT,
+    Cost,
+    Costs,
+    Run,
+    Settings,
+    claims,
+    costs_of,
+    growth,
+    mean,
+    runs,
+)
 from parity.user_error import UserError
 
 SMALL = Settings(lengths=(256, 1024, 4096), interval_length=4096, intervals=(32, 128, 1024), rows=16, seeds=2)

@@ -15,6 +15,7 @@ pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
 from parity.lab.studies import fp8_recipes as study
+from parity.lab.studies import fp8_recipes_report as claims
 from parity.lab.studies.fp8_recipes import (
     BLOCKS,
     PLAIN,
@@ -32,7 +33,6 @@ from parity.lab.studies.fp8_recipes import (
     TensorRun,
     runs,
 )
-from parity.lab.studies.reports import fp8_recipes as claims
 from parity.numerics.formats import OperandPart
 from parity.te import Kernels
 from parity.user_error import UserError

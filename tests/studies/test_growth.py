@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("scipy")
-from parity.lab.studies.reports.shared import fit
+from parity.lab.studies.reporting import fit
 
 REFERENCE = {"hidden": 256.0, "depth": 1.0}
 SIZES = [{"hidden": hidden, "depth": depth} for hidden, depth in ((256, 1), (512, 1), (1024, 1), (256, 4), (256, 32))]

@@ -10,9 +10,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("scipy")
 from parity import te
 from parity.case.validate import check_case
-from parity.lab.studies.names import Judgement, Said, Settings, judgements, said_of
-from parity.lab.studies.reports import names as report
-from parity.lab.studies.reports.names import OUTCOMES, Judged
+from parity.lab.studies.names import OUTCOMES, Judged, Judgement, Said, Settings, judgements, said_of, write
 from parity.lab.studies.rows.names import ROWS, TABLES, Row
 from parity.lab.studies.rows.ports import HOSTS, port
 from parity.mistakes.codes import CODES
@@ -55,7 +53,7 @@ def test_two_cheap_rows_are_judged_and_reported(tmp_path: Path):
     found = {one: said_of(one) for one in chosen}
     assert all(Judged(ROWS[one.row], said).outcome in OUTCOMES for one, said in found.items())
     assert all(said.status == "failed" for said in found.values())
-    text = report.write(found, settings, tmp_path).read_text()
+    text = write(found, settings, tmp_path).read_text()
     assert "2 of 40" in text
 
 

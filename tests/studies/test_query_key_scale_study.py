@@ -38,7 +38,6 @@ from parity.lab.studies.query_key_scale import (
     scores,
     ways,
 )
-from parity.lab.studies.reports import query_key_scale as claims
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -175,7 +174,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_claims_are_answered_from_the_figures(found: Outcomes) -> None:
-    answers = {claim.claimed: claim.agrees for claim in claims.claims(found, SMALL, 128)}
+    answers = {claim.claimed: claim.agrees for claim in study.claims(found, SMALL, 128)}
     assert list(answers.values()) == ["only if the product is kept in FP16", "consistent", "yes", "on paper", "yes"]
 
 
@@ -184,7 +183,7 @@ def test_the_root_of_the_scale_is_the_same_where_scores_are_equally_far_off(foun
         run: replace(outcome, errors=dict.fromkeys(outcome.errors, outcome.errors["after, FP32"]))
         for run, outcome in found.items()
     }
-    answers = {claim.claimed: claim.agrees for claim in claims.claims(alike, SMALL, 128)}
+    answers = {claim.claimed: claim.agrees for claim in study.claims(alike, SMALL, 128)}
     assert answers["n (A · B) is (√n A) · (√n B)"] == "yes"
 
 

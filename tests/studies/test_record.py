@@ -85,7 +85,7 @@ def test_a_study_depends_on_what_computes_and_not_on_what_draws(study: str) -> N
     code = record.code_of(f"parity.lab.studies.{study}")
     assert f"parity.lab.studies.{study}" in code
     assert "torch" in code
-    assert not [name for name in code if ".reports" in name]
+    assert not {f"parity.lab.studies.{study}_report", "parity.lab.studies.reporting"} & set(code)
 
 
 def test_te_s_kernels_are_among_what_te_s_results_depend_on() -> None:
@@ -98,3 +98,39 @@ def test_a_change_of_statements_counts_and_one_of_comments_docstrings_and_layout
     other = 'def f(x):\n    """Twice."""\n    return 3 * x\n'
     first, second, third = (record.checksum(ast.parse(each)) for each in (text, same, other))
     assert first == second != third
+
+
+STUDY = """
+import math
+from parity.lab.studies import reporting, settings
+{constant} = 3
+def measured(): return settings.of(_rounded(math.pi))
+def _rounded(x): return x // {step}
+def write(found): return reporting.written(_table(found))
+def _table(found): return _rounded(found) + {shown}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [
+        ({"shown": "2 * _SHOWN"}, False),
+        ({"constant": "SHOWN", "shown": "SHOWN"}, False),
+        ({"step": "2"}, True),
+        ({"constant": "STEP", "step": "STEP"}, True),
+        ({"constant": "OTHER"}, True),  # neither needs it, so it may be for what runs on import
+    ],
+)
+def test_of_a_study_with_its_report_only_what_measures_counts(changed: dict[str, str], counts: bool) -> None:
+    usual = {"constant": "_SHOWN", "step": "1", "shown": "_SHOWN"}
+    before, after = (
+        ast.unparse(record.without_report(ast.parse(STUDY.format(**each)))) for each in (usual, usual | changed)
+    )
+    assert (before != after) == counts
+    assert "settings" in before
+    assert not [name for name in ("reporting", "write", "_table", "_SHOWN") if name in before]
+
+
+def test_a_module_that_is_no_study_counts_whole() -> None:
+    text = "def write(found):\n    return found"
+    assert ast.unparse(record.without_report(ast.parse(text))) == text

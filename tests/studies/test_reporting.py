@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("scipy")
 from parity.case.case import Rng
-from parity.lab.studies.reports.shared import all_of, between, interval, mean_digits, ratio_interval, ratios_between
+from parity.lab.studies.reporting import all_of, between, interval, mean_digits, ratio_interval, ratios_between
 
 
 @pytest.mark.parametrize(

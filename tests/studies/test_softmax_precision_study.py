@@ -19,7 +19,7 @@ from parity import te
 from parity.case.case import Rng
 from parity.lab.studies import catalogue
 from parity.lab.studies import softmax_precision as study
-from parity.lab.studies.reports import softmax_precision as report
+from parity.lab.studies import softmax_precision_report as report
 from parity.lab.studies.softmax_precision import (
     DTYPES,
     WAYS,

@@ -15,15 +15,7 @@ from parity import te
 from parity.lab import record
 from parity.lab.studies import catalogue
 from parity.lab.studies import training_drift as study
-from parity.lab.studies.reports import training_drift as report
-from parity.lab.studies.reports.training_drift import (
-    claims,
-    of_algorithm,
-    of_format,
-    of_other_start,
-    of_rounding,
-    of_te,
-)
+from parity.lab.studies import training_drift_report as report
 from parity.lab.studies.training_drift import (
     Distance,
     Drift,
@@ -37,6 +29,14 @@ from parity.lab.studies.training_drift import (
     drift_of,
     pairs,
     trajectory,
+)
+from parity.lab.studies.training_drift_report import (
+    claims,
+    of_algorithm,
+    of_format,
+    of_other_start,
+    of_rounding,
+    of_te,
 )
 from parity.te import Kernels
 from parity.user_error import UserError

@@ -7,8 +7,9 @@ A study is a module that ``catalogue.STUDIES`` names; it has
 * ``RECORD``, the name of its record in a folder, if it keeps one (``record``);
 * ``measured(settings, folder)``, which measures what ``folder`` has no record of yet and returns what the report says.
 
-The module of the same name in ``reports/`` has ``write``, which is given that and writes the report into the folder.
-The study does not import its report, so that a record names the code that computed it and no other. ``rows/`` has the
-fixed tables of wrong ports and right ones that ``names``, ``trainings`` and ``ranks`` judge. ``settings``,
-``stepwise``, ``te_modules`` and ``training`` are what studies share, and ``reports/shared`` what their reports do.
+``write``, which is given that, writes the report into the folder. It stands at the end of the study's module, or, where
+the two are long, in a module of its own whose name ends in ``_report``. Nothing that measures needs it, so that a
+record names the code that computed it and no other. ``rows/`` has the fixed tables of wrong ports and right ones that
+``names``, ``trainings`` and ``ranks`` judge. ``settings``, ``stepwise``, ``te_modules`` and ``training`` are what
+studies share, and ``reporting`` what their reports do.
 """

@@ -60,8 +60,9 @@ def run(name: str, settings: Any, folder: Path) -> Path:
     Raises:
         UserError: if there is no such study, a library is missing, or the settings do not fit each other.
     """
-    measured = load(name).measured(settings, folder)
-    report = importlib.import_module(f"parity.lab.studies.reports.{name}")
+    study = load(name)
+    measured = study.measured(settings, folder)
+    report = study if hasattr(study, "write") else importlib.import_module(f"{study.__name__}_report")
     path: Path = report.write(*measured, folder)
     return path
 

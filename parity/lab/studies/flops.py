@@ -7,11 +7,12 @@ forward and a backward pass and counts its matrix products; both numbers have to
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +21,9 @@ from parity import te
 from parity.case import registry
 from parity.case.case import Case, Pair, Rng, Size, draw_inputs
 from parity.lab import flops
+from parity.lab.flops import Flops, LayerSizes, Recomputation
+from parity.lab.studies import reporting
+from parity.lab.studies.reporting import Claim
 from parity.passes import one_pass
 from parity.progress import followed
 from parity.te import Kernels
@@ -139,3 +143,353 @@ def _check(settings: Settings) -> None:
         raise UserError(
             f"heads={settings.heads} must divide hidden={settings.hidden}, and groups={settings.groups} the heads"
         )
+
+
+# What the sources of FLOP formulas claim, computed again from the components of ``parity.lab.flops``.
+
+
+_DAY = 86400.0
+_AS_ROUNDED = 0.05  # of a figure with two digits
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model in training.
+
+    Attributes:
+        layer: sizes of each layer, batch included.
+        layers: how many.
+        vocabulary: width of the logits.
+    """
+
+    layer: LayerSizes
+    layers: int
+    vocabulary: int
+
+    def products(self, recomputation: Recomputation) -> int:
+        """Return the FLOPs of a step in matrix products."""
+        components = flops.in_products(flops.layer(self.layer))
+        of_layer = flops.total(components.values()) + flops.recomputed(components, recomputation)
+        logits = flops.logits(self.layer.tokens, self.layer.hidden, self.vocabulary)
+        return self.layers * of_layer + flops.total([logits])
+
+
+# Narayanan et al., table 1, the row of 174.6 billion parameters, trained at batch size 1536 (section 5.1).
+GPT3 = Model(LayerSizes(1536, 2048, 12288, 96, 96, 128, 4 * 12288), 96, 51200)
+# PaLM 540B: A. Chowdhery et al., arXiv 2204.02311, table 1. One sequence.
+PALM = Model(LayerSizes(1, 2048, 18432, 48, 1, 256, 4 * 18432, gated=True, rms=True), 118, 256000)
+# A llama of 7 billion parameters, but with the gate at the width of 4 h.
+WIDE_LLAMA = Model(LayerSizes(1, 4096, 4096, 32, 32, 128, 4 * 4096, gated=True, rms=True), 32, 32000)
+
+
+def narayanan_layer(sizes: LayerSizes) -> int:
+    """Return 24 B s h^2 + 4 B s^2 h, forward (arXiv 2104.04473, appendix)."""
+    return 24 * sizes.tokens * sizes.hidden**2 + 4 * sizes.tokens * sizes.seq * sizes.hidden
+
+
+def narayanan_step(model: Model) -> int:
+    """Return 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)), layers recomputed (ibid., equation 3), as integers."""
+    sizes, layers = model.layer, model.layers
+    terms = 96 * layers * sizes.hidden**2 + 16 * layers * sizes.seq * sizes.hidden + 6 * sizes.hidden * model.vocabulary
+    return sizes.tokens * terms
+
+
+def megatron_deepspeed_step(model: Model, recomputation: Recomputation) -> float:
+    """Return what Megatron-DeepSpeed reports since its pull request 283 (``megatron/training.py``).
+
+    That is equation 3 with 24 or 32 as coefficient and 4 or 3 as factor, both in front of the same brackets.
+    """
+    sizes, layers = model.layer, model.layers
+    coefficient = 32 if sizes.gated else 24
+    factor = 4 if recomputation == "full" else 3
+    brackets = 1 + sizes.seq / (6 * sizes.hidden) + model.vocabulary / (16 * layers * sizes.hidden)
+    return coefficient * factor * sizes.tokens * layers * sizes.hidden**2 * brackets
+
+
+def palm_parameters(model: Model) -> int:
+    """Count the products' weights; PaLM's embedding and logits share theirs, and its norms' are few."""
+    one_token = replace(model.layer, batch=1, seq=1)
+    of_layer = flops.in_products(flops.layer(one_token))
+    weights = sum(each.forward // 2 for name, each in of_layer.items() if name not in ("scores", "context"))
+    return model.layers * weights + model.layer.hidden * model.vocabulary
+
+
+def claims() -> Iterator[Claim]:
+    """Yield each source's figure and ours."""
+    yield from _of_narayanan()
+    yield from _of_the_gate()
+    yield _of_megatron_lm()
+    yield _of_palm()
+
+
+def _of_narayanan() -> Iterator[Claim]:
+    source = "Narayanan et al., arXiv 2104.04473"
+    of_layer = sum(each.forward for each in flops.in_products(flops.layer(GPT3.layer)).values())
+    expected = narayanan_layer(GPT3.layer)
+    yield Claim(
+        f"{source}, appendix",
+        f"a layer's forward pass: 24 B s h² + 4 B s² h, for their 175B model {expected:,}",
+        f"{of_layer:,}",
+        _equal(of_layer, expected),
+        "the same products, added up one by one",
+    )
+    step, equation = GPT3.products("full"), narayanan_step(GPT3)
+    yield Claim(
+        f"{source}, equation 3",
+        f"a step with whole layers recomputed: 96 B s l h² (1 + s/6h + V/16lh) = {equation:,}",
+        f"{step:,}",
+        _equal(step, equation),
+        "layers count four times (forward, again, two backward), logits three times",
+    )
+    days = step * 300e9 / GPT3.layer.tokens / (1024 * 140e12) / _DAY
+    yield Claim(
+        f"{source}, section 5.1",
+        "300 billion tokens on 1024 GPUs at 140 TFLOP/s each: 34 days",
+        f"{days:.1f} days",
+        f"to {abs(days / 34 - 1):.1%}" if abs(days / 34 - 1) < _AS_ROUNDED else _equal(days, 34),
+        "they take 8 T P / (n X), which leaves out attention's scores and context: "
+        f"{8 * 300e9 * 175e9 / (1024 * 140e12) / _DAY:.1f} days",
+    )
+
+
+def _of_the_gate() -> Iterator[Claim]:
+    source = "Megatron-DeepSpeed (BigScience), pull request 283"
+    sizes = WIDE_LLAMA.layer
+    forward = flops.in_products(flops.layer(sizes))
+    weights = sum(each.forward for name, each in forward.items() if name not in ("scores", "context"))
+    unit = sizes.tokens * sizes.hidden**2
+    yield Claim(
+        source,
+        "24 B s h² become 32 B s h² a layer and pass with a gate at the same width",
+        f"{weights / unit:g} B s h²",
+        _equal(weights, 32 * unit),
+        "the gate is one more product of 8 B s h²",
+    )
+    reasons: dict[Recomputation, str] = {
+        "full": "32 stands in front of the brackets, so attention's and the logits' share grow by 4/3 as well, though "
+        "the gate changes neither",
+        "none": "attention's share is 4/3 of what it should be; the logits' is right, because the 3/4 that it loses "
+        "with the factor cancels the 4/3",
+    }
+    for recomputation, why in reasons.items():
+        theirs, ours = megatron_deepspeed_step(WIDE_LLAMA, recomputation), WIDE_LLAMA.products(recomputation)
+        yield Claim(
+            f"{source}, the code, recomputation {recomputation}",
+            f"a step of a gated 32-layer model (h 4096, s 4096, V 32000): {theirs:.4g}",
+            f"{ours:.4g}",
+            _equal(ours, theirs),
+            why,
+        )
+
+
+def _of_megatron_lm() -> Claim:
+    seq = 4096
+    exact = flops.visible_pairs(seq, seq, causal=True)
+    return Claim(
+        "Megatron-LM, `num_floating_point_operations`",
+        f"a causal mask leaves s² / 2 pairs: {seq * seq // 2:,} at s = {seq}",
+        f"s (s + 1) / 2 = {exact:,}",
+        "but for 1 / s" if 2 * exact == seq * seq + seq else _equal(exact, seq * seq // 2),
+        "a token sees itself, too",
+    )
+
+
+def _of_palm() -> Claim:
+    tokens_a_second, chips, peak = 238.3e3, 6144, 275e12
+    per_token = PALM.products("none") / PALM.layer.tokens
+    parameters = palm_parameters(PALM)
+    used = [tokens_a_second * each / (chips * peak) for each in (per_token, 6 * parameters)]
+    return Claim(
+        "PaLM, arXiv 2204.02311, appendix B",
+        "6 N + 12 L H Q T FLOPs a token, of 540.35 billion parameters; utilisation 46.2 %, without attention 45.7 %",
+        f"{parameters / 1e9:.2f} billion; {100 * used[0]:.1f} %, {100 * used[1]:.1f} %",
+        "to all digits" if [round(100 * each, 1) for each in used] == [46.2, 45.7] else "no",
+        "all pairs counted as if there were no causal mask, nothing for recomputation: the sum of our components",
+    )
+
+
+def _equal(ours: float, theirs: float) -> str:
+    return "exactly" if ours == theirs else f"no: ours is {100 * (ours / theirs - 1):+.2g} %"
+
+
+_FORMULAS = {
+    "query": ("2 B s h · heads d", "Narayanan et al., appendix"),
+    "key": ("2 B s h · groups d", "ibid.; groups: Megatron-LM, `num_floating_point_operations`"),
+    "value": ("2 B s h · groups d", "ibid."),
+    "scores": ("2 B · heads d · pairs", "Narayanan et al., appendix; pairs: counted"),
+    "context": ("2 B · heads d · pairs", "ibid."),
+    "output": ("2 B s h · heads d", "Narayanan et al., appendix"),
+    "gate": ("2 B s h f", "Megatron-DeepSpeed, pull request 283"),
+    "up": ("2 B s h f", "Narayanan et al., appendix"),
+    "down": ("2 B s h f", "ibid."),
+    "attention norm": ("4 B s h", "counted from RMSNorm's definition; backward 9 (LayerNorm: 7 and 13)"),
+    "mlp norm": ("4 B s h", "as the attention's norm"),
+}
+_GROUPS = {
+    "projections": ("query", "key", "value", "output"),
+    "scores and context": ("scores", "context"),
+    "MLP": ("gate", "up", "down"),
+    "norms": ("attention norm", "mlp norm"),
+}
+
+_INTRODUCTION = """\
+How many floating-point operations does a layer take? Every throughput in TFLOP/s is a time and this number, so one that
+is off by a third makes a GPU look a third faster. `parity/lab/flops.py` gives it component by component. An addition or
+a multiplication is one operation: a product of `[m, k]` and `[k, n]` takes 2 m k n. B is the batch, s the sequence's
+length, h the hidden size, d the width of a head, f the width inside the MLP, V the vocabulary. The backward pass of a
+product is two products, so twice as much. Biases, activations, softmax, RoPE and residual additions are left out, as in
+every source: for each of them a token costs some multiple of h (or a score some constant), for a product h²."""
+
+_CASES = """\
+`torch.utils.flop_counter` counts the matrix products that a module calls, and nothing else. It cannot see into TE's
+compiled kernels, so it watches the plain module of each case, forward and backward. The last column is what a kernel
+does that leaves out what a causal mask or a window hides, which TE's fused attention is; the plain modules compute it
+and throw it away."""
+
+
+def write(found: Mapping[Run, Count], settings: Settings, folder: Path) -> Path:
+    """Write ``flops.md`` and ``flops.png`` into the folder; returns the report's path."""
+    _plot(settings).savefig(folder / "flops.png", dpi=110)
+    return reporting.written(folder / "flops.md", _sections(found, settings))
+
+
+def llama(settings: Settings) -> LayerSizes:
+    """Return the layer that is taken apart: gated at 4 h, RMSNorm, grouped-query attention, causal."""
+    return LayerSizes(
+        batch=settings.batch,
+        seq=settings.seq,
+        hidden=settings.hidden,
+        heads=settings.heads,
+        groups=settings.groups,
+        head_dim=settings.hidden // settings.heads,
+        ffn=4 * settings.hidden,
+        gated=True,
+        rms=True,
+        causal=True,
+    )
+
+
+def _sections(found: Mapping[Run, Count], settings: Settings) -> Iterator[str]:
+    equal = sum(count.counted == count.computed for count in found.values())
+    yield "# FLOPs, in the open"
+    yield f"**{equal} of {len(found)} cases: the formulas and PyTorch's counter agree to the last operation.**"
+    yield _INTRODUCTION
+    yield f"Counted with torch {torch.__version__}; a count is the same on any device."
+    yield "## A layer, component by component"
+    sizes = llama(settings)
+    yield (
+        f"RMSNorm, {sizes.heads} heads in {sizes.groups} groups, a gated MLP with f = 4 h, causal: batch {sizes.batch},"
+        f" s = {sizes.seq}, h = {sizes.hidden}. Counts are in GFLOP. Logits come once a model, after the last layer; "
+        f"here V = {settings.vocabulary}."
+    )
+    yield _by_component(sizes, settings.vocabulary)
+    yield "![Share of each component over the sequence's length](flops.png)"
+    yield "## What a gate costs: 24 becomes 32"
+    yield _gate_section(sizes)
+    yield "## Causal masks and recomputation"
+    yield _of_recomputation(sizes)
+    yield "## Claims"
+    yield reporting.claims(claims())
+    yield "## Every case of the default suite"
+    yield _CASES
+    yield _by_case(found)
+    yield "Made by `parity study flops`."
+
+
+def _by_component(sizes: LayerSizes, vocabulary: int) -> str:
+    rows = []
+    components = flops.layer(sizes)
+    whole = flops.total(components.values())
+    for name, each in components.items():
+        formula, source = _FORMULAS[name]
+        share = f"{100 * flops.total([each]) / whole:.2g} %"
+        rows.append([name, formula, _giga(each.forward), _giga(each.backward), share, source])
+    sums = [sum(getattr(each, direction) for each in components.values()) for direction in ("forward", "backward")]
+    rows.append(["**all of a layer**", "", *map(_giga, sums), "100 %", ""])
+    logits = flops.logits(sizes.tokens, sizes.hidden, vocabulary)
+    source = "Narayanan et al., appendix: 6 B s h V with both passes"
+    rows.append(["logits", "2 B s h V", _giga(logits.forward), _giga(logits.backward), "", source])
+    return reporting.texts(rows, ["component", "formula, forward", "forward", "backward", "share", "source"])
+
+
+def _gate_section(sizes: LayerSizes) -> str:
+    plain = replace(sizes, groups=sizes.heads, gated=False, causal=False)
+    variants = {
+        "plain MLP, f = 4 h": plain,
+        "gated MLP, f = 4 h": replace(plain, gated=True),
+        "gated MLP, f = 8 h / 3": replace(plain, gated=True, ffn=round(8 * sizes.hidden / 3)),
+    }
+    rows = []
+    for name, each in variants.items():
+        forward = {key: value.forward for key, value in flops.layer(each).items()}
+        unit = each.tokens * each.hidden**2
+        coefficients = [sum(forward.get(key, 0) for key in _GROUPS[group]) / unit for group in ("projections", "MLP")]
+        rows.append([name, *(f"{value:.4g}" for value in (*coefficients, sum(coefficients)))])
+    table = reporting.numbers(rows, ["B s h², forward", "projections", "MLP", "together"])
+    return (
+        f"{table}\n\nThe gate is a third product as wide as the other two. Shazeer (arXiv 2002.05202) therefore "
+        "narrows the MLP to two thirds, which makes it cost what a plain one does (to the last digit only if h is a "
+        "multiple of 3). A throughput computed with 24 for a model that has its gate at full width is a quarter too "
+        "low."
+    )
+
+
+def _of_recomputation(sizes: LayerSizes) -> str:
+    rows = []
+    for causal in (False, True):
+        components = flops.in_products(flops.layer(replace(sizes, causal=causal)))
+        step = flops.total(components.values())
+        again = [flops.recomputed(components, kind) for kind in ("none", "selective", "full")]
+        pairs = flops.visible_pairs(sizes.seq, sizes.seq, causal)
+        rows.append(
+            [
+                "causal" if causal else "all pairs",
+                f"{pairs / sizes.seq**2:.4f}",
+                *(_giga(step + more) for more in again),
+            ]
+        )
+    headers = ["attention computes", "of the pairs", "step, GFLOP", "+ selective recomputation", "+ full recomputation"]
+    return (
+        f"{reporting.numbers(rows, headers)}\n\nA causal kernel computes (s + 1) / 2 s of the pairs. Selective "
+        "recomputation repeats scores and context (Korthikanti et al., arXiv 2205.05198), full recomputation the whole "
+        "forward pass. A model's utilisation (PaLM's MFU) counts the step alone; that of the hardware counts what it "
+        "repeats, too."
+    )
+
+
+def _by_case(found: Mapping[Run, Count]) -> str:
+    rows = [
+        [
+            f"`{run.case}`",
+            run.size,
+            f"{count.counted:,}",
+            f"{count.computed:,}",
+            "exactly" if count.counted == count.computed else "no",
+            "the same" if count.skipping == count.computed else f"{count.skipping:,}",
+        ]
+        for run, count in found.items()
+    ]
+    headers = ["case", "size", "PyTorch's counter", "our formulas", "agree", "skipping hidden pairs"]
+    return reporting.texts(rows, headers)
+
+
+def _giga(count: int) -> str:
+    return f"{count / 1e9:,.2f}"
+
+
+def _plot(settings: Settings) -> Figure:
+    figure = Figure(figsize=(9.2, 4.0), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, causal in zip(axes, (False, True), strict=True):
+        layers = [flops.layer(replace(llama(settings), seq=seq, causal=causal)) for seq in settings.seqs]
+        shares = [[_share(layer, names) for layer in layers] for names in _GROUPS.values()]
+        axis.stackplot(settings.seqs, shares, labels=list(_GROUPS), alpha=0.85)
+        axis.set(title="causal" if causal else "all pairs", xlabel="sequence length, tokens", xscale="log", ylim=(0, 1))
+    axes[0].set_ylabel("share of a layer's FLOPs")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(_GROUPS))
+    return figure
+
+
+def _share(layer: Mapping[str, Flops], names: tuple[str, ...]) -> float:
+    chosen = [layer[name] for name in names if name in layer]
+    return flops.total(chosen) / flops.total(layer.values())

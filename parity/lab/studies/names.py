@@ -6,8 +6,9 @@ The table (``rows``) was written before the search that it judges was changed, a
 from __future__ import annotations
 
 import functools
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from parity.comparison import explain_at, judge_at
 from parity.judge.limits import packaged
 from parity.lab import record
 from parity.lab.campaign import Campaign, FourDigits
-from parity.lab.studies.rows.names import ROWS, TABLES
+from parity.lab.studies import reporting
+from parity.lab.studies.rows.names import ROWS, TABLES, Row
 from parity.lab.studies.rows.ports import HOSTS, LAYERS, port
 from parity.lab.studies.settings import check_names
+from parity.mistakes.codes import CODES, UNEXPLAINED
 from parity.te import PRECISIONS, Backend
 
 RECORD = "names.jsonl"
@@ -144,3 +147,158 @@ def said_of(one: Judgement) -> Said:
     seconds = time.process_time() - began
     findings = tuple((one.title, one.message, one.sure) for one in result.findings)
     return Said(result.status, result.margin, findings, result.reason, seconds)
+
+
+# The report: how often mistakes are detected and named, and what is said of the others.
+
+
+_DETECTION = ("partial", "kinds")
+# A message this long is cut in a table.
+_LONG = 160
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row's outcome at one precision.
+
+    Attributes:
+        row: what was planted.
+        said: what parity said.
+    """
+
+    row: Row
+    said: Said
+
+    @property
+    def detected(self) -> bool:
+        """Return whether the port was rejected."""
+        return self.said.status == "failed"
+
+    @property
+    def causes(self) -> list[tuple[str, str, bool]]:
+        """The findings that name a cause, with whether it is told as a fact."""
+        return [finding for finding in self.said.findings if CODES.get(finding[0]) not in UNEXPLAINED]
+
+    @property
+    def outcome(self) -> str:
+        """``named`` if the first cause is right, ``no place`` if only its place or its number is missing, ``second`` if
+        a later one is right, ``misnamed`` if a wrong one is told as a fact, ``doubted`` if it is told with doubts,
+        ``unnamed`` without a cause, or ``not detected``.
+        """
+        if not self.detected:
+            return "not detected"
+        if not self.causes:
+            return "unnamed"
+        title, message, is_fact = self.causes[0]
+        if self.row.is_named_by(title, message):
+            return "named"
+        if title in self.row.titles:
+            return "no place"
+        if any(self.row.is_named_by(*cause[:2]) for cause in self.causes):
+            return "second"
+        return "misnamed" if is_fact else "doubted"
+
+
+OUTCOMES = ("named", "no place", "second", "doubted", "misnamed", "unnamed", "not detected")
+
+
+def write(found: Mapping[Judgement, Said], settings: Settings, folder: Path) -> Path:
+    """Write the report, and return its path."""
+    return reporting.written(folder / "names.md", _sections(found, settings))
+
+
+def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[str]:
+    yield "# Which mistakes of wrong ports are named"
+    yield (
+        "Wrong ports, written in TE by hand next to a plain reference, and what parity says of them. The table of rows "
+        "was written before the search that it judges was changed, and without looking at what the search tries. "
+        + reporting.made_on(te.kernels(settings.backend), settings.commit)
+        + f" Seed {settings.seed}. Seconds are processor time of the search for a cause, on a machine that others use."
+    )
+    yield (
+        "*Named*: the first finding that names a cause has the right title, tells the number and says at which part of "
+        "a place the mistake is. *No place*: the title is right, but the number or the part is not told. *Second*: the "
+        "right name comes, but another one first. *Doubted*: another cause is told, with what speaks against it. "
+        "*Misnamed*: another cause is told as a fact. *Unnamed*: the port "
+        "fails, and no cause is told (PAR501, PAR502). A row that is not judged yet counts nowhere."
+    )
+    yield "## Rates"
+    yield reporting.texts(
+        list(_rates(found, settings)), ["table", "precision", "judged", *OUTCOMES, "seconds, median and most"]
+    )
+    yield from _right_ports(found)
+    for precision in settings.precisions:
+        yield from _detection(found, precision)
+    for name in (name for name in settings.tables if name in TABLES):
+        for precision in settings.precisions:
+            yield from _others(found, name, precision)
+
+
+def _judged(
+    found: Mapping[Judgement, Said], names: Sequence[str], precision: str, only_searched: bool = True
+) -> list[Judged]:
+    """Return the outcomes of these tables' rows, each once; a verdict is the same whether its cause is searched for."""
+    rows = {row.name for name in names for row in TABLES[name]}
+    said = {
+        one.row: said
+        for one, said in found.items()
+        if one.row in rows and one.precision == precision and (one.searched or not only_searched)
+    }
+    return [Judged(ROWS[name], each) for name, each in said.items()]
+
+
+def _rates(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[list[str]]:
+    for name in (name for name in settings.tables if name in TABLES):
+        for precision in settings.precisions:
+            judged = _judged(found, [name], precision)
+            counts = [str(sum(one.outcome == outcome for one in judged)) for outcome in OUTCOMES]
+            seconds = [one.said.seconds for one in judged if one.detected]
+            times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "–"
+            yield [name, f"`{precision}`", f"{len(judged)} of {len(TABLES[name])}", *counts, times]
+
+
+def _right_ports(found: Mapping[Judgement, Said]) -> Iterator[str]:
+    right = {(one.host, one.precision): said for one, said in found.items() if not one.row}
+    if not right:
+        return
+    rejected = [
+        f"`{host}` at `{precision}` ({said.status}: {said.reason or said.findings})"
+        for (host, precision), said in right.items()
+        if said.status != "passed"
+    ]
+    yield "## Right ports"
+    yield ": ".join([f"Of {len(right)} comparisons of right ports, {len(rejected)} did not pass", *rejected])
+
+
+def _detection(found: Mapping[Judgement, Said], precision: str) -> Iterator[str]:
+    judged = _judged(found, tuple(TABLES), precision, only_searched=False)
+    if not judged:
+        return
+    missed = [one for one in judged if not one.detected]
+    names = {row.name for name in _DETECTION for row in TABLES[name]}
+    kinds = [one for one in judged if one.row.name in names]
+    yield f"## Detection at `{precision}`"
+    yield (
+        f"Of {len(kinds)} kinds (of the tables partial and kinds), {sum(one.detected for one in kinds)} are detected; "
+        f"of all {len(judged)} rows, {len(judged) - len(missed)}."
+    )
+    if missed:
+        rows = [
+            [one.row.name, one.row.host, one.said.status, f"{one.said.margin:.2g}", one.said.reason] for one in missed
+        ]
+        yield reporting.texts(rows, ["not detected", "host", "status", "margin", "reason"])
+
+
+def _others(found: Mapping[Judgement, Said], name: str, precision: str) -> Iterator[str]:
+    others = [one for one in _judged(found, [name], precision) if one.outcome not in ("named", "not detected")]
+    if not others:
+        return
+    yield f"## Not named: {name} at `{precision}`"
+    rows = [[one.outcome, one.row.name, one.row.titles[0], *_first(one)] for one in others]
+    yield reporting.texts(rows, ["outcome", "row", "right name", "said instead", "in words"])
+
+
+def _first(one: Judged) -> tuple[str, str]:
+    title, message, _ = (one.causes or one.said.findings or [("nothing", "", False)])[0]
+    message = " ".join(message.split()).replace("|", "\\|")
+    return title, message if len(message) <= _LONG else f"{message[:_LONG]}…"

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from parity.lab.studies import reporting
 from parity.lab.studies.fp8_recipes import (
     AS_GOOD_DB,
     BLOCKS,
@@ -37,8 +38,7 @@ from parity.lab.studies.fp8_recipes import (
     TensorRun,
     steps_run,
 )
-from parity.lab.studies.reports import shared as reporting
-from parity.lab.studies.reports.shared import Claim
+from parity.lab.studies.reporting import Claim
 from parity.lab.studies.te_modules import MODULES
 from parity.report.numbers import plural, short
 from parity.te import Kernels
@@ -303,9 +303,7 @@ def write(
     """
     by_distribution(found, settings).savefig(folder / DISTRIBUTION_PICTURE, dpi=80)
     around_changes(found, settings).savefig(folder / STEPS_PICTURE, dpi=90)
-    path = folder / "fp8_recipes.md"
-    path.write_text("\n\n".join(_sections(found, missing, settings, kernels)) + "\n", encoding="utf-8")
-    return path
+    return reporting.written(folder / "fp8_recipes.md", _sections(found, missing, settings, kernels))
 
 
 def recovery(found: Results, settings: Settings, recipe: str, history: int, side: str, change: str) -> list[str]:

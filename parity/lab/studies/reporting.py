@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -307,10 +308,17 @@ def outcome(status: str, is_named: bool) -> str:
     return "named" if is_named else "detected"
 
 
-def made_on(kernels: Kernels) -> str:
-    """Say on what TE's figures were made, in a sentence."""
+def made_on(kernels: Kernels, commit: str = "") -> str:
+    """Say on what TE's figures were made and, where it is known, at which commit."""
     device = environment.gpu_name() if kernels.backend == "gpu" else "the CPU"
     return (
-        f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "
+        (f"Measured at commit {commit}. " if commit else "")
+        + f"TE's kernels here are {environment.KERNELS[kernels.backend]}. Everything ran on {device}, with "
         f"TransformerEngine {te.version()} and torch {torch.__version__}."
     )
+
+
+def written(path: Path, sections: Iterable[str]) -> Path:
+    """Write a report of these sections, and return its path."""
+    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+    return path

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from parity.lab.studies.reports import shared as reporting
-from parity.lab.studies.reports.shared import NO, YES, Claim, mean_digits, ratios, ratios_between
+from parity.lab.studies import reporting
+from parity.lab.studies.reporting import NO, YES, Claim, mean_digits, ratios, ratios_between
 from parity.lab.studies.softmax_precision import (
     DTYPES,
     LAYOUTS,
@@ -255,9 +255,7 @@ _MEANING = """\
 def write(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels, folder: Path) -> Path:
     """Write ``softmax_precision.md`` and ``.png`` into the folder; returns the report's path."""
     _plot(found, settings).savefig(folder / "softmax_precision.png", dpi=100)
-    path = folder / "softmax_precision.md"
-    path.write_text("\n\n".join(_sections(found, settings, kernels)) + "\n", encoding="utf-8")
-    return path
+    return reporting.written(folder / "softmax_precision.md", _sections(found, settings, kernels))
 
 
 def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels) -> Iterator[str]:

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parity import te
-from parity.lab.studies.reports import shared as reporting
-from parity.lab.studies.reports.shared import CANNOT_TELL, Claim, all_of, ratio_interval, ratios_between, verdict
+from parity.lab.studies import reporting
+from parity.lab.studies.reporting import CANNOT_TELL, Claim, all_of, ratio_interval, ratios_between, verdict
 from parity.lab.studies.settings import name_of, told_gpu
 from parity.lab.studies.training_drift import (
     Distance,
@@ -361,10 +361,7 @@ def write(found: Drifts, missing: Mapping[str, str], settings: Settings, kernels
         draw_te(found, settings, precisions).savefig(folder / "training_drift_te.png", dpi=90)
     if low_formats(settings):
         tensors(found, settings).savefig(folder / "training_drift_tensors.png", dpi=90)
-    path = folder / "training_drift.md"
-    sections = _sections(found, missing, settings, kernels, precisions)
-    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return path
+    return reporting.written(folder / "training_drift.md", _sections(found, missing, settings, kernels, precisions))
 
 
 def _sections(

@@ -14,6 +14,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from parity.lab.studies import reporting
 from parity.lab.studies.expected_error import (
     AFTER_REPAIR,
     ALONE,
@@ -37,8 +38,7 @@ from parity.lab.studies.expected_error import (
     held_out,
     sweep,
 )
-from parity.lab.studies.reports import shared as reporting
-from parity.lab.studies.reports.shared import (
+from parity.lab.studies.reporting import (
     CANNOT_TELL,
     NO,
     YES,
@@ -421,10 +421,7 @@ def write(
     growth(found, settings).savefig(folder / GROWTH_PICTURE, dpi=80)
     if settings.parts:
         parts(found, settings).savefig(folder / PARTS_PICTURE, dpi=90)
-    path = folder / "expected_error.md"
-    sections = _sections(found, drawn, missing, settings, kernels)
-    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-    return path
+    return reporting.written(folder / "expected_error.md", _sections(found, drawn, missing, settings, kernels))
 
 
 def _sections(

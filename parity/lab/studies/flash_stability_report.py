@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parity import te
+from parity.lab.studies import reporting
 from parity.lab.studies.flash_stability import (
     ALONE,
     AS_KERNELS,
@@ -34,8 +35,7 @@ from parity.lab.studies.flash_stability import (
     untiled,
     whole_runs,
 )
-from parity.lab.studies.reports import shared as reporting
-from parity.lab.studies.reports.shared import Claim, verdict
+from parity.lab.studies.reporting import Claim, verdict
 from parity.lab.studies.settings import name_of
 from parity.lab.studies.stepwise import FORMATS, STEPS, UNLIMITED
 from parity.report.environment import KERNELS
@@ -458,9 +458,7 @@ def write(found: Results, settings: Settings, kernels: Kernels, folder: Path) ->
         folder: exists.
     """
     draw(found, settings).savefig(folder / "flash_stability.png", dpi=90)
-    path = folder / "flash_stability.md"
-    path.write_text("\n\n".join(_sections(found, settings, kernels)) + "\n", encoding="utf-8")
-    return path
+    return reporting.written(folder / "flash_stability.md", _sections(found, settings, kernels))
 
 
 def _sections(found: Results, settings: Settings, kernels: Kernels) -> Iterator[str]:

@@ -1,1 +1,0 @@
-"""Draw the reports of studies, each from what its study measured."""
