@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -219,14 +220,22 @@ def test_attention_beyond_memory_is_made_smaller_and_keeps_its_kind(
 @pytest.mark.parametrize(
     ("told", "runs"),
     [
-        (["torchrun", "--nproc_per_node=2", "a.py", "-x"], "torchrun --nproc_per_node=2 -m CHILD a.py -x"),
-        (["python", "-m", "torch.distributed.run", "a.py"], "python -m torch.distributed.run -m CHILD a.py"),
-        (["torchrun", "-m", "pytest", "a.py", "-k", "b"], "torchrun -m CHILD -m pytest a.py -k b"),
+        (["torchrun", "--nproc_per_node=2", "a.py", "-m"], "THIS LAUNCHER --nproc_per_node=2 CHILD a.py -m"),
+        (["python", "-m", "torch.distributed.run", "a.py"], "python LAUNCHER CHILD a.py"),
+        (["torchrun", "-m", "pytest", "a.py", "-k", "b"], "THIS LAUNCHER CHILD -m pytest a.py -k b"),
+        (["python", "-u", "a.py"], "python -u CHILD a.py"),
         (["nvidia-smi"], "nvidia-smi"),
     ],
 )
 def test_processes_that_tests_start_run_on_the_cpu_kernels(told: list[str], runs: str) -> None:
-    assert plugin.on_the_cpu(told) == runs.replace("CHILD", "parity.lab.nvidia_tests.child").split()
+    words = {
+        "THIS": sys.executable,
+        "LAUNCHER": "CHILD -m torch.distributed.run",
+        "CHILD": "-m parity.lab.nvidia_tests.child",
+    }
+    for word, meant in words.items():
+        runs = runs.replace(word, meant)
+    assert plugin.on_the_cpu(told) == runs.split()
 
 
 def test_a_failure_without_a_row_is_not_explained() -> None:

@@ -1,7 +1,9 @@
-"""Import TransformerEngine on the CPU kernels once, and run pytest in a process of its own for each order that is read.
+"""Import TransformerEngine on the CPU kernels once, and fork a process for each program that is asked for.
 
-An order is a line of JSON on the standard input: pytest's arguments, the variables, the folder and the file for what is
-said. The answer is two lines: the process's number, and its exit code when it has ended.
+Two ask. ``measure`` writes an order for pytest, a line of JSON, to the standard input, and reads two lines: the
+process's number, and its exit code when it has ended. Python programs that tests start, ranks too, ask at a socket, as
+``child`` does: they get the same two lines, and their own standard streams. All processes are children of this one, so
+that its times and those of its children are those of a test.
 """
 
 from __future__ import annotations
@@ -9,46 +11,165 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import selectors
+import signal
+import socket
 import sys
+import tempfile
 import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+# Where the host listens, for the processes that it forks and those that they start.
+ADDRESS = "PARITY_NVIDIA_TESTS_HOST"
+# What PyTorch's and TE's modules (2.20.2) read while they are imported; the other variables are set later.
+READ_AT_IMPORT = (
+    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_CPU_OFFLOAD_V1", "NVTE_FLASH_ATTN", "NVTE_TORCH_COMPILE"),
+    *("OMP_NUM_THREADS", "PARITY_EMULATED_GPU", "PYTORCH_JIT"),
+)
 
 
 def main() -> None:
     from parity import te
+    from parity.machine.process import lasting
 
-    with te.on_cpu():
-        for name in ("transformer_engine.pytorch", "pytest", "parity.lab.nvidia_tests.plugin"):
-            importlib.import_module(name)
-        for line in sys.stdin:
+    with te.on_cpu(), tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+        with lasting():
+            for name in ("transformer_engine.pytorch", "pytest", "parity.lab.nvidia_tests.plugin"):
+                importlib.import_module(name)
+        os.environ[ADDRESS] = f"{folder}/host"
+        listening.bind(os.environ[ADDRESS])
+        listening.listen()
+        _Host(listening).serve()
+
+
+class _Host:
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+        self._waiting = selectors.DefaultSelector()
+        self._orders = os.fdopen(os.dup(0), "rb")  # programs have a standard input of their own
+        self._is_done = False
+
+    def serve(self) -> None:
+        """Fork what is asked for, until the standard input ends."""
+        self._wait_for(self._orders, self._order)
+        self._wait_for(self._listening, self._ask)
+        while not self._is_done:
+            for key, _ in self._waiting.select():
+                key.data()
+
+    def _wait_for(self, file: Any, then: Callable[[], None]) -> None:
+        self._waiting.register(file, selectors.EVENT_READ, then)
+
+    def _order(self) -> None:
+        line = self._orders.readline()
+        self._is_done = not line
+        if line:
             order = json.loads(line)
-            number = os.fork()
-            if number == 0:
-                _obey(order)
+            nothing, said = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT)
+            number = self._fork(lambda: _pytest(order), (nothing, said, said), lambda code: print(code, flush=True))
             print(number, flush=True)
-            print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), flush=True)
+
+    def _ask(self) -> None:
+        """Fork a program for the process that asks, and end it where that process is killed."""
+        asking = self._listening.accept()[0]
+        streams = socket.recv_fds(asking, 1, 3)[1]
+        with asking.makefile("rb") as read:
+            order = json.loads(read.readline())
+        if any(os.environ.get(name) != order["variables"].get(name) for name in READ_AT_IMPORT):
+            asking.sendall(b"0\n")
+            asking.close()
+            for stream in streams:
+                os.close(stream)
+            return
+
+        def ended(code: int) -> None:
+            self._waiting.unregister(asking)
+            with suppress(OSError):
+                asking.sendall(f"{code}\n".encode())
+            asking.close()
+
+        def gone() -> None:
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+
+        number = self._fork(lambda: _program(order), streams, ended)
+        asking.sendall(f"{number}\n".encode())
+        self._wait_for(asking, gone)
+
+    def _fork(self, run: Callable[[], None], streams: Sequence[int], ended: Callable[[int], None]) -> int:
+        """Return the number of a process that runs something with these standard streams, which are closed here."""
+        number = os.fork()
+        if number == 0:
+            self._orders.close()
+            self._waiting.close()
+            self._listening.close()
+            _run_and_end(run, streams)
+        for stream in dict.fromkeys(streams):
+            os.close(stream)
+        watched = os.pidfd_open(number)
+
+        def reap() -> None:
+            self._waiting.unregister(watched)
+            os.close(watched)
+            ended(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+
+        self._wait_for(watched, reap)
+        return number
 
 
-def _obey(order: dict[str, Any]) -> None:
-    """Run pytest, and end this process."""
+def _pytest(order: Mapping[str, Any]) -> None:
     from parity.cpu.loading import script
 
-    nothing, said = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_CREAT)
-    for stream, file in enumerate((nothing, said, said)):
-        os.dup2(file, stream)
     os.chdir(order["folder"])
     os.environ.update(order["variables"])
+    script.run_module("pytest", order["arguments"])
+
+
+def _program(order: Mapping[str, Any]) -> None:
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["variables"])
+    run_program(*order["arguments"])
+
+
+def run_program(first: str, *rest: str) -> None:
+    """Run ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS`` in this process, which has the CPU for CUDA."""
+    from parity.cpu.loading import script
+    from parity.lab.nvidia_tests import plugin
+
+    plugin.compute_as_on_a_gpu()
+    try:
+        if first == "-m":
+            script.run_module(rest[0], rest[1:])
+        else:
+            script.run(Path(first), rest)
+    except Exception as error:
+        script.show_traceback(error)
+        sys.exit(1)
+
+
+def _run_and_end(run: Callable[[], None], streams: Sequence[int]) -> None:
+    for stream, file in enumerate(streams):
+        os.dup2(file, stream)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     code: Any = 1
     try:
-        script.run_module("pytest", order["arguments"])
+        run()
+        code = 0
     except SystemExit as end:
         code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(code or 0))
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1 if isinstance(code, str) else code or 0)
 
 
 if __name__ == "__main__":

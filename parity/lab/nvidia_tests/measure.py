@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import parity
 from parity.lab.nvidia_tests.checkout import TESTS, Job
+from parity.lab.nvidia_tests.host import READ_AT_IMPORT
 from parity.machine.process import ended_with_this
 
 # Tests that one process runs when all are run: a file's tests are to have more than one processor.
@@ -211,15 +212,8 @@ def _prepare(root: Path, folder: Path, gpu: str, job: Job) -> None:
         done.write_bytes(made.stdout)
 
 
-# What PyTorch's and TE's modules (2.20.2) read while they are imported; the other variables of a job are set later.
-_READ_AT_IMPORT = (
-    *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_CPU_OFFLOAD_V1", "NVTE_FLASH_ATTN", "NVTE_TORCH_COMPILE"),
-    "PYTORCH_JIT",
-)
-
-
 def _host_of(gpu: str, job: Job) -> tuple[str, tuple[tuple[str, str], ...]]:
-    return gpu, tuple((name, value) for name, value in job.variables if name in _READ_AT_IMPORT)
+    return gpu, tuple((name, value) for name, value in job.variables if name in READ_AT_IMPORT)
 
 
 def environment_of(root: Path, gpu: str, variables: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -229,7 +223,8 @@ def environment_of(root: Path, gpu: str, variables: Iterable[tuple[str, str]]) -
         "OMP_NUM_THREADS": "1",
         "PARITY_EMULATED_GPU": gpu,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTEST_ADDOPTS": "-p no:parity.plugin -p no:cacheprovider",  # of pytest that tests start
+        "PYTEST_ADDOPTS": "-p no:cacheprovider",  # of pytest that tests start
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(parity.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
         "TE_PATH": str(root),
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1",  # as in NVIDIA's container
@@ -259,7 +254,7 @@ class _Hosts:
             self._key, self._process = key, self._new(*key)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        arguments = [*files, *options, "-q", "-p", "parity.lab.nvidia_tests.plugin", "-p", "no:parity.plugin"]
+        arguments = [*files, *options, "-q", "-p", "parity.lab.nvidia_tests.plugin"]
         arguments += ["-p", "no:cacheprovider", f"--rootdir={self._root / TESTS}", f"--nvidia-record={record}"]
         order = {
             "arguments": arguments,
@@ -268,7 +263,7 @@ class _Hosts:
             "log": str(record.with_suffix(".log")),
         }
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        running = _Running(int(self._process.stdout.readline()), self._process.stdout)
+        running = _Running(int(self._process.stdout.readline()), self._process)
         yield running
         running.wait()
 
@@ -300,13 +295,14 @@ def _hosts(root: Path) -> _Hosts:
 class _Running:
     """Tell when a process of a host has ended, as the host says."""
 
-    def __init__(self, number: int, host: IO[bytes]) -> None:
-        self.number, self._host = number, host
+    def __init__(self, number: int, host: subprocess.Popen[bytes]) -> None:
+        assert host.stdout is not None
+        self.number, self.host, self._said = number, host.pid, host.stdout
         self.code: int | None = None
 
     def ends_within(self, seconds: float) -> bool:
-        if self.code is None and select.select([self._host], [], [], seconds)[0]:
-            self.code = int(self._host.readline())
+        if self.code is None and select.select([self._said], [], [], seconds)[0]:
+            self.code = int(self._said.readline())
         return self.code is not None
 
     def wait(self) -> None:
@@ -344,15 +340,19 @@ class _Lines:
 def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str, float]:
     """Wait for the end of a process, and end it where a test of it takes more than the limits.
 
+    The host's times have those of its children that have ended, of this file or of others.
+
     Returns:
         The outcome of a test that the process did not finish, why, and its processor time in seconds.
     """
-    size, seconds, before, allowed = -1, 0.0, 0.0, _BETWEEN_TESTS
-    busy, moved = 0.0, time.monotonic()  # processor time when it last moved
+    size, allowed = -1, _BETWEEN_TESTS
+    seconds = before = busy = sum(each.seconds for each in _tree(process.host))
+    moved = time.monotonic()
     why = ""
     while not why and not process.ends_within(_LOOK_EVERY):
-        tree = list(_tree(process.number))
-        seconds, memory = sum(each.seconds for each in tree), sum(each.memory for each in tree) / 2**30
+        tree = list(_tree(process.host))
+        seconds = sum(each.seconds for each in tree)
+        memory = sum(each.memory for each in tree if each.number != process.host) / 2**30
         if size != (size := lines.path.stat().st_size):
             before, moved = seconds, time.monotonic()
             allowed = limits.seconds if _is_at_a_test(lines) else max(_BETWEEN_TESTS, limits.seconds)
@@ -364,9 +364,10 @@ def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str, 
             why = f"more than {allowed:g} s of processor time"
         elif time.monotonic() - moved > allowed:
             why = f"stood still for {allowed:g} s"
-    for each in _tree(process.number):  # ended or not: it may have left others behind
-        with suppress(ProcessLookupError):
-            os.kill(each.number, signal.SIGKILL)
+    for each in _tree(process.host):  # ended or not: it may have left others behind
+        if each.number != process.host:
+            with suppress(ProcessLookupError):
+                os.kill(each.number, signal.SIGKILL)
     if why:
         return "beyond", why, seconds - before
     said = _last_words(lines.path.with_suffix(".log"))

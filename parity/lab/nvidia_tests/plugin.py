@@ -27,6 +27,7 @@ from parity.cpu.enums import TORCH_DTYPE
 
 _LONGEST = 400
 RANKS = 2
+_CHILD = ("-m", "parity.lab.nvidia_tests.child")
 _FUNCTION = re.compile(r"[^\[]*::(\w+)")
 
 
@@ -113,8 +114,9 @@ class _Recorder:
 
 
 def _processor_time() -> float:
-    """Return that of this process, and of those it started that have ended."""
-    return sum(os.times()[:4])
+    """Return that of this process, and of those that it started or had the host fork, and that have ended."""
+    host = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    return sum(os.times()[:4]) + sum(map(int, host[13:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _outcome(reports: Sequence[pytest.TestReport]) -> tuple[str, str]:
@@ -388,8 +390,12 @@ def _run_children_on_the_cpu() -> None:
 def on_the_cpu(command: Sequence[Any]) -> list[str]:
     """Return a command that starts Python, by ``torchrun`` or not, so that it does on the CPU kernels what it says."""
     words = list(map(str, command))
-    for index, word in enumerate(words):
-        is_launcher = word == "-m" and words[index + 1].startswith("torch.distributed")
-        if (word == "-m" and not is_launcher) or word.endswith(".py"):
-            return [*words[:index], "-m", "parity.lab.nvidia_tests.child", *words[index:]]
-    return words
+    if words[0] == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
+    at = 0
+    while at < len(words) and not (words[at] == "-m" or words[at].endswith(".py")):
+        at += 1
+    is_launcher = words[at : at + 1] == ["-m"] and words[at + 1].startswith("torch.distributed")
+    rest = words[at + 2 :] if is_launcher else []
+    run = words[at : at + 2] + on_the_cpu(rest) if rest else words[at:]
+    return [*words[:at], *_CHILD, *run] if run else words
