@@ -203,14 +203,14 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "norm-kind",
         "L2Normalization for RMSNorm",
         "give TE RMSNorm, as the reference has it; it divides by the root of the squares' sum (L2Normalization), not "
-        "of their mean",
+        "of their mean, or the port divides what follows by the root of their number",
         having(_is_rms, summed=True),
     )
     yield Mistake(
         "norm-kind",
         "RMSNorm for L2Normalization",
         "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
-        "of their sum",
+        "of their sum, or the port multiplies what follows by the root of their number",
         having(lambda norm: norm.summed, summed=False),
     )
     scaled = "or multiply the weight of TE's LayerNorm"
