@@ -84,6 +84,37 @@ ONE = """
         assert (loss - right).abs() / right < torch.finfo(torch.bfloat16).eps
         assert given.grad.dtype == torch.bfloat16 and given.grad.abs().sum() > 0
 
+    def test_a_program_is_forked_where_te_is_imported(tmp_path):
+        import subprocess, sys
+        program = tmp_path / "program.py"
+        program.write_text(
+            "import os, sys, torch; print(os.getppid(), sys.argv[1:], os.environ['MORE'], os.getcwd(), input());"
+            "print(torch.ones(1, device='cuda').is_cuda); sys.exit(3)"
+        )
+        begin = [sys.executable, str(program), "--one", "2"]
+        variables = {**os.environ, "MORE": "more"}
+        ended = subprocess.run(begin, cwd=tmp_path, env=variables, input="said", capture_output=True, text=True)
+        assert ended.returncode == 3, ended.stderr
+        parent, rest = ended.stdout.split(" ", 1)
+        assert rest == f"['--one', '2'] more {tmp_path} said\\nTrue\\n"
+        assert int(parent) == os.getppid()
+
+    def test_a_program_is_not_forked_where_te_was_imported_under_other_variables(monkeypatch):
+        from parity.lab.nvidia_tests.child import _forked_by_host
+        monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+        assert _forked_by_host(os.environ["PARITY_NVIDIA_TESTS_HOST"], ("program.py",)) is None
+
+    def test_a_program_that_is_killed_ends_where_it_was_forked(tmp_path):
+        import subprocess, sys
+        (tmp_path / "program.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+        begun = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], stdout=subprocess.PIPE, text=True)
+        number = int(begun.stdout.readline())
+        begun.kill()
+        assert begun.stdout.read() == "" and begun.wait() == -9
+        with pytest.raises(ProcessLookupError):
+            while True:
+                os.kill(number, 0)
+
     def test_fails():
         torch.testing.assert_close(torch.zeros(2), torch.ones(2))
 
@@ -104,6 +135,9 @@ ONE = """
 """
 BECOMES = {
     "test_passes": ("passed", ""),
+    "test_a_program_is_forked_where_te_is_imported": ("passed", ""),
+    "test_a_program_is_not_forked_where_te_was_imported_under_other_variables": ("passed", ""),
+    "test_a_program_that_is_killed_ends_where_it_was_forked": ("passed", ""),
     "test_fp32_products_are_rounded_to_tf32_forward_and_backward": ("passed", ""),
     "test_scaled_products_are_those_of_te[dtype0]": ("passed", ""),
     "test_scaled_products_are_those_of_te[dtype1]": ("passed", ""),
@@ -168,8 +202,8 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
     for name, (outcome, why) in BECOMES.items():
         assert found[name][0] == outcome, name
         assert why in found[name][1]
-    assert next(one for one in outcomes if one["test"].endswith("test_passes"))["seconds"] > 0
-    assert "| hopper | 14 | 0 | 14 | 9 | 2 | 1 | 2 | 81.8 % | 81.8 % |" in " ".join(report_file.read_text().split())
+    assert sum(one["seconds"] for one in outcomes if one["outcome"] == "passed") > 0
+    assert "| hopper | 17 | 0 | 17 | 12 | 2 | 1 | 2 | 85.7 % | 85.7 % |" in " ".join(report_file.read_text().split())
     assert run(None) == outcomes
     assert run(1, report_only=True) == outcomes
     assert "1 of the processes that run tests of a file are still to come" in report_file.read_text()

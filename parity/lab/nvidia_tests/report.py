@@ -116,7 +116,8 @@ def draw(
         "each file by the number of its tests. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
         "NVIDIA's container; its layer norms, attention, losses and FP8 products added as a GPU's do. "
         f"A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB. Together "
-        f"they took {sum(one.seconds for one in every) / 60:.0f} minutes of processor time; the load of the machine's "
+        f"they took {sum(one.seconds for one in every) / 60:.0f} minutes of processor time, and what imports and "
+        "collects them comes on top; the load of the machine's "
         f"{os.cpu_count()} processors was {os.getloadavg()[2]:.1f} at the end."
         + f" {missing} of the processes that run tests of a file are still to come."
         * bool(missing),
