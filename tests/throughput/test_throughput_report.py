@@ -6,7 +6,7 @@ from pathlib import Path
 
 import samples
 
-from parity.lab.throughput import report
+from parity.lab.throughput import command as report
 from parity.lab.throughput.record import EMULATED, GpuState
 
 
