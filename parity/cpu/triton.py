@@ -7,7 +7,7 @@ kernels themselves have a counterpart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from parity.cpu import mhc, versions
+
+# Elements of rows that are moved at once: what lies between input and output stays in a core's cache.
+_AT_ONCE = 1 << 18
 
 
 def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
@@ -86,15 +89,18 @@ def permute_with_mask_map(
         The rows ``[num_out_tokens, hidden_size]``, their scales, and their probabilities ``[num_out_tokens]``.
     """
     tokens, experts, rows = _routes(row_id_map, num_experts, pad_offsets)
-    values = inp[tokens]
+    source = tokens.new_zeros(num_out_tokens).index_copy_(0, rows, tokens)
+    is_empty = torch.ones(num_out_tokens, dtype=torch.bool).index_fill_(0, rows, False)
     permuted_scale = permuted_probs = None
+    if scale is not None:
+        permuted_scale = scale.new_zeros(num_out_tokens, scale.shape[1]).index_copy_(0, rows, scale[tokens])
     if probs is not None:
         chosen = probs[tokens, experts]
         permuted_probs = probs.new_zeros(num_out_tokens).index_copy_(0, rows, chosen)
-        values.masked_fill_(chosen[:, None] == 0, 0)
-    if scale is not None:
-        permuted_scale = scale.new_zeros(num_out_tokens, scale.shape[1]).index_copy_(0, rows, scale[tokens])
-    permuted = inp.new_zeros(num_out_tokens, hidden_size).index_copy_(0, rows, values)
+        is_empty |= permuted_probs == 0
+    permuted = inp[source]
+    if is_empty.any():
+        permuted.masked_fill_(is_empty[:, None], 0)
     return permuted, permuted_scale, permuted_probs
 
 
@@ -121,10 +127,12 @@ def unpermute_with_mask_map(
         ``[num_tokens, num_experts]``, 0 where a token has no row.
     """
     tokens, experts, rows = _routes(row_id_map, num_experts, pad_offsets)
-    values = inp[rows].float()
-    if merging_probs is not None:
-        values *= merging_probs[tokens, experts, None].float()
-    total = torch.zeros(num_tokens, hidden_size).index_add_(0, tokens, values)
+    total = torch.zeros(num_tokens, hidden_size)
+    for part in _parts(rows, hidden_size):
+        values = inp[rows[part]].float()
+        if merging_probs is not None:
+            values *= merging_probs[tokens[part], experts[part], None].float()
+        total.index_add_(0, tokens[part], values)
     probs = None
     if permuted_probs is not None:
         probs = permuted_probs.new_zeros(num_tokens, num_experts)
@@ -151,11 +159,13 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
         fwd_input: the rows of the forward pass.
     """
     tokens, experts, rows = _routes(row_id_map, num_experts, pad_offsets)
-    grad = fwd_output_grad[tokens].float()
-    weighted = (grad * merging_probs[tokens, experts, None].float()).to(fwd_output_grad.dtype)
-    rows_grad = fwd_output_grad.new_zeros(num_out_tokens, hidden_size).index_copy_(0, rows, weighted)
+    rows_grad = fwd_output_grad.new_zeros(num_out_tokens, hidden_size)
     probs_grad = torch.zeros_like(merging_probs)
-    probs_grad[tokens, experts] = (grad * fwd_input[rows].float()).sum(1).to(merging_probs.dtype)
+    for part in _parts(rows, hidden_size):
+        where, route = rows[part], (tokens[part], experts[part])
+        grad = fwd_output_grad[route[0]].float()
+        rows_grad.index_copy_(0, where, (grad * merging_probs[route][:, None].float()).to(fwd_output_grad.dtype))
+        probs_grad[route] = grad.mul_(fwd_input[where]).sum(1).to(merging_probs.dtype)
     return rows_grad, probs_grad
 
 
@@ -192,6 +202,12 @@ def _routes(row_id_map: Tensor, num_experts: int, pad_offsets: Tensor | None) ->
     tokens, column = torch.nonzero(torch.arange(num_experts) < row_id_map[:, 2 * num_experts, None], as_tuple=True)
     rows, experts = row_id_map[tokens, column].long(), row_id_map[tokens, num_experts + column].long()
     return tokens, experts, rows if pad_offsets is None else rows + pad_offsets.long()[experts]
+
+
+def _parts(rows: Tensor, hidden_size: int) -> Iterator[slice]:
+    """Split routes into ranges whose values stay in a core's cache."""
+    step = max(1, _AT_ONCE // max(1, hidden_size))
+    return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 # Zeros around the scales of columnwise data.
