@@ -266,7 +266,7 @@ def multi_tensor_adam_fp8(
 
 
 def _update(grad: Tensor, param: Tensor, first: Tensor, second: Tensor, adam: Step) -> Tensor:
-    """Return the new FP32 parameter; the moments are updated in place."""
+    """Return the new FP32 parameter; the moments are updated in place, and so is an FP32 parameter."""
     value, slope = param.float(), grad.float()
     if adam.decay and not adam.decoupled:
         slope = slope + adam.decay * value
@@ -280,7 +280,7 @@ def _update(grad: Tensor, param: Tensor, first: Tensor, second: Tensor, adam: St
     torch.div(mean / adam.correction1, update, out=update)
     if adam.decay and adam.decoupled:
         update.add_(value, alpha=adam.decay)
-    return value - update.mul_(adam.lr)
+    return value.sub_(update.mul_(adam.lr))
 
 
 # Steps of stochastic gradient descent on lists of tensors.
