@@ -5,7 +5,7 @@ The formats of ``Float8BlockScaling``, and how matrices are cut into blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,20 @@ def amax(values: Tensor, block: Block) -> Tensor:
         infinity = float("inf")
         largest = amax(values.nan_to_num(nan=0.0, posinf=infinity, neginf=-infinity), block)
     return largest
+
+
+def in_parts(compute: Callable[[Tensor], tuple[Tensor, Tensor]], matrix: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return what ``compute`` makes of a matrix, computed in parts that stay in a core's cache.
+
+    Args:
+        compute: makes codes and scales, in both of which rows follow those of the matrix.
+        rows: a multiple of which a part has.
+    """
+    step = max(1, float8.AT_ONCE // max(1, matrix.shape[1] * rows)) * rows
+    if matrix.shape[0] <= step:
+        return compute(matrix)
+    codes, scales = zip(*map(compute, matrix.split(step)), strict=True)
+    return torch.cat(codes), torch.cat(scales)
 
 
 def multiply(values: Tensor, factors: Tensor, block: Block) -> Tensor:
@@ -193,14 +207,18 @@ def _codes_and_scales(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor, Bl
 def _cast(flat: Tensor, block: Block, quantizer: Any) -> tuple[Tensor, Tensor]:
     """Return codes in the order of the values, and scale_inv, one number per block."""
     dtype, largest = float8.fp8_dtype(quantizer), torch.finfo(flat.dtype).max
-    scale = float8.scale_from_amax(
-        amax(flat, block),
-        torch.finfo(dtype).max,
-        quantizer.amax_epsilon,
-        quantizer.force_pow_2_scales,
-        largest,
-    )
-    return float8.cast(multiply(flat, scale, block), dtype), scale.reciprocal()
+
+    def cast(part: Tensor) -> tuple[Tensor, Tensor]:
+        scale = float8.scale_from_amax(
+            amax(part, block),
+            torch.finfo(dtype).max,
+            quantizer.amax_epsilon,
+            quantizer.force_pow_2_scales,
+            largest,
+        )
+        return float8.cast(multiply(part, scale, block), dtype), scale.reciprocal()
+
+    return in_parts(cast, flat, _LENGTH)
 
 
 def _scale_shape(rows: int, columns: int, dimensions: int, columnwise: bool) -> tuple[int, int]:

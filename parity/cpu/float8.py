@@ -20,6 +20,8 @@ from parity.cpu.enums import TORCH_DTYPE
 
 _CANONICAL_NAN = 0x7F
 _LARGEST_FP32 = torch.finfo(torch.float32).max
+# Elements that are cast at once: what lies between the values and their codes stays in a core's cache.
+AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,10 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
     """
     scale = scale.detach().reshape(1)
-    return Codes(cast(torch.mul(values, scale).view(values.shape), dtype), scale.reciprocal())
+    flat, data = values.reshape(-1), torch.empty(values.shape, dtype=torch.uint8)
+    for part, codes in zip(flat.split(AT_ONCE), data.view(-1).split(AT_ONCE), strict=True):
+        codes.copy_(cast(torch.mul(part, scale), dtype))
+    return Codes(data, scale.reciprocal())
 
 
 def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
@@ -132,7 +137,10 @@ def scale_from_amax(
 
 def decode(codes: Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -> Tensor:
     """Return the FP8 values, unscaled, of uint8 codes; exact in FP32 and in BF16."""
-    return _values(dtype, to).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    values = torch.empty(codes.shape, dtype=to)
+    for part, decoded in zip(codes.reshape(-1).split(AT_ONCE), values.view(-1).split(AT_ONCE), strict=True):
+        torch.index_select(_values(dtype, to), 0, part.int(), out=decoded)
+    return values
 
 
 def dequantize(tensor: Any) -> Tensor:

@@ -18,6 +18,7 @@ scales lie if the quantizer optimizes them for a GEMM.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,8 +58,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
     dtype, buffers = float8.fp8_dtype(quantizer), {}
     for name in block_scaling.directions(quantizer):
         block = (_LENGTH, _LENGTH) if square else _VECTOR[name]
-        exponents = to_e8m0(block_scaling.amax(flat, block) * reciprocal_limit(dtype))
-        codes = float8.cast(block_scaling.multiply(flat, encoding_scale(exponents), block), dtype)
+        codes, exponents = block_scaling.in_parts(functools.partial(_cast, block=block, dtype=dtype), flat, _LENGTH)
         if square:
             exponents = exponents.repeat_interleave(_LENGTH, 0 if name == "rowwise" else 1)
         buffers[f"{name}_data"] = codes.view(values.shape)
@@ -143,6 +143,12 @@ def encoding_scale(exponents: Tensor) -> Tensor:
 def reciprocal_limit(dtype: torch.dtype) -> Tensor:
     """Return an FP32 number as CUDA does: the product with an amax is rounded differently from a quotient."""
     return torch.tensor(1.0 / torch.finfo(dtype).max)
+
+
+def _cast(values: Tensor, block: block_scaling.Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return codes in the order of the values, and the E8M0 byte of each block."""
+    exponents = to_e8m0(block_scaling.amax(values, block) * reciprocal_limit(dtype))
+    return float8.cast(block_scaling.multiply(values, encoding_scale(exponents), block), dtype), exponents
 
 
 def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:

@@ -292,15 +292,20 @@ def _block(quantizer: Any) -> block_scaling.Block:
 def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
     block, amax = _block(quantizer), _tensor_amax(matrix, quantizer, amax)
     scale = global_scale(amax, e4m3_limit(quantizer)).view(-1, 1)
-    block_amax = block_scaling.amax(matrix, block)
     if getattr(quantizer, "nvfp4_use_4over6", False):
         error, is_scaled = quantizer.nvfp4_4over6_err_mode, _is_set("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH")
         choice = _Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), error, is_scaled)
-        codes, decoding = _encode_4over6(matrix, block_amax, block, choice)
-    else:
+        codes, decoding = _encode_4over6(matrix, block_scaling.amax(matrix, block), block, choice)
+        return _Cast(codes, decoding, amax)
+    encode_codes = float4.encode_stochastically if quantizer.stochastic_rounding else float4.encode
+
+    def cast(part: Tensor) -> tuple[Tensor, Tensor]:
+        block_amax = block_scaling.amax(part, block)
         decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
-        scaled = block_scaling.multiply(matrix, encoding_scale(decoding, scale), block)
-        codes = float4.encode_stochastically(scaled) if quantizer.stochastic_rounding else float4.encode(scaled)
+        return encode_codes(block_scaling.multiply(part, encoding_scale(decoding, scale), block)), decoding
+
+    # Each row may have a scale of its own.
+    codes, decoding = block_scaling.in_parts(cast, matrix, _LENGTH) if scale.numel() == 1 else cast(matrix)
     return _Cast(codes, decoding, amax)
 
 
