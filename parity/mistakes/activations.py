@@ -223,10 +223,13 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             "gate-up-swapped",
             f"gate and up swapped, activation {name}",
             f"exchange the halves of fc1_weight: the gate, which is activated, comes first; its activation is {name}",
-            _swapped_with(name),
+            lambda unit, name=name: (  # type: ignore[misc]
+                unit.edits(gate=unit.up, up=unit.gate, activation=name) if name != unit.activation else ()
+            ),
         )
     right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
     own = sorted({unit.limit for unit in units})
+    by_sigmoid = ("silu", "quick gelu")
 
     def clamped(activation: str, offset: float, limit: float) -> Mistake[GatedUnit]:
         computed = _clamping(activation, limit, offset)
@@ -234,31 +237,17 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             "activation",
             f"gated unit {computed}",
             f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
-            _clamped(activation, limit, offset),
+            # Units that activate otherwise than by a sigmoid are never clamped.
+            having(lambda unit: unit.activation in by_sigmoid, activation=activation, limit=limit, offset=offset),
             subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units}
             and limit in (math.inf, *GATE_LIMITS),
         )
 
-    for activation in ("silu", "quick gelu"):
+    for activation in by_sigmoid:
         for offset in (0.0, 1.0):
             another = partial(clamped, activation, offset)
             yield another(math.inf)
             yield from numbers(another, own, GATE_LIMITS)
-
-
-def _swapped_with(name: str) -> Callable[[GatedUnit], tuple[Edit, ...]]:
-    return lambda unit: unit.edits(gate=unit.up, up=unit.gate, activation=name) if name != unit.activation else ()
-
-
-def _clamped(activation: str, limit: float, offset: float) -> Callable[[GatedUnit], tuple[Edit, ...]]:
-    """Return a function that clamps a unit otherwise, if it activates by a sigmoid: no other units are ever clamped."""
-
-    def edits(unit: GatedUnit) -> tuple[Edit, ...]:
-        if unit.activation not in ("silu", "quick gelu"):
-            return ()
-        return unit.edits(activation=activation, limit=limit, offset=offset)
-
-    return edits
 
 
 def _clamping(activation: str, limit: float, offset: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -360,9 +360,9 @@ class LogSoftmax:
     call: Call
     x: Value
 
-    def edits(self, compute: Callable[[Tensor], Tensor]) -> tuple[Edit, ...]:
-        """Return the edits that compute something else of the logits."""
-        return (edit(self.call, (self.x,), lambda was, x: compute(x).to(was.dtype)),)
+    def edits(self, temperature: float) -> tuple[Edit, ...]:
+        """Return the edits that compute it of the logits divided by a temperature."""
+        return (edit(self.call, (self.x,), lambda was, x: (x / temperature).log_softmax(-1).to(was.dtype)),)
 
 
 def log_softmaxes(trace: Trace) -> list[LogSoftmax]:
@@ -405,35 +405,23 @@ def _reached(trace: Trace, value: Value) -> Iterator[Tensor]:
 
 def log_prob_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake in the reference's log-probabilities, but for their precision."""
-    found = log_softmaxes(trace)
-    temperatures = numbers(_temperature, [1.0], TEMPERATURES)
-    yield from everywhere_and_somewhere(temperatures, found, lambda one: one.call.module)
     losses = [one for one in cross_entropies(trace) if one.average is None]
-    of_losses = numbers(_temperature_of_loss, [1.0], TEMPERATURES)
-    yield from everywhere_and_somewhere(of_losses, losses, lambda one: one.call.module)
+    of_tokens: tuple[Sequence[LogSoftmax | CrossEntropy], ...] = (log_softmaxes(trace), losses)
+    for found in of_tokens:
+        temperatures = numbers(_temperature, [1.0], TEMPERATURES)
+        yield from everywhere_and_somewhere(temperatures, found, lambda one: one.call.module)
     for call in trace.calls:
         if call.name in _GATHERS and (selected := _selected(trace, call)) is not None:
             yield from _shifted_tokens(selected)
 
 
-_TEMPERATURE = (
-    "take log-probabilities of the logits as they are on both sides; here they are of logits divided by a temperature "
-    "of {:.4g}"
-)
-
-
-def _temperature(value: float) -> Mistake[LogSoftmax]:
+def _temperature(value: float) -> Mistake[LogSoftmax | CrossEntropy]:
     return Mistake(
         "temperature",
         f"temperature {value:.4g}",
-        _TEMPERATURE.format(value),
-        lambda one: one.edits(lambda x: (x / value).log_softmax(-1)),
-    )
-
-
-def _temperature_of_loss(value: float) -> Mistake[CrossEntropy]:
-    return Mistake(
-        "temperature", f"temperature {value:.4g}", _TEMPERATURE.format(value), lambda one: one.edits(temperature=value)
+        "take log-probabilities of the logits as they are on both sides; here they are of logits divided by a "
+        f"temperature of {value:.4g}",
+        having(temperature=value),
     )
 
 
@@ -513,11 +501,9 @@ def _whole(trace: Trace, value: Value, part: Tensor, dims: int) -> tuple[Value, 
     found: tuple[Value, int] | None = None
     while True:
         x = trace.tensor(value)
-        if x.dim() == dims and x.shape[0] == part.shape[0] and x.shape[2:] == part.shape[2:]:
-            count = part.shape[1]
-            start = next((i for i in range(x.shape[1] - count + 1) if torch.equal(x[:, i : i + count], part)), None)
-            if start is not None and (found is None or x.shape[1] > trace.tensor(found[0]).shape[1]):
-                found = value, start
+        start = _starts(x, part) if x.dim() == dims else None
+        if start is not None and (found is None or x.shape[1] > trace.tensor(found[0]).shape[1]):
+            found = value, start
         made = trace.producer(value)
         if made is None or made.name not in RESHAPES | {"getitem", "narrow"} or not made.inputs:
             return found

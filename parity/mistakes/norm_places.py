@@ -271,47 +271,34 @@ def extra_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             for some in places if 1 < len(places) <= MOST_PLACES else ():
                 yield _before(some, kind, norm, calls)
     yield from attention_norm_hypotheses(trace)
-    for mistake in (_of_branch, _of_product, _after_sum):
-        yield from everywhere_and_somewhere(
-            (mistake(*named) for named in KINDS.items()),
-            residuals(trace),
-            lambda one: f"{one.call.module} (sum {one.number})",
-            lambda one: (f"each layer (sum {one.number})",),
-        )
-
-
-def _of_branch(kind: str, norm: Compute) -> Mistake[Residual]:
-    return Mistake(
-        "norm-missing",
-        f"{kind} before a sum",
-        f"add what the branch computes as it is, as the reference does; a {kind} comes before the sum",
-        lambda one: (edit(one.call, (one.stream, one.branch), lambda was, x, y: (x + norm(y)).to(was.dtype)),),
+    yield from everywhere_and_somewhere(
+        _at_sums(),
+        residuals(trace),
+        lambda one: f"{one.call.module} (sum {one.number})",
+        lambda one: (f"each layer (sum {one.number})",),
     )
 
 
-def _of_product(kind: str, norm: Compute) -> Mistake[Residual]:
-    """Return the mistake of a norm before a gate, a gain or a number scales what the branch computes."""
+def _at_sums() -> Iterator[Mistake[Residual]]:
+    """Yield a norm of what a branch computes, before or after a gate, a gain or a number scales it, or of the sum."""
 
-    def edits(one: Residual) -> tuple[Edit, ...]:
-        if one.product.outputs[0] == one.branch:
-            return ()
-        return (edit(one.product, (), lambda was: norm(was).to(was.dtype)),)
+    def of_branch(norm: Compute, one: Residual) -> tuple[Edit, ...]:
+        return (edit(one.call, (one.stream, one.branch), lambda was, x, y: (x + norm(y)).to(was.dtype)),)
 
-    return Mistake(
-        "norm-missing",
-        f"{kind} before the scale of a branch",
-        f"scale what the branch computes as it is, as the reference does; a {kind} comes before",
-        edits,
-    )
+    def after(norm: Compute, call: Call) -> tuple[Edit, ...]:
+        return (edit(call, (), lambda was: norm(was).to(was.dtype)),)
 
+    def of_product(norm: Compute, one: Residual) -> tuple[Edit, ...]:
+        return () if one.product.outputs[0] == one.branch else after(norm, one.product)
 
-def _after_sum(kind: str, norm: Compute) -> Mistake[Residual]:
-    return Mistake(
-        "norm-missing",
-        f"{kind} after a sum",
-        f"pass the sum on as it is, as the reference does; a {kind} comes after it",
-        lambda one: (edit(one.call, (), lambda was: norm(was).to(was.dtype)),),
-    )
+    for where, right, comes, edits in (
+        ("before a sum", "add what the branch computes as it is", "before the sum", of_branch),
+        ("before the scale of a branch", "scale what the branch computes as it is", "before", of_product),
+        ("after a sum", "pass the sum on as it is", "after it", lambda norm, one: after(norm, one.call)),
+    ):
+        for kind, norm in KINDS.items():
+            repair = f"{right}, as the reference does; a {kind} comes {comes}"
+            yield Mistake("norm-missing", f"{kind} {where}", repair, partial(edits, norm))
 
 
 def _alike(trace: Trace) -> list[list[Call]]:
