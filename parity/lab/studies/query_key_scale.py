@@ -657,10 +657,10 @@ def _frontiers(found: Mapping[Run, Outcome], settings: Settings, dtype: str) -> 
 def _error_table(found: Mapping[Run, Outcome], settings: Settings, dtype: str, distribution: str, head_dim: int) -> str:
     shown = [exponent for exponent in settings.magnitudes if exponent % 2 == 0 and exponent >= -4]
     shown = shown or list(settings.magnitudes)
-    rows = [
-        [f"`{way}`", *(_or_infinite(error(found, dtype, distribution, head_dim, way, each).output) for each in shown)]
-        for way in ways(dtype)
-    ]
+    rows = []
+    for way in ways(dtype):
+        errors_of_way = (error(found, dtype, distribution, head_dim, way, each).output for each in shown)
+        rows.append([f"`{way}`", *("∞" if math.isnan(each) else short(each) for each in errors_of_way)])
     return reporting.numbers(rows, ["way", *(f"RMS {2.0**exponent:g}" for exponent in shown)])
 
 
@@ -680,10 +680,6 @@ def _score_errors(found: Mapping[Run, Outcome], settings: Settings) -> str:
     return (
         f"Relative L2, {distribution} at an RMS of {2.0**at:g}; in brackets as a multiple of `after, FP32`.\n\n{table}"
     )
-
-
-def _or_infinite(value: float) -> str:
-    return "∞" if math.isnan(value) else short(value)
 
 
 def _plot(found: Mapping[Run, Outcome], settings: Settings) -> Figure:

@@ -194,18 +194,15 @@ def _sections(found: Mapping[Port, Said], settings: Settings) -> Iterator[str]:
     for title, some in (("Not named", missed), ("Right ports that did not pass", rejected_ones)):
         if some:
             yield f"## {title}"
+            told = (said.findings[0] if said.findings else ("", said.reason) for _, said in some)
             yield markdown_table(
                 (
-                    (one.host, one.variant, one.ranks, one.precision, one.seed, said.status, *_told(said))
-                    for one, said in some
+                    (one.host, one.variant, one.ranks, one.precision, one.seed, said.status, *words)
+                    for (one, said), words in zip(some, told, strict=True)
                 ),
                 ("module", "port", "ranks", "precision", "seed", "status", "said", "in words"),
                 left=8,
             )
-
-
-def _told(said: Said) -> tuple[str, str]:
-    return said.findings[0] if said.findings else ("", said.reason)
 
 
 def _table(found: Mapping[Port, Said], settings: Settings, shown: Callable[[list[tuple[Port, Said]]], str]) -> str:
