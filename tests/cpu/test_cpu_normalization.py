@@ -140,6 +140,17 @@ def test_norm_of_no_rows_is_empty_and_its_weight_gradients_are_zero() -> None:
     assert not dbeta.any()
 
 
+def test_gradients_of_a_parameter_are_computed_with_autograd_on() -> None:
+    x, dz = torch.randn(4, 16), torch.randn(4, 16)
+    gamma = torch.nn.Parameter(torch.rand(16))
+    mu, rsigma = x.mean(1), x.var(1, unbiased=False).rsqrt()
+    for made in (
+        layernorm_bwd(dz, x, mu, rsigma, gamma, 0, False),
+        rmsnorm_bwd(dz, x, rsigma, gamma, 0, True),
+    ):
+        assert not any(one.requires_grad for one in made)
+
+
 def test_fused_add_joins_before_the_gradient_is_rounded() -> None:
     rng = torch.Generator().manual_seed(0)
     x, dz, add = (torch.randn(64, 32, generator=rng).bfloat16() for _ in range(3))
