@@ -54,7 +54,7 @@ HEADERS = (
 
 @dataclass(frozen=True)
 class Work:
-    """One thing that TE and plain PyTorch both do.
+    """Hold one thing that TE and plain PyTorch both do.
 
     Attributes:
         te: makes TE's pass in a precision.

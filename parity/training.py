@@ -48,7 +48,7 @@ from parity.search.steps import (
     Setting,
     diverging,
     gradients_explained,
-    guesses_of_first_step,
+    guesses_of_any_step,
     guesses_of_later_steps,
     listed,
     lost_state,
@@ -548,7 +548,7 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
     if alone.result.status != "passed":
         told = explain_at(alone, run.diagnosis)
         return dataclasses.replace(judged, findings=told.findings, notes=(*judged.notes, *told.notes))
-    guesses = guesses_of_first_step(number, candidate, prepared.golden.weight_gradients, run.limits)
+    guesses = guesses_of_any_step(number, candidate, prepared.golden.weight_gradients, run.limits)
     if run.weights is not None:
         before = Before(now, run.weights, run.gradients, golden_of)
         guesses += guesses_of_later_steps(number, prepared.golden.weight_gradients, before)

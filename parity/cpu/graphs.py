@@ -324,10 +324,12 @@ def check_not_capturing(what: str) -> None:
 @functools.cache
 def recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of TE's kernels as TE calls it: within a capture it is recorded, and ``torch.compile`` calls it as it
-    is, like a compiled function, instead of tracing what it computes here.
+    is, like a compiled function, instead of tracing what it computes here. Autograd does not follow what it computes,
+    even if a backward pass calls it with autograd on.
     """
 
     @functools.wraps(kernel)
+    @torch.no_grad()
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder = _recorder.get()
         return kernel(*args, **kwargs) if recorder is None else recorder.call(kernel, args, kwargs)

@@ -150,8 +150,7 @@ def _reciprocal_root_mean_square(x: Tensor, eps: float) -> Tensor:
 
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
     """Return each column's factor, FP32 ``[n]``; TE adds the 1 in FP32, so a small gamma - 1 keeps all its bits."""
-    weight = weight.detach().float()  # a backward pass that runs with autograd on gives the parameter itself
-    return weight + 1 if zero_centered else weight
+    return weight.float() + 1 if zero_centered else weight.float()
 
 
 def _dtype(otype: int | torch.dtype) -> torch.dtype:

@@ -43,7 +43,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Before:
-    """What a step may have taken from the steps before it.
+    """Hold what a step may have taken from the steps before it.
 
     Attributes:
         weights: the reference's weights before the step.
@@ -58,10 +58,10 @@ class Before:
     golden_of: Callable[[int, Named], Mapping[str, Tensor]]
 
 
-def guesses_of_first_step(
+def guesses_of_any_step(
     number: int, candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor], limits: Mapping[str, float]
 ) -> list[Guess]:
-    """Return what wrong gradients may be in any step, the first among them.
+    """Return what wrong gradients may be in any step.
 
     Args:
         number: of the step.

@@ -5,13 +5,11 @@ The table (``rows``) was written before the search that it judges was changed, a
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -131,17 +129,12 @@ def judgements(settings: Settings) -> list[Judgement]:
     ]
 
 
-@functools.cache
-def _limits() -> Any:
-    return packaged()
-
-
 def said_of(one: Judgement) -> Said:
     """Judge one port, and search for the cause if that is asked for, without a limit of real time."""
     kernels = te.kernels(one.backend)
     case = port(one.host, ROWS[one.row].mistake if one.row else None)
     (checked,) = check_case(case, kernels.te)
-    judged = judge_at(case, checked, PRECISIONS[one.precision], one.seed, kernels, _limits())
+    judged = judge_at(case, checked, PRECISIONS[one.precision], one.seed, kernels, packaged())
     began = time.process_time()
     result = explain_at(judged, 0.0 if one.searched else None)
     seconds = time.process_time() - began

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from parity import te
 from parity.case.validate import check_case
@@ -133,11 +131,6 @@ def ports(settings: Settings) -> list[Port]:
     return found
 
 
-@functools.cache
-def _limits() -> Any:
-    return packaged()
-
-
 def said_of(port: Port) -> Said:
     """Make one comparison, without a limit of real time for the search for a cause."""
     kernels = te.kernels("cpu")
@@ -151,7 +144,7 @@ def said_of(port: Port) -> Said:
     case = dataclasses.replace(of.case_of(port.host, port.variant), ranks=(made,))
     (checked,) = check_case(case, kernels.te)
     began = time.perf_counter()
-    at = case, checked, PRECISIONS[port.precision], port.seed, kernels, _limits()
+    at = case, checked, PRECISIONS[port.precision], port.seed, kernels, packaged()
     result = (
         train_at(*at, trained.STEPS, trained.SWITCHES.get(port.host, ""), made=made)
         if is_trained

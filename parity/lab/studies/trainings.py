@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from parity import te
 from parity.case.validate import check_case
@@ -153,18 +152,13 @@ def _hosts(right: str, precision: str, switch: Switch) -> list[str]:
     return [host for host in (COMPILED if switch == "compile" else HOSTS) if host in ONLY_ON.get(right, (host,))]
 
 
-@functools.cache
-def _limits() -> Any:
-    return packaged()
-
-
 def said_of(one: Training) -> Said:
     """Make one training, without a limit of real time for the search for a cause."""
     kernels = te.kernels("cpu")
     case = case_of(one.host, _ROWS[one.name].training if one.is_wrong else RIGHT[one.name])
     (checked,) = check_case(case, kernels.te)
     began = time.process_time()
-    at = case, checked, PRECISIONS[one.precision], one.seed, kernels, _limits()
+    at = case, checked, PRECISIONS[one.precision], one.seed, kernels, packaged()
     result = train_at(*at, one.steps, one.switch)
     seconds = time.process_time() - began
     findings = tuple((found.title, found.message) for found in result.findings)
