@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import re
 from collections import Counter
@@ -224,8 +225,11 @@ def test_a_graph_that_cannot_be_captured_says_why() -> None:
             return x if x.sum() > 0 else -x
 
     te = te_on_cpu()
-    with fresh_caches(), pytest.raises(RuntimeError, match=r"when stream is capturing: .* reads a value"):
-        te.make_graphed_callables(Branching(), (torch.ones(ROWS, WIDTH, requires_grad=True),))
+    try:
+        with fresh_caches(), pytest.raises(RuntimeError, match=r"when stream is capturing: .* reads a value"):
+            te.make_graphed_callables(Branching(), (torch.ones(ROWS, WIDTH, requires_grad=True),))
+    finally:
+        gc.enable()  # TE disables it for a capture, and leaves it so where the capture fails
     assert not importlib.import_module(f"{te.__name__}.graph").is_graph_capturing()
 
 
