@@ -244,7 +244,8 @@ import os, signal, subprocess, sys, time
 from parity.machine.process import ended_with_this, processes, spawned
 
 if __name__ == "__main__":
-    code = "import os, time; print(os.getpid(), os.fork() or os.getpid(), flush=True); time.sleep(600)"
+    # One write a line: where Python's output is unbuffered, print writes each number by itself, and the two lines mix.
+    code = r"import os, time; os.write(1, b'%d %d\\n' % (os.getpid(), os.fork() or os.getpid())); time.sleep(600)"
     program = [sys.executable, "-c", code]
     with (
         processes(1) as pool,
