@@ -394,8 +394,18 @@ _FUNCTIONS = {
     "cos": ("sin",),
     "tanh": ("sigmoid", "relu"),
     "sigmoid": ("tanh", "relu"),
+    "exp": ("abs", "softplus"),
+    "softplus": ("exp",),
+    "log": ("log1p", "log2"),
+    "log1p": ("log",),
+    "sqrt": ("rsqrt",),
+    "rsqrt": ("sqrt", "reciprocal"),
     "tril": ("triu",),
+    "triu": ("tril",),
 }
+_OF_SIGN = frozenset({"exp", "log_sigmoid", "relu", "sigmoid", "silu", "softplus"})
+"""Functions of one tensor of which people write the argument's sign the other way: the log of a decay, a gate."""
+
 _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}
 
 
@@ -403,7 +413,7 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield every known way to get a call wrong."""
     yield from _operands(call)
     yield from other_tables(trace, call)
-    yield from _selections(call)
+    yield from _selections(trace, call)
     yield from other_numbers(call)
     yield from _left_out(trace, call)
     yield from _other_functions(call)
@@ -443,7 +453,8 @@ def _operands(call: Call) -> Iterator[Mistake[Call]]:
         yield alternative("its operands are multiplied", of_two(lambda was, x, y: x * y))
 
 
-def _selections(call: Call) -> Iterator[Mistake[Call]]:
+def _selections(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield the other branch of a selection, the inverse of its mask, and a mask that is off by one place."""
     if call.name == "where" and len(call.args) == 3:
         yield alternative(
             "its branches are exchanged", again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
@@ -452,6 +463,35 @@ def _selections(call: Call) -> Iterator[Mistake[Call]]:
         yield alternative(
             "its mask is inverted", again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
         )
+    mask = call.args[1] if call.name == "masked_fill" and len(call.args) > 1 else None
+    if isinstance(mask, Value) and _is_square(trace.tensor(mask)):
+        yield alternative("its mask begins one place earlier", again(call, _filled_behind(-1)))
+        yield alternative("its mask begins one place later", again(call, _filled_behind(1)))
+    if call.name in ("tril", "triu"):
+        diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
+        for other in (diagonal - 1, diagonal + 1):
+            yield alternative(f"its diagonal is {other} for {diagonal}", again(call, _on_diagonal(call.name, other)))
+
+
+def _filled_behind(by: int) -> Callable[[Any, Any], Tensor]:
+    """Return ``masked_fill`` with its mask moved by one column."""
+    return lambda args, kwargs: args[0].masked_fill(_moved_by(args[1], by), *args[2:])
+
+
+def _on_diagonal(name: str, diagonal: int) -> Callable[[Any, Any], Tensor]:
+    """Return ``tril`` or ``triu`` from another diagonal on."""
+    return lambda args, kwargs: getattr(torch, name)(args[0], diagonal)
+
+
+def _is_square(mask: Tensor) -> bool:
+    """Return whether a mask has as many queries as keys."""
+    return mask.dim() > 1 and mask.shape[-1] == mask.shape[-2] > 1
+
+
+def _moved_by(mask: Tensor, by: int) -> Tensor:
+    """Move a mask ``[..., places, places]`` by one column; what comes in is as the corner on that side."""
+    corner = (mask[..., :1, -1:] if by < 0 else mask[..., -1:, :1]).expand_as(mask[..., :1])
+    return torch.cat((mask[..., 1:], corner) if by < 0 else (corner, mask[..., :-1]), -1)
 
 
 def _left_out(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
@@ -464,10 +504,16 @@ def _left_out(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _other_functions(call: Call) -> Iterator[Mistake[Call]]:
+    """Yield another function of the same arguments, and the same function of the negated argument."""
     for name in (*_FUNCTIONS.get(call.name, ()), *_REDUCTIONS.get(call.name, ())):
-        other = getattr(torch, name)
+        other = getattr(torch, name, None) or getattr(functional, name)
         with_other = lambda args, kwargs, other=other: other(*args, **kwargs)  # noqa: E731
         yield alternative(f"it is {name}", again(call, with_other))
+    if call.name in _OF_SIGN and len(call.inputs) == 1:
+        yield alternative(
+            "its argument is negated",
+            again(call, lambda args, kwargs: call.function(-args[0], *args[1:], **kwargs)),
+        )
 
 
 def _dimensions(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
@@ -663,21 +709,41 @@ def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _reshaped(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield a dimension that is split, or two that are merged, the other way round."""
+    """Yield a dimension whose parts lie in another order, or several that are merged in another order."""
     if call.name not in ("view", "reshape", "flatten", "unflatten") or len(call.inputs) != 1:
         return
     before, after = (tuple(trace.tensor(x).shape) for x in (call.inputs[0], call.outputs[0]))
     dim = next((i for i, (one, other) in enumerate(zip(before, after, strict=False)) if one != other), None)
     if dim is None:
         return
-    if before[:dim] + before[dim + 1 :] == after[:dim] + after[dim + 2 :] and len(after) == len(before) + 1:
-        first, second = after[dim : dim + 2]
-        yield alternative(
-            f"it splits dimension {dim} the other way round",
-            lambda was, x: x.unflatten(dim, (second, first)).transpose(dim, dim + 1),
-        )
-    if after[:dim] + after[dim + 1 :] == before[:dim] + before[dim + 2 :] and len(before) == len(after) + 1:
-        yield alternative(
-            f"it merges dimensions {dim} and {dim + 1} the other way round",
-            lambda was, x: x.transpose(dim, dim + 1).flatten(dim, dim + 1),
-        )
+    parts = abs(len(after) - len(before)) + 1
+    whole, apart = (before, after) if len(after) > len(before) else (after, before)
+    sizes = apart[dim : dim + parts]
+    if parts < 2 or whole[:dim] + whole[dim + 1 :] != apart[:dim] + apart[dim + parts :]:
+        return
+    for order in _orders(parts):
+        if [i for i in order if sizes[i] > 1] == [i for i in range(parts) if sizes[i] > 1]:
+            continue
+        lying = tuple(sizes[i] for i in order)
+        told = f"as {_sized(lying)}, not {_sized(sizes)}"
+        if whole is before:
+            back = tuple(order.index(i) for i in range(parts))
+            yield alternative(
+                f"it splits dimension {dim} {told}",
+                lambda was, x, lying=lying, back=back: _reordered(x.unflatten(dim, lying), dim, back),
+            )
+        else:
+            yield alternative(
+                f"it merges dimensions {dim} to {dim + parts - 1} {told}",
+                lambda was, x, order=order: _reordered(x, dim, order).flatten(dim, dim + parts - 1),
+            )
+
+
+def _reordered(x: Tensor, first: int, order: Sequence[int]) -> Tensor:
+    """Permute the dimensions from ``first`` on, as many as ``order`` has."""
+    after = range(first + len(order), x.dim())
+    return x.permute(*range(first), *(first + i for i in order), *after)
+
+
+def _sized(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))

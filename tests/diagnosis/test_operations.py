@@ -119,6 +119,28 @@ class Patched(nn.Module):
         return self.linear(x.unflatten(2, (4, 4, 4)).permute(0, 1, *self.order).flatten(2))
 
 
+class Decayed(nn.Module):
+    """Linear attention whose keys decay, with keys and values from one projection."""
+
+    def __init__(self, linear: Any, decay: str = "", heads_first: bool = False, diagonal: int = 0) -> None:
+        super().__init__()
+        self.query, self.both, self.out = linear(WIDTH, WIDTH), linear(WIDTH, 2 * WIDTH), linear(WIDTH, WIDTH)
+        self.times, self.rates = linear(WIDTH, 4), nn.Parameter(torch.linspace(-1.0, 1.5, 4))
+        self.decay, self.heads_first, self.diagonal = decay, heads_first, diagonal
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        query = self.query(x).unflatten(2, (4, 16))
+        both = self.both(x).unflatten(2, (4, 2, 16) if self.heads_first else (2, 4, 16))
+        key, value = both.unbind(3 if self.heads_first else 2)
+        times = F.logsigmoid(-self.times(x) if self.decay == "negated" else self.times(x))
+        rates = self.rates.abs() if self.decay == "abs" else self.rates.exp()
+        decay = (rates * times).cumsum(1).transpose(1, 2)
+        is_later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1 + self.diagonal)
+        weights = (decay[..., :, None] - decay[..., None, :]).masked_fill(is_later, -math.inf).exp()
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / 4.0
+        return self.out(torch.einsum("bhqk,bkhd->bqhd", scores * weights, value).flatten(2))
+
+
 OF_LEAKY, OF_ROLL, OF_MEAN = (
     f"the 1st {call} as the reference does; it"
     for call in ("'leaky_relu' of the module", "'roll' of the module and of 1 more like it", "'mean' of the module")
@@ -130,8 +152,13 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
     [
         *(
             (module, {}, "passed", "")
-            for module in (Modulated, Timed, Pooled, Leaky, Shifted, Averaged, Whitened, Patched)
+            for module in (Modulated, Timed, Pooled, Leaky, Shifted, Averaged, Whitened, Patched, Decayed)
         ),
+        (Decayed, dict(decay="negated"), "operation", "its argument is negated"),
+        (Decayed, dict(decay="abs"), "operation", "it is abs"),
+        (Decayed, dict(heads_first=True), "operation", "it splits dimension 2 as 4 x 2 x 16, not 2 x 4 x 16"),
+        (Decayed, dict(diagonal=-1), "operation", "its mask begins one place earlier"),
+        (Decayed, dict(diagonal=1), "operation", "its mask begins one place later"),
         (Patched, dict(order=(4, 2, 3)), "operation", "of its dimensions 2 to 4, the first comes at the other end"),
         (Patched, dict(order=(4, 3, 2)), "operation", "its dimensions 2 and 3 are exchanged"),
         (Modulated, dict(order=(1, 0, 2)), "operation", "its parts are in the order 2, 1, 3"),
