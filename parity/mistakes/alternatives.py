@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, permutations
@@ -16,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from parity.mistakes.hypothesis import Mistake
-from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, binary, edit, ordinal, with_number
+from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, binary, edit, ordinal
 
 NORM_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 """eps of TE's modules, of Llama, and of BERT's family."""
@@ -140,6 +141,13 @@ def is_written(number: float) -> bool:
 
 Compute = Callable[..., Any]
 
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "pow": operator.pow,
+}
 _PARAMETERS = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0), "celu": ("alpha", 1.0)}
 """Activations that take a number: its name, and its default."""
 
@@ -161,17 +169,22 @@ def other_numbers(call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _numbers(call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the call with another number in the place of a positive one."""
-    match with_number(call):
-        case (("add" | "sub" | "mul" | "div" | "pow") as name, _, number) if number > 0.0:
-            pass
+    """Yield the call with another number of the same sign in the place of the one it has, on either side."""
+    match binary(call):
+        case (("add" | "sub" | "mul" | "div" | "pow") as name, Value(), int() | float() as number):
+            is_left = False
+        case (("add" | "sub" | "mul" | "div" | "pow") as name, int() | float() as number, Value()):
+            is_left = True
         case _:
             return
+    function = _OPERATORS[name]
 
     def with_another(value: float) -> Mistake[Call]:
-        return alternative(f"its number is {value:.4g} for {number:.4g}", lambda was, x: getattr(torch, name)(x, value))
+        other = math.copysign(value, number)
+        compute = lambda was, x: function(other, x) if is_left else function(x, other)  # noqa: E731
+        return alternative(f"its number is {other:.4g} for {number:.4g}", compute)
 
-    yield from numbers(with_another, [number])
+    yield from numbers(with_another, [abs(number)])
 
 
 def _parameters(call: Call) -> Iterator[Mistake[Call]]:
@@ -267,8 +280,8 @@ def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]
     return tuple(lying[list(order).index(i)] for i in range(len(parts)))
 
 
-def joined_otherwise(call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the parts joined in another order."""
+def joined_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield the parts joined in another order, or element by element in turns."""
     if call.name not in JOINS | {"stack"} or len(call.inputs) < 2:
         return
 
@@ -277,6 +290,12 @@ def joined_otherwise(call: Call) -> Iterator[Mistake[Call]]:
 
     for order in _orders(len(call.inputs)):
         yield alternative(f"its parts are in the order {_counted(order)}", in_order(order))
+    sizes = {trace.tensor(x).shape for x in call.inputs}
+    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
+    if call.name in JOINS and len(sizes) == 1 and isinstance(dim, int):
+        dim %= len(sizes.pop())
+        in_turns = again(call, lambda args, kwargs: torch.stack(args[0], dim + 1).flatten(dim, dim + 1))
+        yield alternative("its parts lie in turns", in_turns)
 
 
 def _orders(count: int) -> list[tuple[int, ...]]:
@@ -338,7 +357,8 @@ def _counted(order: Sequence[int]) -> str:
     return ", ".join(str(i + 1) for i in order)
 
 
-# Tables by query and key that are added to the scores of several heads or windows, and what a port adds instead.
+# Tables by query and key that are added to the scores of several heads or windows, or multiply them, and what stands in
+# their place in a port.
 
 
 _Move = Callable[[Tensor], Tensor]
@@ -347,17 +367,19 @@ _Move = Callable[[Tensor], Tensor]
 def other_tables(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield the table transposed, in reverse order, or that of another head or window."""
     match binary(call):
-        case ("add", left, right) if call.outputs:
+        case (("add" | "mul") as name, left, right) if call.outputs:
+            function = getattr(torch, name)
             size = trace.tensor(call.outputs[0]).numel()
         case _:
             return
-    for name, operand in (("left", left), ("right", right)):
+    for side, operand in (("left", left), ("right", right)):
         if not isinstance(operand, Value) or not 1 < trace.tensor(operand).numel() < size:
             continue
         shape = trace.tensor(operand).shape
         if len(shape) > 1 and shape[-1] == shape[-2] > 1:
             for described, move in _moves(shape).items():
-                yield alternative(f"its {name} operand is {described}", of_operands(call, _added(move, name == "left")))
+                moved = of_operands(call, _with_moved(function, move, side == "left"))
+                yield alternative(f"its {side} operand is {described}", moved)
 
 
 def _moves(shape: Sequence[int]) -> dict[str, _Move]:
@@ -368,13 +390,15 @@ def _moves(shape: Sequence[int]) -> dict[str, _Move]:
     }
     for dim in (dim for dim in range(len(shape) - 2) if shape[dim] > 1):
         moves[f"in reverse order along dimension {dim}"] = lambda x, dim=dim: x.flip(dim)  # type: ignore[misc]
+        moves[f"that of the first along dimension {dim}"] = lambda x, dim=dim: x.narrow(dim, 0, 1).expand_as(x)  # type: ignore[misc]
         for by in (1, -1):
             moves[f"rolled by {by} along dimension {dim}"] = lambda x, dim=dim, by=by: x.roll(by, dim)  # type: ignore[misc]
     return moves
 
 
-def _added(move: _Move, is_left: bool) -> Compute:
-    return lambda was, x, y: move(x) + y if is_left else x + move(y)
+def _with_moved(function: Callable[[Any, Any], Any], move: _Move, is_left: bool) -> Compute:
+    """Return a function of two operands, one of which is a table that is moved first."""
+    return lambda was, x, y: function(move(x), y) if is_left else function(x, move(y))
 
 
 # What a single call could have computed instead: the mistakes that people make with each function.
@@ -420,8 +444,9 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     yield from _dimensions(trace, call)
     yield from _deviations(trace, call)
     yield from split_otherwise(trace, call)
-    yield from joined_otherwise(call)
+    yield from joined_otherwise(trace, call)
     yield from _other_elements(trace, call)
+    yield from _picked_elsewhere(trace, call)
     yield from _moved(trace, call)
     yield from _padded(trace, call)
     yield from _reshaped(trace, call)
@@ -591,6 +616,35 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
                         lambda was, x, one=one, dim=dim, own=part: _mean_of_others(x, dim, own)[one],
                     )
             dim += 1
+
+
+def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield other places than those that tensors index, as ``x[rows, last]`` picks each sequence's last token."""
+    index = call.args[1] if call.name == "getitem" and isinstance(call.args[1], tuple) else ()
+    by_tensors = [dim for dim, part in enumerate(index) if isinstance(part, Value)]
+    if len(by_tensors) < 2 or by_tensors != [*range(len(by_tensors))]:
+        return
+    sizes = trace.tensor(call.inputs[0]).shape
+    for dim in by_tensors:
+        places, size = trace.tensor(index[dim]), sizes[dim]
+        if places.is_floating_point() or places.dtype is torch.bool or torch.unique(places).numel() == size:
+            continue
+        for described, times, plus in (("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)):
+            picked = again(call, _picking(dim, times, plus, size - 1))
+            yield alternative(f"it takes the {described} of dimension {dim}", picked)
+
+
+def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any], Tensor]:
+    """Return an index by tensors, of which that of ``dim`` is ``times`` as large and ``plus``, up to ``last``."""
+
+    def computed(args: Any, kwargs: Any) -> Tensor:
+        x, index = args
+        changed = list(index)
+        changed[dim] = (times * index[dim] + plus).clamp(0, last)
+        picked: Tensor = x[tuple(changed)]
+        return picked
+
+    return computed
 
 
 def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:

@@ -59,6 +59,37 @@ class Pooled(nn.Module):
         return self.linear(x.mean(1) if self.mean else x[:, self.place])
 
 
+class LastOfEach(nn.Module):
+    """The last token of sequences of several lengths."""
+
+    def __init__(self, linear: Any, off_by: int = 0, at_end: bool = False) -> None:
+        super().__init__()
+        self.linear, self.off_by, self.at_end = linear(WIDTH, WIDTH), off_by, at_end
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        lengths = torch.tensor([20, 12, 17, 5], device=x.device)
+        rows = torch.arange(len(x), device=x.device)
+        return self.linear(x[:, -1] if self.at_end else x[rows, lengths - 1 + self.off_by])
+
+
+class Positions(nn.Module):
+    """Sines and cosines of positions, whose frequencies a number makes."""
+
+    def __init__(self, linear: Any, in_turns: bool = False, power: int = 5, table: str = "") -> None:
+        super().__init__()
+        self.linear, self.in_turns, self.power, self.table = linear(WIDTH, WIDTH), in_turns, power, table
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        steps = torch.arange(24.0, device=x.device)
+        angles = steps[:, None] * 2.0 ** (-self.power + torch.arange(0, 4, 0.125, device=x.device))
+        parts = (angles.sin(), angles.cos())
+        embedded = torch.stack(parts, -1).flatten(1) if self.in_turns else torch.cat(parts, -1)
+        apart = (steps[:, None] - steps).abs() * torch.tensor([0.05, 0.1, 0.2, 0.4], device=x.device)[:, None, None]
+        apart = {"reversed": apart.flip(0), "first": apart[:1].expand_as(apart)}.get(self.table, apart)
+        y = self.linear(x + embedded.to(x.dtype))
+        return (y.unflatten(2, (4, 16)).permute(0, 2, 3, 1)[..., None, :] * (-apart).exp()[:, None]).sum(-1)
+
+
 class Leaky(nn.Module):
     """An activation with a number of its own."""
 
@@ -152,8 +183,16 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
     [
         *(
             (module, {}, "passed", "")
-            for module in (Modulated, Timed, Pooled, Leaky, Shifted, Averaged, Whitened, Patched, Decayed)
+            for module in (Modulated, Timed, Pooled, LastOfEach, Positions, Leaky, Shifted, Averaged)
         ),
+        *((module, {}, "passed", "") for module in (Whitened, Patched, Decayed)),
+        (LastOfEach, dict(off_by=-1), "operation", "it takes the previous of dimension 1"),
+        (LastOfEach, dict(off_by=1), "operation", "it takes the next of dimension 1"),
+        (LastOfEach, dict(at_end=True), "operation", "it takes the last of dimension 1"),
+        (Positions, dict(in_turns=True), "operation", "its parts lie in turns"),
+        (Positions, dict(power=6), "operation", "its number is -6 for -5"),
+        (Positions, dict(table="reversed"), "operation", "operand is in reverse order along dimension 0"),
+        (Positions, dict(table="first"), "operation", "operand is that of the first along dimension 0"),
         (Decayed, dict(decay="negated"), "operation", "its argument is negated"),
         (Decayed, dict(decay="abs"), "operation", "it is abs"),
         (Decayed, dict(heads_first=True), "operation", "it splits dimension 2 as 4 x 2 x 16, not 2 x 4 x 16"),
