@@ -84,6 +84,28 @@ ONE = """
         assert (loss - right).abs() / right < torch.finfo(torch.bfloat16).eps
         assert given.grad.dtype == torch.bfloat16 and given.grad.abs().sum() > 0
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_norms_are_added_by_blocks(dtype):
+        values = torch.full((2048, 1024), 0.7).to(dtype)
+        for order in (1, 2):
+            right = torch.linalg.vector_norm(values.double(), order)
+            assert (torch.norm(values, p=order) - right).abs() / right < torch.finfo(dtype).eps
+        assert torch.linalg.vector_norm(values, 1, 0, True).shape == (1, 1024)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, None])
+    def test_autocast_takes_fp32(dtype):
+        given = torch.ones(16, 16, dtype=torch.bfloat16, requires_grad=True)
+        with torch.autocast(device_type="cuda", dtype=dtype):
+            product = given @ given
+        product.sum().backward()
+        assert product.dtype == (dtype or torch.bfloat16) and given.grad.dtype == torch.bfloat16
+
+    def test_leaves_something_behind():
+        torch.left_behind = True
+
+    def test_finds_nothing_left_behind():
+        assert not hasattr(torch, "left_behind"), "something was left behind"
+
     def test_a_program_is_forked_where_te_is_imported(tmp_path):
         import subprocess, sys
         program = tmp_path / "program.py"
@@ -145,6 +167,13 @@ BECOMES = {
     "test_layer_norms_add_their_gradients_in_fp32_by_blocks[dtype1]": ("passed", ""),
     "test_attention_keeps_its_scores_in_fp32": ("passed", ""),
     "test_cross_entropy_adds_losses_in_fp32": ("passed", ""),
+    "test_norms_are_added_by_blocks[dtype0]": ("passed", ""),
+    "test_norms_are_added_by_blocks[dtype1]": ("passed", ""),
+    "test_autocast_takes_fp32[dtype0]": ("passed", ""),
+    "test_autocast_takes_fp32[dtype1]": ("passed", ""),
+    "test_autocast_takes_fp32[None]": ("passed", ""),
+    "test_leaves_something_behind": ("passed", ""),
+    "test_finds_nothing_left_behind": ("passed", ""),
     "test_fails": ("failed", "Tensor-likes are not close"),
     "test_is_skipped": ("skipped", "needs another GPU"),
     "test_hangs": ("beyond", "stood still for"),
@@ -203,7 +232,9 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
         assert found[name][0] == outcome, name
         assert why in found[name][1]
     assert sum(one["seconds"] for one in outcomes if one["outcome"] == "passed") > 0
-    assert "| hopper | 17 | 0 | 17 | 12 | 2 | 1 | 2 | 85.7 % | 85.7 % |" in " ".join(report_file.read_text().split())
+    assert "| hopper | 24 | 0 | 24 | 19 | 2 | 1 | 2 | 90.5 % | 90.5 % |" in " ".join(report_file.read_text().split())
+    assert [one["test"] for one in outcomes if one["after_others"]] == ["test_one.py::test_finds_nothing_left_behind"]
+    assert "something was left behind" in report_file.read_text()
     assert run(None) == outcomes
     assert run(1, report_only=True) == outcomes
     assert "1 of the processes that run tests of a file are still to come" in report_file.read_text()

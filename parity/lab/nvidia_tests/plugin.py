@@ -52,6 +52,8 @@ def compute_as_on_a_gpu() -> None:
     _library.impl("native_layer_norm_backward", _layer_norm_backward, "CPU")
     _keep_scores_in_fp32()
     _library.impl("nll_loss_forward", _loss, "CPU")
+    _library.impl("linalg_vector_norm", _vector_norm, "CPU")
+    _allow_autocast_to_fp32()
     _read_debug_features_as_te()
 
 
@@ -350,6 +352,40 @@ def _loss(values: Tensor, target: Tensor, weight: Tensor | None, reduction: int,
     weights = None if weight is None else _widened(weight)
     torch.ops.aten.nll_loss_forward.output(exact, target, weights, reduction, ignored, output=loss, total_weight=total)
     return loss.to(values.dtype), total.to(values.dtype)
+
+
+# Norms outside of TE. A CPU adds the absolute values, or the squares, one by one: the 1-norm of a million FP32 numbers
+# is off by 2e-4, a hundred times the limit of test_statistics_multi_run. A GPU adds by blocks (PyTorch 2.13,
+# aten/src/ATen/native/cpu/ReduceOpsKernel.cpp and cuda/ReduceNormKernel.cu).
+
+
+def _vector_norm(
+    values: Tensor,
+    order: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the norm, added in FP64 and rounded."""
+    exact = values.to(torch.promote_types(values.dtype, torch.float64))
+    out = exact.real.new_empty(0)
+    norm: Tensor = torch.ops.aten.linalg_vector_norm.out(exact, order, dim, keepdim, out=out)
+    return norm.to(dtype or values.real.dtype)
+
+
+# Autocast. On a CPU it knows FP16 and BF16 and is off for other dtypes; on a GPU it takes FP32 as well (PyTorch 2.13,
+# torch/amp/autocast_mode.py:297).
+
+
+def _allow_autocast_to_fp32() -> None:
+    begin = torch.autocast.__init__
+
+    def begun(self: Any, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **options: Any) -> None:
+        begin(self, device_type, None if dtype == torch.float32 else dtype, *rest, **options)
+        self.fast_dtype = dtype or self.fast_dtype
+
+    torch.autocast.__init__ = begun  # type: ignore[method-assign]
 
 
 # TE's debug features are loaded by nvdlfw-inspect, by their files: they, too, are to be read with the CPU for CUDA.

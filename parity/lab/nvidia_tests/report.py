@@ -125,6 +125,12 @@ def draw(
         *_section("By file", _by(every, collected), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
         *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
         *_section("Each failure", each_failure, ("GPU", "test", "cause"), 3),
+        *_section(
+            "Failed after other tests, and passed by itself",
+            [[one.gpu, one.test, one.after_others] for one in every if one.after_others],
+            ("GPU", "test", "what it said after the others"),
+            3,
+        ),
         *_section("Run on a real GPU as well", _counted(both), ("GPU", "emulated", "real", "tests"), 3),
         *_section("Failures on a real GPU", _counted(wrong_there), ("GPU", "tests of", "failed on the real one"), 2),
         *_section("Skipped by TE's tests", _counted(skipped), ("GPU", "reason", "tests"), 2),
