@@ -122,7 +122,7 @@ def _pairs(dtype: torch.dtype) -> Tensor:
 
 
 E4M3 = torch.float8_e4m3fn
-LARGEST_FP32 = torch.finfo(torch.float32).max
+_LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
 def e4m3_limit(of: Any) -> float:
@@ -135,8 +135,18 @@ def global_scale(amax: Tensor, limit: float) -> Tensor:
 
     1 where the amax is 0 or infinite, and at most the largest FP32.
     """
-    scale = torch.full_like(amax, limit * LIMIT).div(amax).clamp(max=LARGEST_FP32)
+    scale = torch.full_like(amax, limit * LIMIT).div(amax).clamp(max=_LARGEST_FP32)
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+def decoding_scale(block_amax: Tensor, scale: Tensor) -> Tensor:
+    """Return what undoes the scaling of a block with this amax, FP32; it is rounded to E4M3 before it is used.
+
+    Args:
+        block_amax: FP32, one a block.
+        scale: as of ``global_scale``, broadcast to the blocks.
+    """
+    return (block_amax * (scale * (1.0 / LIMIT))).clamp_(max=_LARGEST_FP32)
 
 
 def encoding_scale(decoding: Tensor, scale: Tensor) -> Tensor:
@@ -146,4 +156,4 @@ def encoding_scale(decoding: Tensor, scale: Tensor) -> Tensor:
         decoding: E4M3 bytes, one a block.
         scale: as of ``global_scale``, broadcast to the blocks.
     """
-    return (float8.decode(decoding, E4M3) * scale.reciprocal()).reciprocal_().clamp_(max=LARGEST_FP32)
+    return (float8.decode(decoding, E4M3) * scale.reciprocal()).reciprocal_().clamp_(max=_LARGEST_FP32)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from parity.cpu import block_scaling, cuda, float4, float8, swizzle
-from parity.cpu.float4 import E4M3, LARGEST_FP32, e4m3_limit, encoding_scale, global_scale
+from parity.cpu.float4 import E4M3, decoding_scale, e4m3_limit, encoding_scale, global_scale
 
 # 4over6: for each block the better of two scales, one that maps its amax to 6 and one that maps it to 4.
 #
@@ -300,8 +300,7 @@ def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
     encode_codes = float4.encode_stochastically if quantizer.stochastic_rounding else float4.encode
 
     def cast(part: Tensor) -> tuple[Tensor, Tensor]:
-        block_amax = block_scaling.amax(part, block)
-        decoding = float8.cast((block_amax * (scale * (1.0 / float4.LIMIT))).clamp_(max=LARGEST_FP32), E4M3)
+        decoding = float8.cast(decoding_scale(block_scaling.amax(part, block), scale), E4M3)
         return encode_codes(block_scaling.multiply(part, encoding_scale(decoding, scale), block)), decoding
 
     # Each row may have a scale of its own.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parity.cpu import block_scaling, cast, float4, float8, mxfp8
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.float4 import E4M3, LARGEST_FP32, encoding_scale, global_scale
+from parity.cpu.float4 import E4M3, decoding_scale, encoding_scale, global_scale
 
 __all__ = [
     "fp8_block_scaling_compute_partial_amax",
@@ -144,8 +144,7 @@ def nvfp4_multi_tensor_fused_scale(
     """
     lists = (block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list)
     for block_amax, global_amax, per_block_scale, target_scale, target_amax in zip(*lists, strict=True):
-        # In this order, unlike in the cast of a whole tensor (core_nvfp4.cuh), where the scale is divided by 6 first.
-        decoding = (block_amax / float4.LIMIT * _global_scale(global_amax)).clamp_(max=LARGEST_FP32)
+        decoding = decoding_scale(block_amax, _global_scale(global_amax))
         per_block_scale.copy_(decoding)
         _write(target_scale, float8.cast(decoding, E4M3).repeat_interleave(block_len, 0))
         target_amax.copy_(global_amax)
