@@ -337,9 +337,9 @@ def placed(place: Any) -> Any:
     return torch.device("cpu") if isinstance(place, int) and not isinstance(place, bool) else place
 
 
-def pinned(x: Any) -> Any:
+def pinned(x: Any, is_asked: bool = True) -> Any:
     """Return a tensor as it is; other objects are asked themselves."""
-    return x if isinstance(x, torch.Tensor) else x.pin_memory()
+    return x if isinstance(x, torch.Tensor) or not is_asked else x.pin_memory()
 
 
 def record_stream(x: Any, stream: Any) -> None:

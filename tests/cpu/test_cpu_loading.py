@@ -45,7 +45,7 @@ def rewritten(source):
         ("torch.device('cuda', torch.cuda.current_device())", "torch.device('cpu')"),
         ("x.is_cuda", "x.is_cpu"),
         ("x.cuda()", "x.cpu()"),
-        ("torch.ones(2, pin_memory=True)", "torch.ones(2)"),
+        ("torch.ones(2, pin_memory=x)", "__parity_cuda__.pinned(torch.ones(2), x)"),
         ("from torch.cuda import _lazy_call", "from parity.cpu.cuda import _lazy_call"),
         ("from torch.cuda.random import seed", "from parity.cpu.cuda import seed"),
         ("import torch.cuda as c", "import parity.cpu.cuda as c"),

@@ -100,6 +100,19 @@ ONE = """
         product.sum().backward()
         assert product.dtype == (dtype or torch.bfloat16) and given.grad.dtype == torch.bfloat16
 
+    def test_memory_is_what_tensors_hold_that_are_not_pinned():
+        assert torch.cuda.memory_allocated() == 0
+        given = torch.ones(1024, device="cuda", requires_grad=True)
+        pinned = torch.empty(4096, pin_memory=True)
+        norm = te.LayerNorm(1024)(given.view(1, -1))
+        torch.cuda.reset_peak_memory_stats()
+        kept = torch.cuda.memory_allocated()
+        assert kept == 4 * (1024 + 1024 + 2 * 1024 + 2)  # input, output, weight and bias, statistics
+        torch.ones(2048, device="cuda")
+        del norm
+        assert torch.cuda.max_memory_allocated() == kept + 4 * 2048
+        assert torch.cuda.memory_allocated() == 4 * 1024
+
     def test_leaves_something_behind():
         torch.left_behind = True
 
@@ -172,6 +185,7 @@ BECOMES = {
     "test_autocast_takes_fp32[dtype0]": ("passed", ""),
     "test_autocast_takes_fp32[dtype1]": ("passed", ""),
     "test_autocast_takes_fp32[None]": ("passed", ""),
+    "test_memory_is_what_tensors_hold_that_are_not_pinned": ("passed", ""),
     "test_leaves_something_behind": ("passed", ""),
     "test_finds_nothing_left_behind": ("passed", ""),
     "test_fails": ("failed", "Tensor-likes are not close"),
@@ -232,7 +246,7 @@ def test_each_test_has_its_outcome_and_a_run_goes_on_where_it_stopped(small_chec
         assert found[name][0] == outcome, name
         assert why in found[name][1]
     assert sum(one["seconds"] for one in outcomes if one["outcome"] == "passed") > 0
-    assert "| hopper | 24 | 0 | 24 | 19 | 2 | 1 | 2 | 90.5 % | 90.5 % |" in " ".join(report_file.read_text().split())
+    assert "| hopper | 25 | 0 | 25 | 20 | 2 | 1 | 2 | 90.9 % | 90.9 % |" in " ".join(report_file.read_text().split())
     assert [one["test"] for one in outcomes if one["after_others"]] == ["test_one.py::test_finds_nothing_left_behind"]
     assert "something was left behind" in report_file.read_text()
     assert run(None) == outcomes

@@ -19,7 +19,7 @@ from parity.cpu import cuda, distributed
 # ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
 # ``tensor.cuda()``                      ``tensor.cpu()``                       stays where the kernels run
 # ``torch.is_autocast_enabled()``        the same of ``"cpu"``                  without a device it asks about the GPU
-# ``torch.empty(..., pin_memory=...)``   that argument left out                 memory is pinned for a GPU
+# ``torch.empty(..., pin_memory=x)``     ``pinned(torch.empty(...), x)``        memory is pinned for a GPU
 # =====================================  =====================================  =======================================
 #
 # Other source than TransformerEngine's says it in more ways, which ``normalize_devices`` reduces to these:
@@ -87,8 +87,12 @@ class _CudaMeansCpu(ast.NodeTransformer):
                 node.args = [ast.copy_location(ast.Constant("cpu"), node)]
             case ast.Call(func=ast.Attribute(attr="cuda") as method, args=[]):
                 method.attr = "cpu"
-        if _is_torch(_root(node.func)):
+        asked = (
+            [each.value for each in node.keywords if each.arg == "pin_memory"] if _is_torch(_root(node.func)) else []
+        )
+        if asked:
             node.keywords = [each for each in node.keywords if each.arg != "pin_memory"]
+            return _ask_cuda("pinned", node, node, *asked)
         return node
 
     def visit_Import(self, node: ast.Import) -> ast.AST:

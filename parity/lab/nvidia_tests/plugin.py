@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from parity.cpu import cuda, gemm, tensor_cores
 from parity.cpu.enums import TORCH_DTYPE
@@ -54,6 +57,8 @@ def compute_as_on_a_gpu() -> None:
     _library.impl("nll_loss_forward", _loss, "CPU")
     _library.impl("linalg_vector_norm", _vector_norm, "CPU")
     _allow_autocast_to_fp32()
+    cuda.memory_allocated, cuda.max_memory_allocated = _memory_allocated, _max_memory_allocated
+    cuda.reset_peak_memory_stats, cuda.pinned = _reset_peak_memory_stats, _pinned
     _read_debug_features_as_te()
 
 
@@ -99,6 +104,7 @@ class _Recorder:
         self._write(begun=item.nodeid)
         begin = _processor_time()
         result = yield
+        _Memory.end()
         outcome, why = _outcome(self._reports)
         callspec = getattr(item, "callspec", None)
         values = callspec.params.values() if callspec is not None else ()
@@ -386,6 +392,86 @@ def _allow_autocast_to_fp32() -> None:
         self.fast_dtype = dtype or self.fast_dtype
 
     torch.autocast.__init__ = begun  # type: ignore[method-assign]
+
+
+# The GPU's memory. From the first time that a test asks for it, what is allocated is what those tensors hold that have
+# been made since, and the most is that at operations outside of kernels, whose temporary memory is not a GPU's. Pinned
+# tensors lie in the host's memory.
+
+
+class _Memory(TorchDispatchMode):
+    """Knows the tensors that have been made since the test first asked."""
+
+    _running: _Memory | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.most = self._most_before = 0
+
+    @classmethod
+    def of_test(cls) -> _Memory:
+        if cls._running is None:
+            cls._running = cls().__enter__()
+        return cls._running
+
+    @classmethod
+    def end(cls) -> None:
+        if cls._running is not None:
+            cls._running.__exit__(None, None, None)
+            cls._running = None
+
+    @property
+    def now(self) -> int:
+        return sum(storage.nbytes() for storage in self._made)
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = operation(*arguments, **(options or {}))
+        made = (_storages(result) - _storages(arguments)).difference(self._made)
+        if made:
+            self._made.update(made)
+            if not _is_called_by_kernel():
+                self._most_before, self.most = self.most, max(self.most, self.now)
+        return result
+
+    def leave_out(self, tensor: Any) -> None:
+        """Do not count what the last operation has made."""
+        self._made.difference_update(_storages(tensor))
+        self.most = max(self._most_before, self.now)
+
+
+def _storages(values: Any) -> set[torch.UntypedStorage]:
+    """Return the memory of the tensors among the values, and of those of which a quantized tensor consists."""
+    found: set[torch.UntypedStorage] = set()
+    for value in tree_leaves(values):
+        if hasattr(value, "get_metadata"):
+            found |= _storages(value.get_metadata())
+        elif isinstance(value, Tensor) and value.is_cpu:
+            found.add(value.untyped_storage())
+    return found
+
+
+def _memory_allocated(device: Any = None) -> int:
+    return _Memory.of_test().now
+
+
+def _max_memory_allocated(device: Any = None) -> int:
+    memory = _Memory.of_test()
+    return max(memory.most, memory.now)
+
+
+def _reset_peak_memory_stats(device: Any = None) -> None:
+    memory = _Memory.of_test()
+    memory.most = memory.now
+
+
+_as_ever = cuda.pinned
+
+
+def _pinned(x: Any, is_asked: bool = True) -> Any:
+    if is_asked and _Memory._running is not None:
+        _Memory._running.leave_out(x)
+    return _as_ever(x, is_asked)
 
 
 # TE's debug features are loaded by nvdlfw-inspect, by their files: they, too, are to be read with the CPU for CUDA.
