@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from parity import te
-from parity.cpu import cuda, extension
+from parity.cpu import cuda, extension, mhc, versions
 from parity.lab.kernel_table import measure
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
 from parity.lab.kernel_table.measure import CALLS, NOT_CALLED, Outcome, select
@@ -79,6 +80,20 @@ def test_every_kernel_of_the_cpu_s_is_called_or_left_out_for_a_reason(
         call.run(bench(blackwell, seed=0))
     called.discard("get_num_cublas_streams")  # which TE asks once in a process
     assert kernels - called == NOT_CALLED.keys()
+
+
+@pytest.mark.skipif(versions.installed_version() < Version("2.15"), reason="TE has hyper-connections from 2.15 on")
+def test_every_triton_kernel_of_hyper_connections_is_launched(
+    blackwell: te.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defined = vars(importlib.import_module("transformer_engine.common.triton.mhc"))
+    kernels = mhc.KERNELS.keys() & defined.keys()
+    launched: set[str] = set()
+    for name in kernels:
+        monkeypatch.setattr(defined[name], "_launch", noted(name, defined[name]._launch, launched))
+    for call in select("mhc_fused"):
+        call.run(bench(blackwell, seed=0))
+    assert launched == kernels
 
 
 def noted(name: str, kernel: Callable[..., Any], called: set[str]) -> Callable[..., Any]:

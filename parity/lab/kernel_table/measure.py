@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parity import te
-from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_layers
+from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_hyper_connections, calls_of_layers
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
 from parity.te.devices import cuda_works
 from parity.user_error import UserError, one_line
@@ -101,6 +101,7 @@ CALLS: tuple[KernelCall, ...] = (
     *calls_of_attention.layouts(),
     *calls_of_layers.optimizers(),
     *calls_of_layers.losses(),
+    *calls_of_hyper_connections.hyper_connections(),
 )
 
 
