@@ -21,6 +21,8 @@ from parity.cpu.enums import NVTE_QKV_Format
 from parity.te import kernels
 
 TE = te.kernels("cpu").te
+from transformer_engine.common import recipe  # noqa: E402
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 HEADS, FEATURES, PAGE, PAGES = 2, 3, 4, 3
 lengths = st.lists(st.integers(0, 6), min_size=1, max_size=4)
@@ -121,8 +123,17 @@ def test_tokens_of_another_dtype_than_the_cache_are_refused() -> None:
         copy_to_kv_cache(new, new, cache, cache, one[:1], one, one, NVTE_QKV_Format.NVTE_BSHD, 1, 1, 4, 1, False)
 
 
+FP8 = recipe.DelayedScaling(fp8_dpa=True)
+EPS_OF_E4M3 = torch.finfo(torch.float8_e4m3fn).eps
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["BF16", "FP8"])
 @pytest.mark.parametrize("qkv_format", ["bshd", "thd"])
-def test_a_finished_sequence_makes_room_for_a_new_one(qkv_format: str) -> None:
+def test_a_finished_sequence_makes_room_for_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, qkv_format: str, is_fp8: bool
+) -> None:
+    """In FP8 too, where TE's own Python emulates it: its other way is FlashAttention 3, a package for CUDA alone."""
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", str(int(is_fp8)))
     emulated_gpu.choose_again()
     torch.manual_seed(0)
     attention = TE.DotProductAttention(
@@ -158,14 +169,44 @@ def test_a_finished_sequence_makes_room_for_a_new_one(qkv_format: str) -> None:
             attn_mask_type="padding_causal",
             inference_params=parameters,
         )
-        output = attention(*inputs, **options).view(*shape[:2], -1)
+        with TE.autocast(enabled=is_fp8, recipe=FP8):
+            output = attention(*inputs, **options).view(*shape[:2], -1)
         for entry, sequence in enumerate(step):
             seen[sequence].append(output[entry])
     for sequence, parts in seen.items():
         rows = sum(len(part) for part in parts)
         inputs = [tensor[None, :rows] for tensor in qkv[sequence]]
         expected = reference(*inputs, attn_mask_type="causal")[0]
-        torch.testing.assert_close(torch.cat(parts), expected, rtol=2**-7, atol=2**-9)
+        if is_fp8:  # which rounds Q, K, V and the probabilities, each by half an eps at most
+            error = (torch.cat(parts).double() - expected.double()).norm() / expected.double().norm()
+            assert 2**-7 < error < EPS_OF_E4M3
+        else:
+            torch.testing.assert_close(torch.cat(parts), expected, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["non-paged", "paged"])
+def test_te_refuses_a_cache_with_fp8_attention_that_it_does_not_emulate(is_paged: bool) -> None:
+    emulated_gpu.choose_again()
+    attention = TE.DotProductAttention(2, 16, attention_dropout=0.0, qkv_format="thd", layer_number=1).eval()
+    pages: dict[str, Any] = {"page_size": 4, "total_num_pages": 4} if is_paged else {}
+    parameters = TE.InferenceParams(
+        2, 8, num_heads_kv=2, head_dim_k=16, dtype=BF16, is_paged=is_paged, qkv_format="thd", max_ctx_len=4, **pages
+    )
+    parameters.allocate_memory(1)
+    parameters.pre_step(OrderedDict({0: 4, 1: 4}))
+    with (
+        TE.autocast(enabled=True, recipe=FP8),
+        pytest.raises(ValueError, match="No dot product attention backend is available"),
+    ):
+        attention(
+            *(torch.randn(8, 2, 16).to(BF16) for _ in range(3)),
+            max_seqlen_q=4,
+            max_seqlen_kv=8,
+            cu_seqlens_q=parameters.cu_seqlens_q,
+            cu_seqlens_kv=parameters.cu_seqlens_kv,
+            attn_mask_type="padding_causal",
+            inference_params=parameters,
+        )
 
 
 HIDDEN, LAYER_HEADS, GROUPS, HEAD_DIM, LONGEST = 64, 4, 2, 16, 16
