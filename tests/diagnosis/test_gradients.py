@@ -153,7 +153,7 @@ def microbatches(port: Any, precision: str, **options: Any) -> parity.Result:
     return compared(lambda: Microbatches(nn.Linear(WIDTH, WIDTH)), candidate, normal((64, WIDTH)), precision)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
 def test_a_main_grad_that_each_call_overwrites_is_told_as_one(precision):
     result = microbatches(Microbatches, precision, fuse_wgrad_accumulation=True)
     tells(result, "gradient-accumulation", "overwrite_main_grad off")
@@ -166,7 +166,7 @@ def test_a_copy_of_the_layer_is_told_as_a_copy():
 # Gradients that are right but for one factor, though rounding moves the factor of each a little.
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed"])
 def test_a_loss_scale_that_was_left_in_is_told_of_all_gradients_of_a_layer(precision):
     llama = HOSTS["llama_layer"]
     wrong = planted(BUGS["gradient-left-scaled"], dataclasses.replace(llama, sizes=llama.sizes[:1]))
@@ -190,13 +190,11 @@ class Branches(nn.Module):
         return x + y
 
 
-@FP32_AND_BF16
-def test_gradients_of_one_layer_alone_that_are_scaled_are_told_with_the_layer(precision):
+def test_gradients_of_one_layer_alone_that_are_scaled_are_told_with_the_layer():
     result = compared(
         lambda: Branches(nn.Linear),
         lambda te: Branches(partial(te.Linear, init_method=nn.init.xavier_normal_), 16.0),
         normal((4, 32, 64)),
-        precision,
     )
     tells_only(result, "gradient-scale", "2 of 5 wrong gradients")
     assert "16 times" in result.findings[0].message
@@ -270,12 +268,9 @@ class Port(nn.Module):
 @pytest.mark.parametrize(
     ("left_out", "shape", "precision", "title", "named"),
     [
-        *(("bias", (WIDTH,), precision, "bias-dropped", "fc2_bias") for precision in ("fp32", "bf16", "fp8_current")),
-        *(
-            ("scale", shape, precision, "no-gradient", "scale")
-            for shape in ((WIDTH,), (1, 1, WIDTH))
-            for precision in ("fp32", "bf16")
-        ),
+        ("bias", (WIDTH,), "fp8_current", "bias-dropped", "fc2_bias"),
+        ("scale", (WIDTH,), "fp32", "no-gradient", "scale"),
+        ("scale", (1, 1, WIDTH), "bf16", "no-gradient", "scale"),
         ("adapter", (WIDTH,), "fp32", "no-gradient", "adapter.weight"),
     ],
 )
@@ -306,18 +301,12 @@ class Both(nn.Module):
         return self.own(x).relu() * self.cross(x if self.forgets_memory else memory).sigmoid()
 
 
-def of_two_inputs(precision: str) -> parity.Result:
+@pytest.mark.parametrize("precision", ["fp32", "fp8_current"])
+def test_an_input_to_which_nothing_flows_back_is_told_first_and_what_is_read_in_its_place_after_it(precision):
     inputs = lambda rng: {"x": rng.normal(48, 32), "memory": rng.normal(48, 32)}  # noqa: E731
-    return twins(Both, dict(forgets_memory=True), inputs, precision)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
-def test_an_input_to_which_nothing_flows_back_is_told_first(precision):
-    tells(of_two_inputs(precision), "no-gradient", "no gradient flows back to the input memory")
-
-
-def test_what_is_read_in_its_place_is_told_after_it():
-    findings = of_two_inputs("fp32").findings
-    assert [one.title for one in findings] == ["no-gradient", "operation"]
-    read = "not the input of the module that the 1st 'linear' of own is given"
-    assert findings[1].message.endswith(read)
+    result = twins(Both, dict(forgets_memory=True), inputs, precision)
+    tells(result, "no-gradient", "no gradient flows back to the input memory")
+    if precision == "fp32":
+        _, second = result.findings
+        assert second.title == "operation"
+        assert second.message.endswith("not the input of the module that the 1st 'linear' of own is given")

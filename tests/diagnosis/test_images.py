@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
+from ports import compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -216,8 +216,7 @@ def test_another_table_padding_or_view_is_told(module, mistake, title, phrase, p
     tells(twins(module, mistake, normal((2, ACROSS**2, WIDTH)), precision), title, phrase)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "precision"), [(0, "bf16"), (1, "fp16")])
 def test_a_port_that_adds_both_biases_before_the_scores_is_right(seed, precision):
     result = compared(lambda: Sam(nn.Linear), SamInTE, normal((2, ACROSS**2, WIDTH)), precision, seeds=[seed])
     assert result.passed
@@ -285,18 +284,17 @@ class Classes(nn.Module):
         return self.head(x[:, 0] if self.pool == "class token" else x.mean(1))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_another_pooling_is_told_before_few_classes(seed):
     port, right = dict(pool="all"), dict(pool="class token")
     result = twins(Classes, port, normal((2, PATCHES, WIDTH)), "bf16", right=right, seeds=[seed])
     tells(result, "operation", "it is the mean over dimension 1.")
 
 
-@FP32_AND_BF16
-def test_a_class_token_at_the_other_end_that_is_read_there_is_told(precision):
+def test_a_class_token_at_the_other_end_that_is_read_there_is_told():
     phrase = "join the parts of the 1st 'cat' of the module in the reference's order"
     right = dict(pool="class token")
-    tells(twins(Vit, dict(last=True), normal((4, PATCHES, WIDTH)), precision, right=right), "operation", phrase)
+    tells(twins(Vit, dict(last=True), normal((4, PATCHES, WIDTH)), right=right), "operation", phrase)
 
 
 # Pixels of patches in another order than that of the convolution's weight.
