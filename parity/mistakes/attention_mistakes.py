@@ -153,8 +153,8 @@ def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mist
     head_dim, heads = query.shape[-1], query.shape[-3] if query.dim() > 3 else 1
     named = {
         "1 (missing)": 1.0,
+        "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),  # TE's default; small scores hardly tell others
         "1/head_dim (or 1/sqrt(head_dim) twice)": 1 / head_dim,
-        "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),
         "1/sqrt(hidden)": 1 / math.sqrt(head_dim * heads),
     }
     if value.shape[-1] != head_dim:

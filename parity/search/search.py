@@ -440,13 +440,15 @@ def explanations(
     with_constants: list[Ranked] = []
     tried: set[Hypothesis] = set()
     ordered = partial(_promising_first, first_order)
-    found = _by_stages(search, known, budget, ordered, tried, ranked, with_constants)
+    almost: list[Explanation] = []
+    found = _by_stages(search, known, budget, ordered, tried, ranked, with_constants, almost)
     if not found and first_order is not None:
         of_parts = failure.budget(CHECKS_FOR_PARTS)
-        found = _in_parts(search, first_order, [one for _, (one,) in ranked], of_parts)
+        found = _complete(_in_parts(search, first_order, [one for _, (one,) in ranked], of_parts), almost)
         budget = budget.longer_by(of_parts.passed)
     at_least = failure.budget(CHECKS_FOR_PAIRS)
-    found = found or _in_pairs(search, known, at_least if at_least.seconds > budget.left else budget, ranked)
+    of_pairs = at_least if at_least.seconds > budget.left else budget
+    found = found or _complete(_in_pairs(search, known, of_pairs, ranked), almost) or almost
     if screened is not None and not found:
         fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
         helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
@@ -469,9 +471,10 @@ def _by_stages(
     tried: set[Hypothesis],
     ranked: list[Ranked],
     with_constants: list[Ranked],
+    almost: list[Explanation],
 ) -> list[Explanation]:
     """Try one mistake, of each scope in turn; ``tried`` gets all that are, ``ranked`` those that change anything,
-    ``with_constants`` the tuned ones.
+    ``with_constants`` the tuned ones, ``almost`` the explanations that leave a tensor wrong.
     """
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [
@@ -483,17 +486,27 @@ def _by_stages(
         for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
             at_one, spend = _shares(budget, number, last)
             before = len(some)
-            found = _screened(search, ((one,) for one in _untried(stage, tried)), some, at_one)
+            found = _complete(_screened(search, ((one,) for one in _untried(stage, tried)), some, at_one), almost)
             if last and len(some) == before:  # everything was tried
                 continue
-            found = found or _screened(search, _at_several(known, some, tried), some, budget.more(_FOR_SEVERAL))
+            if not found:
+                at_several = _at_several(known, some, tried)
+                found = _complete(_screened(search, at_several, some, budget.more(_FOR_SEVERAL)), almost)
             for_constants = min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds)
             fitted = [] if found else tuned(search.screen, some, for_constants)
-            found = found or _verified(search, fitted, spend)
+            found = found or _complete(_verified(search, fitted, spend), almost)
             if found:
                 return found
             with_constants += fitted
     ranked += sorted((entry for some in of_stages for entry in some), key=lambda entry: entry[0])
+    return []
+
+
+def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Explanation]:
+    """Return explanations if one leaves nothing wrong; else ``almost`` gets them, and the search goes on."""
+    if any(one.complete for one in found):
+        return found
+    almost += [one for one in found if one not in almost]
     return []
 
 
