@@ -632,6 +632,7 @@ def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         for described, times, plus in (("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)):
             picked = again(call, _picking(dim, times, plus, size - 1))
             yield alternative(f"it takes the {described} of dimension {dim}", picked)
+        yield alternative(f"it is the mean over dimension {dim}", again(call, _averaging(dim)))
 
 
 def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any], Tensor]:
@@ -645,6 +646,11 @@ def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any],
         return picked
 
     return computed
+
+
+def _averaging(dim: int) -> Callable[[Any, Any], Tensor]:
+    """Return an index by tensors of the mean over ``dim``."""
+    return lambda args, kwargs: _picking(dim, 0, 0, 0)((args[0].mean(dim, keepdim=True), args[1]), kwargs)
 
 
 def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:

@@ -477,6 +477,11 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
     for by in (-1, 1):  # every border but the two ends
         if lengths[0] + by > 0 and lengths[-1] - by > 0:
             orders[f"with every border moved by {by:+d}"] = [lengths[0] + by, *lengths[1:-1], lengths[-1] - by]
+    chunk = lengths[0]
+    if set(lengths[:-1]) == {chunk} and lengths[-1] <= chunk:  # attention in chunks, as Llama 4's
+        for other in (chunk // 2, 2 * chunk, chunk - 1, chunk + 1):
+            whole, rest = divmod(sum(lengths), max(other, 1))
+            orders[f"made those of chunks of {other} tokens"] = [*[max(other, 1)] * whole, *[rest] * (rest > 0)]
     for described, order in orders.items():
         if list(order) != list(lengths):
             yield of_lengths(f"the sequences' lengths {described}", order)

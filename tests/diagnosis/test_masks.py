@@ -164,6 +164,15 @@ def test_packed_sequences_of_other_lengths_are_told(call, title, phrase):
     assert result.passed or "cu_seqlens=[0, 7, 19, 22, 32]" in result.findings[0].message
 
 
+@pytest.mark.parametrize("chunk", [4, 7, 9, 16])
+def test_chunks_of_another_size_are_told(chunk):
+    whole, rest = divmod(sum(LENGTHS), chunk)
+    of_8 = torch.arange(SEQ) // 8
+    chunks = Reference((of_8[:, None] == of_8) & CAUSAL)
+    result = masked(chunks, packed((*[chunk] * whole, *[rest] * (rest > 0))))
+    tells_only(result, "mask", f"the port has the sequences' lengths made those of chunks of {chunk} tokens.")
+
+
 class Biased(nn.Module):
     """Scores without a scale, to which a bias is added in place, as T5 does."""
 

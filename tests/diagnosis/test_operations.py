@@ -62,14 +62,15 @@ class Pooled(nn.Module):
 class LastOfEach(nn.Module):
     """The last token of sequences of several lengths."""
 
-    def __init__(self, linear: Any, off_by: int = 0, at_end: bool = False) -> None:
+    def __init__(self, linear: Any, off_by: int = 0, pool: str = "") -> None:
         super().__init__()
-        self.linear, self.off_by, self.at_end = linear(WIDTH, WIDTH), off_by, at_end
+        self.linear, self.off_by, self.pool = linear(WIDTH, WIDTH), off_by, pool
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         lengths = torch.tensor([20, 12, 17, 5], device=x.device)
         rows = torch.arange(len(x), device=x.device)
-        return self.linear(x[:, -1] if self.at_end else x[rows, lengths - 1 + self.off_by])
+        pooled = {"end": x[:, -1], "mean": x.mean(1)}.get(self.pool)
+        return self.linear(x[rows, lengths - 1 + self.off_by] if pooled is None else pooled)
 
 
 class Positions(nn.Module):
@@ -188,7 +189,8 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
         *((module, {}, "passed", "") for module in (Whitened, Patched, Decayed)),
         (LastOfEach, dict(off_by=-1), "operation", "it takes the previous of dimension 1"),
         (LastOfEach, dict(off_by=1), "operation", "it takes the next of dimension 1"),
-        (LastOfEach, dict(at_end=True), "operation", "it takes the last of dimension 1"),
+        (LastOfEach, dict(pool="end"), "operation", "it takes the last of dimension 1"),
+        (LastOfEach, dict(pool="mean"), "operation", "it is the mean over dimension 1"),
         (Positions, dict(in_turns=True), "operation", "its parts lie in turns"),
         (Positions, dict(power=6), "operation", "its number is -6 for -5"),
         (Positions, dict(table="reversed"), "operation", "operand is in reverse order along dimension 0"),
