@@ -55,6 +55,18 @@ def position_mistakes() -> Iterator[Mistake[Rotation]]:
         "where the reference's begin again, or skip or repeat some",
         with_angles(lambda positions, frequency: torch.arange(len(positions)).to(positions)[:, None] * frequency),
     )
+    yield Mistake(
+        "rope-position",
+        "rope of one axis",
+        "rotate each pair of channels by the token's position along its axis (time, height or width), as the reference "
+        "does; the port rotates all of them by the token's number",
+        lambda one: () if one.of_axes is None else one.edits(angles=_by_number(one.of_axes, len(one.angles))),
+    )
+
+
+def _by_number(frequency: Tensor, seq: int) -> Tensor:
+    """Return the angles of tokens that are counted from 0, ``[seq, rotary / 2]``."""
+    return torch.arange(seq, device=frequency.device)[:, None] * frequency
 
 
 def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:

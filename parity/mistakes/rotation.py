@@ -27,6 +27,7 @@ Form = Literal["halves", "interleaved"]
 
 _MOST_ANCESTORS = 60  # how far back from a query the value before its rotation is looked for
 _FARTHEST = 16384  # the position of a single token is looked for up to this one
+_FEW_POSITIONS, _MOST_POSITIONS = 32, 1024  # of tokens that are looked at, and along an axis
 _EXACT = 1e-4  # radians by which a rotation in FP32 may differ between heads
 _FORMS: tuple[tuple[Form, Form], ...] = (
     ("halves", "halves"),
@@ -58,6 +59,8 @@ class Rotation:
         table: dtype to which cosines and sines are rounded; None for the computation's own.
         table_form: of the pairs for which cosines and sines are laid out over the channels; None for ``form``.
         attention: the first call of attention that reads the rotated value.
+        of_axes: frequencies ``[rotary / 2]``, FP64, where pairs are turned by positions along several axes, such as
+            time, height and width (Qwen2-VL's, arXiv 2409.12191), and ``phases`` are not known; None otherwise.
     """
 
     call: Call
@@ -75,6 +78,7 @@ class Rotation:
     table: torch.dtype | None = None
     table_form: Form | None = None
     attention: Site | None = None
+    of_axes: Tensor | None = None
 
     @property
     def rotary(self) -> int:
@@ -204,9 +208,12 @@ def _turned(
             phases = _phases(trace, call, angles)
             if phases is None and not is_sure:
                 continue
+            of_axes = _of_axes(trace, call, angles) if phases is None else None
             angles = angles if phases is None else phases[0][:, None] * phases[1]
             return Rotation(
-                call, x, role, head_dim, form, axis, angles, phases, start, result_form, amplitude=amplitude
+                *(call, x, role, head_dim, form, axis, angles, phases, start, result_form),
+                amplitude=amplitude,
+                of_axes=of_axes,
             )
     return None
 
@@ -271,6 +278,21 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
             expected = position[:, None] * frequency.to(position.device)
             if bool((_wrapped(angles - expected).abs() < 10 * _EXACT).all()):
                 return position, frequency
+    return None
+
+
+def _of_axes(trace: Trace, call: Call, angles: Tensor) -> Tensor | None:
+    """Return the frequencies by which whole positions, which may differ from pair to pair, make the angles; None if no
+    frequencies that the rotation is computed from do.
+    """
+    some = angles[:: max(len(angles) // _FEW_POSITIONS, 1)]
+    positions = torch.arange(min(4 * len(angles), _MOST_POSITIONS), dtype=torch.float64, device=angles.device)
+    for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS):
+        frequency = trace.tensor(value).detach().flatten()
+        if frequency.numel() == angles.shape[1] and frequency.is_floating_point() and frequency.max() == 1.0:
+            made = frequency.double()[:, None] * positions
+            if bool((_wrapped(some[..., None] - made).abs().amin(-1) < 10 * _EXACT).all()):
+                return frequency.double()
     return None
 
 

@@ -329,3 +329,25 @@ def test_what_stands_for_rows_and_columns_is_told(angles, title, phrase, precisi
     inputs = normal((2, TEXT + HEIGHT * ACROSS, WIDTH))
     right = dict(angles=table(ROWS, COLUMNS))
     tells(twins(OfPatches, dict(angles=angles), inputs, precision, right=right), title, phrase)
+
+
+# Tokens of texts and images that are rotated by their time, row and column, each in a section of the channels.
+
+
+def by_sections(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate as Qwen2-VL does: pictures of two by two patches follow one another in time."""
+    axes = torch.stack((positions // 4, positions // 2 % 2, positions % 2)).double()
+    angles = axes[..., None] * frequencies()
+    parts = angles.split((2, 3, HEAD_DIM // 2 - 5), -1)
+    angles = torch.cat([part[axis] for axis, part in enumerate(parts)], -1)[:, None]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+@FP32_AND_BF16
+@pytest.mark.parametrize(("rotated", "title"), [(by_sections, "passed"), (turned, "rope-position")])
+def test_tokens_that_are_rotated_by_their_number_alone_are_told(rotated, title, precision):
+    inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
+    result = twins(Attention, dict(rotated=rotated), inputs, precision, right=dict(rotated=by_sections))
+    tells(result, title, "the port rotates all of them by the token's number")
