@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.case.case import Rng
 from parity.case.transfer import parameter_shapes
 from parity.case.weight_map import WeightMap
 from parity.mistakes.activations import activation_hypotheses, bias_hypotheses, clamp_hypotheses, gated_units
@@ -66,13 +68,14 @@ from parity.mistakes.residuals import branch_factor_hypotheses, branch_order_hyp
 from parity.mistakes.rope import norm_order_hypotheses, rope_hypotheses
 from parity.mistakes.weight_maps import Heads, Mapped, repeated_weight_hypotheses, weight_hypotheses
 from parity.numerics.freedom import UNFUSED, Choices, Freedom, Kinks
-from parity.numerics.golden import attention_in_blocks, in_fp64
+from parity.numerics.golden import attention_in_blocks, in_blocks, in_fp64
 from parity.passes.all_passes import Tensors, tensors_of, under_model
 from parity.passes.nominal_clock import OutOfTime
-from parity.passes.one_pass import outputs_of, run
+from parity.passes.one_pass import named_outputs, outputs_of, run
 from parity.passes.prepare import Calls, Prepared, cast, cast_module
 from parity.te import Precision
-from parity.trace.calls import Misfit, edited
+from parity.trace.calls import Misfit, edited, tracing
+from parity.trace.replay import Replay
 from parity.trace.trace import LINEAR, RESHAPES, Edit, Trace, ancestors, users
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
@@ -252,6 +255,7 @@ def _projections_after(trace: Trace) -> Iterator[str]:
 _IN_FP32 = 0.5
 BACKWARD = 2.0
 _ROUNDED = 2.0
+_MOVED = 1e-3  # by about this share of it each element of a parameter is moved, to see whether a replay is faithful
 
 
 def outputs_under(
@@ -287,6 +291,102 @@ def differentiable_outputs(prepared: Prepared, hypotheses: Sequence[Hypothesis])
             return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
     except Exception:  # as above
         return None
+
+
+class Outputs:
+    """The reference's outputs under hypotheses, of which only what these change is computed again.
+
+    Where that may not be what the reference computes, all of it is.
+    """
+
+    def __init__(
+        self, prepared: Prepared, dtype: torch.dtype, rows: slice | None = None, differentiable: bool = False
+    ) -> None:
+        """Record a pass.
+
+        Args:
+            prepared, dtype, rows: as for ``outputs_under``.
+            differentiable: whether outputs come as from ``differentiable_outputs``, with a graph back to what the
+                hypotheses change; then they are of all rows and in FP64.
+        """
+        self._given = prepared, dtype, rows
+        self._differentiable = differentiable
+        self._share = _share(prepared.inputs, rows) * (1.0 if dtype is torch.float64 else _IN_FP32)
+        self._parameters: dict[str, Tensor] = {}
+        recorded = self._recorded()
+        self._replay = recorded if recorded is not None and self._is_faithful(recorded) else None
+
+    def under(self, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
+        """Return all outputs; None if they cannot be computed."""
+        if self._replay is not None and all(one.around is None for one in hypotheses):
+            try:
+                return self._replayed(self._replay, hypotheses)
+            except OutOfTime:
+                raise
+            except Exception:  # as in ``outputs_under``, which may raise it again
+                pass
+        if self._differentiable:
+            return differentiable_outputs(self._given[0], hypotheses)
+        prepared, dtype, rows = self._given
+        return outputs_under(prepared, hypotheses, dtype, rows)
+
+    def _replayed(self, replay: Replay, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
+        prepared, dtype, _ = self._given
+        prepared.clock.check()
+        before = replay.made
+        try:
+            exactly = in_fp64() if dtype is torch.float64 else nullcontext()
+            with torch.set_grad_enabled(self._differentiable), exactly:
+                return replay.under(_all_edits(hypotheses), _read(self._parameters, hypotheses))
+        finally:
+            prepared.clock.advance((replay.made - before) / max(replay.calls, 1), self._share)
+
+    def _recorded(self) -> Replay | None:
+        """Record a pass; return None if it cannot be made."""
+        prepared, dtype, rows = self._given
+        found: list[tuple[Trace, list[str]]] = []
+
+        def around(call: ModuleCall) -> ModuleCall:
+            def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                with tracing(module) as trace:
+                    returned = call(module, *args, **kwargs)
+                    outputs = named_outputs(returned)
+                    for x in outputs.values():
+                        x.clone()  # which tells the outputs among all values
+                found.append((trace, list(outputs)))
+                return returned
+
+            return recorded
+
+        if outputs_under(prepared, (Hypothesis("", "", "", around=around),), dtype, rows) is None:
+            return None
+        ((trace, names),) = found
+        for number in trace.buffers:  # a call may write to them, as that of a BatchNorm does
+            trace.tensors[number] = trace.tensors[number].clone()
+        self._parameters = {name: x.detach() for name, x in prepared.reference.named_parameters()}
+        returned = [trace.calls.pop().inputs[0] for _ in names]
+        if dtype is not torch.float64:  # a mode around all calls would take its time at each
+            trace.calls = [replace(call, function=in_blocks(call.function)) for call in trace.calls]
+        return Replay(trace, dict(zip(reversed(names), returned, strict=True)))
+
+    def _is_faithful(self, replay: Replay) -> bool:
+        """Return whether a replay computes what the reference does with parameters that all are a little different."""
+        prepared, dtype, rows = self._given
+        rng = Rng(0, "replay")
+        moved = {
+            name: x * (1.0 + _MOVED * rng.normal(*x.shape).to(x))
+            for name, x in self._parameters.items()
+            if x.is_floating_point()
+        }
+        under = (Hypothesis("", "", "", read=lambda parameters: moved),)
+        right = outputs_under(prepared, under, dtype, rows) if moved else None
+        try:
+            replayed = self._replayed(replay, under)
+        except OutOfTime:
+            raise
+        except Exception:
+            return False
+        return right is not None and all(torch.allclose(replayed[name], x, equal_nan=True) for name, x in right.items())
 
 
 def tensors_under(
@@ -362,8 +462,9 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleC
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         edits = _all_edits(hypotheses)
+        parameters = dict(module.named_parameters()) if any(one.read for one in hypotheses) else {}
         change = edited(module, edits) if edits else nullcontext()
-        with _holding(module, _read(module, hypotheses)), change:
+        with _holding(module, _read(parameters, hypotheses)), change:
             return prepared.call(module, *args, **kwargs) if prepared.call else module(*args, **kwargs)
 
     under: ModuleCall = call
@@ -388,15 +489,12 @@ def _all_edits(hypotheses: Sequence[Hypothesis]) -> tuple[Edit, ...]:
     return edits
 
 
-def _read(module: nn.Module, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
+def _read(parameters: Mapping[str, Tensor], hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
     """Return the parameters that the hypotheses change."""
-    if all(hypothesis.read is None for hypothesis in hypotheses):
-        return {}
-    parameters: dict[str, Tensor] = dict(module.named_parameters())
     others: dict[str, Tensor] = {}
     for hypothesis in hypotheses:
         if hypothesis.read is not None:
-            others.update(hypothesis.read(parameters | others))
+            others.update(hypothesis.read({**parameters, **others}))
     return others
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -45,6 +45,19 @@ def attention_in_blocks(arithmetic: Arithmetic = EXACT) -> TorchFunctionMode:
         arithmetic: what is rounded in these calls.
     """
     return _InBlocks(arithmetic)
+
+
+def in_blocks(function: Any) -> Any:
+    """Return a function that calls another one within ``attention_in_blocks``; the same if that changes nothing."""
+    if function is not attention and function is not F.scaled_dot_product_attention:
+        return function
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with attention_in_blocks():
+            return function(*args, **kwargs)
+
+    return called
 
 
 class _InBlocks(TorchFunctionMode):

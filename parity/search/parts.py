@@ -19,7 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parity.mistakes.attention import Attention
-from parity.mistakes.catalogue import BACKWARD, differentiable_outputs
+from parity.mistakes.catalogue import BACKWARD, Outputs
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, in_part, ordinal, read_in_part
 from parity.mistakes.rotation import Rotation
 from parity.numerics.errors import norm_of
@@ -77,8 +77,9 @@ def in_parts(
     unclear: list[_Division] = []
     tried: list[_Division] = []
     likely = _likely(failure, screen, first_order, [*known, *roles])
+    outputs = cache(lambda: Outputs(failure.prepared, torch.float64, differentiable=True))
     for one in while_it_lasts(likely, budget):
-        derivatives = _derivatives(failure, one)
+        derivatives = _derivatives(failure, outputs(), one)
         if derivatives is not None:
             ways = sorted(_divisions(one, derivatives), key=lambda way: way.part.unclear)
             clear = [way for way in ways if way.part.unclear < _UNCLEAR and way.part.indices]
@@ -87,7 +88,7 @@ def in_parts(
             tried += clear[:_WAYS]
             if not clear:
                 unclear += sorted(ways, key=lambda way: (way.where, way.dim) != likely[one])[:1]
-    fitted = [_Fit(failure, way) for way in unclear[:_FITTED]]
+    fitted = [_Fit(failure, outputs(), way) for way in unclear[:_FITTED]]
     for steps, most in zip(_STEPS, (_FITTED, _BEST), strict=True):
         fitted = sorted(fitted, key=lambda fit: fit.left)[:most]
         for fit in while_it_lasts(fitted, budget):
@@ -211,14 +212,14 @@ def _can_be_divided(one: Hypothesis) -> bool:
 _Share = Callable[[_Slot, Tensor], Tensor]  # of each element of what was there before
 
 
-def _squared_error(failure: Failure, one: Hypothesis, share: _Share) -> Tensor | None:
+def _squared_error(failure: Failure, outputs_under: Outputs, one: Hypothesis, share: _Share) -> Tensor | None:
     """Return half the sum of squared errors if the mistake is made to a share, each output in units of its tolerance.
 
     None if it cannot be computed, or is not differentiable.
     """
     edits = tuple(_mixed(edit, share) for edit in one.edits)
     read = None if one.read is None else partial(_read_mixed, one.read, share)
-    outputs = differentiable_outputs(failure.prepared, (replace(one, edits=edits, read=read),))
+    outputs = outputs_under.under((replace(one, edits=edits, read=read),))
     loss = None
     for result in failure.outputs:
         candidate = failure.candidate[result.kind, result.name].double()
@@ -259,7 +260,7 @@ _Derivatives = Mapping[_Slot, tuple[Tensor, Tensor]]
 """Those of the squared error by the share of each element of a slot: where none is replaced, and where all are."""
 
 
-def _derivatives(failure: Failure, one: Hypothesis) -> _Derivatives | None:
+def _derivatives(failure: Failure, outputs: Outputs, one: Hypothesis) -> _Derivatives | None:
     """Return the derivatives by the shares of each element; None if they cannot be computed."""
     found: list[dict[_Slot, Tensor]] = []
     for size in (0.0, 1.0):
@@ -268,7 +269,7 @@ def _derivatives(failure: Failure, one: Hypothesis) -> _Derivatives | None:
         def share(slot: _Slot, was: Tensor, size: float = size, leaves: dict[_Slot, Tensor] = leaves) -> Tensor:
             return leaves.setdefault(slot, torch.full_like(was, size).requires_grad_())
 
-        loss = _squared_error(failure, one, share)
+        loss = _squared_error(failure, outputs, one, share)
         if loss is None or not set(one.edits) <= set(leaves):
             return None
         gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -510,10 +511,11 @@ class _Fit:
         left: the share of the squared error that the best of them leave.
     """
 
-    def __init__(self, failure: Failure, division: _Division) -> None:
+    def __init__(self, failure: Failure, outputs: Outputs, division: _Division) -> None:
         self.division = division
         self.left = 1.0
         self._failure = failure
+        self._outputs = outputs
         self._most = math.inf if division.one.tuned is not None else 1.0
         effect = torch.cat([*division.effects.values()])
         self._root = effect.clamp(
@@ -569,7 +571,7 @@ class _Fit:
             each = some.repeat_interleave(was.shape[division.dim] // len(some))
             return each.view(-1, *[1] * (was.dim() - division.dim - 1)).expand_as(was)
 
-        loss = _squared_error(self._failure, division.one, share)
+        loss = _squared_error(self._failure, self._outputs, division.one, share)
         if loss is None or not bool(loss.isfinite()):
             return math.inf, torch.zeros_like(at)
         (gradient,) = torch.autograd.grad(loss, [leaf])

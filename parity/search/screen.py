@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.catalogue import BACKWARD, differentiable_outputs, outputs_under, tensors_under
+from parity.mistakes.catalogue import BACKWARD, Outputs, differentiable_outputs, outputs_under, tensors_under
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
 from parity.numerics.errors import norm_of
 from parity.passes.all_passes import Tensors
@@ -200,6 +200,7 @@ class Screen:
         plain = outputs_under(self._prepared, (), torch.float32)
         exact = plain is not None and self._error(plain, False, self._golden) < _FP32_IS_EXACT * self._before[False]
         self._dtype = torch.float32 if exact else torch.float64
+        self._outputs = functools.cache(self._outputs_of)
         self.effects = Effects.of(self._effect(self._candidate, cut=True))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
@@ -209,12 +210,12 @@ class Screen:
         """
         for combination in while_it_lasts(combinations, budget):
             alone = self._is_alone(combination)
-            outputs = outputs_under(self._prepared, combination, self._dtype, self._rows if alone else None)
+            outputs = self._outputs(alone).under(combination)
             if alone and outputs is None:
                 # A model may make other calls for a single row, for example because no mask needs to be expanded.
                 self._misfits.add(combination)
                 alone = False
-                outputs = outputs_under(self._prepared, combination, self._dtype)
+                outputs = self._outputs(False).under(combination)
             if outputs is not None and self._same_shapes(outputs, alone):
                 share = self._error(outputs, alone, cut=False) / self._before[alone]
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:
@@ -226,6 +227,9 @@ class Screen:
         """Return whether what is left is no more than a faithful port at the precision has."""
         share, combination = entry
         return share < EXACT and share * self._before[self._is_alone(combination)] <= self._faithful
+
+    def _outputs_of(self, alone: bool) -> Outputs:
+        return Outputs(self._prepared, self._dtype, self._rows if alone else None)
 
     def _is_alone(self, combination: tuple[Hypothesis, ...]) -> bool:
         """Return whether the combination is tried on one row."""

@@ -146,6 +146,7 @@ class Trace:
         buffers: names of the values that are buffers, by number.
         optimizers: those of ``torch.optim`` that made steps.
         clips: the largest norm of each clipping of gradients.
+        read: the values, by number, whose elements Python code has read, so that it may decide by them what to call.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -154,6 +155,7 @@ class Trace:
     buffers: dict[int, str] = field(default_factory=dict)
     optimizers: list[Stepped] = field(default_factory=list)
     clips: list[float] = field(default_factory=list)
+    read: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._producers: dict[int, Call] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parity import te
 from parity.case.validate import check_case
 from parity.lab.zoo.catalogue import HOSTS
-from parity.mistakes.catalogue import calls_of, outputs_under, subtle_hypotheses
+from parity.mistakes.catalogue import Outputs, calls_of, hypotheses, outputs_under, subtle_hypotheses
+from parity.mistakes.hypothesis import Hypothesis
+from parity.passes.nominal_clock import Clock
 from parity.passes.prepare import prepare
 from parity.trace.calls import Products, tracing
 
@@ -249,3 +252,38 @@ def test_every_subtle_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) 
             difference = (by_parts[name] - output).norm()  # type: ignore[index]
             assert difference <= 1e-6 * (output - golden).norm() + 1e-14 * golden.norm(), mistake.name
     assert torch.float32 in computed
+
+
+@pytest.mark.parametrize("host", ["gelu_mlp", "llama_layer"])
+def test_every_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) -> None:
+    kernels, case = te.kernels("cpu"), HOSTS[host]
+    checked = check_case(case, kernels.te)[0]
+    prepared = prepare(case, checked, torch.float32, 0, kernels)
+    outputs = Outputs(prepared, torch.float64)
+    for mistake in hypotheses(prepared, calls_of(prepared).trace):
+        by_parts, whole = outputs.under((mistake,)), outputs_under(prepared, (mistake,), torch.float64)
+        assert (by_parts is None) == (whole is None), mistake.name
+        for name, output in (whole or {}).items():
+            torch.testing.assert_close(by_parts[name], output, equal_nan=True, msg=mistake.name)  # type: ignore[index]
+
+
+class OutOfSight(nn.Module):
+    """Hands a tensor on where no call shows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(torch.from_numpy(self.first(x).detach().numpy()))
+        return output
+
+
+def test_a_module_that_hands_tensors_on_out_of_sight_runs_itself() -> None:
+    prepared: Any = SimpleNamespace(reference=OutOfSight(), call=None, inputs=torch.randn(3, 4), clock=Clock())
+    doubled = Hypothesis("", "", "", read=lambda parameters: {"first.weight": 2.0 * parameters["first.weight"]})
+    whole = outputs_under(prepared, (doubled,), torch.float32)
+    by_parts = Outputs(prepared, torch.float32).under((doubled,))
+    assert whole is not None
+    assert by_parts is not None
+    assert torch.equal(by_parts["output"], whole["output"])
