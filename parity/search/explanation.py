@@ -140,13 +140,27 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
     """Yield, for each mistake that every tensor that can tell contains, what the most telling tensor shows."""
     prepared = failure.prepared
     observed = _observed(failure)
-    for mistake in subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace):
+    outputs = [one for one in observed if one[0].kind == "output"]
+    for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace)):
         if budget.spent():
             return
-        tensors = tensors_under(prepared, (mistake,))
+
+        def is_in_outputs(computed: dict[str, Tensor], mistake: Hypothesis = mistake) -> bool:
+            tensors: Tensors = {("output", name): x for name, x in computed.items()}
+            return all(one.away <= PRESENT for one in _shown(mistake, outputs, failure.golden, tensors))
+
+        tensors = tensors_under(prepared, (mistake,), only_if=is_in_outputs)
         shown = [] if tensors is None else list(_shown(mistake, observed, failure.golden, tensors))
         if shown and all(one.away <= PRESENT for one in shown):
             yield max(shown, key=lambda one: one.worth)
+
+
+def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
+    """Yield the mistakes that may be a failure's cause."""
+    for one in known:
+        failure.prepared.clock.check()
+        if failure.among is None or (one.title, one.name) in failure.among:
+            yield one
 
 
 def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
@@ -297,13 +311,15 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
     # What a filter finds in a loud error, and the search has not confirmed, is a part of another mistake's.
-    quiet = () if is_loud(of_drawn) else by_filter
-    known_by_filter = quiet or tuple(in_time(lambda: local_filter_findings(of_drawn)))
+    # A loud error's cause helps where it is tried.
+    quiet, among = ((), screened.helping) if is_loud(of_drawn) else (by_filter, None)
+    filtered = dataclasses.replace(of_drawn, among=among)
+    known_by_filter = quiet or tuple(in_time(lambda: local_filter_findings(filtered)))
     if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:
         return known_by_filter or found
     # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most
     # causes have been tried.
-    among, effort = (screened.helping, _AGAIN) if is_loud(of_drawn) else (None, 1.0)
+    effort = _AGAIN if among is not None else 1.0
     also = dataclasses.replace(of_drawn, on_probe=None)
     probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among, effort=effort))
     return probing if _is_known(probing) else found
@@ -395,10 +411,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     tells = not outputs_tell_little(failure)
 
     def known() -> Iterator[Hypothesis]:
-        for one in hypotheses(failure.prepared, trace, frozenset(unreached)):
-            failure.prepared.clock.check()
-            if failure.among is None or (one.title, one.name) in failure.among:
-                yield one
+        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached)))
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),

@@ -35,6 +35,8 @@ _MOST_EFFECTS = 2000  # the largest effects, which are paired
 _SMALLEST, _LARGEST = 1e-3, 1e3  # in norms of the error: a smaller effect does nothing, a larger one is not in it
 _SAME = 1e-4  # pairs do the same if what they leave differs by less than this share of the error's square
 _LISTED = 4096  # pairs that are listed, before those that do the same are left out
+_LITTLE = 0.5  # of the error
+_ALONG = 0.3  # the cosine of an effect with what another mistake leaves of the error
 _ONE_DIRECTION = 1e-6  # two effects have one direction if their Gram determinant is below this share of its largest
 
 
@@ -73,6 +75,22 @@ class Effects:
     def note(self, one: Hypothesis, effects: Sequence[Tensor]) -> None:
         """Note what a mistake does to each tensor, given all its elements."""
         self.known[one] = _sample(effects)
+
+    def beside(self, first: Hypothesis, known: Sequence[Hypothesis]) -> list[Hypothesis]:
+        """Return the mistakes that may hold beside another one: all if that leaves little of the error, else those
+        whose effects are along what it leaves, the likeliest first.
+
+        Beside a mistake that does nearly everything another's effect is not what it is alone.
+        """
+        left = self.error - self.known[first]
+        if norm_of(left) < _LITTLE * norm_of(self.error):
+            return list(known)
+        others = [one for one in known if one in self.known and one is not first]
+        aligned = [
+            (self.known[one] @ left / max(norm_of(self.known[one]) * norm_of(left), TINY)).item() for one in others
+        ]
+        order = sorted(range(len(others)), key=lambda i: -aligned[i])
+        return [others[i] for i in order if aligned[i] > _ALONG]
 
     def likely_pairs(
         self, known: Sequence[Hypothesis], most: int, go_together: Callable[[Hypothesis, Hypothesis], bool]

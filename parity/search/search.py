@@ -105,16 +105,13 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     Returns:
         None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
     """
-    golden = tensors_under(failure.prepared, combination)
+    golden = tensors_under(failure.prepared, combination, only_if=partial(_may_explain, failure))
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
         return None
     if not all(bool(x.isfinite().all()) for x in golden.values()):  # a port that is judged computes finite values
         return None
     before = {(result.kind, result.name): result for result in failure.results}
-    outputs = [result for result in failure.outputs if _is_far_off(result)]
-    if any(_share_left(failure, result.key, golden[result.key]) > _HOPELESS for result in outputs):
-        return None  # without the models of rounding, which take most of the time
-    computed = _models(failure, combination)
+    computed = _models(failure, combination, partial(_may_pass, failure, golden))
     if not computed:  # it cannot be computed in FP32
         return None
     judged = _judged(failure, combination, golden, computed)
@@ -140,10 +137,46 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
     )
 
 
-def _models(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tensors]:
+def _may_explain(failure: Failure, outputs: Mapping[str, Tensor]) -> bool:
+    """Return whether enough of each output's error is explained where it is far too large.
+
+    This is asked before there are gradients and models of rounding, which take most of the time.
+    """
+    most = _HOPELESS if few_outputs(failure) else _HELPS_MUCH
+    for result in filter(_is_far_off, failure.outputs):
+        right, was = outputs.get(result.name), failure.golden[result.key]
+        if right is None or right.shape != was.shape:
+            return False
+        larger = max(norm_of(right) / max(norm_of(was), TINY), 1.0)  # a relative error is that of a larger norm then
+        if _share_left(failure, result.key, right) > most * larger:
+            return False
+    return True
+
+
+def _may_pass(failure: Failure, golden: Tensors, outputs: Mapping[str, Tensor]) -> bool:
+    """Return whether no output is much farther from the candidate's than rounding, of which these are a model, allows.
+
+    A tolerance is about as many times the expected error under hypotheses as without them.
+    """
+    for result in failure.outputs:
+        right, size = golden[result.key], max(norm_of(golden[result.key]), TINY)
+        costs = norm_of(outputs[result.name].double() - right) / size
+        allowed = result.tolerance_relative_l2 * max(1.0, costs / max(result.expected.relative_l2, TINY))
+        off = norm_of(failure.candidate[result.key].double() - right) / size
+        if result.numel > 1 and off > _NEARLY_PASSES * allowed:
+            return False
+    return True
+
+
+def _models(
+    failure: Failure,
+    combination: tuple[Hypothesis, ...],
+    only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
+) -> list[Tensors]:
     """Return what the rounding model computes under hypotheses, for each kind of kernels for which it can.
 
-    It chooses a token's experts as the port did where the hypotheses leave that to rounding.
+    It chooses a token's experts as the port did where the hypotheses leave that to rounding. There are no gradients,
+    and it is left out, if its outputs say so.
     """
     given, exact = (failure.prepared, combination), Choices()
     made = (
@@ -153,7 +186,11 @@ def _models(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tenso
         tensors_under(*given, _unrounded(failure), freedom=FUSED, choices=exact)
     models = (
         tensors_under(
-            *given, failure.precision, freedom=freedom, choices=Choices(made, exact.values) if exact.values else None
+            *given,
+            failure.precision,
+            freedom=freedom,
+            only_if=only_if,
+            choices=Choices(made, exact.values) if exact.values else None,
         )
         for freedom in failure.freedoms
     )
@@ -540,7 +577,8 @@ def _in_pairs(
     partial_ones = {round(share, _DIGITS): first for share, (first,) in reversed(ranked) if share < HELPS}
     for first in list(reversed(partial_ones.values()))[:_PARTIAL]:
         if not found and not budget.spent():
-            pairs = [(first, second) for second in known if second.scope != "call" and _go_together(first, second)]
+            others = (one for one in search.screen.effects.beside(first, known) if one.scope != "call")
+            pairs = ((first, second) for second in others if _go_together(first, second))
             found = _screened(search, pairs, [], budget)
     return found
 
