@@ -1,9 +1,10 @@
 """Find which hypotheses explain a failure, at a bounded cost.
 
-Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough. The hypotheses
-that bring the outputs nearest to the candidate's are then computed in full: outputs and gradients in FP64, and what
-they cost at the precision. If none explains the failure, two at once are looked for: the likeliest pairs by what each
-mistake does alone (``parity.search.screen``), then any other mistake on top of the best partial explanations.
+Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough, and of a pass
+only the calls that it reaches are made again. The hypotheses that bring the outputs nearest to the candidate's are then
+computed in full: outputs in FP64, what they cost at the precision and, as long as that does not refute them, gradients.
+If none explains the failure, two at once are looked for: the likeliest pairs by what each mistake does alone
+(``parity.search.screen``), then other mistakes on top of the best partial explanations.
 
 A diagnosis may cost 20 times what the failed check did; a check counts for at least a second. Each part of it has a
 budget, counted by what is computed (``parity.passes.nominal_clock``). A limit of real time may end all of it earlier:
@@ -173,10 +174,10 @@ def _models(
     combination: tuple[Hypothesis, ...],
     only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
 ) -> list[Tensors]:
-    """Return what the rounding model computes under hypotheses, for each kind of kernels for which it can.
+    """Return what the rounding model computes under hypotheses, for each kind of kernels, up to one of which the
+    outputs say that there is no need to go on, or for which it cannot.
 
-    It chooses a token's experts as the port did where the hypotheses leave that to rounding. There are no gradients,
-    and it is left out, if its outputs say so.
+    It chooses a token's experts as the port did where the hypotheses leave that to rounding.
     """
     given, exact = (failure.prepared, combination), Choices()
     made = (
@@ -184,17 +185,14 @@ def _models(
     )
     if made:
         tensors_under(*given, _unrounded(failure), freedom=FUSED, choices=exact)
-    models = (
-        tensors_under(
-            *given,
-            failure.precision,
-            freedom=freedom,
-            only_if=only_if,
-            choices=Choices(made, exact.values) if exact.values else None,
-        )
-        for freedom in failure.freedoms
-    )
-    return [model for model in models if model is not None]
+    models: list[Tensors] = []
+    for freedom in failure.freedoms:
+        numbers = Choices(made, exact.values) if exact.values else None
+        model = tensors_under(*given, failure.precision, freedom=freedom, only_if=only_if, choices=numbers)
+        if model is None:
+            break
+        models.append(model)
+    return models
 
 
 def _unrounded(failure: Failure) -> Precision:
