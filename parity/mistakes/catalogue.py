@@ -75,7 +75,7 @@ from parity.passes.one_pass import named_outputs, outputs_of, run
 from parity.passes.prepare import Calls, Prepared, cast, cast_module
 from parity.te import Precision
 from parity.trace.calls import Misfit, edited, tracing
-from parity.trace.replay import Replay
+from parity.trace.replay import Change, Replay
 from parity.trace.trace import LINEAR, RESHAPES, Edit, Trace, ancestors, users
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
@@ -313,6 +313,8 @@ class Outputs:
         self._differentiable = differentiable
         self._share = _share(prepared.inputs, rows) * (1.0 if dtype is torch.float64 else _IN_FP32)
         self._parameters: dict[str, Tensor] = {}
+        self._last: tuple[Hypothesis, ...] = ()
+        self._beside: tuple[Hypothesis | None, Change | None] = None, None  # one that is tried with many others
         recorded = self._recorded()
         self._replay = recorded if recorded is not None and self._is_faithful(recorded) else None
 
@@ -337,9 +339,16 @@ class Outputs:
         try:
             exactly = in_fp64() if dtype is torch.float64 else nullcontext()
             with torch.set_grad_enabled(self._differentiable), exactly:
-                return replay.under(_all_edits(hypotheses), _read(self._parameters, hypotheses))
+                repeated = [one for one in hypotheses if any(one is other for other in self._last)]
+                self._last = tuple(hypotheses)
+                if len(hypotheses) > 1 and len(repeated) == 1 and repeated[0] is not self._beside[0]:
+                    self._beside = repeated[0], self._changed(replay, repeated, None)
+                return replay.outputs(self._changed(replay, hypotheses, self._beside[1]))
         finally:
             prepared.clock.advance((replay.made - before) / max(replay.calls, 1), self._share)
+
+    def _changed(self, replay: Replay, hypotheses: Sequence[Hypothesis], beside: Change | None) -> Change:
+        return replay.changed(_all_edits(hypotheses), _read(self._parameters, hypotheses), beside)
 
     def _recorded(self) -> Replay | None:
         """Record a pass; return None if it cannot be made."""

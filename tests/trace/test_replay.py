@@ -60,7 +60,7 @@ def made(module, changed, x):
     with torch.no_grad(), edited(module, edits):
         right = module(x)
     with torch.no_grad():
-        return right, replay.under(edits, {})["output"], replay
+        return right, replay.outputs(replay.changed(edits, {}))["output"], replay
 
 
 @pytest.mark.parametrize("between", [torch.tanh, _adds_in_place, _swaps])
@@ -80,7 +80,7 @@ def test_a_replay_reads_other_parameters():
     replay, _ = recorded(module, x)
     other = torch.randn(4, 4)
     with torch.no_grad():
-        replayed = replay.under((), {"second.weight": other})["output"]
+        replayed = replay.outputs(replay.changed((), {"second.weight": other}))["output"]
         module.second.weight.copy_(other)
         assert torch.equal(replayed, module(x))
 
@@ -90,3 +90,19 @@ def test_a_module_has_to_run_if_it_may_make_other_calls(between):
     torch.manual_seed(0)
     with pytest.raises(Misfit):
         made(Layers(between), "first", torch.randn(8, 4))
+
+
+def test_what_a_change_adds_to_another_is_computed_alone():
+    module, x = Layers(torch.tanh), torch.randn(3, 4)
+    replay, trace = recorded(module, x)
+    first, between, second = (edit(call, (), lambda was: -3.0 * was) for call in trace.calls)
+    other = {"second.weight": torch.randn(4, 4)}
+    with torch.no_grad():
+        known = replay.changed([first, between], other)
+        before = replay.made
+        added = replay.changed([first, between, second], other, beside=known)
+        assert replay.made == before
+        assert torch.equal(replay.outputs(added)["output"], -3.0 * replay.outputs(known)["output"])
+        with edited(module, [first, between, second]):
+            module.second.weight.copy_(other["second.weight"])
+            assert torch.equal(replay.outputs(added)["output"], module(x))

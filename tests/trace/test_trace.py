@@ -260,11 +260,13 @@ def test_every_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) -> None
     checked = check_case(case, kernels.te)[0]
     prepared = prepare(case, checked, torch.float32, 0, kernels)
     outputs = Outputs(prepared, torch.float64)
-    for mistake in hypotheses(prepared, calls_of(prepared).trace):
-        by_parts, whole = outputs.under((mistake,)), outputs_under(prepared, (mistake,), torch.float64)
-        assert (by_parts is None) == (whole is None), mistake.name
+    mistakes = list(hypotheses(prepared, calls_of(prepared).trace))
+    first = next(one for one in mistakes if one.title in ("activation", "norm-eps"))
+    for made in [*((one,) for one in mistakes), *((first, other) for other in mistakes[::7])]:
+        by_parts, whole = outputs.under(made), outputs_under(prepared, made, torch.float64)
+        assert (by_parts is None) == (whole is None), made
         for name, output in (whole or {}).items():
-            torch.testing.assert_close(by_parts[name], output, equal_nan=True, msg=mistake.name)  # type: ignore[index]
+            torch.testing.assert_close(by_parts[name], output, equal_nan=True, msg=str(made))  # type: ignore[index]
 
 
 class OutOfSight(nn.Module):
