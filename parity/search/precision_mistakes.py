@@ -39,6 +39,9 @@ _NEARER = 0.7
 _LEFT = 2.0
 """A mistaken rounding may leave so many times what the precision costs of the error that it explains."""
 
+_UNSTORED = 2.0
+"""Outputs that are not rounded to the dtype they are stored in may leave so many times as much."""
+
 _SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
 _MANY = 64
 _FEWEST_LOG_PROBS = 4  # of 16 bits each by chance: one in 2**64
@@ -75,12 +78,16 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
     if own is None or not wrong:
         return []
     nearest: tuple[float, float, _Mistake] | None = None
+
+    def may_leave(computed: Mapping[str, Tensor]) -> bool:
+        return all(_leaves_a_rounding(failure, one, {one.key: computed[one.name]}, _UNSTORED) for one in outputs)
+
     for mistake in _mistakes(failure.precision):
         if budget.spent():
             break
         precision = replace(failure.precision, rounding=mistake.rounding)
         with mistake.inside():
-            other = tensors_under(failure.prepared, (), precision, freedom=FUSED)
+            other = tensors_under(failure.prepared, (), precision, freedom=FUSED, only_if=may_leave)
         if other is None:
             continue
         shares = {result.label: _share(failure, result, other, own) for result in wrong}
@@ -181,8 +188,8 @@ def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors)
     return to_other / to_own if to_own > 0 else 1.0
 
 
-def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -> bool:
-    """Return whether another rounding leaves less than it costs itself and, in FP8, about what the
+def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors, times: float = 1.0) -> bool:
+    """Return whether another rounding leaves less than so many times what it costs itself and, in FP8, about what the
     precision costs anyway.
 
     Saturation by a scale that is too large shrinks values, and so comes nearer to many a wrong tensor.
@@ -191,7 +198,7 @@ def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors) -
     candidate, golden, rounded = failure.candidate[key].double(), failure.golden[key], other[key].double()
     left, costs, size = map(norm_of, (candidate - rounded, rounded - golden, golden))
     bound = _LEFT * result.expected.relative_l2 * size
-    return left < costs and (failure.precision.recipe is None or left <= bound)
+    return left < times * costs and (failure.precision.recipe is None or left <= times * bound)
 
 
 def _mistakes(precision: Precision) -> Iterator[_Mistake]:
