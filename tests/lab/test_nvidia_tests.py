@@ -101,7 +101,6 @@ ONE = """
         assert product.dtype == (dtype or torch.bfloat16) and given.grad.dtype == torch.bfloat16
 
     def test_memory_is_what_tensors_hold_that_are_not_pinned():
-        assert torch.cuda.memory_allocated() == 0
         given = torch.ones(1024, device="cuda", requires_grad=True)
         pinned = torch.empty(4096, pin_memory=True)
         norm = te.LayerNorm(1024)(given.view(1, -1))

@@ -103,6 +103,8 @@ class _Recorder:
         self._reports.clear()
         self._write(begun=item.nodeid)
         begin = _processor_time()
+        if "memory_allocated" in inspect.getsource(item.obj):  # type: ignore[attr-defined]
+            _Memory.of_test()
         result = yield
         _Memory.end()
         outcome, why = _outcome(self._reports)
@@ -394,13 +396,13 @@ def _allow_autocast_to_fp32() -> None:
     torch.autocast.__init__ = begun  # type: ignore[method-assign]
 
 
-# The GPU's memory. From the first time that a test asks for it, what is allocated is what those tensors hold that have
-# been made since, and the most is that at operations outside of kernels, whose temporary memory is not a GPU's. Pinned
-# tensors lie in the host's memory.
+# The GPU's memory. What is allocated is what those tensors hold that a test has made; where it has others ask, those
+# since they first asked. The most is that at operations outside of kernels, whose temporary memory is not a GPU's.
+# Pinned tensors lie in the host's memory.
 
 
 class _Memory(TorchDispatchMode):
-    """Knows the tensors that have been made since the test first asked."""
+    """Knows the tensors that have been made since it began."""
 
     _running: _Memory | None = None
 
