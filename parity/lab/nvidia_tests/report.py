@@ -114,7 +114,7 @@ def draw(
         f"{metadata.version('transformer_engine')} and torch {metadata.version('torch')}, on emulated GPUs. "
         f"{_DRAWN.format(sample) if sample else ''}Runnable is what passed or failed; the share of all tests counts "
         "each file by the number of its tests. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
-        "NVIDIA's container; its layer norms, attention, losses and FP8 products added as a GPU's do. "
+        "NVIDIA's container; its norms, layer norms, attention, losses and FP8 products added as a GPU's do. "
         f"A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB. Together "
         f"they took {sum(one.seconds for one in every) / 60:.0f} minutes of processor time, and what imports and "
         "collects them comes on top; the load of the machine's "
