@@ -89,21 +89,23 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.cat([slopes, finer]).float()
 
 
-def alibi(heads: int, rows: range, columns: range) -> Tensor:
+def alibi(slopes: Tensor, rows: range, columns: range) -> Tensor:
     """Return ALiBi's penalty, ``[heads, rows, columns]`` FP32: minus slope times the distance between query and key.
 
     The distance counts from the first query and the first key (TE's table of biases: fused attention aligns ALiBi top
     left).
     """
     distance = torch.arange(columns.start, columns.stop) - torch.arange(rows.start, rows.stop)[:, None]
-    return distance.abs().neg() * alibi_slopes(heads)[:, None, None]
+    return distance.abs().neg() * slopes[:, None, None]
 
 
 # Scores of attention, a block of queries at a time: what the kernels for each precision have in common.
 
 
-# Scores in memory at a time, FP32: few enough for the caches, enough to keep the matrix products busy.
-_SCORES_IN_A_BLOCK = 1 << 20
+# FP32 scores in memory at a time: attention of no more is one block, as it is. Larger attention comes in blocks of
+# queries of few heads, with enough rows to keep the matrix products busy; a half or a quarter of both took longer
+# (4,096 tokens, 8 heads of 128, an AMD EPYC).
+_SCORES_IN_A_BLOCK, _QUERIES_IN_A_BLOCK = 1 << 20, 256
 
 
 @dataclass(frozen=True)
@@ -131,18 +133,34 @@ class Attention:
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries and the keys that at least one of them may see."""
+    """Some queries of some heads, and the keys that at least one of them may see.
 
+    Attributes:
+        entries: of the batch.
+        heads: of the queries.
+        groups: of the keys that these heads have.
+    """
+
+    entries: slice
+    heads: slice
+    groups: slice
     rows: range
     columns: range
 
     @property
-    def row_slice(self) -> slice:
-        return slice(self.rows.start, self.rows.stop)
+    def of_queries(self) -> tuple[slice, slice, slice]:
+        """Return the index into what has a row for each query."""
+        return self.entries, self.heads, slice(self.rows.start, self.rows.stop)
 
     @property
-    def column_slice(self) -> slice:
-        return slice(self.columns.start, self.columns.stop)
+    def of_keys(self) -> tuple[slice, slice, slice]:
+        """Return the index into what has a row for each key."""
+        return self.entries, self.groups, slice(self.columns.start, self.columns.stop)
+
+    @property
+    def of_keys_by_head(self) -> tuple[slice, slice, slice]:
+        """Return the index into what has a row for each key and head of the queries."""
+        return self.entries, self.heads, slice(self.columns.start, self.columns.stop)
 
 
 @dataclass(frozen=True)
@@ -157,32 +175,66 @@ class Gradients:
 
 
 def blocks(attention: Attention, query: Tensor, key: Tensor) -> Iterator[Block]:
-    """Yield blocks of queries with the keys that they may see, each with about ``_SCORES_IN_A_BLOCK`` scores."""
+    """Yield blocks of queries with the keys that they may see; small attention is one block."""
     batch, heads, queries, _ = query.shape
-    keys = key.shape[2]
-    size = max(16, _SCORES_IN_A_BLOCK // max(1, batch * heads * keys))
-    for start in range(0, queries, size):
-        rows = range(start, min(start + size, queries))
-        yield Block(rows, visible_keys(attention.band, rows, queries, keys))
+    groups, keys = key.shape[1:3]
+    rows_at_once, heads_at_once = queries, batch * heads
+    if heads_at_once * queries * keys > _SCORES_IN_A_BLOCK:
+        rows_at_once = max(1, min(queries, _QUERIES_IN_A_BLOCK, _SCORES_IN_A_BLOCK // keys))
+        heads_at_once = max(1, _SCORES_IN_A_BLOCK // (rows_at_once * keys))
+    for entries, of_queries, of_keys in _shares(batch, heads, groups, heads_at_once):
+        for start in range(0, queries, rows_at_once):
+            rows = range(start, min(start + rows_at_once, queries))
+            yield Block(entries, of_queries, of_keys, rows, visible_keys(attention.band, rows, queries, keys))
+
+
+def _shares(batch: int, heads: int, groups: int, heads_at_once: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield entries of the batch, heads of queries and their groups: whole entries, else whole groups, else heads."""
+    in_group = heads // groups
+    step = min(heads, heads_at_once // in_group * in_group or math.gcd(in_group, heads_at_once))
+    entries = max(1, heads_at_once // heads)
+    for entry in range(0, batch, entries):
+        for head in range(0, heads, step):
+            stop = min(head + step, heads)
+            own = slice(head // in_group, -(-stop // in_group))
+            yield slice(entry, min(entry + entries, batch)), slice(head, stop), own
 
 
 def of_block(query: Tensor, key: Tensor, attention: Attention, block: Block) -> Tensor:
-    """Return scores, ``[batch, heads, rows, columns]`` FP32: scaled, biased, minus infinity where a key is hidden.
+    """Return scores, ``[entries, heads, rows, columns]`` FP32: scaled, biased, minus infinity where a key is hidden.
 
     Args:
         query: all queries.
         key: all keys, FP32.
     """
-    batch, heads, queries, _ = query.shape
-    rows = in_fp32(query[:, :, block.row_slice])
-    product = grouped(rows, key.shape[1]) @ key[:, :, block.column_slice].mT
-    scores = product.view(batch, heads, len(block.rows), -1).mul_(attention.scale)
+    queries, keys = query.shape[2], key.shape[2]
+    rows, columns = in_fp32(query[block.of_queries]), key[block.of_keys]
+    scores = times_keys(rows, columns.mT).mul_(attention.scale)
     if attention.bias is not None:
         scores += _part_of_bias(attention.bias, block)
     if attention.alibi:
-        scores += alibi(heads, block.rows, block.columns)
-    hidden = hidden_keys(attention.band, block.rows, block.columns, queries, key.shape[2])
-    return scores if hidden is None else scores.masked_fill_(hidden, -math.inf)
+        scores += alibi(alibi_slopes(query.shape[1])[block.heads], block.rows, block.columns)
+    for part in _edges(attention.band, block, queries, keys):
+        hidden = hidden_keys(attention.band, block.rows, part, queries, keys)
+        if hidden is not None:
+            scores[..., part.start - block.columns.start : part.stop - block.columns.start].masked_fill_(
+                hidden, -math.inf
+            )
+    return scores
+
+
+def _edges(band: Band, block: Block, queries: int, keys: int) -> Iterator[range]:
+    """Yield the keys of a block that may be hidden from some of its queries: those at its left and at its right."""
+    offset = keys - queries if band.bottom_right else 0
+    columns, rows = block.columns, block.rows
+    left = (
+        columns.start
+        if band.left is None
+        else min(max(rows.stop - 1 + offset - band.left, columns.start), columns.stop)
+    )
+    right = columns.stop if band.right is None else min(max(rows.start + offset + band.right + 1, left), columns.stop)
+    yield range(columns.start, left)
+    yield range(right, columns.stop)
 
 
 def add_bias_grad(bias_grad: Tensor, score_grad: Tensor, block: Block) -> None:
@@ -192,9 +244,10 @@ def add_bias_grad(bias_grad: Tensor, score_grad: Tensor, block: Block) -> None:
 
 
 def _part_of_bias(bias: Tensor, block: Block) -> Tensor:
-    if bias.shape[2] > 1:
-        bias = bias[:, :, block.row_slice]
-    return bias[..., block.column_slice]
+    everything = slice(None)
+    own = (each if size > 1 else everything for each, size in zip(block.of_queries, bias.shape[:3], strict=True))
+    index = (*own, block.of_keys[2])
+    return bias[index]
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
@@ -207,11 +260,19 @@ def grouped(tensor: Tensor, groups: int) -> Tensor:
     return tensor.reshape(tensor.shape[0], groups, -1, tensor.shape[-1])
 
 
-def sink_of(attention: Attention) -> Tensor:
-    """Return the sinks' scores, ``[1, heads, 1, 1]``; minus infinity, which changes nothing, where there are none."""
+def times_keys(of_heads: Tensor, of_groups: Tensor) -> Tensor:
+    """Multiply ``[batch, heads, rows, k]`` by ``[batch, groups, k, n]``, each head by its group's matrix."""
+    product = grouped(of_heads, of_groups.shape[1]) @ of_groups
+    return product.view(*of_heads.shape[:3], -1)
+
+
+def sink_of(attention: Attention, block: Block) -> Tensor:
+    """Return the scores of the sinks of a block's heads, ``[1, heads, 1, 1]``; minus infinity, which changes nothing,
+    where there are none.
+    """
     if attention.sink is None:
         return torch.full((1, 1, 1, 1), -math.inf)
-    return attention.sink.view(1, -1, 1, 1)
+    return attention.sink[block.heads].view(1, -1, 1, 1)
 
 
 def generator_of(attention: Attention) -> torch.Generator:

@@ -34,7 +34,6 @@ from parity.cpu.attention_problem import (
     GradientFormats,
     Gradients,
     Problem,
-    grouped,
     in_fp32,
     in_gradients,
     new_gradients,
@@ -42,6 +41,7 @@ from parity.cpu.attention_problem import (
     new_statistics,
     part_of_bias,
     parts,
+    times_keys,
 )
 
 
@@ -59,31 +59,29 @@ def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> 
         minus infinity where a query attends to nothing. The output is 0 there.
     """
     batch, heads, queries, _ = query.shape
-    groups = key.shape[1]
     output = query.new_empty(batch, heads, queries, value.shape[-1])
     lse = torch.empty(batch, heads, queries, 1, dtype=torch.float32)
     largest = torch.empty_like(lse)
     key, value = in_fp32(key), in_fp32(value)
-    generator, sink = attention_problem.generator_of(attention), attention_problem.sink_of(attention)
+    generator = attention_problem.generator_of(attention)
     for block in attention_problem.blocks(attention, query, key):
-        rows = block.row_slice
+        rows, sink = block.of_queries, attention_problem.sink_of(attention, block)
         if not block.columns:
-            output[:, :, rows] = 0
-            lse[:, :, rows] = sink
-            largest[:, :, rows] = -math.inf
+            output[rows] = 0
+            lse[rows] = sink
+            largest[rows] = -math.inf
             continue
         weights = attention_problem.of_block(query, key, attention, block)
         top = weights.amax(-1, keepdim=True)
-        largest[:, :, rows] = top
+        largest[rows] = top
         top = torch.maximum(top, sink)
         shift = top.masked_fill(top == -math.inf, 0.0)
         weights = weights.sub_(shift).exp_()
         total = weights.sum(-1, keepdim=True).add_((sink - shift).exp_())
-        lse[:, :, rows] = total.log().add_(shift)
+        lse[rows] = total.log().add_(shift)
         attention_problem.drop(weights, attention, generator)
-        weights = weights.to(query.dtype).float()
-        product = grouped(weights, groups) @ value[:, :, block.column_slice]
-        output[:, :, rows] = product.view(batch, heads, len(block.rows), -1).div_(total.masked_fill_(total == 0, 1.0))
+        product = times_keys(weights.copy_(weights.to(query.dtype)), value[block.of_keys])
+        output[rows] = product.div_(total.masked_fill_(total == 0, 1.0))
     return output, lse, largest
 
 
@@ -111,26 +109,26 @@ def backward(
     key_grad, value_grad = (torch.zeros(batch, heads, *tensor.shape[2:]) for tensor in (key, value))
     generator = attention_problem.generator_of(attention)
     for block in attention_problem.blocks(attention, query, key):
-        rows, columns = block.row_slice, block.column_slice
-        incoming = in_fp32(output_grad[:, :, rows])
-        inner = (incoming * output[:, :, rows]).sum(-1, keepdim=True)
-        row_lse = lse[:, :, rows].masked_fill(lse[:, :, rows] == -math.inf, math.inf)
+        rows, columns = block.of_queries, block.of_keys_by_head
+        incoming = in_fp32(output_grad[rows])
+        inner = (incoming * output[rows]).sum(-1, keepdim=True)
+        row_lse = lse[rows].masked_fill(lse[rows] == -math.inf, math.inf)
         if gradients.sink is not None:
-            gradients.sink.sub_(((attention_problem.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
+            sink = attention_problem.sink_of(attention, block)
+            gradients.sink[block.heads] -= ((sink - row_lse).exp_() * inner).sum((0, 2, 3))
         if not block.columns:
             continue
         probabilities = attention_problem.of_block(query, key, attention, block).sub_(row_lse).exp_()
-        probability_grad = (grouped(incoming, groups) @ value[:, :, columns].mT).view_as(probabilities)
+        probability_grad = times_keys(incoming, value[block.of_keys].mT)
         kept = attention_problem.drop(probability_grad, attention, generator)
         dropped = probabilities if kept is None else probabilities * kept
-        value_grad[:, :, columns] += dropped.to(dtype).float().mT @ incoming
+        value_grad[columns] += dropped.to(dtype).float().mT @ incoming
         score_grad = probability_grad.sub_(inner).mul_(probabilities)
         if gradients.bias is not None:
             attention_problem.add_bias_grad(gradients.bias, score_grad, block)
-        score_grad = score_grad.mul_(attention.scale).to(dtype).float()
-        product = grouped(score_grad, groups) @ key[:, :, columns]
-        gradients.query[:, :, rows] = product.view(batch, heads, len(block.rows), -1)
-        key_grad[:, :, columns] += score_grad.mT @ in_fp32(query[:, :, rows])
+        score_grad.copy_(score_grad.mul_(attention.scale).to(dtype))
+        gradients.query[rows] = times_keys(score_grad, key[block.of_keys])
+        key_grad[columns] += score_grad.mT @ in_fp32(query[rows])
     key_grad, value_grad = (_of_groups(of_heads.to(dtype), groups) for of_heads in (key_grad, value_grad))
     return replace(gradients, key=key_grad, value=value_grad)
 

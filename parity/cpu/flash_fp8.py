@@ -23,6 +23,7 @@ from parity.cpu.attention_problem import (
     new_output,
     new_statistics,
     parts,
+    times_keys,
 )
 
 # Attention in FP8 with one scale per tensor, on sequences of one length, a block of queries at a time.
@@ -99,29 +100,27 @@ def forward(query: Operand, key: Operand, value: Operand, attention: Attention, 
         probabilities: the cast of P.
     """
     batch, heads, queries, _ = query.values.shape
-    groups = key.values.shape[1]
     of_codes = replace(attention, scale=attention.scale * query.descale * key.descale)
     keys, values = in_fp32(key.values), in_fp32(value.values)
     output = torch.zeros(batch, heads, queries, values.shape[-1])
     lse = torch.empty(batch, heads, queries, 1)
     amax = torch.zeros(())
-    generator, sink = attention_problem.generator_of(attention), attention_problem.sink_of(attention)
+    generator = attention_problem.generator_of(attention)
     for block in attention_problem.blocks(attention, query.values, keys):
-        rows = block.row_slice
+        rows, sink = block.of_queries, attention_problem.sink_of(attention, block)
         if not block.columns:
-            lse[:, :, rows] = sink
+            lse[rows] = sink
             continue
         weights = attention_problem.of_block(query.values, keys, of_codes, block)
         top = torch.maximum(weights.amax(-1, keepdim=True), sink)
         shift = top.masked_fill(top == -math.inf, 0.0)
         weights = weights.sub_(shift).exp_()
         total = weights.sum(-1, keepdim=True).add_((sink - shift).exp_())
-        lse[:, :, rows] = total.log().add_(shift)
+        lse[rows] = total.log().add_(shift)
         weights.div_(total.masked_fill_(total == 0, 1.0))
         amax = torch.maximum(amax, float8.amax_of(weights))
         attention_problem.drop(weights, attention, generator)
-        product = grouped(probabilities.of(weights), groups) @ values[:, :, block.column_slice]
-        output[:, :, rows] = product.view(batch, heads, len(block.rows), -1)
+        output[rows] = times_keys(probabilities.of(weights), values[block.of_keys])
     return Result(output.mul_(probabilities.descale * value.descale), lse, amax)
 
 
@@ -142,33 +141,33 @@ def backward(
         probabilities: the cast of P, the forward's.
         score_grads: the cast of dS.
     """
-    groups = key.values.shape[1]
     of_codes = replace(attention, scale=attention.scale * query.descale * key.descale)
     keys, values = in_fp32(key.values), in_fp32(value.values)
     gradients = attention_problem.zero_gradients(query.values, keys, values, attention)
     amax = torch.zeros(())
     generator = attention_problem.generator_of(attention)
     for block in attention_problem.blocks(attention, query.values, keys):
-        rows, columns = block.row_slice, block.column_slice
-        incoming = in_fp32(output_grad.values[:, :, rows])
-        inner = (incoming * output.values[:, :, rows]).sum(-1, keepdim=True)
+        rows, columns = block.of_queries, block.of_keys
+        incoming = in_fp32(output_grad.values[rows])
+        inner = (incoming * output.values[rows]).sum(-1, keepdim=True)
         inner *= output_grad.descale * output.descale
-        row_lse = lse[:, :, rows].masked_fill(lse[:, :, rows] == -math.inf, math.inf)
+        row_lse = lse[rows].masked_fill(lse[rows] == -math.inf, math.inf)
         if gradients.sink is not None:
-            gradients.sink.sub_(((attention_problem.sink_of(attention) - row_lse).exp_() * inner).sum((0, 2, 3)))
+            sink = attention_problem.sink_of(attention, block)
+            gradients.sink[block.heads] -= ((sink - row_lse).exp_() * inner).sum((0, 2, 3))
         if not block.columns:
             continue
         weights = attention_problem.of_block(query.values, keys, of_codes, block).sub_(row_lse).exp_()
-        incoming = grouped(incoming, groups)
-        weight_grad = (incoming @ values[:, :, columns].mT).view_as(weights).mul_(output_grad.descale * value.descale)
+        groups = values[columns].shape[1]
+        weight_grad = times_keys(incoming, values[columns].mT).mul_(output_grad.descale * value.descale)
         kept = attention_problem.drop(weight_grad, attention, generator)
         dropped = weights if kept is None else weights * kept
-        gradients.value[:, :, columns] += grouped(probabilities.of(dropped), groups).mT @ incoming
+        gradients.value[columns] += grouped(probabilities.of(dropped), groups).mT @ grouped(incoming, groups)
         score_grad = weight_grad.sub_(inner).mul_(weights).mul_(attention.scale)
         amax = torch.maximum(amax, float8.amax_of(score_grad))
-        score_grad = grouped(score_grads.of(score_grad), groups)
-        gradients.query[:, :, rows] = (score_grad @ keys[:, :, columns]).view_as(gradients.query[:, :, rows])
-        gradients.key[:, :, columns] += score_grad.mT @ grouped(in_fp32(query.values[:, :, rows]), groups)
+        score_grad = score_grads.of(score_grad)
+        gradients.query[rows] = times_keys(score_grad, keys[columns])
+        gradients.key[columns] += grouped(score_grad, groups).mT @ grouped(in_fp32(query.values[rows]), groups)
     gradients.value.mul_(probabilities.descale * output_grad.descale)
     gradients.query.mul_(score_grads.descale * key.descale)
     gradients.key.mul_(score_grads.descale * query.descale)

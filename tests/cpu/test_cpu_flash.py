@@ -61,17 +61,17 @@ def test_a_block_sees_exactly_the_keys_of_the_band(band: Band, queries: int, key
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),
     st.integers(1, 16),
     st.integers(1, 16),
-    st.booleans(),
+    st.none() | st.integers(1, 64),
 )
 def test_forward_and_backward_agree_with_fp64_in_blocks_of_any_size(
-    dtype: torch.dtype, band: Band, batch: int, heads: tuple[int, int], queries: int, keys: int, small_blocks: bool
+    dtype: torch.dtype, band: Band, batch: int, heads: tuple[int, int], queries: int, keys: int, scores: int | None
 ) -> None:
     tensors = draw(dtype, batch, *heads, queries, keys)
     sink = torch.linspace(-1, 1, heads[0])
     attention = Attention(scale=0.25, band=band, sink=sink)
     with pytest.MonkeyPatch.context() as patch:
-        if small_blocks:
-            patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", 1)
+        if scores is not None:
+            patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", scores)
         output, lse, _ = flash.forward(*tensors[:3], attention)
         gradients = flash.backward(*tensors[:3], output, tensors[3], lse, attention)
     q, k, v = (tensor.double().transpose(1, 2).requires_grad_() for tensor in tensors[:3])
@@ -212,11 +212,11 @@ def assert_within(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
     st.integers(1, 16),
     st.integers(1, 16),
     st.lists(powers, min_size=4, max_size=4),
-    st.booleans(),
+    st.none() | st.integers(1, 64),
     st.integers(0, 2**31),
 )
 def test_results_are_off_by_no_more_than_the_casts_of_p_and_ds(
-    band: Band, heads: tuple[int, int], queries: int, keys: int, descales: list[float], small_blocks: bool, seed: int
+    band: Band, heads: tuple[int, int], queries: int, keys: int, descales: list[float], scores: int | None, seed: int
 ) -> None:
     shapes = [(2, heads[0], queries, 16), (2, heads[1], keys, 16), (2, heads[1], keys, 24), (2, heads[0], queries, 24)]
     dtypes = (E4M3, E4M3, E4M3, E5M2)
@@ -226,8 +226,8 @@ def test_results_are_off_by_no_more_than_the_casts_of_p_and_ds(
     offset = keys - queries if band.bottom_right else 0
     seen = visible(queries, keys, band.left, band.right, offset)
     with pytest.MonkeyPatch.context() as patch:
-        if small_blocks:
-            patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", 1)
+        if scores is not None:
+            patch.setattr(attention_problem, "_SCORES_IN_A_BLOCK", scores)
         result = flash_fp8.forward(q, k, v, attention, s_cast)
         o = Operand(result.output, 1.0)
         gradients, amax = flash_fp8.backward(q, k, v, o, do, result.lse, attention, s_cast, dp_cast)
