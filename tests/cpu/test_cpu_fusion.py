@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from parity.cpu.loading import stand_ins
 from parity.cpu.loading.stand_ins import fuse
 
 HALF = [torch.float16, torch.bfloat16]
@@ -105,3 +107,52 @@ def test_gradients_pass_through_what_is_written_in_place() -> None:
     assert start.grad is not None
     assert torch.equal(start.grad, scale.detach().bfloat16())
     assert torch.equal(scale.grad, start.detach().float())
+
+
+def _gelu_and_bias_gradient(x: Tensor, bias: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    product = torch.tanh(x + bias) * gradient
+    return product, product.sum(dim=0)
+
+
+def _dropped(x: Tensor, bias: Tensor, gradient: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(x + bias, 0.5) * gradient
+
+
+def _normed(x: Tensor, bias: Tensor, gradient: Tensor) -> Tensor:
+    return (x + bias).softmax(-1) * gradient
+
+
+def _added_in_place(x: Tensor, bias: Tensor, gradient: Tensor) -> Tensor:
+    return x.add_(bias * gradient)
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize(
+    ("function", "in_parts"),
+    [(_gelu_and_bias_gradient, True), (_dropped, False), (_normed, False), (_added_in_place, False)],
+)
+def test_large_tensors_are_computed_by_columns_where_these_do_not_depend_on_each_other(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, function: Callable[..., Any], in_parts: bool
+) -> None:
+    widths: list[int] = []
+
+    def seen(x: Tensor, bias: Tensor, gradient: Tensor) -> Any:
+        widths.append(x.shape[1])
+        return function(x, bias, gradient)
+
+    x, bias, gradient = _drawn(dtype, 40, 1000), _drawn(dtype, 1000), _drawn(dtype, 40, 1000)
+    torch.manual_seed(0)
+    whole = fuse(function)(x.clone(), bias, gradient)
+    monkeypatch.setattr(stand_ins, "_ELEMENTS_AT_ONCE", 40 * 128)
+    torch.manual_seed(0)
+    parts = fuse(seen)(x.clone(), bias, gradient)
+    torch.testing.assert_close(parts, whole, rtol=0, atol=0)
+    assert (widths[1:] == [128] * 7 + [104]) == in_parts
+
+
+def test_autograd_follows_large_tensors_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_ins, "_ELEMENTS_AT_ONCE", 128)
+    x = torch.randn(8, 256).bfloat16().requires_grad_()
+    y = fuse(lambda x: x * x)(x)
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert torch.equal(gradient, 2 * x)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from parity.cpu import kernel_choices, tensor_cores
 
@@ -37,13 +38,20 @@ def fuse(function: Callable[..., Any] | None = None, **_options: Any) -> Callabl
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
-        if not any(_is_half(leaf) for leaf in leaves):
+        columns = _columns(leaves)
+        if columns == 0 and not any(_is_half(leaf) for leaf in leaves):
             return function(*args, **kwargs)
         # A run without memory tells which arguments are written to, and what dtype and whose memory results have.
         shapes = _each_once(_to_meta, leaves)
         versions = [shape._version if _is_half(shape) else 0 for shape in shapes]
-        args, kwargs = tree_unflatten(shapes, structure)
-        stored = function(*args, **kwargs)
+        metas = tree_unflatten(shapes, structure)
+        with _Operations() as operations:
+            stored = function(*metas[0], **metas[1])
+        results = tree_leaves(stored)
+        if columns and operations.keep_columns_apart and all(_has_columns(result, columns) for result in results):
+            return _by_columns(function, leaves, structure, stored, columns)
+        if not any(_is_half(leaf) for leaf in leaves):
+            return function(*args, **kwargs)
         exact = _each_once(_to_fp32, leaves)
         args, kwargs = tree_unflatten(exact, structure)
         results = function(*args, **kwargs)
@@ -89,6 +97,68 @@ def _as_stored(result: Any, like: Any, memory: dict[int, Tensor]) -> Any:
     if (like.shape, like.stride(), like.storage_offset()) == (owner.shape, owner.stride(), 0):
         return owner
     return owner.as_strided(like.shape, like.stride(), owner.storage_offset() + like.storage_offset())
+
+
+# What a fusion holds between its operations stays in a GPU's registers. Here, where no column depends on another one,
+# large tensors are computed some columns at a time, so that it stays in the caches.
+
+_ELEMENTS_AT_ONCE = 1 << 18
+_STEP = 64  # columns whose sums over rows PyTorch adds up in one order, whatever their number
+_aten = torch.ops.aten
+
+
+def _columns(leaves: list[Any]) -> int:
+    """Return how many columns the arguments have; 0 where they are small, followed by autograd, or do not agree."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    largest = max(tensors, key=torch.Tensor.numel, default=None)
+    if largest is None or largest.numel() <= 4 * _ELEMENTS_AT_ONCE or largest.shape[-1] < 2 * _STEP:
+        return 0
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return 0
+    columns = largest.shape[-1]
+    fit = all(tensor.dim() == 0 or tensor.shape[-1] in (1, columns) for tensor in tensors)
+    return columns if fit and all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors) else 0
+
+
+class _Operations(TorchDispatchMode):
+    """Notes whether a function computes each column by itself, in new memory.
+
+    Attributes:
+        keep_columns_apart: so it has done so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep_columns_apart = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+        is_sum_over_rows = func is _aten.sum.dim_IntList and args[0].dim() == 2 and list(args[1]) == [0]
+        is_kept = is_pointwise or is_sum_over_rows or func is _aten._to_copy.default
+        self.keep_columns_apart &= is_kept and not func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+def _has_columns(result: Any, columns: int) -> bool:
+    return isinstance(result, torch.Tensor) and result.dim() > 0 and result.shape[-1] == columns
+
+
+def _by_columns(function: Callable[..., Any], leaves: list[Any], structure: TreeSpec, stored: Any, columns: int) -> Any:
+    """Return the function's results, computed in FP32 for some columns after the others, rounded as ``stored`` is."""
+    made = tree_map(lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype), stored)
+    rows = max(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)) // columns
+    step = max(_STEP, _ELEMENTS_AT_ONCE // rows // _STEP * _STEP)
+    for start in range(0, columns, step):
+        own = slice(start, start + step)
+        args, kwargs = tree_unflatten([_to_fp32(_part(leaf, own, columns)) for leaf in leaves], structure)
+        results = tree_leaves(function(*args, **kwargs))
+        for whole, part in zip(tree_leaves(made), results, strict=True):
+            whole[..., own] = part
+    return made
+
+
+def _part(leaf: Any, own: slice, columns: int) -> Any:
+    return leaf[..., own] if _has_columns(leaf, columns) else leaf
 
 
 # The batched products of TE's unfused attention, whose Python calls ``torch.baddbmm`` and ``torch.bmm``.
