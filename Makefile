@@ -19,7 +19,7 @@ package: $(VENV)/ready  ## builds sdist and wheel and tries the wheel; with FRES
 versions: $(VENV)/ready  ## tries each Python with its newest and its oldest dependencies; WITHOUT_TORCH="3.12 3.13"; writes reports/versions.md
 	$(VENV)/bin/python scripts/versions.py $(if $(WITHOUT_TORCH),--without-torch $(WITHOUT_TORCH))
 
-te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of TransformerEngine; writes reports/te-matrix.md
+te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of TransformerEngine; writes reports/te-matrix.md; a quarter of an hour on two cores
 	$(VENV)/bin/python scripts/te_matrix.py
 
 nvidia-tests: $(VENV)/ready  ## NVIDIA's own tests of the checkout TE_TESTS on the CPU kernels: SAMPLE=500 of them, or FULL=1; writes reports/nvidia_tests.md
