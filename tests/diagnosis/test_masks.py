@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
+from ports import compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -100,7 +100,7 @@ CAUSAL_ONE, BOTH_SIDES, UNMASKED = Reference(CAUSAL), Reference(DISTANCE.abs() <
         (BOTH_SIDES, dict(window_size=(4, 4), **UNMASKED), "passed", ""),
         (BOTH_SIDES, dict(window_size=(5, 5), **UNMASKED), "window", "it sees 5 and 5"),
         (BOTH_SIDES, dict(window_size=(4, 0), **UNMASKED), "window", "in the port, it sees none after its own"),
-        *((CAUSAL_ONE, dict(window_size=(size, 0)), "window", f"it sees {size}.") for size in (3, 9, 21, 27)),
+        *((CAUSAL_ONE, dict(window_size=(size, 0)), "window", f"it sees {size}.") for size in (3, 27)),
         (MaskOfEachRow(), dict(window_size=(4, 0)), "passed", ""),
         (MaskOfEachRow(), {}, "window", ""),
         (CAUSAL_ONE, {}, "passed", ""),
@@ -243,14 +243,12 @@ def test_the_same_window_of_the_last_queries_passes(before, window):
     assert of_last_queries(before, "causal_bottom_right", (window, 0), "bf16").passed
 
 
-@FP32_AND_BF16
-def test_a_causal_mask_that_begins_at_the_other_corner_is_told(precision):
-    tells(of_last_queries(None, "causal", (-1, 0), precision), "mask-corner")
+def test_a_causal_mask_that_begins_at_the_other_corner_is_told():
+    tells(of_last_queries(None, "causal", (-1, 0), "bf16"), "mask-corner")
 
 
-@FP32_AND_BF16
-def test_a_causal_mask_at_the_bottom_right_is_told_where_the_reference_has_none(precision):
-    result = of_last_queries(None, "causal_bottom_right", (-1, 0), precision, later=True)
+def test_a_causal_mask_at_the_bottom_right_is_told_where_the_reference_has_none():
+    result = of_last_queries(None, "causal_bottom_right", (-1, 0), "fp32", later=True)
     tells_only(result, "mask", 'the port has "causal_bottom_right"')
 
 
@@ -325,17 +323,6 @@ class Block(nn.Module):
         return image + new_image, text + new_text
 
 
-class Blocks(nn.Module):
-    def __init__(self, linear: Any, mistake: str = "") -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(linear, mistake) for _ in range(2))
-
-    def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
-        for block in self.blocks:
-            image, text = block(image, text)
-        return image, text
-
-
 @in_turn(
     ("mistake", "title", "phrase"),
     [
@@ -347,7 +334,7 @@ class Blocks(nn.Module):
 )
 def test_the_stream_whose_keys_are_not_seen_is_told(mistake, title, phrase, precision):
     inputs = normal((2, 16, WIDTH), (2, 8, WIDTH))
-    tells(twins(Blocks, dict(mistake=mistake), inputs, precision), title, phrase)
+    tells(twins(Block, dict(mistake=mistake), inputs, precision), title, phrase)
 
 
 # Sequences that are packed in one, against TE's with its cu_seqlens.
@@ -445,7 +432,6 @@ def test_sequences_that_are_not_causal_or_all_one_are_told(borders, mask, title,
     tells_only(with_borders(reference, borders, "bf16", mask), title, phrase)
 
 
-@FP32_AND_BF16
-def test_borders_that_the_reference_does_not_have_are_found_from_the_outputs(precision):
-    result = with_borders(OneByOne([0, 40]), BORDERS, precision)
+def test_borders_that_the_reference_does_not_have_are_found_from_the_outputs():
+    result = with_borders(OneByOne([0, 40]), BORDERS, "bf16")
     tells_only(result, "mask", f"the port has sequences with the borders {BORDERS}")

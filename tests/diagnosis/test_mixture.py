@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, normal, tells, tells_only, twins
+from ports import compared, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -237,15 +237,19 @@ def test_nothing_known_is_told_for_weights_that_are_applied_within_the_experts()
     assert {found.title for found in result.findings} <= {"unexplained", "first-divergence"}
 
 
-@pytest.mark.parametrize("reference", [{}, NOT_NORMALISED, AFTER])
+@pytest.mark.parametrize("reference", [{}, AFTER])
 def test_weights_that_are_not_applied_are_told_with_the_router_that_gets_no_gradient(reference):
     findings = mixtures(missing, reference).findings
     assert [finding.title for finding in findings] == ["routing-weights", "no-gradient"]
 
 
-@pytest.mark.parametrize(("weigh", "reference"), [(normalised, {}), (biased(), BIASED)])
 @pytest.mark.parametrize(
-    "split", [sorted, lambda splits: splits[::-1], lambda splits: [2 * TOKENS // EXPERTS] * EXPERTS]
+    ("weigh", "reference", "split"),
+    [
+        (normalised, {}, sorted),
+        (biased(), BIASED, lambda splits: splits[::-1]),
+        (normalised, {}, lambda splits: [2 * TOKENS // EXPERTS] * EXPERTS),
+    ],
 )
 def test_splits_that_are_no_counts_of_the_experts_tokens_are_told(split, weigh, reference):
     tells_only(mixtures(weigh, reference, split=split), "expert-splits")
@@ -284,8 +288,9 @@ def test_fewer_experts_in_fp8_are_told_and_no_scale_of_the_router_s_weight_which
     assert "fp8-scale-inverted" not in {found.title for found in result.findings}
 
 
-@pytest.mark.parametrize("order", [(1, 0, 2, 3), (3, 2, 1, 0), (1, 2, 3, 0)])
-@pytest.mark.parametrize("layers", ["order", "gate_up_order"])
+@pytest.mark.parametrize(
+    ("layers", "order"), [("order", (1, 0, 2, 3)), ("order", (1, 2, 3, 0)), ("gate_up_order", (1, 2, 3, 0))]
+)
 def test_experts_in_another_order_than_the_routers_are_told(layers, order):
     tells_only(mixtures(normalised, **{layers: order}), "experts-permuted")
 
@@ -319,8 +324,7 @@ class Grouped(nn.Module):
         return self.fc2(F.relu(self.fc1(x, splits)), splits)
 
 
-@pytest.mark.parametrize("order", [(1, 2, 3, 0), (2, 0, 3, 1)])
-@pytest.mark.parametrize(("layer", "named"), [("up", "fc1"), ("down", "fc2")])
+@pytest.mark.parametrize(("layer", "named", "order"), [("up", "fc1", (1, 2, 3, 0)), ("down", "fc2", (2, 0, 3, 1))])
 def test_experts_of_one_grouped_layer_in_another_order_are_told_with_that_layer(layer, named, order):
     weights = {
         f"{name}.{expert}.weight": f"{grouped}.weight{order[expert] if name == layer else expert}"
@@ -412,15 +416,13 @@ def test_tes_fused_router_and_loss_pass(precision):
     assert with_fused_router(precision).passed
 
 
-@FP32_AND_BF16
-def test_other_scores_of_the_choice_are_told_where_the_loss_reads_the_right_ones(precision):
-    result = with_fused_router(precision, score="sigmoid")
+def test_other_scores_of_the_choice_are_told_where_the_loss_reads_the_right_ones():
+    result = with_fused_router("bf16", score="sigmoid")
     tells_only(result, "routing-weights", "the port scores them by a sigmoid there")
 
 
-@FP32_AND_BF16
-def test_a_loss_that_is_detached_is_an_error_though_rounding_hides_its_gradients(precision):
-    result = with_fused_router(precision, detach=True)
+def test_a_loss_that_is_detached_is_an_error_though_rounding_hides_its_gradients():
+    result = with_fused_router("bf16", detach=True)
     assert result.status == "error"
     assert "output[1] of the candidate has no gradient" in result.reason
 

@@ -92,9 +92,15 @@ class Head(nn.Module):
         return self.head(x)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
-@pytest.mark.parametrize(("times", "title"), [(1, "passed"), (2, "norm-twice")])
+@in_turn(
+    ("norm", "times", "title"),
+    [
+        (nn.RMSNorm, 1, "passed"),
+        (nn.LayerNorm, 1, "passed"),
+        (nn.RMSNorm, 2, "norm-twice"),
+        (nn.LayerNorm, 2, "norm-twice"),
+    ],
+)
 def test_a_norm_that_is_applied_again_is_told(norm, times, title, precision):
     result = compared(
         lambda: Head(nn.Linear, norm), lambda te: Head(te.Linear, norm, times), normal((2, 24, WIDTH)), precision
@@ -233,13 +239,12 @@ class NormedHeads(nn.Module):
         return self.out(context.transpose(1, 2).flatten(2))
 
 
-@FP32_AND_BF16
-def test_heads_that_the_port_does_not_normalize_are_told(precision):
+def test_heads_that_the_port_does_not_normalize_are_told():
     options = dict(attention_dropout=0.0, attn_mask_type="no_mask", qkv_format="bshd", input_layernorm=False)
     names = {name: f"qkv.{name}_" for name in ("query", "key", "value")} | {"out": "proj."}
     weights = {f"{left}.{kind}": f"{right}{kind}" for left, right in names.items() for kind in ("weight", "bias")}
     port = lambda te: te.MultiheadAttention(32, 2, **options)  # noqa: E731
-    tells_only(compared(NormedHeads, port, normal((2, ROWS, 32)), precision, weights), "norm-missing")
+    tells_only(compared(NormedHeads, port, normal((2, ROWS, 32)), weights=weights), "norm-missing")
 
 
 # Norms of each head, and of all heads at once; norms of other groups of channels.

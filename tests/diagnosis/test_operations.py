@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
+from ports import compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -329,27 +328,25 @@ class WeightedInputs(nn.Module):
         return self.layer(x * weight) if self.right else self.layer(x) * weight
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize("right", [False, True])
-@pytest.mark.parametrize(
-    ("module", "steps"),
-    [
-        (
-            Scaled,
-            "take up.bias before the 1st 'mul' of the module, as the reference does; the port has them in",
-        ),
-        (Gated, "take the 1st 'mul' of the module before the norm of norm, as the reference does"),
-        (Grouped, "take the 1st 'mul' of the module before the norm of the module, as the reference does"),
-        (GateLast, "take the norm of the module before the 3rd 'mul' of the module, as the reference does"),
-        (Activated, "take the silu of the module before the norm of norm, as the reference does"),
-        (Standardized, "take the 1st 'sub' of the module before the 1st 'div' of the module, as the reference does"),
-        (
-            WeightedTokens,
-            "take layers.0.bias before the 1st 'mul' of the module, as the reference does, and so for 1 more",
-        ),
-        (WeightedInputs, "take the 1st 'mul' of the module before the layer of layer.bias, as the reference does"),
-    ],
-)
+STEPS = [
+    (
+        Scaled,
+        "take up.bias before the 1st 'mul' of the module, as the reference does; the port has them in",
+    ),
+    (Gated, "take the 1st 'mul' of the module before the norm of norm, as the reference does"),
+    (Grouped, "take the 1st 'mul' of the module before the norm of the module, as the reference does"),
+    (GateLast, "take the norm of the module before the 3rd 'mul' of the module, as the reference does"),
+    (Activated, "take the silu of the module before the norm of norm, as the reference does"),
+    (Standardized, "take the 1st 'sub' of the module before the 1st 'div' of the module, as the reference does"),
+    (
+        WeightedTokens,
+        "take layers.0.bias before the 1st 'mul' of the module, as the reference does, and so for 1 more",
+    ),
+    (WeightedInputs, "take the 1st 'mul' of the module before the layer of layer.bias, as the reference does"),
+]
+
+
+@in_turn(("right", "module", "steps"), [(right, *row) for right in (False, True) for row in STEPS])
 def test_two_steps_in_the_other_order_are_told_by_both(module, steps, right, precision):
     tells_only(in_order(module, precision, right), "passed" if right else "operation", steps)
 

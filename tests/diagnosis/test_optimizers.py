@@ -121,19 +121,19 @@ def test_parameters_that_fused_sgd_does_not_step_are_told():
     assert "FusedSGD skips BF16 parameters" in result.findings[0].message
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("kind", "right", "port"),
+    ("kind", "right", "port", "precision"),
     [
-        (AdamW, DECAY, DECAY),
-        (Adam, DECAY, dict(adam_w_mode=False, **DECAY)),
-        (AdamW, dict(eps=1e-6, **DECAY), dict(eps=1e-6, **DECAY)),
-        (AdamW, DECAY, dict(master_weights=True, **DECAY)),
-        (AdamW, DECAY, dict(master_weights=True, store_param_remainders=True, **DECAY)),
-        (AdamW, DECAY, dict(master_weights=True, master_weight_dtype=torch.float16, **DECAY)),
-        (AdamW, DECAY, dict(exp_avg_dtype=BFLOAT16, exp_avg_sq_dtype=BFLOAT16, **DECAY)),
-        (AdamW, DECAY, dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16, **DECAY)),
-        (AdamW, DECAY, dict(capturable=True, **DECAY)),
+        (AdamW, DECAY, DECAY, "bf16"),
+        (AdamW, DECAY, DECAY, "fp16"),
+        (Adam, DECAY, dict(adam_w_mode=False, **DECAY), "bf16"),
+        (AdamW, dict(eps=1e-6, **DECAY), dict(eps=1e-6, **DECAY), "fp16"),
+        (AdamW, DECAY, dict(master_weights=True, **DECAY), "fp16"),
+        (AdamW, DECAY, dict(master_weights=True, store_param_remainders=True, **DECAY), "bf16"),
+        (AdamW, DECAY, dict(master_weights=True, master_weight_dtype=torch.float16, **DECAY), "fp16"),
+        (AdamW, DECAY, dict(exp_avg_dtype=BFLOAT16, exp_avg_sq_dtype=BFLOAT16, **DECAY), "bf16"),
+        (AdamW, DECAY, dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16, **DECAY), "fp16"),
+        (AdamW, DECAY, dict(capturable=True, **DECAY), "bf16"),
     ],
 )
 def test_right_steps_on_16_bit_weights_pass(kind, right, port, precision):
