@@ -47,26 +47,19 @@ class Mixer(nn.Module):
 TOLD = "the 1st 'linear' of 0.of_tokens before the branch that ends with the 1st 'linear' of 0.of_channels"
 
 
-@pytest.mark.parametrize(
-    ("precision", "order", "title", "phrase"),
+@in_turn(
+    ("order", "title", "phrase"),
     [
-        *(
-            (precision, order, title, phrase)
-            for precision in ("fp32", "bf16")
-            for order, title, phrase in (
-                (
-                    "exchanged",
-                    "operation",
-                    f"compute the branch that ends with {TOLD}, as the reference does, and so for 1 more",
-                ),
-                ("beside", "parallel-block", "both are computed from one input"),
-                ("right", "passed", ""),
-            )
+        (
+            "exchanged",
+            "operation",
+            f"compute the branch that ends with {TOLD}, as the reference does, and so for 1 more",
         ),
-        ("fp8_current", "right", "passed", ""),
+        ("beside", "parallel-block", "both are computed from one input"),
+        ("right", "passed", ""),
     ],
 )
-def test_branches_in_the_other_order_or_side_by_side_are_told(precision, order, title, phrase):
+def test_branches_in_the_other_order_or_side_by_side_are_told(order, title, phrase, precision):
     result = compared(
         lambda: nn.Sequential(*(Mixer(nn.Linear, "right") for _ in range(2))),
         lambda te: nn.Sequential(*(Mixer(te.Linear, order) for _ in range(2))),
@@ -137,7 +130,7 @@ class Scaled(nn.Module):
 
     def __init__(self, linear: Any, right: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(2))
         self.gains = nn.ParameterList(nn.Parameter(torch.rand(WIDTH) + 0.2) for _ in self.layers)
         self.right = right
 
@@ -201,9 +194,7 @@ class Shared(nn.Module):
     [
         ("shared", 0.5, "fp32", False),
         ("shared", 0.5, "bf16", True),
-        ("shared", 0.5, "fp8_current", False),
         ("routed", 2.5, "fp16", False),
-        ("routed", 2.5, "bf16", False),
         ("routed", 2.5, "fp8_current", True),
     ],
 )
@@ -213,7 +204,7 @@ def test_a_term_that_is_scaled_is_told_with_the_number(term, number, precision, 
     tells(result, "factor", f"the port multiplies it by {number}" if in_full else "")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8_current"])
+@pytest.mark.parametrize("precision", ["fp32", "fp8_current"])
 def test_a_term_that_is_left_out_is_told_with_its_parameters(precision):
     result = twins(Shared, dict(shared=0.0), normal((64, WIDTH)), precision)
     tells(result, "branch-missing", "shared_down.weight, shared_up.weight")
@@ -235,7 +226,7 @@ class LowRank(nn.Module):
     ("right", "scale", "title"),
     [
         (2.0, 2.0, "passed"),
-        *((right, scale, "factor") for right, scale in ((2.0, 1.0), (0.5, 3.0), (2.0, 2.2), (2.0, 1.82), (0.22, 0.2))),
+        *((right, scale, "factor") for right, scale in ((2.0, 1.0), (2.0, 2.2), (0.22, 0.2))),
     ],
 )
 def test_another_factor_is_told_with_both(right, scale, title):
@@ -248,7 +239,7 @@ def test_another_factor_is_told_with_both(right, scale, title):
 
 
 def test_attentions_sums_alone_that_take_the_norm_are_told_as_one_mistake():
-    result = decoders(Options(layers=3, loss=False), "bf16", from_norm=True)
+    result = decoders(Options(layers=2, loss=False), "bf16", from_norm=True)
     tells_only(result, "residual-placement", "each layer's 1st sum")
 
 
@@ -257,9 +248,9 @@ class PostNormLayer(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention = reference.Attention(128, 4, 4, bias=True, rope=False)
-        self.norm, self.up, self.down = nn.LayerNorm(128), nn.Linear(128, 256), nn.Linear(256, 128)
-        self.last_norm = nn.LayerNorm(128)
+        self.attention = reference.Attention(WIDTH, 4, 4, bias=True, rope=False)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 96), nn.Linear(96, WIDTH)
+        self.last_norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x):
         x = self.norm(x + self.attention(x))
@@ -272,10 +263,11 @@ def test_a_residual_that_skips_the_norm_after_the_sum_is_told_in_a_layer_like_be
     names |= {"norm.": "layernorm_mlp.layer_norm_", "up.": "layernorm_mlp.fc1_", "down.": "layernorm_mlp.fc2_"}
     names |= {"attention.o_proj.": "self_attention.proj.", "last_norm.": "layernorm."}
     options = dict(hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd", output_layernorm=True)
+    options["apply_residual_connection_post_layernorm"] = post_layernorm
     result = compared(
         PostNormLayer,
-        lambda te: te.TransformerLayer(128, 256, 4, **options, apply_residual_connection_post_layernorm=post_layernorm),
-        normal((2, 32, 128)),
+        lambda te: te.TransformerLayer(WIDTH, 96, 4, **options),
+        normal((2, SEQ, WIDTH)),
         "fp32",
         {left + kind: right + kind for left, right in names.items() for kind in ("weight", "bias")},
     )
