@@ -142,7 +142,7 @@ class Options:
     ``softcap``, ``logits_cap``: infinite for none.
     """
 
-    layers: int = 2
+    layers: int = 1
     loss: bool = True
     reduction: str = "mean"
     embedding: float = 1.0

@@ -163,8 +163,7 @@ class Alibi(nn.Module):
         return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(
+@in_turn(
     ("call", "title", "phrase"),
     [
         (dict(alibi_slopes=OWN_SLOPES), "passed", ""),
@@ -235,18 +234,17 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "precision"),
+    ("right", "wrong", "precision", "layers"),
     [
-        ((4, 4), (8, 8), "fp32"),
-        ((8, 8), (2, 2), "bf16"),
-        ((8, 2), (4, 1), "fp8_current"),
-        ((4, 2), (16, 8), "bf16"),
-        ((8, 8), (1, 1), "fp32"),
+        ((8, 8), (2, 2), "bf16", 1),
+        ((8, 2), (4, 1), "fp8_current", 2),
+        ((4, 2), (16, 8), "bf16", 1),
+        ((8, 8), (1, 1), "fp32", 1),
     ],
 )
-def test_another_number_of_heads_is_told_with_both(right, wrong, precision):
+def test_another_number_of_heads_is_told_with_both(right, wrong, precision, layers):
     phrase = f"num_attention_heads={right[0]}, as the reference has; the port has {wrong[0]}"
-    tells_only(with_heads(right, wrong, precision), "head-count", phrase)
+    tells_only(with_heads(right, wrong, precision, layers), "head-count", phrase)
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
@@ -254,11 +252,11 @@ def test_the_same_number_of_heads_passes(heads):
     assert with_heads(heads, heads, "bf16").passed
 
 
-def with_heads(right: tuple[int, int], wrong: tuple[int, int], precision: str) -> parity.Result:
-    """Compare two layers of so many heads and groups with TE's of others."""
+def with_heads(right: tuple[int, int], wrong: tuple[int, int], precision: str, layers: int = 1) -> parity.Result:
+    """Compare layers of so many heads and groups with TE's of others."""
     return compared(
-        lambda: Stack(*(Grouped(nn.Linear, *right) for _ in range(2))),
-        lambda te: Stack(*(Grouped(te.Linear, *wrong, te) for _ in range(2))),
+        lambda: Stack(*(Grouped(nn.Linear, *right) for _ in range(layers))),
+        lambda te: Stack(*(Grouped(te.Linear, *wrong, te) for _ in range(layers))),
         normal((2, 32, WIDTH)),
         precision,
     )
@@ -273,16 +271,16 @@ CAPPED_LOGITS = dict(logits_cap=3.0)
 @in_turn(
     ("right", "port", "phrase"),
     [
-        (Options(loss=False, layers=1), CAPPED_LOGITS, "leave activations uncapped, as the reference does; they are"),
-        (Options(logits_cap=5.0, layers=1), CAPPED_LOGITS, "cap activations at 5 by tanh, as the reference does;"),
+        (Options(loss=False), CAPPED_LOGITS, "leave activations uncapped, as the reference does; they are"),
+        (Options(logits_cap=5.0), CAPPED_LOGITS, "cap activations at 5 by tanh, as the reference does;"),
         (
-            Options(loss=False, layers=1, **CAPPED_LOGITS),
+            Options(loss=False, **CAPPED_LOGITS),
             dict(logits_cap=math.inf),
             "cap activations at 3 by tanh, as the reference does; none are",
         ),
         (Options(loss=False), dict(softcap=1.0), "leave the scores uncapped as the reference does, softcap=0.0 in TE;"),
         (
-            Options(softcap=8.0, layers=1),
+            Options(softcap=8.0),
             dict(softcap=1.0),
             "as the reference does, softcap=8; the port has",
         ),
@@ -335,16 +333,14 @@ class Decoding(nn.Module):
 @in_turn(
     ("tokens", "step", "title"),
     [
-        (tokens, step, title)
-        for tokens in (1, 4)
-        for step, title in (
-            (Step(), "passed"),
-            (Step(position=1), "rope-position"),
-            (Step(position=-1), "rope-position"),
-            (Step(position=-CACHED), "rope-position"),
-            (Step(late=True), "cache-step"),
-            (Step(lost=1), "cache-step"),
-        )
+        (1, Step(), "passed"),
+        (1, Step(position=1), "rope-position"),
+        (1, Step(late=True), "cache-step"),
+        (4, Step(), "passed"),
+        (4, Step(position=-1), "rope-position"),
+        (4, Step(position=-CACHED), "rope-position"),
+        (4, Step(late=True), "cache-step"),
+        (4, Step(lost=1), "cache-step"),
     ],
 )
 def test_what_is_off_in_a_step_of_decoding_is_told(tokens, step, title, precision):
@@ -417,8 +413,6 @@ class WithRotatedValues(WithNumbers):
     ("number", "value", "title", "phrase", "size"),
     [
         ("eps", 5e-6, "norm-eps", "it computes with eps=5e-06", 0.01),
-        ("eps", 2e-5, "norm-eps", "it computes with eps=2e-05", 0.01),
-        ("base", 5_000.0, "rope-base", "it rotates with base 5000", 1.0),
         ("base", 20_000.0, "rope-base", "it rotates with base 2e+04", 1.0),
         ("window", 10, "window", "it sees 10", 1.0),
         ("window", 5, "window", "it sees 5", 1.0),
@@ -467,7 +461,7 @@ class Uniform(nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("scale", [1 / 32, 1 / 16, 0.25])
+@pytest.mark.parametrize("scale", [1 / 32, 0.25])
 def test_the_scale_of_nearly_uniform_attention_is_told_by_its_gradients(scale):
     result = twins(Uniform, dict(scale=scale), normal((2, SEQ, HIDDEN)), "fp8_current")
     tells(result, "softmax-scale", "softmax_scale=0.01562, as the reference has")

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from ports import (
     BATCH,
-    FP32_AND_BF16,
     VOCABULARY,
     Expert,
     LanguageModel,
@@ -29,8 +28,8 @@ from parity.reference import RotaryEmbedding
 
 
 def ordered(order: tuple[int, ...], called: tuple[int, ...], precision: str) -> parity.Result:
-    """Compare four layers with a port whose layers are filled in this order, and called in that one."""
-    options = Options(layers=4, loss=False)
+    """Compare three layers with a port whose layers are filled in this order, and called in that one."""
+    options = Options(layers=3, loss=False)
     plain = lambda: LanguageModel(nn.Linear, lambda width: nn.RMSNorm(width, eps=1e-5), options)  # noqa: E731
 
     def call(model: LanguageModel, ids: Tensor) -> Tensor:
@@ -55,17 +54,16 @@ def ordered(order: tuple[int, ...], called: tuple[int, ...], precision: str) -> 
     )
 
 
-IN_ORDER = (0, 1, 2, 3)
+IN_ORDER = (0, 1, 2)
 
 
 @pytest.mark.parametrize(
     ("order", "called", "precision", "title", "phrase"),
     [
-        ((3, 2, 1, 0), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 3, 2, 1, 0."),
-        ((2, 0, 3, 1), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 3, 0, 2."),
-        ((1, 0, 2, 3), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 0, 2, 3."),
-        (IN_ORDER, (3, 2, 1, 0), "fp32", "layers-permuted", ""),
-        (IN_ORDER, (0, 1, 1, 3), "bf16", "layer-repeated", "call TE's layers.2; layers.1 computes"),
+        ((2, 0, 1), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 2, 0."),
+        ((1, 0, 2), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 0, 2."),
+        (IN_ORDER, (2, 1, 0), "fp32", "layers-permuted", ""),
+        (IN_ORDER, (0, 1, 1), "bf16", "layer-repeated", "call TE's layers.2; layers.1 computes"),
     ],
 )
 def test_layers_that_are_filled_or_called_in_another_order_are_told(order, called, precision, title, phrase):
@@ -78,7 +76,7 @@ def test_layers_that_are_filled_or_called_in_another_order_are_told(order, calle
 @pytest.mark.parametrize(
     ("layers", "port", "title", "phrase"),
     [
-        (3, dict(scales=(1.0, 1 / 2, 1 / 3)), "softmax-scale", ""),  # it is divided by each layer's number
+        (2, dict(scales=(1.0, 1 / 2)), "softmax-scale", ""),  # it is divided by each layer's number
         (2, dict(shift=1), "cache-step", ""),  # keys and values are those of the position before
         (2, dict(skipped=(1,)), "branch-missing", "layers.1"),  # told by what gets no gradient
     ],
@@ -106,11 +104,8 @@ class Experts(nn.Module):
         return torch.stack(outputs, 1).flatten(0, 1) + self.shared(x)
 
 
-@FP32_AND_BF16
-def test_an_activation_of_all_experts_but_the_shared_one_is_told(precision):
-    result = compared(
-        lambda: Experts(nn.Linear), lambda te: Experts(te.Linear, F.gelu), normal((16 * EXPERTS, WIDTH)), precision
-    )
+def test_an_activation_of_all_experts_but_the_shared_one_is_told():
+    result = compared(lambda: Experts(nn.Linear), lambda te: Experts(te.Linear, F.gelu), normal((16 * EXPERTS, WIDTH)))
     tells(result, "activation", "in experts.0 and 2 more like it")
 
 

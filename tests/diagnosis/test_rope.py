@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ports import (
-    FP32_AND_BF16,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -35,7 +34,7 @@ LOGITS = Options(layers=3, loss=False)
 # Layers of a decoder that rotate, and that do not, as in SmolLM3, Cohere 2 and Llama 4.
 
 
-@pytest.mark.parametrize(("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (2, (1,), "bf16"), (2, (0,), "fp16")])
+@pytest.mark.parametrize(("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (2, (1,), "bf16")])
 def test_rope_that_some_layers_lack_is_told_with_these_layers(layers, roped, precision):
     result = decoders(replace(LOGITS, layers=layers), precision, roped=roped)
     tells(result, "rope-missing")
@@ -47,7 +46,6 @@ def test_rope_that_some_layers_lack_is_told_with_these_layers(layers, roped, pre
     ("right", "port", "phrase"),
     [
         ((1,), None, "the port rotates query and key in layers.0, layers.2"),
-        ((0,), (0, 1), "in layers.1"),
         ((0, 1), (1, 2), "in layers.2; each layer is rotated, or not, as the one before it"),
     ],
 )
@@ -76,7 +74,7 @@ def test_queries_and_keys_that_are_permuted_in_one_layer_are_told_with_it(loss):
         permuted = name in ("layers.1.q.weight", "layers.1.k.weight")
         return parity.rope_halves(name, head_dim=HEAD_DIM) if permuted else name
 
-    result = decoders(Options(loss=loss), "fp32", mapped=mapped)
+    result = decoders(Options(layers=2, loss=loss), "fp32", mapped=mapped)
     tells(result, "rope-layout", 'map "layers.1.q.weight" to "layers.1.q.weight"')
 
 
@@ -157,15 +155,10 @@ def in_row(row: int, other: Positions) -> Positions:
     ("positions", "causal", "phrase"),
     [
         (lambda positions: positions % 12, True, "the port's begin again after each 12."),
-        (lambda positions: positions % 12, False, "the port's begin again after each 12."),
         (lambda positions: positions.clamp(max=11), True, "the port clamps those beyond 11 to it."),
         (from_starts(0, 7, 17), True, "the port's begin again at [7, 17]."),
-        (in_row(1, from_starts(0, 9)), True, "the port's begin again at [9] in row 1 of the batch."),
         (in_row(1, from_starts(0, 9)), False, "the port's begin again at [9] in row 1 of the batch."),
-        *(
-            (from_starts(0, *starts), False, f"the port's begin again at {list(starts)}.")
-            for starts in ((3,), (4, 9, 20))
-        ),
+        (from_starts(0, 3), False, "the port's begin again at [3]."),
     ],
 )
 def test_positions_that_begin_again_or_end_are_told_with_the_place(positions, causal, phrase, precision):
@@ -184,10 +177,9 @@ def test_channels_that_are_turned_twice_backwards_or_in_part_are_told(rotated, t
     tells(attentions(precision, rotated=rotated), title)
 
 
-@FP32_AND_BF16
-def test_another_layout_on_all_channels_is_told_as_one_mistake(precision):
+def test_another_layout_on_all_channels_is_told_as_one_mistake():
     inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
-    result = twins(Attention, dict(rotated=interleaved), inputs, precision, right=dict(rotated=in_half))
+    result = twins(Attention, dict(rotated=interleaved), inputs, "fp32", right=dict(rotated=in_half))
     tells_only(result, "rope-partial", "all of a head's channels, in pairs of the interleaved form")
 
 
@@ -215,9 +207,8 @@ class WithBiases(nn.Module):
         return F.scaled_dot_product_attention(self.rotated(q), k, v).transpose(1, 2).flatten(2)
 
 
-@FP32_AND_BF16
-def test_that_queries_alone_are_rotated_is_told_though_it_leaves_a_bias_no_gradient(precision):
-    tells_only(twins(WithBiases, dict(of_keys=False), normal((2, 32, WIDTH)), precision), "rope-one-side")
+def test_that_queries_alone_are_rotated_is_told_though_it_leaves_a_bias_no_gradient():
+    tells_only(twins(WithBiases, dict(of_keys=False), normal((2, 32, WIDTH))), "rope-one-side")
 
 
 # Tables as Meta's Llama has them: a complex buffer of a fixed length, which multiplies pairs of channels.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, twins
+from ports import compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -54,7 +54,7 @@ def attentions(weights: WeightMap, **options: Any) -> parity.Result:
     )
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
 @pytest.mark.parametrize(("weights", "title"), [(GATE_OVER_UP, "passed"), (UP_OVER_GATE, "gate-up-swapped")])
 def test_up_over_gate_is_told(weights, title, precision):
     tells_only(mlps(weights, precision), title)
@@ -455,15 +455,13 @@ def test_blocks_that_te_reads_pass(size, has_blocks, precision):
     assert in_blocks(size, has_blocks, precision).passed
 
 
-@FP32_AND_BF16
-def test_weights_that_lack_the_blocks_are_told_what_lays_them_out(precision):
+def test_weights_that_lack_the_blocks_are_told_what_lays_them_out():
     phrase = 'lay out "0.weight" with te.interleave_glu_tensor'
-    tells_only(in_blocks(32, False, precision), "gate-up-interleaved", phrase)
+    tells_only(in_blocks(32, False, "bf16"), "gate-up-interleaved", phrase)
 
 
-@FP32_AND_BF16
-def test_blocks_that_te_does_not_know_of_are_told(precision):
-    assert in_blocks(None, True, precision).findings[0].code in ("PAR101", "PAR107")
+def test_blocks_that_te_does_not_know_of_are_told():
+    assert in_blocks(None, True, "fp32").findings[0].code in ("PAR101", "PAR107")
 
 
 # What no map is about: a module's buffers, and the order of what it returns.
@@ -516,8 +514,7 @@ class Rotated(nn.Module):
         return torch.cat(turned, -1).to(x.dtype)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
+@in_turn(
     ("port", "title", "phrase"),
     [
         ({}, "passed", ""),
