@@ -19,7 +19,6 @@ from plugin_runs import CASE, CONFTEST, recorded, run, run_in_a_process, write
 from parity.plugin import ending
 from parity.plugin.alone import exit_heard
 from parity.report import record
-from parity.result import Result
 
 pytest_plugins = ["pytester"]
 
@@ -34,47 +33,29 @@ ENDS = {
     "raises_a_surrogate": "raised ValueError: \\udcff\\x1b",
     "hangs": LIMIT,
 }
-Ended = tuple[int, str, dict[str, Result], str]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run in one process, in which cases try to end it in each way; a right one follows each of them."""
-    folder = tmp_path_factory.mktemp("alone")
+def test_cases_that_would_end_the_run_are_errors_that_say_how_and_those_after_them_are_compared(tmp_path: Path) -> None:
     names = [name for i, end in enumerate(ENDS) for name in (end, f"sound_{i}")]
     names += ["fails_and_its_search_hangs", "exits_in_a_fork"]
-    code, printed, results = run_in_a_process(folder, names, "--parity-timeout=3")
-    assert [result.case for result in results] == names  # exactly one line for each item
-    return code, printed, {result.case: result for result in results}, (folder / "reports/parity.md").read_text()
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_a_case_that_would_end_the_run_is_an_error_that_says_how(ended: Ended, name: str) -> None:
-    code, printed, results, _ = ended
-    assert results[name].status == "error"
-    assert ENDS[name] in results[name].reason
-    assert ENDS[name] in printed
+    code, printed, recorded = run_in_a_process(tmp_path, names, "--parity-timeout=3")
     assert code == 1
-
-
-def test_the_cases_after_them_are_compared(ended: Ended) -> None:
-    assert all(ended[2][f"sound_{i}"].status == "passed" for i in range(len(ENDS)))
-
-
-def test_a_verdict_stays_where_the_time_for_its_search_is_up(ended: Ended) -> None:
-    result = ended[2]["fails_and_its_search_hangs"]
-    assert (result.status, result.tensors) == ("failed", (fakes.tensor(margin=100.0),))
-    assert result.notes[-1].startswith(f"the search for the cause was cut short: {LIMIT}")
-
-
-def test_a_process_that_a_case_forks_may_exit(ended: Ended) -> None:
-    assert ended[2]["exits_in_a_fork"].status == "passed"
-
-
-def test_no_error_is_counted_as_passed(ended: Ended) -> None:
-    failed, items = len(ENDS) + 1, 2 * len(ENDS) + 2
-    assert f"{failed} failed, {items - failed} passed" in ended[1]
-    assert f"{failed} of {items} items failed" in ended[3]
+    assert [result.case for result in recorded] == names  # exactly one line for each item
+    results = {result.case: result for result in recorded}
+    for i, (name, how) in enumerate(ENDS.items()):
+        assert results[name].status == "error"
+        assert how in results[name].reason
+        assert how in printed
+        assert results[f"sound_{i}"].status == "passed"
+    # A verdict stays where the time for its search is up.
+    hung = results["fails_and_its_search_hangs"]
+    assert (hung.status, hung.tensors) == ("failed", (fakes.tensor(margin=100.0),))
+    assert hung.notes[-1].startswith(f"the search for the cause was cut short: {LIMIT}")
+    # A process that a case forks may exit, and no error is counted as passed.
+    assert results["exits_in_a_fork"].status == "passed"
+    failed, items = len(ENDS) + 1, len(names)
+    assert f"{failed} failed, {items - failed} passed" in printed
+    assert f"{failed} of {items} items failed" in (tmp_path / "reports/parity.md").read_text()
 
 
 def test_an_interrupted_seed_is_the_item_s_last(tmp_path: Path) -> None:

@@ -173,7 +173,6 @@ ENDS = {
     "fails_and_its_search_hangs": f"{LIMIT}; its worker was ended and replaced",
     "fails_and_its_search_hangs_for_good": f"{LIMIT}, and let no Python thread run; its worker was ended",
 }
-Ended = tuple[int, str, dict[str, Result], str]
 
 
 def assert_verdict(result: Result, note: str) -> None:
@@ -183,33 +182,21 @@ def assert_verdict(result: Result, note: str) -> None:
     assert result.notes[-1].startswith(note)
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run with two workers, in which searches come to grief in each way, and other items do not."""
-    folder = tmp_path_factory.mktemp("ended")
-    names = [*ENDS, "fails_and_its_search_breaks_the_device", "fails", "sound"]
-    code, printed, results = run_in_a_process(folder, names, "-n", "2", "--parity-timeout=3")
-    assert sorted(result.case for result in results) == sorted(names)  # exactly one line for each item
-    return code, printed, {result.case: result for result in results}, (folder / "reports/parity.md").read_text()
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_the_end_of_a_worker_during_the_search_leaves_the_verdict(ended: Ended, name: str) -> None:
-    code, printed, results, report = ended
-    assert_verdict(results[name], CUT_SHORT + ENDS[name])
+def test_the_end_of_a_worker_or_a_device_during_the_search_leaves_the_verdict(tmp_path: Path) -> None:
+    broken = "fails_and_its_search_breaks_the_device"
+    names = [*ENDS, broken, "fails", "sound"]
+    code, printed, recorded = run_in_a_process(tmp_path, names, "-n", "2", "--parity-timeout=3")
     assert code == 1
-    assert CUT_SHORT + ENDS[name] in printed
-    assert CUT_SHORT + ENDS[name] in report
-
-
-def test_a_device_that_breaks_during_the_search_leaves_the_verdict(ended: Ended) -> None:
-    result = ended[2]["fails_and_its_search_breaks_the_device"]
-    assert_verdict(result, "the search for the cause raised AcceleratorError: CUDA error: an illegal memory access")
-    assert result.device_error == "broken"
-
-
-def test_other_items_have_their_findings_and_all_failures_are_counted(ended: Ended) -> None:
-    _, printed, results, report = ended
+    assert sorted(result.case for result in recorded) == sorted(names)  # exactly one line for each item
+    results, report = {result.case: result for result in recorded}, (tmp_path / "reports/parity.md").read_text()
+    for name, cause in ENDS.items():
+        assert_verdict(results[name], CUT_SHORT + cause)
+        assert CUT_SHORT + cause in printed
+        assert CUT_SHORT + cause in report
+    raised = "the search for the cause raised AcceleratorError: CUDA error: an illegal memory access"
+    assert_verdict(results[broken], raised)
+    assert results[broken].device_error == "broken"
+    # Other items have their findings, and all failures are counted.
     assert results["fails"].findings == (fakes.GATE_UP_SWAPPED,)
     assert results["sound"].status == "passed"
     assert "6 failed, 1 passed" in printed

@@ -28,7 +28,6 @@ WITHOUT = {
     "looks_again_and_dies": "the process of this run ended while it was compared",
     "looks_again_and_hangs": f"{LIMIT}; it was interrupted at fakes.py",
 }
-Ended = tuple[int, str, dict[str, Result], str]
 
 
 def assert_first_look(result: Result, cause: str) -> None:
@@ -37,27 +36,17 @@ def assert_first_look(result: Result, cause: str) -> None:
     assert result.notes[-1].startswith(f"{CUT_SHORT}{COUNTS}{cause}")
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run with two workers, in which second looks come to grief in each way."""
-    folder = tmp_path_factory.mktemp("ended")
+def test_the_end_of_a_worker_in_a_second_look_leaves_the_first_and_says_so(tmp_path: Path) -> None:
     names = [*WITH_WORKERS, "looks_again_and_passes", "dies_after_it_looks_again"]
-    code, printed, results = run_in_a_process(folder, names, "-n", "2", "--parity-timeout=20")
-    assert sorted(result.case for result in results) == sorted(names)  # exactly one line for each item
-    return code, printed, {result.case: result for result in results}, (folder / "reports/parity.md").read_text()
-
-
-@pytest.mark.parametrize("name", WITH_WORKERS)
-def test_the_end_of_a_worker_in_a_second_look_leaves_the_first_and_says_so(ended: Ended, name: str) -> None:
-    code, printed, results, report = ended
-    assert_first_look(results[name], WITH_WORKERS[name])
+    code, printed, recorded = run_in_a_process(tmp_path, names, "-n", "2", "--parity-timeout=20")
     assert code == 1
-    assert COUNTS + WITH_WORKERS[name] in printed
-    assert COUNTS + WITH_WORKERS[name] in report
-
-
-def test_a_second_look_that_ends_takes_the_first_one_back(ended: Ended) -> None:
-    results = ended[2]
+    assert sorted(result.case for result in recorded) == sorted(names)  # exactly one line for each item
+    results, report = {result.case: result for result in recorded}, (tmp_path / "reports/parity.md").read_text()
+    for name, cause in WITH_WORKERS.items():
+        assert_first_look(results[name], cause)
+        assert COUNTS + cause in printed
+        assert COUNTS + cause in report
+    # A second look that ends takes the first one back.
     assert results["looks_again_and_passes"].status == "passed"
     assert CUT_SHORT not in "".join(results["looks_again_and_passes"].notes)
     after = results["dies_after_it_looks_again"]

@@ -31,7 +31,6 @@ from parity.plugin import workers
 from parity.plugin.largest import largest_need
 from parity.plugin.workers import GroupScheduling, first_input, group_of, how_many, size_of
 from parity.report import environment
-from parity.result import Result
 from parity.te import PRECISIONS
 
 # How many workers ``-n auto`` means.
@@ -383,60 +382,42 @@ def test_any_other_test_is_a_group_of_its_own(node_id: str) -> None:
 # are real processes of pytest-xdist; what they compare is a stand-in that comes to grief by its name.
 
 
-FATAL = ["breaks_the_device", "segfaults_at_seed_1", "hangs", "hangs_for_good"]
 SOUND = [f"sound_{i}" for i in range(8)]
-Eventful = tuple[int, str, dict[str, list[Result]]]
 
 
-@pytest.fixture(scope="module")
-def eventful(tmp_path_factory: pytest.TempPathFactory) -> Eventful:
+LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
+REASONS = {
+    "breaks_the_device": "raised AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "segfaults_at_seed_1": "its worker died: SIGSEGV",
+    "hangs": f"{LIMIT}; its worker was ended and replaced",
+    "hangs_for_good": f"{LIMIT}, and let no Python thread run; its worker",
+}
+
+
+def test_what_kills_its_worker_costs_no_other_item_and_says_what_happened(tmp_path: Path) -> None:
     """A run on two GPUs with two seeds, in which an item breaks its device, one crashes, and two hang."""
-    names = [name for pair in zip(FATAL, SOUND[:4], strict=True) for name in pair] + ["never_fits", *SOUND[4:]]
-    folder = tmp_path_factory.mktemp("eventful")
-    code, printed, results = run_in_a_process(folder, names, "-n", "2", "--parity-timeout=3", "--parity-seeds=2")
-    return code, printed, {name: [result for result in results if result.case == name] for name in names}
-
-
-def test_every_worker_has_one_gpu_and_both_gpus_have_workers(eventful: Eventful) -> None:
-    notes = {note for name in SOUND for result in eventful[2][name] for note in result.notes}
-    assert notes == {"computed on GPU-one", "computed on GPU-two"}
-
-
-def test_what_kills_its_worker_costs_no_other_item(eventful: Eventful) -> None:
-    code, printed, results = eventful
-    assert all([result.status for result in results[name]] == ["passed", "passed"] for name in SOUND)
-    assert all(results[name][-1].status == "error" for name in FATAL)
+    names = [name for pair in zip(REASONS, SOUND[:4], strict=True) for name in pair] + ["never_fits", *SOUND[4:]]
+    code, printed, recorded = run_in_a_process(tmp_path, names, "-n", "2", "--parity-timeout=3", "--parity-seeds=2")
+    results = {name: [result for result in recorded if result.case == name] for name in names}
     assert code == 1
-    assert f"{len(FATAL)} failed, {len(SOUND)} passed, 1 skipped" in printed
-
-
-def test_seeds_that_were_compared_before_a_crash_are_recorded(eventful: Eventful) -> None:
-    results = eventful[2]["segfaults_at_seed_1"]
-    assert [(result.seed, result.status) for result in results] == [(0, "passed"), (1, "error")]
-
-
-LIMIT = "(--parity-timeout, or --timeout of parity run)"
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("breaks_the_device", "raised AcceleratorError: CUDA error: an illegal memory access was encountered"),
-        ("segfaults_at_seed_1", "its worker died: SIGSEGV"),
-        (
-            "hangs",
-            f"ran longer than 3 s {LIMIT}; its worker was ended and replaced",
-        ),
-        (
-            "hangs_for_good",
-            f"ran longer than 3 s {LIMIT}, and let no Python thread run; its worker",
-        ),
-    ],
-)
-def test_its_result_says_what_happened(eventful: Eventful, name: str, reason: str) -> None:
-    _, printed, results = eventful
-    assert any(result.reason.startswith(reason) for result in results[name])
-    assert reason in printed
+    assert f"{len(REASONS)} failed, {len(SOUND)} passed, 1 skipped" in printed
+    assert all([result.status for result in results[name]] == ["passed", "passed"] for name in SOUND)
+    # Every worker has one GPU, and both GPUs have workers.
+    notes = {note for name in SOUND for result in results[name] for note in result.notes}
+    assert notes == {"computed on GPU-one", "computed on GPU-two"}
+    for name, reason in REASONS.items():
+        assert results[name][-1].status == "error"
+        assert any(result.reason.startswith(reason) for result in results[name])
+        assert reason in printed
+    # Seeds that were compared before a crash are recorded, and where an item hangs is printed.
+    of_crash = results["segfaults_at_seed_1"]
+    assert [(result.seed, result.status) for result in of_crash] == [(0, "passed"), (1, "error")]
+    assert "in _hold_the_interpreter" in printed
+    assert "time.sleep(1000)" in printed
+    (unfit,) = results["never_fits"]
+    assert unfit.status == "skipped"
+    assert "does not fit in memory, though it was tried twice and alone on its device" in unfit.reason
+    assert "GiB are free; raised OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB" in unfit.reason
 
 
 @pytest.mark.parametrize(
@@ -452,18 +433,6 @@ def test_how_a_worker_ended_is_told_by_its_code(code: int | None, cause: str) ->
     process = SimpleNamespace(wait=lambda timeout: code)
     worker = SimpleNamespace(gateway=SimpleNamespace(_io=SimpleNamespace(popen=process)))
     assert workers._cause_of_death(worker) == cause
-
-
-def test_where_an_item_hangs_is_printed(eventful: Eventful) -> None:
-    assert "in _hold_the_interpreter" in eventful[1]
-    assert "time.sleep(1000)" in eventful[1]
-
-
-def test_what_does_not_fit_even_alone_is_skipped_with_the_bytes(eventful: Eventful) -> None:
-    (result,) = eventful[2]["never_fits"]
-    assert result.status == "skipped"
-    assert "does not fit in memory, though it was tried twice and alone on its device" in result.reason
-    assert "GiB are free; raised OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB" in result.reason
 
 
 def test_an_item_that_runs_out_of_memory_beside_others_runs_again_alone(tmp_path: Path) -> None:
