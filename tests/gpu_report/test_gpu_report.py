@@ -1,22 +1,39 @@
-"""``parity gpu-report``: steps that fail or hang stop no other, and the index says what became of each."""
+"""The report of a GPU: its parts, the facts of its kernels, and its limits."""
 
 from __future__ import annotations
 
 import json
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import fakes
 import pytest
 import typer.main
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parity import te
 from parity.cli import app
-from parity.lab.gpu_report import command
+from parity.cpu.kernel_choices import (
+    FP8_14_BIT,
+    FP32_EXACT,
+    SPLIT_K_IN_OUTPUT_TYPE,
+    TF32_TIES_AWAY,
+    TF32_TRUNCATED,
+    kernel_choices,
+)
+from parity.judge import limits as table
+from parity.lab.gpu_report import command, facts, limits
 from parity.lab.gpu_report.command import Outcome, Step, doctor, run_limited, steps
+from parity.lab.gpu_report.facts import ALIGNED, KEPT, PARTS, PROMOTED, READ, ROUNDED, STEP, Fact
 from parity.machine.files import claimed
-from parity.report import environment
+from parity.report import environment, record
+from parity.result import Check, Result
 from parity.user_error import UserError
+
+# ``parity gpu-report``: steps that fail or hang stop no other, and the index says what became of each.
 
 
 def step(name: str, program: str, share: float = 1.0, files: tuple[str, ...] = ()) -> Step:
@@ -204,3 +221,146 @@ def test_two_reports_do_not_share_a_folder(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"another run is writing to .*steps\.jsonl"):
             command.run(tmp_path, 1.0, quick=True, backend="cpu", only=["doctor"])
     assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("steps.jsonl", "the other's\n")]
+
+
+# The questions to kernels, put to emulated kernels of which the answers are known.
+
+
+FP8 = "FP8, TE, no split accumulator"
+SPLIT = "FP8, TE, split accumulator"
+
+
+def asked(*choices: str) -> list[Fact]:
+    with kernel_choices(*choices):
+        return list(facts.facts(te.kernels("cpu"), shapes=((16, 64),)))
+
+
+def answers(found: list[Fact], question: str, kernel: str) -> set[str]:
+    return {fact.answer for fact in found if (fact.question, fact.kernel) == (question, kernel)}
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize(
+    ("choice", "answer"),
+    [
+        (None, "rounded to TF32, ties to even"),
+        (TF32_TRUNCATED, "cut to TF32, toward zero"),
+        (TF32_TIES_AWAY, "rounded to TF32, ties away from zero"),
+        (FP32_EXACT, "as FP32"),
+    ],
+)
+def test_each_way_into_tf32_is_told(choice: str | None, answer: str, layout: str) -> None:
+    with kernel_choices(*([choice] if choice else [])):
+        assert facts.operands_read(te.kernels("cpu"), layout, (16, 64, 64)) == answer
+
+
+OF_A_HOPPER = [
+    (KEPT, FP8, "13"),
+    (KEPT, SPLIT, "13 within an instruction, 23 across instructions"),
+    (ROUNDED, FP8, "toward zero; across instructions toward zero"),
+    (ALIGNED, FP8, "13"),
+    (STEP, FP8, "32"),
+    (STEP, SPLIT, "32"),
+    (PROMOTED, FP8, "none shows: more than all"),
+    (PROMOTED, SPLIT, "128"),
+]
+OF_PARTS = ("TE, BF16, TN", "TE, FP16, NT")
+
+
+def test_the_short_sums_of_a_hopper_are_measured_and_reported() -> None:
+    found = asked(TF32_TRUNCATED, FP8_14_BIT, SPLIT_K_IN_OUTPUT_TYPE)
+    told = [(question, kernel, *answers(found, question, kernel)) for question, kernel, _ in OF_A_HOPPER]
+    assert told == OF_A_HOPPER
+    for kernel in OF_PARTS:
+        (answer,) = answers(found, PARTS, kernel)
+        assert "% of the results are off" in answer
+    assert facts.verdict(found) == (
+        "FP32 operands are cut to TF32, toward zero; bits that a sum of FP8 products keeps: 13; "
+        "products until FP32 takes over: 128"
+    )
+    text = facts.draw(found, "emulated")
+    for question in (READ, KEPT, ROUNDED, STEP, PROMOTED, PARTS):
+        assert text.count(f"## {question}") == 1
+
+
+def test_sums_in_fp32_keep_all_bits_and_round_to_nearest_and_parts_are_not_rounded() -> None:
+    found = asked()
+    assert answers(found, KEPT, FP8) == {"23"}
+    assert answers(found, ROUNDED, FP8) == {"to nearest; across instructions to nearest"}
+    for kernel in OF_PARTS:
+        assert answers(found, PARTS, kernel) == {"no: each result is rounded once"}
+
+
+# A run held against the packaged limits, from its record alone.
+
+
+KEY = ("bf16", "output", "norm")
+
+
+def result(*values: float) -> Result:
+    """One output whose ``norm`` has each of these values, in limits."""
+    limit = table.packaged().limit(*KEY)
+    checks = tuple(Check("norm", value * limit, limit) for value in values)
+    return fakes.result(tensors=(replace(fakes.tensor(), checks=checks),))
+
+
+def test_values_are_counted_in_standard_deviations_of_their_law() -> None:
+    law = table.packaged().laws[KEY]
+    center = math.exp(law.center) / table.packaged().limit(*KEY)
+    (found,) = limits.deviations([result(center)]).values()
+    assert found.values == pytest.approx((0.0,), abs=1e-9)
+
+
+def test_what_lies_beyond_its_limit_is_counted_and_the_largest_is_named() -> None:
+    found = limits.deviations([result(0.5, 1.5), result(2.0)])
+    assert found[KEY].beyond == 2
+    verdict = limits.verdict(found)
+    assert verdict.startswith("2 of 3 values lie beyond the packaged limit")
+    assert "2 of it (bf16, output, norm)" in verdict
+
+
+def test_results_without_a_law_are_left_out() -> None:
+    assert limits.deviations([replace(result(1.5), precision="fp7")]) == {}
+    assert limits.verdict({}) == "no statistic was judged"
+
+
+def test_the_command_writes_a_table_and_its_code_says_if_all_lie_within(tmp_path: Path) -> None:
+    file, report = tmp_path / "suite.jsonl", tmp_path / "limits.md"
+    for value, code in ((0.5, 0), (1.5, 1)):
+        record.start(file, record.environment_line(fakes.ENVIRONMENT))
+        record.append(file, record.result_line(result(value)))
+        assert limits._main(str(file), str(report)) == code
+    assert "emulated" in report.read_text()
+    assert "| bf16" in report.read_text()
+
+
+def test_a_run_in_which_nothing_was_judged_is_no_pass(tmp_path: Path) -> None:
+    file = tmp_path / "suite.jsonl"
+    record.start(file, record.environment_line(fakes.ENVIRONMENT))
+    record.append(file, record.result_line(fakes.result(status="skipped", reason="no FP8", tensors=())))
+    assert limits._main(str(file), str(tmp_path / "limits.md")) == 2
+
+
+def test_without_a_record_the_command_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert limits._main(str(tmp_path / "absent.jsonl"), str(tmp_path / "limits.md")) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_limits_of_another_table_are_told_by_the_widest(tmp_path: Path) -> None:
+    packaged = table.packaged()
+    wider = replace(packaged.laws[KEY], spread=1.0)
+    table.save(table.Table({KEY: wider}, {}), tmp_path / "other.json")
+    ratio, key = limits.widest(tmp_path / "other.json")
+    assert key == KEY
+    assert ratio > 1
+    table.save(table.Table({}, {}), tmp_path / "empty.json")
+    with pytest.raises(UserError, match="shares no law"):
+        limits.widest(tmp_path / "empty.json")
+
+
+def test_signed_statistics_are_counted_by_their_magnitude() -> None:
+    checks = tuple(Check("gain", value, 5.0) for value in (-2.0, 2.0))
+    tensors = (replace(fakes.tensor(), checks=checks),)
+    (found,) = limits.deviations([fakes.result(tensors=tensors)]).values()
+    assert found.values[0] == found.values[1] > 0
+    assert found.margins == (0.4, 0.4)
