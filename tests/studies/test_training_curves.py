@@ -12,14 +12,13 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity import te
 from parity.case.weight_map import WeightMap, stack
 from parity.lab import record
 from parity.lab.studies import catalogue
 from parity.lab.studies import training_curves as study
 from parity.lab.studies.training import ARCHITECTURES, Schedule, Size, batches, plain_pass, train
-from parity.lab.studies.training_curves import Outcome, Run, Settings, outcomes
+from parity.lab.studies.training_curves import Run, Settings, outcomes
 from parity.te import Kernels
 from parity.user_error import UserError
 
@@ -35,34 +34,8 @@ def kernels() -> Kernels:
     return te.kernels("cpu")
 
 
-@pytest.fixture(scope="module")
-def found(kernels: Kernels) -> Losses:
-    return {run: _result(run, kernels) for run in study._runs(SMALL)}
-
-
 def _result(run: Run, kernels: Kernels) -> dict[str, Any]:
     return {"losses": study.losses_of(run, SMALL, kernels), "gpu": "emulated"}
-
-
-def by_precision(found: Losses) -> dict[str, Outcome]:
-    return {outcome.run.precision: outcome for outcome in outcomes(SMALL, found)}
-
-
-@pytest.mark.parametrize("precision", SMALL.precisions)
-def test_te_follows_the_plain_model_within_the_expectation(found: Losses, precision: str) -> None:
-    outcome = by_precision(found)[precision]
-    assert outcome.margin <= 1
-    assert outcome.final_margin <= 1
-    assert outcome.te != outcome.plain
-    assert outcome.plain[-1] < outcome.plain[0] - 0.5  # it learns
-
-
-def test_fp8_moves_the_losses_further_than_bf16(found: Losses) -> None:
-    widths = {
-        name: sum(high - low for low, high in zip(outcome.band.low, outcome.band.high, strict=True))
-        for name, outcome in by_precision(found).items()
-    }
-    assert widths["fp8_current"] > 1.5 * widths["bf16"]
 
 
 KEY, VALUE = "layers.0.attention.k_proj.weight", "layers.0.attention.v_proj.weight"
@@ -84,28 +57,37 @@ def margins_with(
     """The margins of the small study if TE's model is ported with a mistake."""
     faithful = ARCHITECTURES["llama"]
     mistaken = dataclasses.replace(faithful, weight_map=lambda size: mistake(dict(faithful.weight_map(size))))
-    monkeypatch.setitem(ARCHITECTURES, "llama", mistaken)
     runs = [Run("llama", "te", precision) for precision in SMALL.precisions]
-    return [outcome.margin for outcome in outcomes(SMALL, found | {run: _result(run, kernels) for run in runs})]
+    with monkeypatch.context() as patch:
+        patch.setitem(ARCHITECTURES, "llama", mistaken)
+        return [outcome.margin for outcome in outcomes(SMALL, found | {run: _result(run, kernels) for run in runs})]
 
 
-def test_a_port_with_keys_and_values_exchanged_leaves_the_expectation(
-    found: Losses, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+def test_te_follows_the_plain_model_within_the_expectation_and_wrong_ports_do_not(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    found: Losses = {run: _result(run, kernels) for run in study._runs(SMALL)}
+    by_precision = {outcome.run.precision: outcome for outcome in outcomes(SMALL, found)}
+    assert set(by_precision) == set(SMALL.precisions)
+    for outcome in by_precision.values():
+        assert outcome.margin <= 1
+        assert outcome.final_margin <= 1
+        assert outcome.te != outcome.plain
+        assert outcome.plain[-1] < outcome.plain[0] - 0.5  # it learns
+    widths = {
+        name: sum(high - low for low, high in zip(outcome.band.low, outcome.band.high, strict=True))
+        for name, outcome in by_precision.items()
+    }
+    assert widths["fp8_current"] > 1.5 * widths["bf16"]
+
+    twice = Run("llama", "te", "fp8_delayed")
+    assert _result(twice, kernels) == found[twice]
+
     assert min(margins_with(keys_and_values_exchanged, found, kernels, monkeypatch)) > 1
-
-
-def test_exchanged_gate_and_up_leave_it_in_bf16_and_hide_in_the_rounding_of_fp8(
-    found: Losses, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Exchanged gate and up hide in the rounding of FP8.
     bf16, *fp8 = margins_with(gate_and_up_exchanged, found, kernels, monkeypatch)
     assert bf16 > 1
     assert max(fp8) <= 1
-
-
-def test_a_run_is_the_same_twice(found: Losses, kernels: Kernels) -> None:
-    run = Run("llama", "te", "fp8_delayed")
-    assert _result(run, kernels) == found[run]
 
 
 def test_masters_keep_steps_that_bf16_parameters_would_lose() -> None:

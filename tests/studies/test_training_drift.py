@@ -10,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity import te
 from parity.lab import record
 from parity.lab.studies import catalogue
@@ -64,27 +63,28 @@ def kernels() -> Kernels:
     return te.kernels("cpu")
 
 
-@pytest.fixture(scope="module")
-def found(kernels: Kernels) -> Drifts:
-    return {pair: drift_of(pair, SMALL, kernels) for pair in pairs(SMALL, kernels)}
-
-
 def moved(drift: Drift) -> float:
     return drift.last.whole.wasserstein
 
 
-def test_flash_attention_moves_the_weights_less_than_low_precision_does(found: Drifts) -> None:
+def test_low_precision_moves_the_weights_more_than_flash_attention_does_and_less_than_another_start(
+    kernels: Kernels,
+) -> None:
+    found = {pair: drift_of(pair, SMALL, kernels) for pair in pairs(SMALL, kernels)}
     low = moved(of_format(found, "bf16", 0))
     assert moved(of_algorithm(found, "flash", "bf16", 0)) < low
     assert moved(of_algorithm(found, "flash", "fp32", 0)) < 1e-2 * low
-
-
-def test_both_move_them_far_less_than_another_start_does(found: Drifts) -> None:
-    assert 10 * moved(of_format(found, "bf16", 0)) < moved(of_other_start(found, 0))
-
-
-def test_te_moves_them_as_its_rounding_model_does(found: Drifts) -> None:
+    assert 10 * low < moved(of_other_start(found, 0))
+    # TE moves them as its rounding model does.
     assert moved(of_te(found, "bf16", 0)) == pytest.approx(moved(of_rounding(found, "bf16", 0)), rel=0.5)
+
+    def stretched(drift: Drift, factor: float) -> Drift:
+        return dataclasses.replace(drift, distances=(WeightDistance(Distance(0.0, factor * moved(drift)), {}),))
+
+    # A port that drifted further than its precision would disagree.
+    for factor, answer in ((1.0, "yes"), (1e6, "no")):
+        ported = {pair: stretched(drift, factor) if pair.run.kind == "te" else drift for pair, drift in found.items()}
+        assert claims(ported, SMALL, ["bf16"])[-1].agrees == answer
 
 
 def test_weights_are_looked_at_every_so_many_steps_and_after_the_last(kernels: Kernels) -> None:
@@ -199,15 +199,6 @@ def test_the_headline_says_whether_the_control_separates(tmp_path: Path, ulp: fl
     found = drifted(low=3.0, flash=1.0, ulp=ulp, start=10.0)
     text = report.write(found, {}, SEEDS, te.kernels("cpu"), tmp_path).read_text()
     assert f"**This experiment {headline} attention from any other change of rounding**" in text
-
-
-@pytest.mark.parametrize(("factor", "answer"), [(1.0, "yes"), (1e6, "no")])
-def test_a_port_that_drifts_further_than_its_precision_disagrees(found: Drifts, factor: float, answer: str) -> None:
-    def stretched(drift: Drift) -> Drift:
-        return dataclasses.replace(drift, distances=(WeightDistance(Distance(0.0, factor * moved(drift)), {}),))
-
-    ported = {pair: stretched(drift) if pair.run.kind == "te" else drift for pair, drift in found.items()}
-    assert claims(ported, SMALL, ["bf16"])[-1].agrees == answer
 
 
 @pytest.mark.parametrize(
