@@ -1,31 +1,30 @@
-"""Damaged files never raise, hang or run, nor reach a report as more than letters."""
+"""Damaged files, killed runs and mishaps."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
+import kills
+import mishaps
 import pytest
 
 from parity import shown
 from parity.lab.torture import readers
 from parity.lab.torture.mutations import HOSTILE, mutated
 
+# Damaged files never raise, hang or run, nor reach a report as more than letters.
+
+
 SAMPLE = b'{"a": [1, 2, {"b": "text"}]}\n{"c": 1.5}\n'
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, readers.Outcome]:
-    return {each.reader.where: each for each in readers.run(600)}
-
-
-@pytest.mark.parametrize("reader", readers.READERS, ids=lambda reader: reader.where)
-def test_a_reader_takes_damaged_files_or_refuses_them_in_a_sentence(
-    outcomes: dict[str, readers.Outcome], reader: readers.Reader
-) -> None:
-    outcome = outcomes[reader.where]
-    assert outcome.wrong == {}
-    assert outcome.read + outcome.refused == outcome.inputs > 0
+def test_each_reader_takes_damaged_files_or_refuses_them_in_a_sentence() -> None:
+    outcomes = list(readers.run(600))
+    assert [outcome.reader for outcome in outcomes] == list(readers.READERS)
+    for outcome in outcomes:
+        assert outcome.wrong == {}, outcome.reader.where
+        assert outcome.read + outcome.refused == outcome.inputs > 0, outcome.reader.where
 
 
 def test_the_same_seed_damages_in_the_same_way() -> None:
@@ -93,3 +92,46 @@ def test_code_holds_backticks() -> None:
 def test_the_page_on_reliability_lists_every_reader() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     assert [reader.where for reader in readers.READERS if f"| {reader.where} | {reader.what} |" not in page] == []
+
+
+# Runs that are killed at random moments lose nothing and count nothing twice; `make torture` kills more of them.
+
+
+def test_killed_runs_go_on_to_what_they_would_have_been(tmp_path: Path) -> None:
+    tally, runs = kills.Tally(), kills.Runs(tmp_path)
+    for seed in (5, 9):  # a run with two workers, and one without, of which the one that goes on with it is killed, too
+        runs.trial(seed, tally)
+    assert tally.wrong == []
+    assert sum(tally.kills.values()) == 3
+
+
+# Cases that misbehave cost themselves alone, and many results are all kept; `make torture` has more of both.
+
+
+TRIED = [
+    ("no file can grow above 4 KiB, as on a full disk", 0, 2),
+    ("forks, and the child goes on", 1, 0),
+    ("ends the process in its pass", 1, 1),
+    ("has C code that calls _exit", 0, 1),
+    ("fills the disk of record and report", 0, 0),
+    ("fills the disk of temporary files", 1, 0),
+    ("fills the disk of record, report and temporary files", 0, 2),
+]
+
+
+@pytest.mark.parametrize(("what", "workers", "code"), TRIED)
+def test_a_case_that_misbehaves_is_told_and_costs_no_other(what: str, workers: int, code: int, tmp_path: Path) -> None:
+    (mishap,) = (each for each in mishaps.MISHAPS if each.what == what)
+    try:
+        found = mishaps.run(mishap, workers, tmp_path / "run")
+    except OSError as error:
+        assert mishap.disk
+        pytest.skip(f"no small file system can be mounted here: {error}")
+    assert found.wrong == ()
+    assert found.code == code
+
+
+def test_many_results_are_all_kept(tmp_path: Path) -> None:
+    found = mishaps.soak(300, tmp_path)
+    assert found.megabytes > 0
+    assert found.kept > found.by_pytest > 0
