@@ -12,7 +12,6 @@ import pytest
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
 from parity.lab.studies import expected_error as study

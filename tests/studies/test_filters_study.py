@@ -8,7 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity.lab.studies.filters import LIMIT, Seen, Settings, Wrong, seen, write
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity import te
 from parity.lab import record
 from parity.lab.studies import catalogue

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity import te
 from parity.case.case import Case, Size
 from parity.lab import flops

@@ -10,7 +10,6 @@ import pytest
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity.lab.studies import catalogue
 from parity.lab.studies import fp8_accumulation as study
 from parity.lab.studies.fp8_accumulation import (

@@ -11,7 +11,6 @@ import torch
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity import te
 from parity.lab.studies import catalogue
 from parity.lab.studies import fp8_recipes as study

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity import te
 from parity.case.validate import check_case
 from parity.lab.studies.names import OUTCOMES, Judged, Judgement, Said, Settings, judgements, said_of, write

@@ -13,7 +13,6 @@ from interrupted import run_again
 from pydantic import TypeAdapter
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,7 +11,6 @@ import torch
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from hypothesis import given
 from hypothesis import strategies as st
 

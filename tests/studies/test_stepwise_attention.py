@@ -1,8 +1,9 @@
-"""Baseline and flash attention, step by step: equal in exact arithmetic, and rounded where they are asked to be."""
+"""Baseline and flash attention, step by step: equal in exact arithmetic, rounded where asked, and their gradients."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,8 +21,11 @@ from parity.lab.studies.stepwise import (
     ALGORITHMS,
     FORMATS,
     STEPS,
+    Algorithm,
+    Arithmetic,
     Attended,
     Steps,
+    StepwiseCore,
     Tiles,
     as_kernels,
     baseline,
@@ -29,6 +33,12 @@ from parity.lab.studies.stepwise import (
     flash,
     golden,
 )
+from parity.numerics.rounding import rounded
+from parity.reference import Attention, CoreAttention
+from parity.te import PRECISIONS
+
+# Baseline and flash attention, step by step: equal in exact arithmetic, and rounded where they are asked to be.
+
 
 TILES = Tiles(16, 16)
 
@@ -176,3 +186,46 @@ def test_no_tensor_grows_with_the_square_of_the_length(algorithm: str, monkeypat
         else:
             attend(algorithm, query, key, value, everywhere("bf16"))
     assert largest.numel <= max(limit, query.numel()) < length**2 / 16
+
+
+# Gradients of both algorithms, and both in a model.
+
+
+CASES = list(itertools.product(ALGORITHMS, (False, True)))
+
+
+def passed(core: nn.Module, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of grouped-query attention."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, 37, heads, 16, generator=generator, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)
+    )
+    output = core(query, key, value)
+    output.backward(torch.randn(output.shape, generator=generator, dtype=dtype))
+    return [output.detach(), *(x.grad for x in (query, key, value) if x.grad is not None)]
+
+
+@pytest.mark.parametrize(("algorithm", "everywhere"), CASES)
+def test_in_fp64_output_and_gradients_are_autograd_s_of_plain_attention(algorithm: Algorithm, everywhere: bool) -> None:
+    expected = passed(CoreAttention(causal=True), torch.float64)
+    found = passed(StepwiseCore(Arithmetic(algorithm, "fp64", everywhere, tile=8)), torch.float64)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("algorithm", "everywhere"), CASES)
+def test_in_bf16_they_deviate_by_its_roundings(algorithm: Algorithm, everywhere: bool) -> None:
+    expected = passed(CoreAttention(causal=True), torch.float32)
+    found = passed(StepwiseCore(Arithmetic(algorithm, "bf16", everywhere, tile=8)), torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert 2**-10 < ((ours - theirs).norm() / theirs.norm()).item() < 2**-6
+
+
+def test_a_rounding_model_around_a_network_leaves_the_attention_s_inside_alone() -> None:
+    attention = Attention(32, 2, 2, rope=False)
+    attention.core = StepwiseCore(Arithmetic("flash", "fp32"))  # type: ignore[assignment]
+    seen: list[Tensor] = []
+    attention.core.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with rounded(PRECISIONS["bf16"].rounding, attention.parameters()):
+        attention(torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0)))
+    assert not torch.equal(seen[0], seen[0].bfloat16().float())

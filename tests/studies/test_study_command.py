@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("matplotlib")
-pytest.importorskip("scipy")
 from parity.cli import app
 from parity.lab.studies import catalogue
 from parity.lab.studies.fp8_accumulation import Settings

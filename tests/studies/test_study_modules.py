@@ -1,10 +1,11 @@
-"""TE's modules as studies measure them: at any size, several in a row, on a GPU that has the precision."""
+"""The modules and small models that studies measure."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+import torch
 
 from parity import te
 from parity.case.map_check import check_map
@@ -13,7 +14,19 @@ from parity.cpu import cuda
 from parity.judge.limits import packaged
 from parity.lab.studies.settings import gpu_with, why_nowhere
 from parity.lab.studies.te_modules import MODULES, Shape, placed
+from parity.lab.studies.training import (
+    ARCHITECTURES,
+    TEXT,
+    VOCABULARY,
+    Size,
+    batches,
+    initial_weights,
+    load,
+    load_candidate,
+)
 from parity.te import PRECISIONS, Kernels, why_unavailable
+
+# TE's modules as studies measure them: at any size, several in a row, on a GPU that has the precision.
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +79,46 @@ def test_a_precision_that_no_gpu_has_is_told(kernels: Kernels) -> None:
     assert "10.0 or higher" in (why_nowhere(unheard_of, real) or "")
     with pytest.raises(ValueError, match="no GPU here runs fp2"), gpu_with(unheard_of, real):
         pass
+
+
+# The small models are the same in both forms.
+
+
+SIZE = Size(VOCABULARY, seq=32, hidden=64, layers=2, heads=4, groups=2, ffn=192)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_te_s_model_computes_what_the_plain_one_does(name: str, kernels: Kernels) -> None:
+    architecture = ARCHITECTURES[name]
+    initial = initial_weights(architecture, SIZE, 3, torch.bfloat16)
+    reference, candidate = architecture.reference(SIZE), architecture.candidate(SIZE, kernels)
+    load(reference, initial)
+    load_candidate(candidate, architecture, SIZE, initial)
+    tokens = batches(0, 1, 2, SIZE.seq)[0][:, :-1]
+    plain, ported = reference(tokens), candidate(tokens)
+    assert ((plain - ported).norm() / plain.norm()).item() < 2e-3  # TF32
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_byte_does_not_see_what_comes_after_it(name: str) -> None:
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name].reference(SIZE)
+    tokens = batches(0, 1, 1, SIZE.seq)[0][:, :-1]
+    changed = tokens.clone()
+    changed[:, 20:] = 0
+    torch.testing.assert_close(model(tokens)[:, :20], model(changed)[:, :20])
+
+
+def test_initial_weights_are_exact_in_bf16_and_follow_the_seed() -> None:
+    first, again, other = (initial_weights(ARCHITECTURES["llama"], SIZE, seed, torch.bfloat16) for seed in (0, 0, 1))
+    for name, weight in first.items():
+        assert torch.equal(weight, weight.bfloat16().float())
+        assert torch.equal(weight, again[name])
+        assert weight.dim() == 1 or not torch.equal(weight, other[name])
+
+
+def test_batches_are_windows_of_the_text_with_the_next_byte_as_target() -> None:
+    for batch in batches(seed=5, steps=3, batch=2, seq=16):
+        assert batch.shape == (2, 17)
+        for window in batch:
+            assert bytes(window.tolist()).decode() in TEXT

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("scipy")
 from scipy import stats
 
 from parity.lab.studies.training_drift import between, wasserstein
