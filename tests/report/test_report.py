@@ -1,4 +1,4 @@
-"""The markdown that is drawn from a run's record, and from what changed since another."""
+"""Reports: the markdown of a run's record, repairs that can be copied, and trainings' bands."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from hypothesis import strategies as st
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
 from parity.judge import limits
+from parity.judge.band import Band, Left
 from parity.judge.limits import Difference, OfPrecision
+from parity.mistakes.codes import Code, finding
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.report import changes, earlier, environment, failure, markdown, numbers, record
 from parity.report.changes import Comparison, Kind, Noise, between
 from parity.report.earlier import Asked
 from parity.report.environment import Environment
-from parity.report.markdown import MOST_RESULTS, Digest, digest
+from parity.report.markdown import MOST_RESULTS, Curve, Digest, digest, left, over_seeds, repair, write
 from parity.report.record import Item, Record, Uncollected, draw_matrix
-from parity.result import Check, Finding, Result
+from parity.result import Check, Finding, Result, Step
+
+# The markdown that is drawn from a run's record, and from what changed since another.
+
 
 # The markdown that is drawn from a run's record.
 
@@ -738,3 +743,83 @@ def test_a_margin_is_defined_by_the_same_words_everywhere(page: str) -> None:
     else:
         text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
     assert limits.MARGIN in text
+
+
+# Test what of a finding's repair can be copied.
+
+
+@pytest.mark.parametrize(
+    ("sentence", "now", "then"),
+    [
+        ('pass normalization="RMSNorm"; TE subtracts the mean', [], ['normalization="RMSNorm"']),
+        (
+            "give TE window_size=(-1, 0), the number of keys that a query sees before and after its own; "
+            "in the port, it sees 16",
+            [],
+            ["window_size=(-1, 0)"],
+        ),
+        (
+            "give TE num_attention_heads=8, as the reference has; the port has 4, of 32 channels",
+            [],
+            ["num_attention_heads=8"],
+        ),
+        ("exchange the halves of fc1_weight; the gate comes first", [], []),
+        ("", [], []),
+    ],
+)
+def test_a_repair_is_a_change_of_lines_where_it_names_code(sentence: str, now: list[str], then: list[str]) -> None:
+    found = repair(finding("norm-eps", "the error falls", repair=sentence))
+    assert (list(found.now), list(found.then)) == (now, then)
+    assert found.to_copy == ("\n".join(then) or sentence)
+
+
+def test_lines_that_a_finding_has_come_before_what_its_sentence_names() -> None:
+    code = Code(("eps=1e-05",), ("eps=1e-06",))
+    found = repair(finding("norm-eps", "the error falls", repair="give it eps=0.1; it has eps=0.2", code=code))
+    assert (found.now, found.then, found.to_copy) == (("eps=1e-05",), ("eps=1e-06",), "eps=1e-06")
+
+
+# Test what a report of trainings says of their bands.
+
+
+def of_training(seed: int = 0) -> Result:
+    steps = tuple(Step(number, 5.0 - number, 5.0 - number, 0.5) for number in (1, 2))
+    return Result("mlp", "bf16", {}, "s", seed, "cpu", "passed", steps=steps)
+
+
+def curve(loss: Left | None = None, weights: Left | None = None, seed: int = 0, deviation: float = 1.0) -> Curve:
+    return Curve(of_training(seed), Band((4.0, 3.0), 6, (3.9, 2.9), (4.1, 3.1), loss, weights, deviation))
+
+
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        (Curve(of_training()), ""),
+        (curve(), ""),
+        (curve(Left(2)), "the loss leaves its band at step 2"),
+        (curve(weights=Left(1, ("a",))), "after step 1, a is farther from"),
+        (curve(Left(2), Left(1, tuple("abcd"))), "at step 2; after step 1, a, b, c and 1 more are farther"),
+    ],
+)
+def test_where_a_training_leaves_its_band_is_told(one, told):
+    assert told in left(one)
+    assert bool(told) == bool(left(one))
+
+
+def test_seeds_are_told_together():
+    assert over_seeds([curve()]) == ""
+    told = over_seeds([curve(seed=seed, deviation=2.0) for seed in range(4)])
+    assert "|       4 |" in told
+    assert "0 ± 0.61" in told
+
+
+def test_the_report_has_the_band(tmp_path):
+    path = tmp_path / "training.md"
+    write([curve(Left(2))], path)
+    text = path.read_text()
+    assert "| low" in text
+    assert "| 3.9" in text
+    assert "The loss leaves its band at step 2." in text
+    assert "once in 20 times" in text
+    write([Curve(of_training())], path)
+    assert "band" not in path.read_text().replace("the band says", "")
