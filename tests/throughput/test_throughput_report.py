@@ -1,13 +1,81 @@
-"""The report of a measurement."""
+"""What throughput records, reports and is asked on the command line."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from pathlib import Path
 
+import forked
+import pytest
 import samples
 
+from parity.cli import machine
+from parity.lab.throughput import command, record
 from parity.lab.throughput import command as report
-from parity.lab.throughput.record import EMULATED, GpuState
+from parity.lab.throughput.measure import row_without
+from parity.lab.throughput.record import EMULATED, GpuState, Peak
+from parity.lab.throughput.workload import COMPILED, EAGER, TE, Implementation, Workload
+from parity.machine.files import claimed
+from parity.user_error import UserError
+
+# The record of a measurement, and what is computed from it.
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "throughput.jsonl"
+    hot = samples.row("TE", error=math.inf, after=GpuState(None, 2619.0, 80.0, None, ("power cap",)))
+    failed = samples.row("compiled", times=None, error=None, before=None, why_none="RuntimeError: no compiler")
+    for line in (samples.GPU, Peak("bf16", 8e14, 8192), hot, failed):
+        record.append(file, line)
+    found = record.read(file)
+    assert found == record.Record(samples.GPU, (Peak("bf16", 8e14, 8192),), (hot, failed))
+
+
+def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "throughput.jsonl"
+    record.append(file, samples.row())
+    file.write_text(file.read_text() + '{"row": {"workl')
+    assert record.read(file).rows == (samples.row(),)
+
+
+@pytest.mark.parametrize(("environment", "emulated"), [(samples.CPU, True), (samples.GPU, False)])
+def test_the_first_line_says_whether_kernels_were_emulated(tmp_path: Path, environment: object, emulated: bool) -> None:
+    record.append(tmp_path / "lines", environment)  # type: ignore[arg-type]
+    line = json.loads((tmp_path / "lines").read_text())
+    assert line["emulated"] == emulated
+    assert ("emulated" in line["note"] and "nothing about a GPU" in line["note"]) == emulated
+
+
+def test_the_share_of_the_peak_is_the_rate_of_both_passes_over_it() -> None:
+    assert samples.record().peak_share(samples.row()) == pytest.approx(300 / 800)
+
+
+def test_a_row_is_held_against_the_peak_of_its_own_format() -> None:
+    assert samples.record().peak_share(samples.row("TE", "fp32", peak_format="tf32")) == pytest.approx(300 / 400)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        samples.row("TE", "fp8_current", peak_format="fp8"),  # whose peak could not be measured
+        samples.row("TE", "nvfp4", peak_format=None),
+        samples.row(flops_forward=0, flops_backward=0),
+        samples.row(times=None),
+    ],
+)
+def test_without_a_peak_flops_or_times_there_is_no_share(row: record.Row) -> None:
+    assert samples.record().peak_share(row) is None
+
+
+def test_emulated_kernels_have_no_share_of_a_peak() -> None:
+    emulated = samples.record(environment=samples.CPU)
+    assert emulated.peak_share(samples.row("TE")) is None
+    assert emulated.peak_share(samples.row("eager")) is not None
+
+
+# The report of a measurement.
 
 
 def cells(text: str, name: str) -> list[str]:
@@ -84,3 +152,104 @@ def test_the_plot_has_a_panel_a_workload_and_a_point_a_precision() -> None:
     titles = [axis.get_title() for axis in drawn.axes if axis.get_title()]
     assert titles == ["mlp\nbatch 1, seq 64", "norm\nbatch 1, seq 64"]
     assert {text.get_text() for text in drawn.axes[0].texts} == {"bf16", "fp32"}
+
+
+# ``parity throughput`` as a whole: files, processes that are ended, and mistakes.
+
+
+TINY = Path(__file__).with_name("tiny_pairs.py")
+WORK = Workload(TINY, "tiny_linear", dict(batch=16, hidden=16))
+BOTH = [Implementation(EAGER, "bf16"), Implementation(TE, "bf16"), Implementation(TE, "fp32")]
+
+
+class Processes:
+    """Stands for processes of which each measures one implementation and is then ended, in the words of the test."""
+
+    def __init__(self, file: Path, *answers: bool | None) -> None:
+        self.file, self.answers = file, list(answers)
+        self.asked: list[int] = []
+
+    def __call__(self, workload: Workload, chosen: list[Implementation]) -> bool | None:
+        self.asked.append(len(chosen))
+        answer = self.answers.pop(0)
+        for each in chosen if answer else chosen[: int(answer is False)]:
+            record.append(self.file, row_without(workload, each, "measured"))
+        return answer
+
+
+def reasons(file: Path) -> list[str]:
+    return [row.why_none for row in record.read(file).rows]
+
+
+def test_a_process_that_a_kernel_ends_loses_that_row_alone(tmp_path: Path) -> None:
+    processes = Processes(tmp_path / "lines", None, True)
+    command._measure(WORK, BOTH, processes, tmp_path / "lines")
+    assert reasons(tmp_path / "lines") == ["the process ended in this measurement", "measured", "measured"]
+    assert processes.asked == [3, 2]
+
+
+def test_after_an_error_of_the_gpu_another_process_goes_on(tmp_path: Path) -> None:
+    processes = Processes(tmp_path / "lines", False, True)
+    command._measure(WORK, BOTH, processes, tmp_path / "lines")
+    assert reasons(tmp_path / "lines") == ["measured"] * 3
+
+
+def test_processes_that_are_ended_again_and_again_leave_a_row_each(tmp_path: Path) -> None:
+    command._measure(WORK, BOTH, Processes(tmp_path / "lines", None, None, None), tmp_path / "lines")
+    assert reasons(tmp_path / "lines") == ["the process ended in this measurement"] * 3
+
+
+def test_compiled_modules_come_after_all_else() -> None:
+    other = Workload(TINY, "unknown_flops", dict(batch=16, hidden=16))
+    rounds = command._rounds([WORK, other], [Implementation(EAGER, "bf16"), Implementation(COMPILED, "bf16")])
+    found = [(workload.case, each.kind) for workload, some in rounds for each in some]
+    assert found == [(case, kind) for kind in (EAGER, COMPILED) for case in ("tiny_linear", "unknown_flops")]
+
+
+def test_the_function_of_a_process_that_ended_returns_none_and_the_next_is_called() -> None:
+    with command._replaced_processes() as call:
+        assert call(os._exit, 3) is None
+        assert call(int, "7") == 7
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (dict(sizes="huge"), "large"),
+        (dict(precisions="fp7"), "fp7"),
+        (dict(keyword="gemv"), "no workload contains 'gemv'"),
+        (dict(backend="tpu"), "tpu"),
+    ],
+)
+def test_wrong_options_are_told(tmp_path: Path, option: dict[str, str], told: str) -> None:
+    options = dict(precisions="", backend="cpu", sizes="auto", keyword="") | option
+    with pytest.raises(UserError, match=told):
+        machine.run(None, **options, repeats=1, compiled="none", minutes=None, folder=tmp_path)
+
+
+def test_the_command_leaves_record_report_and_plot(tmp_path: Path) -> None:
+    arguments = [
+        str(TINY),
+        "-k",
+        "tiny_linear",
+        "--precisions=bf16",
+        "--compiled=none",
+        "--repeats=1",
+        f"--out={tmp_path}",
+    ]
+    done = forked.run("-m", "parity", "throughput", "--backend=cpu", *arguments)
+    assert done.returncode == 0, done.stderr
+    found = record.read(tmp_path / "throughput.jsonl")
+    assert [row.name for row in found.rows] == ["eager bf16", "TE bf16"]
+    assert [peak.format for peak in found.peaks] == ["bf16"]
+    assert found.is_emulated
+    assert "emulated" in (tmp_path / "throughput.md").read_text()
+    assert (tmp_path / "throughput.png").exists()
+
+
+def test_two_measurements_do_not_share_a_folder(tmp_path: Path) -> None:
+    with claimed(tmp_path / "throughput.jsonl") as claim:
+        claim.begin(b"the other's\n")
+        with pytest.raises(UserError, match=r"another run is writing to .*throughput\.jsonl"):
+            command.run(command.Settings([WORK], ("bf16",), "cpu"), tmp_path)
+    assert (tmp_path / "throughput.jsonl").read_text() == "the other's\n"
