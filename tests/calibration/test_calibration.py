@@ -1,16 +1,84 @@
-"""Measuring many cases."""
+"""Calibration: drawn models, what is measured of them, and the command."""
 
+from __future__ import annotations
+
+import dataclasses
 import textwrap
+from pathlib import Path
 
 import pytest
 
+import parity
+from parity import te
 from parity.case import registry
+from parity.case.validate import check_case
 from parity.judge import limits
-from parity.judge.limits import Law, Table
-from parity.lab.calibration import command
+from parity.judge.limits import FEWEST_TENSORS, Law, Table
+from parity.lab.calibration import command, drawn_models, right_ports
 from parity.lab.calibration.command import Settings, make_table, measure
-from parity.lab.calibration.measure import Measured, Sample
+from parity.lab.calibration.drawn_models import MODELS
+from parity.lab.calibration.measure import Measured, Sample, draw, laws
+from parity.lab.zoo.catalogue import HOSTS
+from parity.te import PRECISIONS
 from parity.user_error import UserError
+
+# Models drawn at random, on which false alarms are counted.
+
+
+def drawn(position: int) -> list:
+    """Hosts, lines or the end of every model."""
+    return [case.factory.args[position] for case in MODELS.values()]
+
+
+def test_a_number_always_draws_the_same_model():
+    assert [drawn_models._drawn(number).factory.args for number in range(3)] == [
+        case.factory.args for case in list(MODELS.values())[:3]
+    ]
+
+
+def test_every_block_line_and_end_is_in_some_model():
+    assert {host for hosts in drawn(0) for host in hosts} == {*drawn_models._QUANTIZED, *drawn_models._NORMS}
+    assert {line for lines in drawn(1) for line in lines} == set(drawn_models._LINES)
+    assert set(drawn(2)) == {*drawn_models._ENDS, *drawn_models._LOSSES}
+
+
+def test_every_model_has_a_block_that_recipes_quantize():
+    assert all(set(hosts) & set(drawn_models._QUANTIZED) for hosts in drawn(0))
+    assert all(HOSTS[host].runs_at("fp8_current") for host in drawn_models._QUANTIZED)
+
+
+@pytest.mark.parametrize(("name", "seed"), [("model_006", 101), ("model_012", 101), ("model_055", 100)])
+def test_the_lines_between_a_models_blocks_round_as_a_users_do(name, seed):
+    size = right_ports.drawn(MODELS[name], PRECISIONS["bf16"], seed)
+    (result,) = parity.compare(dataclasses.replace(MODELS[name], sizes=(size,)), ["bf16"], seeds=[seed])
+    assert result.passed, result.findings
+
+
+# Samples of faithful ports, and laws from them.
+
+
+CASES = Path(__file__).parents[2] / "cases"
+
+
+def test_laws_are_kept_apart_by_precision_kind_and_statistic():
+    def sample(precision, statistic, i):
+        return Sample("case", precision, "output", f"tensor {i}", "te", 0, statistic, 1.0)
+
+    found = laws(sample(p, s, i) for p in ("bf16", "fp32") for s in ("norm", "gain") for i in range(FEWEST_TENSORS))
+    assert set(found) == {(p, "output", s) for p in ("bf16", "fp32") for s in ("norm", "gain")}
+
+
+def test_a_value_that_rounding_takes_across_a_kink_widens_no_law():
+    kernels = te.kernels("cpu")
+    case = registry.load_case(CASES / "mlp.py", "layernorm_mlp_relu")
+    (checked,) = check_case(case, kernels.te)
+    samples = draw(case, checked, PRECISIONS["fp32"], 3, kernels, draws=0)  # a seed at which one value crosses
+    slices = [sample.value for sample in samples if sample.kind == "weight gradient" and sample.statistic == "slice"]
+    assert 0.5 < max(slices) < 1.5
+
+
+# Measuring many cases.
+
 
 PAIRS = """
     import parity
