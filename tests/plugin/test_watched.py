@@ -1,10 +1,14 @@
-"""``pytest`` without workers: a case cannot end it as if all had passed, and who counts on its process keeps it."""
+"""``pytest`` without workers, and its time limit: a case cannot end it as if all had passed."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import fakes
@@ -12,6 +16,10 @@ import forked
 import pytest
 
 from parity.plugin import alone
+from parity.plugin.ending import time_limit
+
+# ``pytest`` without workers: a case cannot end it as if all had passed, and who counts on its process keeps it.
+
 
 PAIRS = """
 import ctypes, os, sys
@@ -84,3 +92,55 @@ def _run(folder: Path, *arguments: str) -> Any:
 def test_a_run_with_workers_or_a_debugger_is_not_watched(options: dict[str, object], is_alone: bool) -> None:
     config: Any = SimpleNamespace(known_args_namespace=SimpleNamespace(**options))
     assert alone._compares_itself(config) is is_alone
+
+
+# The time limit of a comparison, left in every way in which an interruption may make it be left.
+
+
+INTERRUPTED = ("ending.py", "threading.py", "contextlib.py")  # files of Python in which leaving it runs
+
+
+def left_with_an_interruption(at: int, stacks: Path) -> tuple[bool, threading.Thread]:
+    """Leave a time limit in a thread, and raise KeyboardInterrupt before the so many-th operation of that.
+
+    Returns:
+        Whether there were as many operations, and the thread.
+    """
+    counted, is_leaving, was_raised = 0, False, False
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        nonlocal counted, was_raised
+        frame.f_trace_opcodes = True
+        if event == "opcode" and is_leaving and frame.f_code.co_filename.endswith(INTERRUPTED):
+            counted += 1
+            if counted == at:
+                was_raised = True
+                raise KeyboardInterrupt
+        return trace
+
+    def leave() -> None:
+        nonlocal is_leaving
+        sys.settrace(trace)
+        try:
+            with time_limit(600.0, lambda: None, stacks, lambda: None):
+                is_leaving = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=leave, daemon=True)
+    thread.start()
+    thread.join(30.0)
+    faulthandler.cancel_dump_traceback_later()
+    return was_raised, thread
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="coverage traces this thread")
+def test_an_interruption_while_a_time_limit_is_left_leaves_no_lock_held(tmp_path):
+    at, was_raised = 0, True
+    while was_raised:
+        at += 1
+        was_raised, thread = left_with_an_interruption(at, tmp_path / "stacks")
+        assert not thread.is_alive(), f"it hangs if it is interrupted at its operation {at}"
+    assert at > 50
