@@ -1,4 +1,4 @@
-"""``parity run`` without workers: a case cannot end it as if all had passed, and who debugs it finds one process."""
+"""``parity run`` and ``parity train`` in processes of their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import forked
 import pytest
 
 from parity.cli import suite
+from parity.cli.suite import train
 from parity.report import record
+from parity.user_error import UserError
+
+# ``parity run`` without workers: a case cannot end it as if all had passed, and who debugs it finds one process.
+
 
 PAIRS = """
 import ctypes
@@ -80,3 +85,42 @@ def test_a_run_is_supervised_that_has_neither_workers_nor_a_debugger(
         monkeypatch.setenv(name, value)
     assert suite.run_in_this_process([], [], processes) == 7
     assert bool(begun) == is_supervised
+
+
+# `parity train`: a table, a report, and the band that it asks for.
+
+
+TRAINED = """
+from torch import nn
+
+import parity
+
+
+@parity.pair("linear")
+def linear(te):
+    return parity.Pair(
+        nn.Linear(16, 16), te.Linear(16, 16), lambda rng: rng.normal(32, 16), dict(weight="weight", bias="bias")
+    )
+"""
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> str:
+    path = tmp_path / "pair_to_train.py"
+    path.write_text(TRAINED.replace("linear", tmp_path.name))  # a name is declared once in a process
+    return str(path)
+
+
+@pytest.mark.parametrize("drawn", [0, 3])
+def test_pairs_are_trained_with_a_band_and_without(drawn, pair, tmp_path, capsys):
+    out = tmp_path / "report.md"
+    assert train([pair], 2, ["fp32"], [0, 1], "cpu", out, drawn)
+    printed, text = capsys.readouterr().out, out.read_text()
+    assert "[fp32-32x16-steps2]" in printed
+    assert ("mean deviation" in printed, "| high" in text) == (drawn > 0, drawn > 0)
+
+
+@pytest.mark.parametrize("drawn", [-1, 1])
+def test_a_band_is_drawn_from_two_trainings_or_more(drawn, pair, tmp_path):
+    with pytest.raises(UserError, match="--band must be the number of trainings"):
+        train([pair], 2, ["fp32"], [0], "cpu", tmp_path / "report.md", drawn)
