@@ -215,7 +215,6 @@ def _objections_to_mask(c: _Configuration, layout: Layout) -> Iterator[str]:
 # Fused attention, forward and backward.
 
 
-@torch.no_grad()
 def fused_attn_fwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -301,7 +300,6 @@ def fused_attn_fwd(
     return [*results, rng_state, *(tensor for tensor in (bias, sink) if tensor is not None)]
 
 
-@torch.no_grad()
 def fused_attn_bwd(
     max_seqlen_q: int,
     max_seqlen_kv: int,
@@ -431,7 +429,6 @@ def _check_operands(
 # Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2 and ``common/fused_attn/kv_cache.cu``.
 
 
-@torch.no_grad()
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
     """Pad packed sequences ``[tokens, heads, features]`` with zeros to ``[b, max_seq_len, heads, features]``.
 
@@ -443,7 +440,6 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
     return result
 
 
-@torch.no_grad()
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
     """Pack padded sequences ``[batch, seq, heads, features]`` to ``[t, heads, features]``, then zeros."""
     batch, max_seq_len = tensor.shape[:2]
@@ -457,7 +453,6 @@ def _is_token(cu_seqlens: Tensor, batch: int, max_seq_len: int) -> Tensor:
     return torch.arange(max_seq_len) < cu_seqlens[: batch + 1].diff()[:, None]
 
 
-@torch.no_grad()
 def copy_to_kv_cache(
     new_k: Tensor,
     new_v: Tensor,

@@ -51,7 +51,6 @@ def check_quantizer(quantizer: Any, kernel: str) -> None:
         )
 
 
-@torch.no_grad()
 def store(
     values: Tensor,
     quantizer: Any,
@@ -97,7 +96,6 @@ def store(
     return _quantize(values.to(dtype), quantizer, dtype, output, amax)
 
 
-@torch.no_grad()
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
     """Cast a tensor to FP8 or FP4 (``csrc/extensions/cast.cpp``, TE 2.20.2).
 
@@ -168,7 +166,6 @@ def current_scale(amax: Tensor, quantizer: Any) -> Tensor:
     return float8.scale_from_amax(amax, limit, quantizer.amax_epsilon, quantizer.force_pow_2_scales)
 
 
-@torch.no_grad()
 def dequantize(input: Any, otype: int) -> Tensor:
     """Return codes times their scales, in FP32, rounded once to ``otype`` (``csrc/extensions/cast.cpp``, TE 2.20.2)."""
     entry = formats.of_tensor(input)
@@ -182,7 +179,6 @@ def dequantize(input: Any, otype: int) -> Tensor:
     return float8.dequantize(input).to(TORCH_DTYPE[int(otype)])
 
 
-@torch.no_grad()
 def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     """Return the bias gradient of an output gradient, and that gradient quantized (``csrc/extensions/bias.cpp``).
 
@@ -198,7 +194,6 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     return bias_grad, input if quantizer is None else quantize(input, quantizer)
 
 
-@torch.no_grad()
 def split_quantize(
     tensor: Tensor,
     split_sections: Sequence[int],
@@ -230,13 +225,11 @@ def create_empty_quantized_tensor(
     return _empty(quantizer, shape, dtype)
 
 
-@torch.no_grad()
 def compute_amax(input: Tensor, amax: Tensor) -> None:
     """Write the largest magnitude of ``input`` into ``amax`` (FP32, one element); NaNs do not count."""
     amax.fill_(float8.amax_of(input))
 
 
-@torch.no_grad()
 def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None = None) -> Tensor:
     """Transpose codes ``[*leading, last]`` to ``[last, *leading]``, into ``out`` if it is given (``transpose.cpp``)."""
     if out is None:
@@ -245,14 +238,12 @@ def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None = None) -> Te
     return out
 
 
-@torch.no_grad()
 def nvfp4_data_transpose(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Transpose packed FP4 ``[m, k / 2]`` to ``[k, m / 2]``, into ``out`` if it is given (``transpose.cpp``)."""
     transposed = float4.transpose(input)
     return transposed if out is None else out.copy_(transposed)
 
 
-@torch.no_grad()
 def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tiles: int) -> None:
     """Write rowwise scales of 16 x 16 blocks, each repeated 16 times down, as columnwise ones into ``output``.
 
@@ -265,7 +256,6 @@ def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tile
     output[: 16 * K_tiles, :M_tiles] = one_each.t().repeat_interleave(16, 0)
 
 
-@torch.no_grad()
 def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return a contiguous copy with the first two dimensions swapped, in ``out`` if it is given."""
     swapped = tensor.transpose(0, 1)
@@ -286,7 +276,6 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
 _TILE_ROWS = 128
 
 
-@torch.no_grad()
 def group_quantize(
     tensor: Tensor,
     quantizer: Any,
@@ -326,7 +315,6 @@ def group_quantize(
     return output
 
 
-@torch.no_grad()
 def bgrad_group_quantize(
     tensor: Tensor,
     quantizer: Any,
@@ -351,7 +339,6 @@ def bgrad_group_quantize(
     return grouped, torch.stack(sums).to(tensor.dtype)
 
 
-@torch.no_grad()
 def nvfp4_quantize_with_amax(tensor: Tensor, quantizer: Any, rowwise_amax: Tensor, columnwise_amax: Tensor) -> Any:
     """Cast to NVFP4 with amaxes that are known already (FP32, one element each)."""
     entry = _nvfp4(quantizer)
@@ -359,7 +346,6 @@ def nvfp4_quantize_with_amax(tensor: Tensor, quantizer: Any, rowwise_amax: Tenso
     return formats.quantize(entry, tensor.detach(), quantizer, tensor.dtype, None, known)
 
 
-@torch.no_grad()
 def nvfp4_group_quantize_with_amax(
     tensor: Tensor,
     quantizer: Any,
@@ -379,7 +365,6 @@ def nvfp4_group_quantize_with_amax(
     return output
 
 
-@torch.no_grad()
 def group_dequantize(input: Any, otype: int) -> Any:
     """Return the values of a grouped tensor, as one of high precision: each group's, rounded once to ``otype``."""
     dtype = TORCH_DTYPE[int(otype)]
@@ -398,7 +383,6 @@ def group_dequantize(input: Any, otype: int) -> Any:
     )
 
 
-@torch.no_grad()
 def group_requantize_inplace(
     grouped_x: Any,
     quantizer: Any,

@@ -21,7 +21,6 @@ __all__ = ["dropout_bwd", "dropout_fwd"]
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
-@torch.no_grad()
 def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = None) -> list[Tensor]:
     """Drop entries at random.
 
@@ -44,7 +43,6 @@ def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = Non
     return [result if out is None else out.copy_(result), _pack(keep)]
 
 
-@torch.no_grad()
 def dropout_bwd(
     grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
 ) -> Tensor:

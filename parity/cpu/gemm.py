@@ -76,7 +76,6 @@ class _Epilogue:
     dgelu_of: Tensor | None
 
 
-@torch.no_grad()
 def generic_gemm(
     A: Any,
     transA: bool,
@@ -377,7 +376,6 @@ def _bias_grad(right: _Operand, dtype: torch.dtype) -> Tensor:
 # the products one by one, and a group without rows makes zeros.
 
 
-@torch.no_grad()
 def te_general_grouped_gemm(
     A: Sequence[Any],
     transA: bool,
@@ -486,7 +484,6 @@ def splits_to_offsets_multi(
     return split_sizes.long(), offsets
 
 
-@torch.no_grad()
 def te_general_grouped_gemm_for_grouped_tensor(
     A: Any,
     transA: bool,

@@ -74,7 +74,6 @@ def _add_sums(values: Tensor, total: Tensor, workspace: Tensor | None, rows: int
 # Projection: ``H = x phi^T`` and the mean square of each row of x.
 
 
-@torch.no_grad()
 def projection_forward(
     *, x_ptr: Tensor, phi_ptr: Tensor, h_ptr: Tensor, ms_ptr: Tensor, precision: str, **_: Any
 ) -> None:
@@ -83,7 +82,6 @@ def projection_forward(
     ms_ptr.copy_(x_ptr.float().square().sum(1) / x_ptr.shape[1])
 
 
-@torch.no_grad()
 def projection_backward_x(
     *,
     x_ptr: Tensor,
@@ -109,7 +107,6 @@ def projection_backward_x(
         grad_x_ptr.copy_(grad)
 
 
-@torch.no_grad()
 def projection_backward_phi(
     *,
     x_ptr: Tensor,
@@ -135,7 +132,6 @@ def _per_column(alpha: Tensor, n: int) -> Tensor:
     return alpha.repeat_interleave(torch.tensor([n, n, n * n]))
 
 
-@torch.no_grad()
 def scale_forward(
     *,
     h_ptr: Tensor,
@@ -156,7 +152,6 @@ def scale_forward(
     out_ptr.copy_(pad(out, (0, out_ptr.shape[1] - len(alpha))))
 
 
-@torch.no_grad()
 def scale_backward(
     *,
     grad_out_ptr: Tensor,
@@ -210,7 +205,6 @@ def _steps(x: Tensor, iters: int) -> tuple[list[Tensor], list[Tensor]]:
     return f, g
 
 
-@torch.no_grad()
 def sinkhorn_forward(
     *,
     x_ptr: Tensor,
@@ -244,7 +238,6 @@ def _sinkhorn_gradient(x: Tensor, output: Tensor, grad_out: Tensor, f: list[Tens
     return grad
 
 
-@torch.no_grad()
 def sinkhorn_backward(
     *,
     grad_out_ptr: Tensor,
@@ -262,7 +255,6 @@ def sinkhorn_backward(
     grad_x_ptr.copy_(_sinkhorn_gradient(x, output, grad_out, f, g).view(grad_x_ptr.shape))
 
 
-@torch.no_grad()
 def sinkhorn_backward_recomputed(
     *, x_ptr: Tensor, hist_f_ptr: Tensor, hist_g_ptr: Tensor, n: int, iters: int, **others: Any
 ) -> None:
@@ -275,7 +267,6 @@ def sinkhorn_backward_recomputed(
 # Aggregate: the streams of x become one, weighted by H_pre.
 
 
-@torch.no_grad()
 def aggregate_forward(
     *, x_ptr: Tensor, H_pre_ptr: Tensor, output_ptr: Tensor, M: int, C: int, n: int, **_: Any
 ) -> None:
@@ -284,7 +275,6 @@ def aggregate_forward(
     output_ptr.copy_(total.view(output_ptr.shape))
 
 
-@torch.no_grad()
 def aggregate_backward(
     *,
     grad_output_ptr: Tensor,
@@ -314,7 +304,6 @@ def aggregate_backward(
 # Expand and combine: a layer's output goes to all streams, weighted by H_post, and H_res mixes those that there were.
 
 
-@torch.no_grad()
 def expand_combine_forward(
     *,
     f_ptr: Tensor,
@@ -338,7 +327,6 @@ def expand_combine_forward(
     output_ptr.copy_(total.view(output_ptr.shape))
 
 
-@torch.no_grad()
 def expand_combine_backward(
     *,
     grad_output_ptr: Tensor,

@@ -31,7 +31,6 @@ __all__ = [
 _Lists = Sequence[Sequence[Tensor]]
 
 
-@torch.no_grad()
 def multi_tensor_scale(chunk_size: int, is_infinite: Tensor, tensor_lists: _Lists, scale: float | Tensor) -> None:
     """Write each tensor of the first list, times ``scale``, to that of the second.
 
@@ -47,7 +46,6 @@ def multi_tensor_scale(chunk_size: int, is_infinite: Tensor, tensor_lists: _List
 multi_tensor_scale_tensor = multi_tensor_scale
 
 
-@torch.no_grad()
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: _Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -60,7 +58,6 @@ def multi_tensor_l2norm(
     return _l2norm(noop_flag, tensor_lists, None, per_tensor)
 
 
-@torch.no_grad()
 def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: _Lists, inv_scale: Tensor, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +75,6 @@ def _l2norm(
     return squares.sum().sqrt().view(1), squares.sqrt() if per_tensor else torch.empty(0)
 
 
-@torch.no_grad()
 def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int,
     noop_flag: Tensor,
@@ -140,7 +136,6 @@ def _fp32(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
 
-@torch.no_grad()
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Tensor,
@@ -172,7 +167,6 @@ def multi_tensor_adam(
             master[0].copy_(updated)
 
 
-@torch.no_grad()
 def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: Tensor,
@@ -206,7 +200,6 @@ def multi_tensor_adam_capturable(
 multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
-@torch.no_grad()
 def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: Tensor,
@@ -234,7 +227,6 @@ def multi_tensor_adam_param_remainder(
         param.view(torch.int16).copy_((updated - remainder.int()) >> 16)
 
 
-@torch.no_grad()
 def multi_tensor_adam_fp8(
     chunk_size: int,
     noop_flag: Tensor,
@@ -293,7 +285,6 @@ _FP16, _FP32 = torch.float16, torch.float32
 _DTYPES = {3: [(_FP16, _FP16), (_FP32, _FP32)], 4: [(_FP16, _FP32), (_FP32, _FP32)]}
 
 
-@torch.no_grad()
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: Tensor,

@@ -38,7 +38,6 @@ _MXFP8_ROW, _MXFP8_COLUMN = (1, 32), (32, 1)
 _NVFP4_E4M3_LIMIT = 448.0
 
 
-@torch.no_grad()
 def fp8_block_scaling_compute_partial_amax(
     tensor: Tensor, amax: Tensor, h: int, w: int, start_offset: int, block_len: int
 ) -> None:
@@ -46,7 +45,6 @@ def fp8_block_scaling_compute_partial_amax(
     _write(amax, block_scaling.amax(_embedded(tensor, h, w, start_offset), _FP8_BLOCK))
 
 
-@torch.no_grad()
 def fp8_block_scaling_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: int
 ) -> None:
@@ -56,7 +54,6 @@ def fp8_block_scaling_partial_cast(
     _store(out, float8.cast(scaled, TORCH_DTYPE[int(out_dtype)]), start_offset)
 
 
-@torch.no_grad()
 def mxfp8_scaling_compute_partial_amax(
     input: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
@@ -66,7 +63,6 @@ def mxfp8_scaling_compute_partial_amax(
     _write(amax_colwise, block_scaling.amax(matrix, _MXFP8_COLUMN))
 
 
-@torch.no_grad()
 def mxfp8_scaling_partial_cast(
     input: Tensor,
     output_rowwise: Tensor,
@@ -87,7 +83,6 @@ def mxfp8_scaling_partial_cast(
         _store(output, float8.cast(block_scaling.multiply(matrix, scales, block), E4M3), start_offset)
 
 
-@torch.no_grad()
 def multi_tensor_compute_scale_inv_e8m0(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: Sequence[Sequence[Tensor]]
 ) -> None:
@@ -102,7 +97,6 @@ def multi_tensor_compute_scale_inv_e8m0(
         scale_inv.copy_(mxfp8.to_e8m0(amax.float() * mxfp8.reciprocal_limit(E4M3)))
 
 
-@torch.no_grad()
 def nvfp4_multi_tensor_compute_partial_amax(
     master_weight_list: Sequence[Tensor],
     partial_amax_list: Sequence[Tensor],
@@ -119,13 +113,11 @@ def nvfp4_multi_tensor_compute_partial_amax(
         global_amax.fill_(float8.amax_of(values))
 
 
-@torch.no_grad()
 def nvfp4_compute_global_scale(global_amax: Tensor, global_scale_out: Tensor) -> None:
     """Write the global encoding scale of each amax, both FP32."""
     global_scale_out.copy_(_global_scale(global_amax))
 
 
-@torch.no_grad()
 def nvfp4_multi_tensor_fused_scale(
     block_amax_list: Sequence[Tensor],
     global_amax_list: Sequence[Tensor],
@@ -150,7 +142,6 @@ def nvfp4_multi_tensor_fused_scale(
         target_amax.copy_(global_amax)
 
 
-@torch.no_grad()
 def nvfp4_multi_tensor_2d_partial_cast(
     inp_list: Sequence[Tensor],
     out_list: Sequence[Tensor],
@@ -172,7 +163,6 @@ def nvfp4_multi_tensor_2d_partial_cast(
         out.view(-1).copy_(float4.pack(codes))
 
 
-@torch.no_grad()
 def nvfp4_2d_multi_tensor_transpose(
     rowwise_data_list: Sequence[Tensor],
     columnwise_data_list: Sequence[Tensor],

@@ -24,7 +24,6 @@ __all__ = [
 ]
 
 
-@torch.no_grad()
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: Tensor,
     amax_histories: Sequence[Tensor],
@@ -81,20 +80,17 @@ def _update(scale: Tensor, amax: Tensor, target: float) -> None:
 _DIRECTIONS = ("rowwise", "columnwise")
 
 
-@torch.no_grad()
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
     """Swizzle the scales of a TE grouped MXFP8 tensor, and drop those of a direction that is not asked for."""
     cast.swizzle_groups(tensor, rowwise, columnwise)
 
 
-@torch.no_grad()
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
     """Swizzle the scales of a TE tensor in both directions, and mark it."""
     if formats.swizzle_scales(tensor, _DIRECTIONS):
         tensor._with_gemm_swizzled_scales = True
 
 
-@torch.no_grad()
 def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool) -> None:
     """Swizzle the scales of TE tensors in one direction; the caller marks the tensors.
 

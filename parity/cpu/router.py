@@ -32,7 +32,6 @@ _EPSILON = 1e-20
 _SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
-@torch.no_grad()
 def fused_topk_with_score_function_fwd(
     logits: Tensor,
     topk: int,
@@ -82,7 +81,6 @@ def fused_topk_with_score_function_fwd(
                    routing_map_format, topk_indices)  # fmt: skip
 
 
-@torch.no_grad()
 def fused_topk_with_score_function_qb_fwd(
     logits: Tensor,
     topk: int,
@@ -128,7 +126,6 @@ def fused_topk_with_score_function_qb_fwd(
     return *routed, cutoff[:, 0], histogram
 
 
-@torch.no_grad()
 def fused_topk_with_score_function_bwd(
     routing_map: Tensor,
     intermediate_output: Tensor,
@@ -164,7 +161,6 @@ def fused_topk_with_score_function_bwd(
     grad_logits.copy_(grad)
 
 
-@torch.no_grad()
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, score_function: str, routing_map_format: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +180,6 @@ def fused_score_for_moe_aux_loss_fwd(
     return scores.view(logits.shape), routing_map, activation.reshape(logits.shape).clone()
 
 
-@torch.no_grad()
 def fused_score_for_moe_aux_loss_bwd(
     intermediate_output: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int, score_function: str
 ) -> None:
@@ -355,7 +350,6 @@ def _ordered(scores: Tensor) -> Tensor:
 # auxiliary loss of Switch Transformers (arXiv 2101.03961, equation 4). All arithmetic is FP32.
 
 
-@torch.no_grad()
 def fused_moe_aux_loss_fwd(
     probs: Tensor,
     tokens_per_expert: Tensor,
@@ -404,7 +398,6 @@ def fused_moe_aux_loss_fwd_graph_safe(
     )
 
 
-@torch.no_grad()
 def fused_moe_aux_loss_bwd(
     Const_buf: Tensor, tokens_per_expert: Tensor, num_rows: int, num_cols: int, grad_aux_loss: Tensor
 ) -> Tensor:
@@ -427,7 +420,6 @@ def fused_moe_aux_loss_bwd(
 # ``__hmul_rn``), and the kernels of TransformerEngine's wheel do it on an H200.
 
 
-@torch.no_grad()
 def moe_permute_fwd(
     input: Tensor,
     dtype: int,
@@ -457,7 +449,6 @@ def moe_permute_fwd(
     return permuted, row_of_choice.view(tokens, top_k).t().reshape(-1), workspace
 
 
-@torch.no_grad()
 def moe_unpermute_fwd(
     input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
@@ -482,7 +473,6 @@ def moe_permute_bwd(input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor,
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 
-@torch.no_grad()
 def moe_unpermute_bwd(
     input_bwd: Tensor, input_fwd: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -538,7 +528,6 @@ def _rows(input: Tensor, rows: Tensor) -> Tensor:
 # Padding gives each part a number of rows that fits an FP8 product.
 
 
-@torch.no_grad()
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
@@ -560,7 +549,6 @@ def fused_multi_row_padding(
         padded[len(source) :] = 0
 
 
-@torch.no_grad()
 def fused_multi_row_unpadding(
     input: Tensor, output: Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
 ) -> None:

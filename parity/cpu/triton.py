@@ -50,7 +50,6 @@ def kernel(name: str) -> Callable[..., Any] | None:
 # the rows of its n experts, highest first, from column 0; those experts, from column ``experts``; n in the last column.
 
 
-@torch.no_grad()
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
     """Return the ``row_id_map`` of a mask ``[num_tokens, num_experts]``; columns that stand for no row are -1.
 
@@ -64,7 +63,6 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
     return torch.cat([rows, experts, routed[:, None]], 1).int()
 
 
-@torch.no_grad()
 def permute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
@@ -104,7 +102,6 @@ def permute_with_mask_map(
     return permuted, permuted_scale, permuted_probs
 
 
-@torch.no_grad()
 def unpermute_with_mask_map(
     inp: Tensor,
     row_id_map: Tensor,
@@ -140,7 +137,6 @@ def unpermute_with_mask_map(
     return total.to(inp.dtype), probs
 
 
-@torch.no_grad()
 def unpermute_with_mask_map_bwd_with_merging_probs(
     fwd_output_grad: Tensor,
     row_id_map: Tensor,
@@ -169,7 +165,6 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     return rows_grad, probs_grad
 
 
-@torch.no_grad()
 def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
     """Return where each row goes, int32 ``[num_tokens]``, if the chunks are put in the order ``sorted_indices``.
 
@@ -187,7 +182,6 @@ def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens:
     return rows.int()
 
 
-@torch.no_grad()
 def sort_chunks_by_map(
     inp: Tensor, row_id_map: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -216,7 +210,6 @@ def _parts(rows: Tensor, hidden_size: int) -> Iterator[slice]:
 # Triton's.
 
 
-@torch.no_grad()
 def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
     """Return a matrix with zeros below and to the right, up to multiples of 128 rows and 4 columns; any dtype."""
     rows, columns = inp.shape
@@ -229,7 +222,6 @@ def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
 # kernel is Triton's. All sums are FP32.
 
 
-@torch.no_grad()
 def compute_grouped_dbias(dy: Tensor, offsets: Tensor, num_groups: int, dbias: Tensor | None = None) -> Tensor:
     """Add the sum of each group's rows to ``dbias``.
 
@@ -244,7 +236,6 @@ def compute_grouped_dbias(dy: Tensor, offsets: Tensor, num_groups: int, dbias: T
     return dbias.index_add_(0, group, dy[: len(group)].float())
 
 
-@torch.no_grad()
 def compute_grouped_dbias_dscales(
     dy: Tensor,
     scales: Tensor,
@@ -299,7 +290,6 @@ class Statistics:
     total: Tensor
 
 
-@torch.no_grad()
 def cross_entropy_forward(
     _input: Tensor,
     target: Tensor,
@@ -335,7 +325,6 @@ def cross_entropy_forward(
     return losses.sum() / count, saved, row.stats, target, count, rank, ranks
 
 
-@torch.no_grad()
 def cross_entropy_backward(
     saved_input: Tensor,
     stats: Tensor,
@@ -426,7 +415,6 @@ def _forward_before_2_19(gradient_in_fp32: bool) -> _Forward:
     the gradient of the logits for a loss whose own gradient is 1.
     """
 
-    @torch.no_grad()
     def forward(
         _input: Tensor,
         target: Tensor,
@@ -451,7 +439,6 @@ def _forward_before_2_19(gradient_in_fp32: bool) -> _Forward:
     return forward
 
 
-@torch.no_grad()
 def _backward_before_2_19(grad_input: Tensor, grad_output: Tensor, is_cg_capturable: bool = False) -> Tensor:
     """Scale the gradient of the forward pass by that of the loss, in place."""
     rows = grad_input.view(-1, grad_input.shape[-1])
