@@ -154,7 +154,7 @@ def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
     amax = float8.amax_of(values) if amax is None else amax
     if not float8.is_delayed(quantizer):
         return current_scale(amax, quantizer)
-    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+    float8.keep_amax(quantizer, amax)
     return quantizer.scale
 
 

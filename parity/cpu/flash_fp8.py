@@ -235,7 +235,7 @@ def forward_of_batch(
         )
         output.write(sequences.query.in_format(problem.output_format).of(buffer), result.output)
         sequences.per_query.of(lse).copy_(result.lse)
-        _keep(s_quantizer, result.amax)
+        float8.keep_amax(s_quantizer, result.amax)
     return output.finished(buffer), lse
 
 
@@ -268,7 +268,7 @@ def backward_of_batch(
             probabilities,
             score_grads,
         )
-        _keep(dp_quantizer, amax)
+        float8.keep_amax(dp_quantizer, amax)
         views = in_gradients(buffers, formats.inputs, sequences)
         for view, gradient in zip(views, (gradients.query, gradients.key, gradients.value), strict=True):
             written.write(view, gradient)
@@ -300,7 +300,7 @@ class _Written:
         if not self._makes_codes:
             view.copy_(values)
             return
-        _keep(self.quantizer, float8.amax_of(values))
+        float8.keep_amax(self.quantizer, float8.amax_of(values))
         view.copy_(float8.encode(values, self.quantizer.scale, float8.fp8_dtype(self.quantizer)).data)
 
     def finished(self, buffer: Tensor) -> Any:
@@ -330,7 +330,3 @@ def _cast(quantizer: Any, name: str) -> Cast:
             f"{type(quantizer).__name__}, which TransformerEngine {versions.installed_version()} asked for"
         )
     return Cast(float8.fp8_dtype(quantizer), quantizer.scale.item())
-
-
-def _keep(quantizer: Any, amax: Tensor) -> None:
-    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))

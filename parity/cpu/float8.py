@@ -225,6 +225,17 @@ def prepare(quantizer: Any, output: Any) -> None:
     output._fp8_dtype = quantizer.dtype
 
 
+# What lasts from step to step may have been made in inference mode, outside of which PyTorch would not write to it. A
+# GPU's kernels know no such mode.
+
+
+@torch.inference_mode()
+def keep_amax(quantizer: Any, amax: Tensor) -> None:
+    """Raise the amax that delayed scaling keeps for later steps."""
+    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
+
+
+@torch.inference_mode()
 def write(output: Any, codes: Codes) -> None:
     """Fill the buffers that a prepared TE tensor has."""
     if output._data is not None:

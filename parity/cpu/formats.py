@@ -145,6 +145,7 @@ def _te_tensor(entry: Format, quantizer: Any, shape: torch.Size, dtype: torch.dt
     return getattr(module, entry.tensor)(shape=shape, dtype=dtype, device=torch.device("cpu"), **arguments)
 
 
+@torch.inference_mode()  # as float8.write
 def _write(entry: Format, output: Any, buffers: dict[str, Tensor], settings: dict[str, Any]) -> None:
     """Fill a TE tensor: buffers that it has stay, so that whoever holds them sees the result; others come and go."""
     for name in entry.buffers:

@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 
+@torch.inference_mode()  # as float8.write
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: Tensor,
     amax_histories: Sequence[Tensor],

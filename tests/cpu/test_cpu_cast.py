@@ -403,6 +403,16 @@ def test_a_weight_from_its_whole_master_is_the_master_quantized(
         assert torch.equal(actual[buffer], values), buffer
 
 
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_what_inference_mode_has_made_is_written_to_outside_of_it(blackwell: ModuleType, name: str) -> None:
+    quantizer, values = quantizer_of(name), values_of(seed=1).to(BF16)
+    with torch.inference_mode():
+        made = quantizer(values_of().to(BF16))
+    quantizer.update_quantized(values, made)
+    for buffer, expected in buffers_of(quantizer(values)).items():
+        assert torch.equal(buffers_of(made)[buffer], expected), buffer
+
+
 SPLITS = [0, 1000, 1001, 1001 + 32 * COLUMNS, ROWS * COLUMNS]
 
 

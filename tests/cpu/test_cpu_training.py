@@ -140,6 +140,23 @@ def test_fp8_parameters_are_trained(name: str) -> None:
     torch.testing.assert_close(module.weight.dequantize(dtype=FP32).double(), expected, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
+def test_a_module_that_has_inferred_is_trained(name: str) -> None:
+    """Histories and scales that inference mode has made are written to outside of it, as on a GPU."""
+    x = torch.randn(TOKENS, IN).to(BF16)
+
+    def trained(inferring: Callable[[], Any]) -> tuple[Tensor, ...]:
+        module, recipe = make_linear(BF16), make_recipe(name)
+        for mode in (inferring, torch.enable_grad):
+            with mode(), TE.autocast(enabled=True, recipe=recipe):
+                y = module(x)
+        y.sum().backward()
+        return y, module.weight.grad
+
+    for result, expected in zip(trained(torch.inference_mode), trained(torch.no_grad), strict=True):
+        assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("bias_gelu_fusion", ["0", "1"])
 def test_gelu_in_the_epilogue_of_the_first_gemm_is_the_tanh_form(
     monkeypatch: pytest.MonkeyPatch, bias_gelu_fusion: str
