@@ -336,8 +336,7 @@ def by_sections(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-@FP32_AND_BF16
-@pytest.mark.parametrize(("rotated", "title"), [(by_sections, "passed"), (turned, "rope-position")])
+@in_turn(("rotated", "title"), [(by_sections, "passed"), (turned, "rope-position")])
 def test_tokens_that_are_rotated_by_their_number_alone_are_told(rotated, title, precision):
     inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
     result = twins(Attention, dict(rotated=rotated), inputs, precision, right=dict(rotated=by_sections))
