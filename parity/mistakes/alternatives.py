@@ -168,6 +168,9 @@ def other_numbers(call: Call) -> Iterator[Mistake[Call]]:
     yield from _parameters(call)
 
 
+_FEW = 4  # beyond this, a whole number may be a count that is one too large: frequencies over n - 1 steps
+
+
 def _numbers(call: Call) -> Iterator[Mistake[Call]]:
     """Yield the call with another number of the same sign in the place of the one it has, on either side."""
     match binary(call):
@@ -184,7 +187,8 @@ def _numbers(call: Call) -> Iterator[Mistake[Call]]:
         compute = lambda was, x: function(other, x) if is_left else function(x, other)  # noqa: E731
         return alternative(f"its number is {other:.4g} for {number:.4g}", compute)
 
-    yield from numbers(with_another, [abs(number)])
+    off_by_one = (abs(number) - 1, abs(number) + 1) if float(number).is_integer() and abs(number) > _FEW else ()
+    yield from numbers(with_another, [abs(number)], off_by_one)
 
 
 def _parameters(call: Call) -> Iterator[Mistake[Call]]:
@@ -427,7 +431,7 @@ _FUNCTIONS = {
     "tril": ("triu",),
     "triu": ("tril",),
 }
-_OF_SIGN = frozenset({"exp", "log_sigmoid", "relu", "sigmoid", "silu", "softplus"})
+_OF_SIGN = frozenset({"exp", "log_sigmoid", "relu", "silu", "softplus"})
 """Functions of one tensor of which people write the argument's sign the other way: the log of a decay, a gate."""
 
 _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}

@@ -51,6 +51,7 @@ from parity.mistakes.norm_places import (
 from parity.mistakes.norms import norm_group_hypotheses, norm_hypotheses
 from parity.mistakes.operations import (
     exchanged_factor_hypotheses,
+    extra_activation_hypotheses,
     factor_hypotheses,
     joined_token_hypotheses,
     loop_operation_hypotheses,
@@ -102,6 +103,7 @@ def hypotheses(prepared: Prepared, trace: Trace, unused: Container[str] = ()) ->
     yield from branch_factor_hypotheses(trace)
     yield from operation_hypotheses(trace)
     yield from scaled_linear_hypotheses(trace)
+    yield from extra_activation_hypotheses(trace)
     yield from step_order_hypotheses(trace)
     yield from joined_token_hypotheses(trace)
     yield from exchanged_factor_hypotheses(trace)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, alternatives, numbers
+from parity.mistakes.activations import ACTIVATIONS
+from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, again, alternatives, numbers
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
 from parity.trace.trace import (
     CASTS,
@@ -166,6 +167,40 @@ def _times(calls: Sequence[Call], value: float) -> Hypothesis:
         f"leave what {which} returns as it is, as the reference does; the port multiplies it by {value:.4g}",
         tuple(edit(call, (), lambda was: was * value) for call in calls),
         value=value,
+        scope="call",
+    )
+
+
+# Activations that a port applies where the reference has none: before a linear layer, or after it.
+
+
+def extra_activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
+    """Yield linear layers of which a port activates what they read, or what they return; alike ones together."""
+    for calls in alike(trace):
+        if calls[0].name in LINEAR and any(trace.parameter(value) is not None for value in calls[0].inputs):
+            for name in _EXTRA:
+                yield _activated(calls, name, "reads")
+                yield _activated(calls, name, "returns")
+
+
+_EXTRA = ("silu", "gelu (tanh)", "relu")
+
+
+def _activated(calls: Sequence[Call], name: str, what: str) -> Hypothesis:
+    others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
+    which, function = f"the {calls[0].described}{others}", ACTIVATIONS[name]
+
+    def edited(call: Call) -> Edit:
+        if what == "returns":
+            return edit(call, (), lambda was: function(was))
+        of_activated = lambda args, kwargs: call.function(function(args[0]), *args[1:], **kwargs)  # noqa: E731
+        return edit(call, call.inputs, again(call, of_activated))
+
+    return Hypothesis(
+        "activation",
+        f"{name} of what {which} {what}",
+        f"leave what {which} {what} as it is, as the reference does; the port applies {name} to it",
+        tuple(map(edited, calls)),
         scope="call",
     )
 

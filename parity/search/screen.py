@@ -607,7 +607,6 @@ _MOST_ALIKE = 2  # how many of these may be of one kind: the right place of a fa
 _RANGE = math.log(8.0)  # the constant may be off by this much, either way
 _FAR = math.log(1000.0)  # the same if a known constant points the right way, but explains little
 _STEPS = 30
-_NEARBY = math.log(1.25)  # the same if a known constant explains the error: the port's own may lie beside it
 _FINE = 0.002  # constants whose logarithms are so near are the same, if one of them is exact enough
 _HOPELESS = 0.1  # with a constant known so finely, the right one leaves less than this share of the error
 _WINDOWS = 3  # so many ranges are searched, one beyond the other
@@ -665,7 +664,7 @@ def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> l
     There is none where a plain constant that is about as good leaves no less: the known one is mostly that.
     """
     share, (one, *others) = entry
-    found = [] if others else _line_search(screen, one, _NEARBY, budget)
+    found = [] if others else _line_search(screen, one, _RANGE, budget)
     return found if found and _AS_GOOD * found[0][0] < share else []
 
 
@@ -709,8 +708,11 @@ def _line_search(
     if not tried:
         return []
     best = min(tried, key=share)
+    power_of_two = round(best / math.log(2.0)) * math.log(2.0)
     plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
-    chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
+    chosen = next(
+        (number for number in (power_of_two, *plain) if _is_as_good(screen, share(number), tried[best])), best
+    )
     return [tried[number] for number in dict.fromkeys((chosen, best)) if math.isfinite(share(number))]
 
 

@@ -61,6 +61,7 @@ from parity.trace.trace import grouped
 _HELPS_MUCH = 0.5
 _HOPELESS = 0.9  # no kernel's choices make up for it if an output that is far off is left with more than this share
 _EVIDENT = 0.3  # if outputs are left with less than this share, that is enough whatever gradients do
+_HARDLY_LESS, _DEARER = 0.9, 1.5  # an error that is hardly less passes if rounding costs so many times more
 _NEARLY_NOTHING = 0.1  # if less than this share of a tensor's error is left, that is not what failed
 _MOST = 0.5  # the share of the square of an output's error, beyond what the precision costs, that must be explained
 _NEARLY_PASSES = 5.0  # what other kernels do differently may be so many times the tolerance
@@ -253,7 +254,8 @@ def _is_explained(
     nothing of the rest. Where some tensor was far off, a gradient need not pass whose error is no larger than rounding:
     what beyond its norm is unlikely of it, a second look may put down to chance. A gradient that passes may be 0 under
     the hypotheses, as of a key's bias: its error is small in itself then, and not relative to it. A gradient that the
-    hypotheses do not change, as that of a bias before a mean in the place of one token, may round as they make it.
+    hypotheses do not change, as that of a bias before a mean in the place of one token, may round as they make it. An
+    error that is as large as before, and passes because rounding costs more under the hypotheses, is not explained.
     """
     share = {
         key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
@@ -281,6 +283,8 @@ def _is_explained(
             return result.passed
         if result.kind == "output" and not was.passed and not _takes_most(was, result):
             return False
+        if not was.passed and left > _HARDLY_LESS and costs_more(result, was):
+            return False
         if _is_far_off(was) and left > _HELPS_MUCH:
             return result.passed and key in only_rounds and others_explained
         if result.passed or (
@@ -290,6 +294,14 @@ def _is_explained(
         return result.kind != "output" and tells and (evident or left < _HELPS_MUCH)
 
     return all(map(explained, judged))
+
+
+def costs_more(now: TensorResult, was: TensorResult) -> bool:
+    """Return whether rounding costs so much more under hypotheses that an error may pass by this alone.
+
+    Hypotheses under which angles of thousands of radians become random numbers are an example.
+    """
+    return now.expected.relative_l2 > _DEARER * was.expected.relative_l2
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

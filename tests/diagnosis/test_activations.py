@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import compared, normal, tells, tells_only, twins
+from ports import compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -125,3 +125,38 @@ class Clamped(nn.Module):
 def test_another_range_of_clamped_activations_is_told(in_place, limit, title, told):
     result = compared(lambda: Clamped(nn.Linear, 0.5, in_place), lambda te: Clamped(te.Linear, limit), normal((64, 64)))
     tells_only(result, title, f"clamp activations between -0.5 and 0.5, as the reference does; {told}")
+
+
+class Embedded(nn.Module):
+    """Tokens beside sines of large times, between which a port may put an activation that is not there."""
+
+    def __init__(self, linear: Any, before: bool = False, after: bool = False) -> None:
+        super().__init__()
+        self.embed, self.out, self.before, self.after = linear(64, 64), linear(64, 64), before, after
+
+    def forward(self, x: Tensor, times: Tensor) -> Tensor:
+        angles = 500.0 * times[:, :1].float().abs() * 0.75 ** torch.arange(32, device=x.device)
+        waves = torch.cat((angles.cos(), angles.sin()), -1).to(x.dtype)
+        y = x + self.embed(F.silu(waves) if self.before else waves)[:, None]
+        y = self.out(F.layer_norm(y, (64,)))
+        return x + (F.silu(y) if self.after else y)
+
+
+@in_turn(
+    ("port", "title", "phrase"),
+    [
+        ({}, "passed", ""),
+        (
+            dict(before=True),
+            "activation",
+            "1st 'linear' of embed reads as it is, as the reference does; the port applies silu",
+        ),
+        (
+            dict(after=True),
+            "activation",
+            "1st 'linear' of out returns as it is, as the reference does; the port applies silu",
+        ),
+    ],
+)
+def test_an_activation_that_the_reference_does_not_have_is_told_with_its_place(port, title, phrase, precision):
+    tells(twins(Embedded, port, normal((4, 24, 64), (4, 64)), precision), title, phrase)

@@ -205,6 +205,7 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
         (Modulated, dict(order=(2, 0, 1)), "operation", "its parts are in the order 3, 1, 2"),
         (Modulated, dict(one=0.0), "operation", "1st 'add' of the module"),
         (Timed, dict(cosines_first=False), "operation", "its parts are in the order 2, 1"),
+        (Timed, dict(steps=31), "operation", "its number is 31 for 32"),
         (Pooled, dict(place=-1), "operation", "it takes the last of dimension 1"),
         (Pooled, dict(mean=True), "operation", "it is the mean over dimension 1"),
         (Leaky, dict(slope=0.05), "operation", f"{OF_LEAKY}s negative_slope is 0.05"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fakes import tensor
+from fakes import errors, tensor
 from ports import HIDDEN, Options, decoders
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ from parity.passes.nominal_clock import Clock
 from parity.result import Finding
 from parity.search.explanation import _first_found
 from parity.search.failure import Budget, while_it_lasts
-from parity.search.search import _nearest_first
+from parity.search.search import _is_explained, _nearest_first
 
 # A budget of what is computed.
 
@@ -268,3 +269,14 @@ def test_an_environment_s_limit_counts_where_the_call_has_none(monkeypatch: pyte
     monkeypatch.setenv("PARITY_DIAGNOSIS_SECONDS", "0.000001")
     assert compared("a factor").notes[0].startswith(NOTE.format("1e-06"))
     assert compared("a factor", diagnosis_seconds=0).notes == ()
+
+
+@pytest.mark.parametrize(("costs", "explained"), [(3.2e-3, True), (4.5e-3, True), (5e-3, False)])
+def test_an_error_that_passes_because_rounding_costs_more_is_not_explained(costs, explained):
+    was = replace(tensor(margin=1.2), expected=errors(3.2e-3))
+    now = replace(was, expected=errors(costs), margin=0.9)
+    golden = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).double()
+    failure = SimpleNamespace(
+        outputs=[was], results=[was], golden={was.key: golden}, candidate={was.key: 1.001 * golden}
+    )
+    assert _is_explained(failure, {(was.kind, was.name): was}, [now], {was.key: golden}) is explained
