@@ -16,7 +16,6 @@ from parity.case.case import Rng
 from parity.judge.directions import PRESENT, Direction
 from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
-from parity.mistakes.alternatives import is_written
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
 from parity.mistakes.catalogue import calls_of, hypotheses, outputs_under, subtle_hypotheses_anywhere, tensors_under
 from parity.mistakes.codes import CODES, UNEXPLAINED, finding
@@ -68,6 +67,7 @@ from parity.search.search import (
     Screened,
     explanations,
     is_loud,
+    is_unusual,
     partly_explained,
     verified,
 )
@@ -598,7 +598,7 @@ def _as_if(one: Hypothesis) -> str:
     """Say that the number which fits best is one that people hardly write, so that another mistake may look like this
     one; return an empty text otherwise.
     """
-    if one.tuned is None or one.value is None or is_written(one.value):
+    if not is_unusual(one):
         return ""
     return f"; {one.value:.4g} is an unusual value, so something else may have this effect"
 

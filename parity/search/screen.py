@@ -607,6 +607,7 @@ _MOST_ALIKE = 2  # how many of these may be of one kind: the right place of a fa
 _RANGE = math.log(8.0)  # the constant may be off by this much, either way
 _FAR = math.log(1000.0)  # the same if a known constant points the right way, but explains little
 _STEPS = 30
+_NEARBY = math.log(1.25)  # the same if a known constant explains the error: the port's own may lie beside it
 _FINE = 0.002  # constants whose logarithms are so near are the same, if one of them is exact enough
 _HOPELESS = 0.1  # with a constant known so finely, the right one leaves less than this share of the error
 _WINDOWS = 3  # so many ranges are searched, one beyond the other
@@ -664,7 +665,7 @@ def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> l
     There is none where a plain constant that is about as good leaves no less: the known one is mostly that.
     """
     share, (one, *others) = entry
-    found = [] if others else _line_search(screen, one, _RANGE, budget)
+    found = [] if others else _line_search(screen, one, _NEARBY, budget)
     return found if found and _AS_GOOD * found[0][0] < share else []
 
 

@@ -24,6 +24,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
+from parity.mistakes.alternatives import is_written
 from parity.mistakes.catalogue import outputs_under, tensors_under
 from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
 from parity.numerics.errors import norm_of
@@ -550,11 +551,26 @@ def _by_stages(
 
 
 def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Explanation]:
-    """Return explanations if one leaves nothing wrong; else ``almost`` gets them, and the search goes on."""
-    if any(one.complete for one in found):
+    """Return explanations if one leaves nothing wrong, or no more than rounding costs of the tensor that fails by most.
+
+    Else the search goes on, and ``almost`` keeps the first of them. Once there are some, a number that fits and that
+    nobody writes leaves nothing wrong by chance.
+    """
+    if any(_ends_the_search(one) and not (almost and any(map(is_unusual, one.hypotheses))) for one in found):
         return found
-    almost += [one for one in found if one not in almost]
+    if not almost:
+        almost += found
     return []
+
+
+def _ends_the_search(one: Explanation) -> bool:
+    left = one.left
+    return left is None or left.errors.relative_l2 <= FAITHFUL * left.expected.relative_l2
+
+
+def is_unusual(one: Hypothesis) -> bool:
+    """Return whether a mistake is about a number that was looked for, and is one that people hardly write."""
+    return one.tuned is not None and one.value is not None and not is_written(one.value)
 
 
 def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:

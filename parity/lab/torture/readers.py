@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from html.parser import HTMLParser
 from pathlib import Path
 from types import FrameType
@@ -375,6 +375,12 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         _watching[event] += 1
 
 
+@cache
+def _install_audit() -> None:
+    """Add the hook once, since a process never gets rid of one."""
+    sys.addaudithook(_audit)
+
+
 class HangError(Exception):
     """Raised in a reader that takes too long."""
 
@@ -385,7 +391,6 @@ def _hangs(number: int, frame: FrameType | None) -> None:
 
 def run(inputs: int, seed: int = 0) -> list[Outcome]:
     """Hand so many mutated inputs to the readers; the same ones for the same seed."""
-    sys.addaudithook(_audit)
     shares = sum(reader.share for reader in READERS)
     before = signal.signal(signal.SIGVTALRM, _hangs)
     try:
@@ -423,6 +428,7 @@ def _outcome(reader: Reader, inputs: int, seed: int, folder: Path) -> Outcome:
 def _one(reader: Reader, file: Path) -> str:
     """Return an empty text for an input that was read, ``refused``, or what went wrong."""
     global _watching
+    _install_audit()
     events: Counter[str] = Counter()
     _watching = events
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
