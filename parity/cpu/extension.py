@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 from packaging.version import Version
@@ -85,6 +85,11 @@ def build(version: Version) -> ModuleType:
     for family in KERNEL_FAMILIES:
         for name in family.__all__:
             setattr(extension, name, recorded(getattr(family, name)))
+    extension.grouped_mlp_experimental = SimpleNamespace(  # type: ignore[attr-defined]
+        swizzle_scales_and_pack_ptrs_for_discrete_weights=recorded(
+            recipe.swizzle_scales_and_pack_ptrs_for_discrete_weights
+        )
+    )
     for name, value in vars(enums).items():
         if isinstance(value, type) and value.__module__ == enums.__name__:
             setattr(extension, name, value)

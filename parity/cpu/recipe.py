@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import cast, formats
+from parity.cpu import cast, formats, swizzle
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = [
@@ -109,3 +109,46 @@ def multi_tensor_swizzle_scales_for_gemm_unchecked_(
 ) -> None:
     """Do the same; TE's kernel then leaves the shapes of the scales unchecked."""
     multi_tensor_swizzle_scales_for_gemm_(tensors, rowwise_usage, columnwise_usage)
+
+
+_DISCRETE = {"mxfp8_rowwise": (32, False), "mxfp8_columnwise": (32, True), "nvfp4": (16, False)}
+"""Elements that share a scale, and whether they lie in a column."""
+
+
+def swizzle_scales_and_pack_ptrs_for_discrete_weights(
+    data_tensors: Sequence[Tensor], scale_tensors: Sequence[Tensor], swizzle_type: str, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Swizzle the scales of the experts' weights into one buffer, with 0 for those of padding.
+
+    Follows ``csrc/extensions/grouped_mlp_experimental.cpp``; cuDNN's kernels for grouped products take the addresses.
+
+    Args:
+        data_tensors: codes ``[rows, columns]`` of one shape, two to a byte in NVFP4.
+        scale_tensors: their scales, padded as cuBLAS needs them.
+        swizzle_type: one of ``mxfp8_rowwise``, ``mxfp8_columnwise`` and ``nvfp4``.
+        device: of what is returned.
+
+    Returns:
+        The addresses of the codes and of the swizzled scales, int64 ``[experts]`` each, and the buffer, uint8.
+
+    Raises:
+        RuntimeError: for other types, and unless there are as many scales as data.
+    """
+    if len(data_tensors) != len(scale_tensors):
+        raise RuntimeError(
+            "Expected data_tensors and scale_tensors to have matching sizes, "
+            f"but got {len(data_tensors)} and {len(scale_tensors)}."
+        )
+    if swizzle_type not in _DISCRETE:
+        raise RuntimeError(f"Unsupported swizzle type ({swizzle_type}). Expected one of: {', '.join(_DISCRETE)}.")
+    block, in_columns = _DISCRETE[swizzle_type]
+    swizzled = torch.zeros(len(scale_tensors), *(scale_tensors[0].shape if scale_tensors else (0,)), dtype=torch.uint8)
+    for data, scales, stored in zip(data_tensors, scale_tensors, swizzled, strict=True):
+        rows, columns = data.shape[0], data.shape[-1] * (2 if swizzle_type == "nvfp4" else 1)
+        used = (-(-rows // block), columns) if in_columns else (rows, -(-columns // block))
+        without_padding = torch.zeros_like(stored)
+        without_padding[: used[0], : used[1]] = scales.view(torch.uint8)[: used[0], : used[1]]
+        stored.copy_(swizzle.swizzle(without_padding, transposed=in_columns))
+    addresses = ([tensor.data_ptr() for tensor in tensors] for tensors in (data_tensors, list(swizzled)))
+    data_ptrs, scale_ptrs = (torch.tensor(each, dtype=torch.int64, device=device) for each in addresses)
+    return data_ptrs, scale_ptrs, swizzled.flatten()

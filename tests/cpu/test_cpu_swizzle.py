@@ -145,3 +145,34 @@ def test_swizzled_groups_are_not_requantized(blackwell: ModuleType) -> None:
         cast.group_requantize_inplace(grouped, quantizer_of(blackwell, "mxfp8"), *arguments)
     with pytest.raises(RuntimeError, match="cannot be decoded"):
         cast.group_requantize_inplace(grouped, quantizer, *arguments, return_dequantized=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "used"),
+    [
+        ("mxfp8_rowwise", "_rowwise", (160, 3)),
+        ("mxfp8_columnwise", "_columnwise", (5, 96)),
+        ("nvfp4", "_rowwise", (160, 6)),
+    ],
+)
+def test_scales_of_discrete_weights_lie_in_one_buffer_without_those_of_padding(
+    blackwell: ModuleType, name: str, direction: str, used: tuple[int, int]
+) -> None:
+    quantizer = quantizer_of(blackwell, name.partition("_")[0])
+    weights = [quantizer(scale * values_of(160, 96)) for scale in (1.0, 2.0, 3.0)]
+    data, scales = ([getattr(one, f"{direction}_{kind}") for one in weights] for kind in ("data", "scale_inv"))
+    for one in scales:
+        one[used[0] :], one[:, used[1] :] = 0, 0
+    expected = torch.cat([as_cublas_reads(one.t() if "columnwise" in name else one) for one in scales])
+    for one in scales:
+        one[used[0] :], one[:, used[1] :] = 255, 255
+    of_tensors = recipe.swizzle_scales_and_pack_ptrs_for_discrete_weights
+    codes_at, scales_at, buffer = of_tensors(data, scales, name, torch.device("cpu"))
+    assert torch.equal(buffer, expected)
+    assert codes_at.tolist() == [one.data_ptr() for one in data]
+    assert scales_at.tolist() == [buffer.data_ptr() + i * scales[0].numel() for i in range(3)]
+    assert [one.numel() for one in of_tensors([], [], name, torch.device("cpu"))] == [0, 0, 0]
+    with pytest.raises(RuntimeError, match="matching sizes"):
+        of_tensors(data, scales[1:], name, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="Unsupported swizzle type"):
+        of_tensors(data, scales, "mxfp8", torch.device("cpu"))
