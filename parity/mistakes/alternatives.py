@@ -111,9 +111,9 @@ def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:
 # What people write: numbers of a digit below 0.01 and of two above, powers of two, simple fractions, small whole
 # numbers, and the roots of heads' widths, by which scores are scaled; or one over any of these. A search that fits the
 # wrong mistake ends anywhere: of numbers spread evenly in their logarithm, 2 % below 0.01 and 20 % above pass.
+SMALL = 0.01
+"""Below this, people write numbers of one digit."""
 
-
-_SMALL = 0.01
 _LARGEST_WHOLE = 64
 _FRACTIONS = tuple(part / 16 for part in range(1, 33))
 _ROOTS = tuple(math.sqrt(width) for width in range(8, 257, 8))
@@ -126,7 +126,7 @@ def is_written(number: float) -> bool:
     Args:
         number: positive.
     """
-    rounded = float(f"{number:.0e}" if number < _SMALL else f"{number:.1e}")
+    rounded = float(f"{number:.0e}" if number < SMALL else f"{number:.1e}")
     whole = (float(one) for one in range(1, _LARGEST_WHOLE + 1))
     power = 2.0 ** round(math.log2(number))
     known = (rounded, power, *_FRACTIONS, *whole, *_ROOTS)

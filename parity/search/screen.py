@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from parity.mistakes.alternatives import SMALL
 from parity.mistakes.catalogue import BACKWARD, Outputs, differentiable_outputs, outputs_under, tensors_under
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
 from parity.numerics.errors import norm_of
@@ -710,10 +711,10 @@ def _line_search(
         return []
     best = min(tried, key=share)
     power_of_two = round(best / math.log(2.0)) * math.log(2.0)
-    plain = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
-    chosen = next(
-        (number for number in (power_of_two, *plain) if _is_as_good(screen, share(number), tried[best])), best
-    )
+    one_digit, *more_digits = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
+    plainest = (one_digit, power_of_two)
+    plain = (*(sorted(plainest, key=share) if best > math.log(SMALL) else plainest), *more_digits)
+    chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
     return [tried[number] for number in dict.fromkeys((chosen, best)) if math.isfinite(share(number))]
 
 
