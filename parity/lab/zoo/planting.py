@@ -159,6 +159,16 @@ def edited(edit: Callable[[nn.Module], None]) -> Plant:
     return plant
 
 
+def with_attributes(**values: Any) -> Plant:
+    """Set attributes on the candidate, each on the first of its modules that has it."""
+
+    def edit(module: nn.Module) -> None:
+        for name, value in values.items():
+            setattr(next(part for part in module.modules() if hasattr(part, name)), name, value)
+
+    return edited(edit)
+
+
 def both(first: Plant, second: Plant) -> Plant:
     """Return one plant after the other."""
     return lambda pair, te: second(first(pair, te), te)

@@ -40,20 +40,12 @@ def _rope(change: Callable[[Tensor], object]) -> Plant:
     return with_argument("rotary_pos_emb", change)
 
 
-def _interleaved(phases: Tensor) -> Tensor:
-    return phases[..., : phases.shape[-1] // 2].repeat_interleave(2, dim=-1)
-
-
 def _of_wrong_base(phases: Tensor) -> Tensor:
     """Return phases of another base: each frequency is the base to some power."""
     frequencies = phases[1].double()
     ratio = torch.log(torch.tensor(WRONG_BASE)) / torch.log(torch.tensor(RIGHT_BASE))
     positions = torch.arange(phases.shape[0], dtype=torch.float64, device=phases.device)[:, None, None, None]
     return (positions * frequencies**ratio).to(phases.dtype)
-
-
-def _of_next_position(phases: Tensor) -> Tensor:
-    return phases + phases[1]
 
 
 def _half(phases: Tensor) -> Tensor:
@@ -83,22 +75,6 @@ def _long(phases: Callable[[TELongAttention, Tensor], Tensor]) -> Plant:
     return edited(edit)
 
 
-def _bf16_frequencies(module: TELongAttention, positions: Tensor) -> Tensor:
-    return positions.float()[:, None] * module.frequencies(positions.device).bfloat16().float()
-
-
-def _bf16_phases(module: TELongAttention, positions: Tensor) -> Tensor:
-    return module.right_phases(positions).bfloat16().float()
-
-
-def _tf32_product(module: TELongAttention, positions: Tensor) -> Tensor:
-    return tf32(positions.float())[:, None] * tf32(module.frequencies(positions.device))
-
-
-def _of_base_10000(module: TELongAttention, positions: Tensor) -> Tensor:
-    return _phases_of_base(RIGHT_BASE, positions, module.head_dim)
-
-
 def _make_submodule(module: nn.Module) -> None:
     assert isinstance(module, TEModel)
     module.rope = module.frequencies.func  # type: ignore[assignment]
@@ -110,7 +86,10 @@ ROPE_BUGS = (
         "rope-interleaved-for-halves",
         "RoPE rotates neighbouring channels together, as in Meta's Llama, where the reference rotates halves.",
         ("attention",),
-        both(constructed_with(rotary_pos_interleaved=True), _rope(_interleaved)),
+        both(
+            constructed_with(rotary_pos_interleaved=True),
+            _rope(lambda phases: phases[..., : phases.shape[-1] // 2].repeat_interleave(2, dim=-1)),
+        ),
         "rope-layout",
     ),
     Bug(
@@ -125,7 +104,7 @@ ROPE_BUGS = (
         "rope-keys-one-position-late",
         "Keys are rotated by the position after theirs; queries are not.",
         SELF_ATTENTION,
-        _rope(lambda phases: (phases, _of_next_position(phases))),
+        _rope(lambda phases: (phases, phases + phases[1])),
         "rope-position",
     ),
     Bug("rope-partial", "rotary_percent=0.5: half of the channels stay.", SELF_ATTENTION, _rope(_half), "rope-partial"),
@@ -168,7 +147,11 @@ ROPE_BUGS = (
         "rope-frequencies-in-bf16",
         "model.to(bfloat16) rounded inv_freq before it was multiplied by positions.",
         LONG,
-        _long(_bf16_frequencies),
+        _long(
+            lambda module, positions: (
+                positions.float()[:, None] * module.frequencies(positions.device).bfloat16().float()
+            )
+        ),
         "rope-precision",
     ),
     Bug(
@@ -183,17 +166,23 @@ ROPE_BUGS = (
         "rope-phases-in-bf16",
         "Phases are stored in BF16 (TransformerEngine issue 1245).",
         LONG,
-        _long(_bf16_phases),
+        _long(lambda module, positions: module.right_phases(positions).bfloat16().float()),
         "rope-precision",
     ),
     Bug(
         "rope-positions-in-tf32",
         "Positions and frequencies were multiplied in TF32, which rounds positions past 2,048 (transformers 48428).",
         LONG,
-        _long(_tf32_product),
+        _long(lambda module, positions: tf32(positions.float())[:, None] * tf32(module.frequencies(positions.device))),
         "rope-precision",
     ),
-    Bug("rope-base-of-short-context", "RoPE's base is 10,000 for 500,000.", LONG, _long(_of_base_10000), "rope-base"),
+    Bug(
+        "rope-base-of-short-context",
+        "RoPE's base is 10,000 for 500,000.",
+        LONG,
+        _long(lambda module, positions: _phases_of_base(RIGHT_BASE, positions, module.head_dim)),
+        "rope-base",
+    ),
 )
 
 
@@ -255,10 +244,6 @@ def _heads_tiled(call: Call) -> Call:
         return context[:, :, order.argsort()].flatten(2)
 
     return mistaken
-
-
-def _without_alibi(call: Call) -> Call:
-    return lambda module, query, key, value: module(query, key, value)
 
 
 def _slopes_reversed(call: Call) -> Call:
@@ -384,7 +369,13 @@ ATTENTION_BUGS = (
         parameter_filled("softmax_offset", 0.0),
         "weight-not-copied",
     ),
-    Bug("alibi-missing", "No bias was passed.", ("alibi_attention",), called(_without_alibi), "attention-bias"),
+    Bug(
+        "alibi-missing",
+        "No bias was passed.",
+        ("alibi_attention",),
+        called(lambda call: lambda module, query, key, value: module(query, key, value)),
+        "attention-bias",
+    ),
     Bug(
         "alibi-slopes-reversed",
         "The heads' slopes are in the reverse order.",

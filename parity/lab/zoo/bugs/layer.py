@@ -12,15 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity.case.case import Pair
-from parity.lab.zoo.hosts.layer import Route, TEMixture, TEModel, route, weights_in
+from parity.lab.zoo.hosts.layer import TEMixture, route, weights_in
 from parity.lab.zoo.hosts.linear import LowRankLinear
-from parity.lab.zoo.planting import Bug, Call, Plant, both, called, constructed_with, edited, with_inputs, with_output
+from parity.lab.zoo.planting import (
+    Bug,
+    Call,
+    Plant,
+    both,
+    called,
+    constructed_with,
+    edited,
+    with_attributes,
+    with_inputs,
+    with_output,
+)
 
 # Norms with another epsilon, another kind, or another place of rounding.
-
-
-def _centred(x: Tensor) -> tuple[Tensor]:
-    return (x - x.mean(-1, keepdim=True),)
 
 
 def _scaled_by_bf16_statistics(module: Any, x: Tensor, output: Tensor) -> Tensor:
@@ -68,7 +75,7 @@ NORM_BUGS = (
         "layernorm-for-rmsnorm",
         "The norm subtracts the mean.",
         ("rmsnorm", "swiglu_mlp"),
-        with_inputs(_centred),
+        with_inputs(lambda x: (x - x.mean(-1, keepdim=True),)),
         "norm-kind",
     ),
     Bug(
@@ -92,21 +99,6 @@ NORM_BUGS = (
 # Another activation than the reference's, or the right one with other constants.
 
 
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _with_activation(activation: object) -> Plant:
-    def edit(module: nn.Module) -> None:
-        module.activation = activation  # type: ignore[assignment]
-
-    return edited(edit)
-
-
 def _clamped(**params: float) -> Plant:
     """Construct with other constants; TE's default is a limit of 7 and an alpha of 1.702, as gpt-oss has them."""
     return constructed_with(activation_params={"limit": 7.0, "alpha": 1.702, **params})
@@ -121,10 +113,13 @@ ACTIVATION_BUGS = (
         "gelu-tanh-for-erf",
         "GELU is TE's tanh approximation where the reference has PyTorch's default.",
         "erf_gelu_mlp",
-        _with_activation(_gelu_tanh),
+        with_attributes(activation=lambda x: F.gelu(x, approximate="tanh")),
     ),
     _activation_bug(
-        "quick-gelu-for-erf", "GELU is the sigmoid approximation.", "erf_gelu_mlp", _with_activation(_quick_gelu)
+        "quick-gelu-for-erf",
+        "GELU is the sigmoid approximation.",
+        "erf_gelu_mlp",
+        with_attributes(activation=lambda x: x * torch.sigmoid(1.702 * x)),
     ),
     _activation_bug(
         "quick-gelu-for-gelu", "activation='qgelu' for 'gelu'.", "gelu_mlp", constructed_with(activation="qgelu")
@@ -173,26 +168,6 @@ def _first_norm_last(pair: Pair, te: ModuleType) -> Pair:
     return dataclasses.replace(pair, weights={left: names[str(right)] for left, right in pair.weights.items()})
 
 
-def _on_model(edit_model: object) -> Plant:
-    def edit(module: nn.Module) -> None:
-        model = next(part for part in module.modules() if isinstance(part, TEModel))
-        edit_model(model)  # type: ignore[operator]
-
-    return edited(edit)
-
-
-def _untie(model: TEModel) -> None:
-    model.tie = Tensor.detach
-
-
-def _without_final_norm(model: TEModel) -> None:
-    model.final_norm = lambda x: x
-
-
-def _without_residual(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
-    return output - x
-
-
 def _low_rank_scaled(scale: Callable[[float], float]) -> Plant:
     def edit(module: nn.Module) -> None:
         assert isinstance(module, LowRankLinear)
@@ -234,7 +209,7 @@ LAYER_BUGS = (
         "last-residual-missing",
         "The layer's input does not reach its output directly.",
         ("llama_layer",),
-        with_output(_without_residual),
+        with_output(lambda module, x, output: output - x),
         "residual-placement",
     ),
     Bug(
@@ -276,14 +251,14 @@ LAYER_BUGS = (
         "last-norm-missing",
         "The model's last norm is not called.",
         ("tied_model", "model_with_loss"),
-        _on_model(_without_final_norm),
+        with_attributes(final_norm=lambda x: x),
         "norm-missing",
     ),
     Bug(
         "embeddings-not-tied",
         "The output projection is a copy of the embeddings: the same output, but it adds nothing to their gradient.",
         ("tied_model", "model_with_loss"),
-        _on_model(_untie),
+        with_attributes(tie=Tensor.detach),
         "embeddings-not-tied",
     ),
 )
@@ -293,14 +268,6 @@ LAYER_BUGS = (
 
 
 MIXTURE = ("mixture",)
-
-
-def _weighed(weights_of: Route) -> Plant:
-    def edit(module: nn.Module) -> None:
-        assert isinstance(module, TEMixture)
-        module.weights_of = weights_of
-
-    return edited(edit)
 
 
 def _not_divided(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
@@ -328,21 +295,21 @@ MIXTURE_BUGS = (
         "routing-weights-not-divided",
         "The chosen experts' weights are not divided by their sum.",
         MIXTURE,
-        _weighed(_not_divided),
+        with_attributes(weights_of=_not_divided),
         "routing-weights",
     ),
     Bug(
         "routing-weights-by-sigmoid",
         "The router's scores are sigmoids, as in DeepSeek-V3, where the reference's are a softmax.",
         MIXTURE,
-        _weighed(_sigmoids),
+        with_attributes(weights_of=_sigmoids),
         "routing-weights",
     ),
     Bug(
         "routing-weights-missing",
         "The experts' results are summed as they are; the router gets no gradient.",
         MIXTURE,
-        _weighed(_all_ones),
+        with_attributes(weights_of=_all_ones),
         "routing-weights",
     ),
     Bug(

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from parity.case.case import Pair
 from parity.lab.zoo.hosts.layer import TEModel, WithLoss
-from parity.lab.zoo.hosts.training import ADAM_SETTINGS, LEARNING_RATE, STEPS, Microbatched, Stepped, Trained
-from parity.lab.zoo.planting import STORED_IN_16_BITS, Bug, Call, Plant, called, edited
+from parity.lab.zoo.hosts.training import ADAM_SETTINGS, LEARNING_RATE, STEPS, Trained
+from parity.lab.zoo.planting import STORED_IN_16_BITS, Bug, Call, Plant, called, edited, with_attributes
 
 # Mistakes of a training step that the forward pass does not show.
 
@@ -25,31 +25,11 @@ LOSS_SCALE = 128.0
 ACCUMULATED = 16
 
 
-def _mean_of_all(losses: Tensor, counts: Tensor) -> Tensor:
-    return losses.mean()
-
-
-def _mean_of_sequence_means(losses: Tensor, counts: Tensor) -> Tensor:
-    return (losses.sum(-1) / counts.sum(-1)).mean()
-
-
-def _summed(losses: Tensor, counts: Tensor) -> Tensor:
-    return losses.sum()
-
-
 def _embeddings_scaled(module: nn.Module) -> None:
     """Scale embeddings by the root of their width, as T5 and Gemma have it."""
     model = module.model if isinstance(module, WithLoss) else module
     assert isinstance(model, TEModel)
     model.tokens.register_forward_hook(lambda tokens, given, rows: rows * rows.shape[-1] ** 0.5)
-
-
-def _reduce_by(reduce: object) -> Plant:
-    def edit(module: nn.Module) -> None:
-        assert isinstance(module, WithLoss)
-        module.reduce = reduce  # type: ignore[assignment]
-
-    return edited(edit)
 
 
 def _scaled_gradient(call: Call) -> Call:
@@ -59,16 +39,6 @@ def _scaled_gradient(call: Call) -> Call:
         return output
 
     return mistaken
-
-
-def _overwrite(module: nn.Module) -> None:
-    assert isinstance(module, Microbatched)
-    module.is_first = True
-
-
-def _sum_in_bf16(module: nn.Module) -> None:
-    assert isinstance(module, Microbatched)
-    module.main_grad_dtype = torch.bfloat16
 
 
 def _step_truncated(weight: Tensor, update: Tensor) -> Tensor:
@@ -84,14 +54,6 @@ def _step_without_master(weight: Tensor, update: Tensor) -> Tensor:
     for _ in range(STEPS):
         weight = weight - (LEARNING_RATE * update).to(weight.dtype)
     return weight
-
-
-def _with_step(step: object) -> Plant:
-    def edit(module: nn.Module) -> None:
-        assert isinstance(module, Stepped)
-        module.step = step  # type: ignore[assignment]
-
-    return edited(edit)
 
 
 def _accumulated_in_bf16(call: Call) -> Call:
@@ -115,21 +77,21 @@ TRAINING_BUGS = (
         "loss-over-all-tokens",
         "The loss is divided by the number of all tokens, padding included.",
         ("model_with_loss",),
-        _reduce_by(_mean_of_all),
+        with_attributes(reduce=lambda losses, counts: losses.mean()),
         "loss-scale",
     ),
     Bug(
         "loss-as-mean-of-means",
         "Each sequence's mean loss counts the same, however many tokens it has.",
         ("model_with_loss",),
-        _reduce_by(_mean_of_sequence_means),
+        with_attributes(reduce=lambda losses, counts: (losses.sum(-1) / counts.sum(-1)).mean()),
         "loss-scale",
     ),
     Bug(
         "loss-summed",
         "The loss is the sum over tokens (reduction='sum'), not their mean.",
         ("model_with_loss",),
-        _reduce_by(_summed),
+        with_attributes(reduce=lambda losses, counts: losses.sum()),
         "loss-scale",
     ),
     Bug(
@@ -150,14 +112,14 @@ TRAINING_BUGS = (
         "gradient-overwritten",
         "is_first_microbatch=True for each microbatch: the last one's gradient replaces the sum.",
         MICROBATCHED,
-        edited(_overwrite),
+        with_attributes(is_first=True),
         "gradient-accumulation",
     ),
     Bug(
         "gradient-accumulated-in-bf16",
         "main_grad is BF16: each of the microbatches' sums is rounded.",
         MICROBATCHED,
-        edited(_sum_in_bf16),
+        with_attributes(main_grad_dtype=torch.bfloat16),
         "gradient-accumulation",
     ),
     Bug(
@@ -171,7 +133,7 @@ TRAINING_BUGS = (
         "master-weights-truncated",
         "FP32 master weights are cut off, not rounded, to the weights' dtype.",
         STEPPED,
-        _with_step(_step_truncated),
+        with_attributes(step=_step_truncated),
         "master-weights",
         precisions=STORED_IN_16_BITS,
     ),
@@ -179,7 +141,7 @@ TRAINING_BUGS = (
         "master-weights-missing",
         "The optimizer updates 16-bit weights: steps below half an ulp are lost.",
         STEPPED,
-        _with_step(_step_without_master),
+        with_attributes(step=_step_without_master),
         "master-weights",
         precisions=STORED_IN_16_BITS,
     ),

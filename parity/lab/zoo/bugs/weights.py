@@ -41,19 +41,11 @@ def _is_gate_and_up(side: Side) -> bool:
     return isinstance(side, Stack) and len(side.parts) == 2
 
 
-def _up_over_gate(left: Side) -> Side:
-    return Stack(left.parts[::-1]) if isinstance(left, Stack) and _is_gate_and_up(left) else left
-
-
 def _halves_interleaved(pair: Pair) -> Change:
     shapes = {name: tensor.shape for name, tensor in pair.reference.named_parameters()}
     ffn = next(shape[0] for name, shape in shapes.items() if name.endswith("gate_proj.weight"))
     order = tuple(row for i in range(ffn) for row in (i, ffn + i))
     return lambda left: reorder(left, order) if _is_gate_and_up(left) else left
-
-
-def _stacked(left: Side) -> Side:
-    return stack(*left.parts) if isinstance(left, InterleavedQKV) else left
 
 
 def _interleaved(pair: Pair) -> Change:
@@ -90,18 +82,6 @@ def _heads_dealt_to_groups(pair: Pair) -> Change:
     return lambda left: columns(rows(left))
 
 
-def _not_shifted(left: Side) -> Side:
-    return left.parts[0] if isinstance(left, Shift) else left
-
-
-def _not_permuted(left: Side) -> Side:
-    return left.parts[0] if isinstance(left, RopeHalves) else left
-
-
-def _without_bias(call: Call) -> Call:
-    return lambda module, *inputs: call(module, *inputs)[0]
-
-
 def _with_bias_again(call: Call) -> Call:
     def mistaken(module: nn.Module, *inputs: Tensor) -> Tensor:
         bias = next(tensor for name, tensor in module.named_parameters() if name in ("bias", "fc2_bias"))
@@ -115,7 +95,7 @@ BUGS = (
         "gate-up-swapped",
         "fc1_weight holds up over gate.",
         GATED,
-        left_sides(_up_over_gate),
+        left_sides(lambda left: Stack(left.parts[::-1]) if isinstance(left, Stack) and _is_gate_and_up(left) else left),
         "gate-up-swapped",
     ),
     Bug(
@@ -129,7 +109,7 @@ BUGS = (
         "qkv-stacked-for-interleaved",
         "The fused QKV weight is Q over K over V where TE wants each group's Q, K and V together.",
         ("interleaved_qkv_attention",),
-        left_sides(_stacked),
+        left_sides(lambda left: stack(*left.parts) if isinstance(left, InterleavedQKV) else left),
         "qkv-layout",
     ),
     Bug(
@@ -199,7 +179,7 @@ BUGS = (
         "gamma-not-shifted",
         "zero_centered_gamma=True, but the norm's weight was copied as it is.",
         ("zero_centered_rmsnorm",),
-        left_sides(_not_shifted),
+        left_sides(lambda left: left.parts[0] if isinstance(left, Shift) else left),
         "gamma-shift",
     ),
     Bug(
@@ -213,14 +193,14 @@ BUGS = (
         "rope-weights-not-permuted",
         "Weights for Meta's interleaved RoPE were copied into a halves RoPE without permuting their rows.",
         ("meta_rope_attention",),
-        left_sides(_not_permuted),
+        left_sides(lambda left: left.parts[0] if isinstance(left, RopeHalves) else left),
         "rope-layout",
     ),
     Bug(
         "bias-dropped",
         "return_bias=True, and the caller does not add the bias.",
         ("linear", "gelu_mlp"),
-        both(constructed_with(return_bias=True), called(_without_bias)),
+        both(constructed_with(return_bias=True), called(lambda call: lambda module, *inputs: call(module, *inputs)[0])),
         "bias-dropped",
     ),
     Bug(
