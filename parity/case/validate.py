@@ -146,16 +146,12 @@ def parameters_outside_te(pair: Pair) -> frozenset[str]:
 
 def of_te(module: nn.Module) -> dict[str, nn.Module]:
     """Return the module and its parts that are TE's, or derived from TE's, by their names in it."""
-    return {name: part for name, part in module.named_modules() if _is_te(part)}
+    return {name: part for name, part in module.named_modules() if any(is_of_te(base) for base in type(part).__mro__)}
 
 
 def has_te(module: nn.Module) -> bool:
     """Return whether a module contains one of TE's."""
     return bool(of_te(module))
-
-
-def _is_te(module: nn.Module) -> bool:
-    return any(is_of_te(base) for base in type(module).__mro__)
 
 
 # Find a case's mistakes before anything runs: built at each size without memory, its parts must fit together.

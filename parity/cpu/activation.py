@@ -85,10 +85,6 @@ class Gated:
     linear: Pointwise
 
 
-def _sigmoid_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.sigmoid_backward(grad, x.sigmoid())
-
-
 def _qgelu_gradient(grad: Tensor, x: Tensor, alpha: float = QUICK) -> Tensor:
     sigmoid = (alpha * x).sigmoid()
     return grad * (sigmoid + alpha * x * sigmoid * (1 - sigmoid))
@@ -100,7 +96,7 @@ def _relu(x: Tensor) -> Tensor:
 
 
 IDENTITY = Pointwise(lambda x: x, lambda grad, x: grad)
-SIGMOID = Pointwise(torch.sigmoid, _sigmoid_gradient)
+SIGMOID = Pointwise(torch.sigmoid, lambda grad, x: torch.ops.aten.sigmoid_backward(grad, x.sigmoid()))
 GELU = Pointwise(partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh"))
 QGELU = Pointwise(lambda x: x * (QUICK * x).sigmoid(), _qgelu_gradient)
 RELU = Pointwise(_relu, lambda grad, x: grad * (x > 0))

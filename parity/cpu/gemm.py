@@ -266,7 +266,10 @@ def _compute(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
     if left.matrix.numel() == 0 or right.matrix.numel() == 0:
-        return _without_product(left, right, epilogue, result_dtype)
+        # Zeros without bias, or D as it is (``csrc/extensions/gemm.cpp``).
+        zeros = torch.zeros(right.matrix.shape[0], left.matrix.shape[0])
+        pre_gelu = zeros if epilogue.gelu else None
+        return (zeros if epilogue.addend is None else epilogue.addend).to(result_dtype), pre_gelu
     splits = (
         result_dtype in tensor_cores.SIXTEEN_BIT and kernel_choices.SPLIT_K_IN_OUTPUT_TYPE in kernel_choices.current()
     )
@@ -299,15 +302,6 @@ def _compute(
     if epilogue.dgelu_of is not None:
         value = torch.ops.aten.gelu_backward(value, epilogue.dgelu_of.float(), approximate="tanh")
     return value.to(result_dtype), None
-
-
-def _without_product(
-    left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Return zeros without bias for an empty operand, or D as it is (``csrc/extensions/gemm.cpp``)."""
-    zeros = torch.zeros(right.matrix.shape[0], left.matrix.shape[0])
-    pre_gelu = zeros if epilogue.gelu else None
-    return (zeros if epilogue.addend is None else epilogue.addend).to(result_dtype), pre_gelu
 
 
 def _product(left: _Operand, right: _Operand, dtype: torch.dtype, part: slice) -> Tensor:

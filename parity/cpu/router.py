@@ -319,7 +319,8 @@ def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
     if not radix:
         order = _warp_order(scores.shape[1])
         return order[scores[:, order].sort(dim=1, descending=True, stable=True).indices[:, :k]]
-    chosen = _ordered(scores).sort(dim=1, descending=True, stable=True)
+    bits = scores.contiguous().view(torch.int32)  # ordered below as the FP32 scores are, -0 below 0
+    chosen = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).sort(dim=1, descending=True, stable=True)
     smallest, columns = chosen.values[:, k - 1 : k], chosen.indices[:, :k]
     is_smallest = (chosen.values[:, :k] == smallest) * scores.shape[1]
     return columns.gather(1, (columns + is_smallest).argsort(1))
@@ -335,12 +336,6 @@ def _warp_order(columns: int) -> Tensor:
     lane = column % _LANES
     reversed_lane = sum(((lane >> bit) & 1) << (4 - bit) for bit in range(5))
     return (reversed_lane * columns + column).argsort()
-
-
-def _ordered(scores: Tensor) -> Tensor:
-    """Return int32 that are ordered as the FP32 scores are, -0 below 0."""
-    bits = scores.contiguous().view(torch.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 # The loss that keeps a mixture's experts evenly busy.

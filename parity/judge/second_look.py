@@ -101,7 +101,7 @@ def second_look(
     if port.plain:
         looked.append(run_model(prepared, rounding, both[1], chosen=_following(prepared, port)))
         judged = judge(looked, NONE_DRAWN)
-    if not _are_finite(judged) or all(tensor.passed for tensor in judged):
+    if not all(math.isfinite(tensor.margin) for tensor in judged) or all(tensor.passed for tensor in judged):
         return judged
     tensors, noisy = _not_cleared(tensors, judged), 0
     if noisy_kernels and not _is_hopeless(judged, noisy, False, rounding):
@@ -204,10 +204,6 @@ def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool, round
 
 def _are_few_numbers(tensor: TensorResult) -> bool:
     return not tensor.kind.endswith("gradient") and tensor.numel < SMALLEST_SLICE
-
-
-def _are_finite(tensors: Sequence[TensorResult]) -> bool:
-    return all(math.isfinite(tensor.margin) for tensor in tensors)
 
 
 def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[Kinks | None, Freedom]]:

@@ -289,10 +289,6 @@ def _layer(module: reference.GPTLayer | reference.LlamaLayer, x: Tensor, skips_h
         "attention": components(module.attention, x, skips_hidden=skips_hidden),
         "mlp": components(module.mlp, x),
     }
-    return _prefixed(parts)
-
-
-def _prefixed(parts: Mapping[str, Components]) -> Components:
     return {f"{part}.{name}": each for part, found in parts.items() for name, each in found.items()}
 
 

@@ -161,15 +161,11 @@ def _rms_norm(x: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt()
 
 
-def _layer_norm(x: Tensor) -> Tensor:
-    return _rms_norm(x - x.mean(-1, keepdim=True))
-
-
 def _l2_norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPS_OF_L2).rsqrt()
 
 
-KINDS: dict[str, Compute] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
+KINDS: dict[str, Compute] = {"LayerNorm": lambda x: _rms_norm(x - x.mean(-1, keepdim=True)), "RMSNorm": _rms_norm}
 """Norms without weights, by their names in TE."""
 
 

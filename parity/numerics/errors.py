@@ -243,7 +243,7 @@ class Measures:
             nans=int((x.isnan() & golden_finite).sum()),
             infs=int((x.isinf() & golden_finite).sum()),
             golden_non_finite=int((~golden_finite).sum()),
-            first_non_finite=_first_index(spoiled if spoiled.any() else ~golden_finite),
+            first_non_finite=tuple(int(index) for index in (spoiled if spoiled.any() else ~golden_finite).nonzero()[0]),
         )
 
 
@@ -257,10 +257,6 @@ def _measure_finite(error: Summed, golden: Summed, per_ulp: Tensor, dtype: torch
         sqnr_db=sqnr_db(relative),
         golden_rms=golden.root_mean_square,
     )
-
-
-def _first_index(mask: Tensor) -> tuple[int, ...]:
-    return tuple(int(index) for index in mask.nonzero()[0])
 
 
 # One golden tensor, and the errors of what is computed in its place, in the arithmetic in which they are judged.

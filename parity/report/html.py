@@ -446,16 +446,12 @@ def _file(name: str) -> str:
     return (resources.files(__package__) / name).read_text(encoding="utf-8")
 
 
-def _as_letters(value: Any) -> Any:
-    """Show control characters as escapes; what is the page's own is left as it is."""
-    return value if isinstance(value, Markup) or not isinstance(value, str) else shown.text(value)
-
-
 @functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True,
-        finalize=_as_letters,
+        # Control characters become escapes; what is the page's own is left as it is.
+        finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else shown.text(value),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

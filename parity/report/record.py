@@ -145,10 +145,6 @@ def _line_of(content: Any) -> Environment | Result | Uncollected:
     raise NotReadableError(f"no {', '.join(_KINDS)} in it")
 
 
-def _uncollected_from_json(content: Any) -> Uncollected:
-    return _uncollected_type().validate_python(content)
-
-
 @functools.cache
 def _uncollected_type() -> TypeAdapter[Uncollected]:
     return TypeAdapter(Uncollected)
@@ -157,7 +153,7 @@ def _uncollected_type() -> TypeAdapter[Uncollected]:
 _KINDS: Mapping[str, Callable[[Any], Environment | Result | Uncollected]] = {
     "environment": environments.from_json,
     "result": from_json,
-    "uncollected": _uncollected_from_json,
+    "uncollected": lambda content: _uncollected_type().validate_python(content),
 }
 
 

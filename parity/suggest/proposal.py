@@ -307,15 +307,11 @@ def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -
         shared = set(entries[0]).intersection(*entries[1:])
         errors = settled.alternatives[i] if settled else [float("nan")] * len(entries)
         alternatives = [
-            Alternative(_without(own, shared), error, pick == picks[i])
+            Alternative(tuple(entry for entry in own if entry not in shared), error, pick == picks[i])
             for pick, (own, error) in enumerate(zip(entries, errors, strict=True))
         ]
         alternatives.sort(key=lambda alternative: (not alternative.chosen, alternative.error))
         yield Decision(choice.about, tuple(alternatives), choice.repeats)
-
-
-def _without(entries: Entries, shared: set[tuple[Side, Side]]) -> Entries:
-    return tuple(entry for entry in entries if entry not in shared)
 
 
 # A suggestion as plain data, and printed.

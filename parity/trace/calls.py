@@ -193,7 +193,7 @@ class _Editor(TorchFunctionMode):
         name = canonical_name(func)
         # Most calls are of functions that no edit is about. Calls are counted by name, so these need not be.
         is_edited = name in self._names
-        if not is_edited and not (self._found and _may_change(func, kwargs)):
+        if not is_edited and not (self._found and (_writes(func) or "out" in kwargs)):
             return func(*args, **kwargs)
         changed = changed_in_place(func, args, kwargs)
         if changed is not None:
@@ -305,10 +305,6 @@ def _writes(function: Any) -> bool:
     """Return whether a function writes to its first argument."""
     name = getattr(function, "__name__", "")
     return bool(name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
-
-
-def _may_change(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    return _writes(function) or "out" in kwargs
 
 
 def changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -127,7 +127,8 @@ def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float 
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_heed_interrupts,
+            # What a shell runs in the background is deaf to Ctrl-C, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         with ended_with_this(process):
             try:
@@ -142,11 +143,6 @@ def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float 
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the driver may not let a process end at once
                     process.wait(timeout=grace)
     return Ended(code, time.monotonic() - began)
-
-
-def _heed_interrupts() -> None:
-    """Let the child hear Ctrl-C: what a shell runs in the background is deaf to it, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -169,8 +169,9 @@ _TENSORS, _HISTORY = 6, 16
 
 def casts() -> Iterator[KernelCall]:
     for name in QUANTIZERS:
-        for code_text, codes in _codes_of(name).items():
-            for text, dtype in _dtypes_of(name).items():
+        for code_text, codes in ({"E2M1": E4M3} if name.startswith("nvfp4") else _CODES).items():
+            # TE's Hadamard transform reads BF16 only.
+            for text, dtype in ({"BF16": torch.bfloat16} if "Hadamard" in name else DTYPES).items():
                 variant = f"{text} to {name} {code_text}"
                 run = partial(_quantize, name=name, codes=codes, dtype=dtype)
                 yield KernelCall("Casts", "quantize", variant, _CAST_SHAPES, run, name)
@@ -186,15 +187,6 @@ def casts() -> Iterator[KernelCall]:
             run = partial(_scale_update, algorithm=algorithm, codes=codes)
             kernel = "fused_amax_and_scale_update_after_reduction"
             yield KernelCall("Scales", kernel, f"{algorithm}, {code_text}", f"history [{_HISTORY}, {_TENSORS}]", run)
-
-
-def _codes_of(quantizer: str) -> dict[str, str]:
-    return {"E2M1": E4M3} if quantizer.startswith("nvfp4") else _CODES
-
-
-def _dtypes_of(quantizer: str) -> dict[str, torch.dtype]:
-    """Return the dtypes that a quantizer reads: TE's Hadamard transform reads BF16 only."""
-    return {"BF16": torch.bfloat16} if "Hadamard" in quantizer else DTYPES
 
 
 def _quantize(bench: Bench, name: str, codes: str, dtype: torch.dtype) -> Mapping[str, Any]:

@@ -31,8 +31,8 @@ from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
 from parity.numerics.formats import PARTS
 from parity.passes.all_passes import Tensors, model_tensors, run_candidate, tensors_of
-from parity.passes.prepare import Prepared, build, prepare, rounded_inputs, share_rounded_weights
-from parity.te import PRECISIONS, Kernels, Precision
+from parity.passes.prepare import build, prepare, rounded_inputs, share_rounded_weights
+from parity.te import PRECISIONS, Kernels
 from parity.user_error import UserError
 
 # Issue 407 drawn again: the reporter's figures are one draw each, of which distribution?
@@ -283,7 +283,9 @@ def measure(entry: Run, kernels: Kernels) -> Measured:
     prepared = prepare(case, checked, precision.dtype, entry.seed, kernels)
     golden = tensors_of(prepared.golden)
     if entry.way not in (TE, SHORT_SUMS):
-        return _measured(_modelled(prepared, precision, entry.way), golden)
+        parts = PARTS if entry.way == MODEL else PARTS & {entry.way}
+        rounding = dataclasses.replace(precision.rounding, parts=parts)
+        return _measured(model_tensors(prepared, rounding, AS_TE), golden)
 
     torch.manual_seed(entry.seed)  # of stochastic rounding
     sums = tensor_cores.emulated() if entry.way == SHORT_SUMS else nullcontext()
@@ -313,12 +315,6 @@ def check(settings: Settings) -> None:
 
 
 _ISSUE_407 = (dataclasses.replace(mlp.issue_407, probe=False), CheckedSize(mlp.issue_407.sizes[0], ISSUE_407))
-
-
-def _modelled(prepared: Prepared, precision: Precision, way: str) -> Tensors:
-    parts = PARTS if way == MODEL else PARTS & {way}
-    rounding = dataclasses.replace(precision.rounding, parts=parts)
-    return model_tensors(prepared, rounding, AS_TE)
 
 
 def _measured(tensors: Tensors, golden: Tensors) -> Measured:

@@ -350,7 +350,8 @@ def _sections(found: Results, missing: Mapping[str, str | None], settings: Setti
     yield _misfits(found, settings)
     yield "## FP8 attention and outliers"
     yield _ATTENTION.format(seq=settings.attention_seq, head_dim=settings.head_dim)
-    yield _attention_section(found, settings)
+    rows = [[way, *(short(attention_rmse(found, each, way)) for each in settings.distributions)] for way in WAYS]
+    yield reporting.numbers(rows, ["queries, keys and values", *settings.distributions])
     yield "## Claims"
     yield reporting.claims(claims(found, settings))
     yield "Made by `parity study fp8_recipes`."
@@ -508,11 +509,6 @@ def _misfits(found: Results, settings: Settings) -> str:
             when = "in the step after" if moment else "in its step"
             rows.append([f"{side} {CHANGE_TITLES[change]}", f"{what} {when}", *cells])
     return reporting.numbers(rows, ["change", "share", *(f"{factor:g} times" for factor in settings.factors)])
-
-
-def _attention_section(found: Results, settings: Settings) -> str:
-    rows = [[way, *(short(attention_rmse(found, each, way)) for each in settings.distributions)] for way in WAYS]
-    return reporting.numbers(rows, ["queries, keys and values", *settings.distributions])
 
 
 def _decibels(value: float) -> str:

@@ -58,31 +58,19 @@ class Scaled:
     in_softmax: float = 1.0
 
 
-def _after(query: Tensor, key: Tensor, scale: float, layer: int) -> Scaled:
-    return Scaled(query, key, scale)
-
-
-def _query(query: Tensor, key: Tensor, scale: float, layer: int) -> Scaled:
-    return Scaled(query * scale, key, 1.0)
-
-
 def _both(query: Tensor, key: Tensor, scale: float, layer: int) -> Scaled:
     root = math.sqrt(scale)
     return Scaled(query * root, key * root, 1.0)
-
-
-def _layer(query: Tensor, key: Tensor, scale: float, layer: int) -> Scaled:
-    return Scaled(query, key, scale / layer, float(layer))
 
 
 # Where the scale is applied: to the product; to the queries; its square root to both (Megatron-DeepSpeed, pull request
 # 118); to the product, divided by the layer's number, which softmax multiplies back (Megatron-LM,
 # ``apply_query_key_layer_scaling``).
 PLACEMENTS: dict[str, Callable[[Tensor, Tensor, float, int], Scaled]] = {
-    "after": _after,
-    "query": _query,
+    "after": lambda query, key, scale, layer: Scaled(query, key, scale),
+    "query": lambda query, key, scale, layer: Scaled(query * scale, key, 1.0),
     "both": _both,
-    "layer": _layer,
+    "layer": lambda query, key, scale, layer: Scaled(query, key, scale / layer, float(layer)),
 }
 
 

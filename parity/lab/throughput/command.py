@@ -252,7 +252,7 @@ def _sections(found: Record, plot: str | None) -> Iterator[str]:
     yield _peaks(found.peaks)
     for workload, rows in _by_workload(found.rows).items():
         yield f"## {workload}"
-        yield _rows(rows, found)
+        yield markdown_table([(row.name, *_cells(row, found)) for row in rows], _ROW_HEADERS)
     yield "Made by `parity throughput`."
 
 
@@ -286,10 +286,6 @@ def _peaks(peaks: Sequence[Peak]) -> str:
         for peak in peaks
     ]
     return markdown_table(rows, ("format", "TFLOP/s", "product"))
-
-
-def _rows(rows: Sequence[Row], found: Record) -> str:
-    return markdown_table([(row.name, *_cells(row, found)) for row in rows], _ROW_HEADERS)
 
 
 def _cells(row: Row, found: Record) -> list[str]:

@@ -256,11 +256,6 @@ def _slopes_reversed(call: Call) -> Call:
     return mistaken
 
 
-def _tf32_operands(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Round operands to TF32, with a gradient as if they were not."""
-    return tuple(tensor + (tf32(tensor.detach()) - tensor.detach()) for tensor in tensors)
-
-
 ATTENTION_BUGS = (
     Bug("softmax-scale-missing", "softmax_scale=1.", CORE, _with_scale(lambda d: 1.0), "softmax-scale"),
     Bug(
@@ -397,7 +392,8 @@ ATTENTION_BUGS = (
         "attention-in-tf32",
         "Attention's products in TF32 where PyTorch's FP32 is promised.",
         CORE,
-        with_inputs(_tf32_operands),
+        # The gradient is as if they were not rounded.
+        with_inputs(lambda *tensors: tuple(tensor + (tf32(tensor.detach()) - tensor.detach()) for tensor in tensors)),
         "tf32",
         precisions=("fp32",),
     ),
