@@ -86,13 +86,14 @@ def compare_over_ranks_at(
         return dataclasses.replace(asked.result("skipped", reason=unavailable), ranks=made.label)
     with usual_modes(), undisturbed(mixed(seed, "everything else")) as disturbed:
         result = unless_raised(
-            lambda: _compared(asked, case, checked, made, diagnosis, timeout), partial(_broken_off, asked)
+            lambda: _compared(asked, case, checked, made, diagnosis, timeout), partial(error_of, asked)
         )
     result = as_printable(noting(result, disturbed))
     return dataclasses.replace(result, ranks=made.label, seconds=time.perf_counter() - began)
 
 
-def _broken_off(asked: Asked, error: BaseException) -> Result:
+def error_of(asked: Asked, error: BaseException) -> Result:
+    """Return the error of a comparison over ranks or of a training in which something raised, such as its step."""
     if isinstance(error, UserError):
         return asked.result("error", reason=said(error))
     return broken_off(asked, error).result

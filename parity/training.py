@@ -26,13 +26,13 @@ from parity.case.case import Case, Training, mixed
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
-from parity.comparison import Judged, broken_off, explain_at, judge_at, noting, unless_raised, without_cause
+from parity.comparison import Judged, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
+from parity.judge.judge import thinned
 from parity.judge.limits import Table
-from parity.judge.pictures import thinned
 from parity.judge.steps import Replay, deviations, holds, not_as, wrong_scaling
 from parity.mistakes.codes import Code, repairable
-from parity.parallel import NO_RANKS, ended
+from parity.parallel import NO_RANKS, ended, error_of
 from parity.passes.courses import Beside, Without, of_reference, side_by_side
 from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
@@ -71,7 +71,6 @@ from parity.te.attention_backend import AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization, is_quantized
 from parity.trace.effects import undisturbed
 from parity.training_over_ranks import TraineeOverRanks
-from parity.user_error import UserError, said
 
 _NOT_COMPILED = (
     "torch.compile compiles nothing of this candidate, so there is nothing to compare: TransformerEngine leaves most "
@@ -221,19 +220,12 @@ def train_at(
         ExitStack() as resuming,
     ):
         result = unless_raised(
-            lambda: _trained(asked, checked, steps, switch, diagnosis, resuming, made), partial(_broken_off, asked)
+            lambda: _trained(asked, checked, steps, switch, diagnosis, resuming, made), partial(error_of, asked)
         )
         if graphs_compiled is not None and result.passed and not graphs_compiled():
             result = asked.result("skipped", reason=_NOT_COMPILED)
     result = as_printable(noting(result, disturbed))
     return dataclasses.replace(result, ranks=made.label if made else "", seconds=time.perf_counter() - began)
-
-
-def _broken_off(asked: Asked, error: BaseException) -> Result:
-    """Return the error of a training in which something raised, such as the port's own step."""
-    if isinstance(error, UserError):
-        return asked.result("error", reason=said(error))
-    return broken_off(asked, error).result
 
 
 def _trained(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parity.cpu.user_error import UserError  # which imports nothing of parity, so the class lies there
+from parity.cpu import UserError  # which imports nothing of parity, so the class lies there
 
 __all__ = [
     "INTERRUPTS",

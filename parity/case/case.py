@@ -225,6 +225,14 @@ class Case:
         return f"{self.name} ({self.path.name}:{self.line})"
 
 
+def are_same(entry: object, other: object) -> bool:
+    """Return whether two sizes, or entries of theirs, are equal; tensors and arrays count as different."""
+    try:
+        return bool(entry == other)
+    except (RuntimeError, ValueError):  # tensors and arrays compare element by element
+        return False
+
+
 def as_case(pair: Case | Pair) -> Case:
     """Return the case itself, or one whose builds are copies of the user's own modules, with the weights that both
     hold.

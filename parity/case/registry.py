@@ -18,7 +18,7 @@ from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 from parity import te
-from parity.case.case import Case, Pair, Size
+from parity.case.case import Case, Pair, Size, are_same
 from parity.case.files import Place, place_of
 from parity.ranks.layout import Degrees, degrees
 from parity.result import Switch
@@ -140,14 +140,6 @@ def checked_marks(marks: object) -> tuple[str, ...]:
         if not mark.isidentifier():
             raise UserError(f"mark {mark!r} is not a valid name of a pytest mark")
     return chosen
-
-
-def are_same(entry: object, other: object) -> bool:
-    """Return whether two sizes, or entries of theirs, are equal; tensors and arrays count as different."""
-    try:
-        return bool(entry == other)
-    except (RuntimeError, ValueError):  # tensors and arrays compare element by element
-        return False
 
 
 def _strings(argument: str, values: object) -> tuple[str, ...]:

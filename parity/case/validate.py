@@ -21,12 +21,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from parity.case import transfer
-from parity.case.case import Case, Pair, Rng, Size, draw_inputs
+from parity.case.case import Case, Pair, Rng, Size, are_same, draw_inputs
 from parity.case.map_check import check_map, other_names
-from parity.case.registry import are_same
 from parity.case.weight_map import WeightMapError, names
-from parity.te import refusing_meta_tensors
 from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
+from parity.te.devices import refusing_meta_tensors
 from parity.trace.effects import undisturbed
 from parity.trace.whose import first_paragraph, is_of_te, users_frame, users_line
 from parity.user_error import INTERRUPTS, UserError

@@ -30,3 +30,11 @@ page                                                stands for, in TransformerEn
 ``loading``                                         how TE's Python, and a user's script, are read to mean the CPU
 ==================================================  ====================================================================
 """
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in a user's pair, file, arguments or environment; says what is wrong, where, and what to do."""
+
+    __module__ = "parity"  # as users import it, and read it in tracebacks

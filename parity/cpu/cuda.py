@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from parity.cpu import UserError
 from parity.cpu.graphs import (
     CUDAGraph,
     check_not_capturing,
@@ -28,7 +29,6 @@ from parity.cpu.graphs import (
     graph_pool_handle,
     is_current_stream_capturing,
 )
-from parity.cpu.user_error import UserError
 
 __all__ = ["CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"]  # from parity.cpu.graphs
 

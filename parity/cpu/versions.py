@@ -8,7 +8,7 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from parity.cpu.user_error import UserError
+from parity.cpu import UserError
 
 OLDEST = Version("2.14")
 NEWEST = Version("2.20")

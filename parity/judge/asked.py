@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -14,8 +14,10 @@ from parity.judge.limits import Table
 from parity.passes.all_passes import Recalled, Tensors, run_candidate
 from parity.passes.prepare import Prepared
 from parity.result import Determinism, Finding, Result, Status
-from parity.te import Kernels, Precision
 from parity.te.attention_backend import AttentionBackend, attention_backends
+
+if TYPE_CHECKING:
+    from parity.te import Kernels, Precision
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,15 +6,13 @@ that direction averages out the noise of all elements, so it shows mistakes far 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy import special
 from torch import Tensor
 
-from parity.judge.statistics import Component, Statistic, has_component, has_enough
+from parity.judge.statistics import coefficient, has_enough
 from parity.mistakes.catalogue import calls_of, outputs_under, subtle_hypotheses
 from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import Hypothesis
@@ -22,9 +20,6 @@ from parity.numerics.errors import Summed, difference, in_fp32
 from parity.passes.prepare import Prepared, size_in_bytes
 from parity.result import Check, Finding, TensorResult
 
-# Directions whose components are at least this share of the largest cannot be told apart by size: the
-# coefficient decides.
-_SAME = 0.9
 # Smaller changes of golden than this share do not count: in FP64, sums in another order already change as much.
 _FP64 = 1e-12
 # A coefficient within this distance of 1 says that the mistake was made, and not something that resembles it.
@@ -70,58 +65,6 @@ def _directions(prepared: Prepared) -> Iterator[Direction]:
         changes = {name: x for name, x in changes.items() if x.is_finite and x.norm > _FP64 * norms[name]}
         if changes:
             yield Direction(mistake, changes)
-
-
-def resemblance(
-    output: str,
-    error: Summed,
-    model_errors: Sequence[Summed],
-    golden: Summed,
-    expected_norm: float,
-    known: Sequence[Direction],
-) -> Statistic | None:
-    """Return the mistake that an output's error resembles most; None if no mistake changes this output.
-
-    Args:
-        output: its name.
-        error, model_errors, golden: as for ``parity.judge.statistics.statistics``.
-        expected_norm: the expected norm of the error.
-        known: all directions.
-    """
-    along = [d for d in known if output in d.changes and has_component(d.changes[output])]
-    if not along:
-        return None
-    components = [(Component(error, model_errors, d.changes[output], golden, expected_norm), d) for d in along]
-    components.sort(key=lambda entry: entry[0].at_most, reverse=True)
-    largest, judged = 0.0, []
-    for component, direction in components:
-        if component.at_most < _SAME * largest:
-            break
-        largest = max(largest, abs(component.value))
-        judged.append((component.value, direction))
-    close = [entry for entry in judged if abs(entry[0]) >= _SAME * largest]
-    value, likeliest = min(close, key=lambda entry: abs(coefficient(error, entry[1].changes[output]) - 1.0))
-    share = coefficient(error, likeliest.changes[output])
-    return Statistic("mistake", largest_of(len(along), value), likeliest.mistake.name, share)
-
-
-def largest_of(count: int, value: float) -> float:
-    """Return the deviation that a single direction exceeds as rarely as the largest of so many exceeds this one.
-
-    The probability that one of them exceeds it is at most the sum of theirs, however they are related. So each further
-    mistake that is asked for makes all others a little harder to find, and a false alarm no likelier.
-
-    Args:
-        count: how many directions an error was compared with, at least 1.
-        value: the largest component, signed, in standard deviations.
-    """
-    likely = special.log_ndtr(-abs(value)) + math.log(count)
-    return math.copysign(-float(special.ndtri_exp(likely)) if likely < math.log(0.5) else 0.0, value)
-
-
-def coefficient(error: Summed, change: Summed) -> float:
-    """Return how much of the change the error contains: near 1 if the mistake was made, near 0 if it was not."""
-    return error.dot(change) / change.total
 
 
 def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:

@@ -10,17 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from parity.case.case import Case, Pair
 from parity.case.validate import CheckedSize
-from parity.judge.directions import Direction, resemblance
 from parity.judge.limits import Table
-from parity.judge.pictures import thinned
-from parity.judge.statistics import Statistic, allowance, least_error, scatters, slices_scatter, statistics
+from parity.judge.statistics import Statistic, allowance, least_error, resemblance, scatters, slices_scatter, statistics
 from parity.mistakes.codes import UNEXPLAINED, finding
 from parity.numerics.errors import Deviations, Summed, Truth, Truths
 from parity.passes.all_passes import Tensors, model_numbers, returned_dtype
@@ -28,7 +26,10 @@ from parity.passes.one_pass import Pass, selecting
 from parity.passes.prepare import Prepared
 from parity.passes.refusals import overflows_within
 from parity.result import Check, Determinism, Finding, Kind, Result, Status, TensorResult
-from parity.te import Precision
+
+if TYPE_CHECKING:
+    from parity.judge.directions import Direction
+    from parity.te import Precision
 
 # Grant what some faithful kernels do in one direction, along that direction and nowhere else.
 #
@@ -386,6 +387,7 @@ def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
 
 
 _KINDS: tuple[Kind, ...] = ("output", "input gradient", "weight gradient", "probed output")
+MOST_PICTURES = 4  # of a comparison that failed
 # A message names at most so many outputs.
 _FEW = 3
 # The parts of the case and size that were compared last.
@@ -456,6 +458,21 @@ def merged(results: Sequence[Result]) -> Result:
         determinism=_determinism([result.determinism for result in results if result.determinism is not None]),
         device_error=next((result.device_error for result in results if result.device_error), ""),
     )
+
+
+def thinned(tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
+    """Return the verdicts of several passes, such as a training's steps, with no more pictures than one pass has."""
+    worth = {tensor.label for tensor in worth_a_picture(tensors)}
+    return tuple(tensor if tensor.label in worth else dataclasses.replace(tensor, picture=None) for tensor in tensors)
+
+
+def worth_a_picture(tensors: Sequence[TensorResult]) -> list[TensorResult]:
+    """Return those that failed by most, an output among them if one failed; or the worst one if none failed."""
+    by_margin = sorted(tensors, key=lambda tensor: tensor.margin, reverse=True)
+    failed = [tensor for tensor in by_margin if not tensor.passed]
+    outputs = [tensor for tensor in failed if tensor.kind == "output"][:1]
+    others = [tensor for tensor in failed if tensor not in outputs]
+    return outputs + others[: MOST_PICTURES - len(outputs)] or by_margin[:1]
 
 
 def _findings(results: Sequence[Result]) -> tuple[Finding, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from parity.judge.judge import worth_a_picture
 from parity.mistakes.catalogue import calls_of
 from parity.mistakes.losses import returned_log_probs
 from parity.numerics.errors import Deviations, Summed, Truth, Truths, norm_of
@@ -18,7 +19,6 @@ from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared, size_in_bytes
 from parity.result import Histogram, Picture, Profile, TensorResult
 
-MOST_PICTURES = 4  # of a comparison that failed
 PARTS, PARTS_OF_A_PASS = 64, 16  # of an axis, at most
 BINS, FIRST, WIDTH = 40, -5.0, 0.25  # from 1/100,000 of the expected error to 100,000 times it, four bins a decade
 _FEWEST = 16  # elements of which a histogram says anything
@@ -37,28 +37,13 @@ def pictured(
         models: the rounding model's; the one whose error is largest is what is expected.
     """
     parts = PARTS_OF_A_PASS if all(tensor.passed for tensor in tensors) else PARTS
-    worth = {tensor.label for tensor in _worth_a_picture(tensors) if tensor.key in golden}
+    worth = {tensor.label for tensor in worth_a_picture(tensors) if tensor.key in golden}
     return tuple(
         dataclasses.replace(tensor, picture=_picture(golden[tensor.key], tensor, candidate, models, parts))
         if tensor.label in worth
         else tensor
         for tensor in tensors
     )
-
-
-def thinned(tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """Return the verdicts of several passes, such as a training's steps, with no more pictures than one pass has."""
-    worth = {tensor.label for tensor in _worth_a_picture(tensors)}
-    return tuple(tensor if tensor.label in worth else dataclasses.replace(tensor, picture=None) for tensor in tensors)
-
-
-def _worth_a_picture(tensors: Sequence[TensorResult]) -> list[TensorResult]:
-    """Return those that failed by most, an output among them if one failed; or the worst one if none failed."""
-    by_margin = sorted(tensors, key=lambda tensor: tensor.margin, reverse=True)
-    failed = [tensor for tensor in by_margin if not tensor.passed]
-    outputs = [tensor for tensor in failed if tensor.kind == "output"][:1]
-    others = [tensor for tensor in failed if tensor not in outputs]
-    return outputs + others[: MOST_PICTURES - len(outputs)] or by_margin[:1]
 
 
 def _picture(

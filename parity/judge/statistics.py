@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.numerics.errors import Summed, norm_of, over_rows
 from parity.result import TensorResult
+
+if TYPE_CHECKING:
+    from parity.judge.directions import Direction
 
 # The error's component along a direction (golden, or a mistake's change), compared with those of the models.
 
@@ -558,3 +561,63 @@ def _ratio(error: float, expected: float) -> float:
 def _ratios(errors: Tensor, expected: Tensor) -> Tensor:
     """Return the ratio of each element, as ``_ratio`` does."""
     return torch.where(errors > 0, errors / expected, 0.0)
+
+
+# The mistake whose direction an error points in, among those that are known.
+
+
+# Directions whose components are at least this share of the largest cannot be told apart by size: the
+# coefficient decides.
+_SAME = 0.9
+
+
+def resemblance(
+    output: str,
+    error: Summed,
+    model_errors: Sequence[Summed],
+    golden: Summed,
+    expected_norm: float,
+    known: Sequence[Direction],
+) -> Statistic | None:
+    """Return the mistake that an output's error resembles most; None if no mistake changes this output.
+
+    Args:
+        output: its name.
+        error, model_errors, golden: as for ``statistics``.
+        expected_norm: the expected norm of the error.
+        known: all directions.
+    """
+    along = [d for d in known if output in d.changes and has_component(d.changes[output])]
+    if not along:
+        return None
+    components = [(Component(error, model_errors, d.changes[output], golden, expected_norm), d) for d in along]
+    components.sort(key=lambda entry: entry[0].at_most, reverse=True)
+    largest, judged = 0.0, []
+    for component, direction in components:
+        if component.at_most < _SAME * largest:
+            break
+        largest = max(largest, abs(component.value))
+        judged.append((component.value, direction))
+    close = [entry for entry in judged if abs(entry[0]) >= _SAME * largest]
+    value, likeliest = min(close, key=lambda entry: abs(coefficient(error, entry[1].changes[output]) - 1.0))
+    share = coefficient(error, likeliest.changes[output])
+    return Statistic("mistake", largest_of(len(along), value), likeliest.mistake.name, share)
+
+
+def largest_of(count: int, value: float) -> float:
+    """Return the deviation that a single direction exceeds as rarely as the largest of so many exceeds this one.
+
+    The probability that one of them exceeds it is at most the sum of theirs, however they are related. So each further
+    mistake that is asked for makes all others a little harder to find, and a false alarm no likelier.
+
+    Args:
+        count: how many directions an error was compared with, at least 1.
+        value: the largest component, signed, in standard deviations.
+    """
+    likely = special.log_ndtr(-abs(value)) + math.log(count)
+    return math.copysign(-float(special.ndtri_exp(likely)) if likely < math.log(0.5) else 0.0, value)
+
+
+def coefficient(error: Summed, change: Summed) -> float:
+    """Return how much of the change the error contains: near 1 if the mistake was made, near 0 if it was not."""
+    return error.dot(change) / change.total

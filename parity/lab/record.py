@@ -33,7 +33,7 @@ from parity.report.environment import cpu_model, gpu_name
 
 PACKAGE = "parity"
 # What keeps results and names where they come from has no part in them.
-_NO_PART = ("parity.lab.campaign", "parity.lab.record", "parity.user_error", "parity.cpu.user_error")
+_NO_PART = ("parity.lab.campaign", "parity.lab.record", "parity.user_error", "parity.cpu")
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,12 @@ from parity.passes.all_passes import Tensors, tensors_of, under_model
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.one_pass import named_outputs, outputs_of, run
 from parity.passes.prepare import Calls, Prepared, cast, cast_module
-from parity.te import Precision
 from parity.trace.calls import Misfit, edited, tracing
 from parity.trace.replay import Change, Replay
 from parity.trace.trace import LINEAR, RESHAPES, Edit, Trace, ancestors, users
+
+if TYPE_CHECKING:
+    from parity.te import Precision
 
 _ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
 _NEAR = 60  # of a query's ancestors, among which its projection is

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,13 @@ from parity.passes.draws import ScaledLookups
 from parity.passes.one_pass import Pass, outputs_of, run
 from parity.passes.prepare import Prepared, build, cast, on_device, size_in_bytes
 from parity.result import PROBED, Kind
-from parity.te import Kernels, Precision
 from parity.te.state import check, fresh_caches, fresh_quantization, moved, settled
 from parity.trace.effects import attributes_of, changed_attributes
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.te import Kernels, Precision
 
 # Inputs of a jittered pass in FP32, with the noise of anything that is stored in FP32.
 #

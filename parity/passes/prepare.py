@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ from parity.passes.refusals import (
     check_weights_stay,
 )
 from parity.result import Kind
-from parity.te import Kernels
 from parity.te.state import dequantized_tensor, is_quantized, moved, over_quantization
 from parity.trace.calls import Products, tracing
 from parity.trace.digests import switched_off
@@ -49,6 +48,9 @@ from parity.trace.effects import RandomState, attributes_of, changed_attributes,
 from parity.trace.private_functions import clips_recorded
 from parity.trace.trace import Trace, optimizers_recorded
 from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.te import Kernels
 
 # The weights that a candidate already holds: which of them are what the map says, and which are not.
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from parity.cpu.user_error import UserError
 from parity.mistakes.catalogue import calls_of, outputs_under
 from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis
@@ -24,6 +23,7 @@ from parity.mistakes.rotation import rotations
 from parity.passes.prepare import Prepared
 from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, part, places
 from parity.result import Finding
+from parity.user_error import UserError
 
 # What explains an error leaves this share of it at most. Rounding leaves of a mistake's error what it leaves of a right
 # tensor, and nothing makes a right tensor, whose error is rounding alone, so much better. Or it leaves no more than
@@ -476,7 +476,7 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
         "give each rank its own part",
         [replace(one, places=_at(whole, made, one, {axis: [0] * count})) for one in whole.pieces],
     )
-    for other, text, right in _variants(over, shape):
+    for other, text, right in _variants(over):
         split = tuple(other if one is over else one for one in whole.pieces[0].split)
         try:
             moved = [replace(one, places=places(shape, split, made, one.rank)) for one in whole.pieces]
@@ -486,7 +486,7 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
             yield _Guess("shard-layout", f"{{what}} is split over {axis} {text}", f"split it {right}", moved)
 
 
-def _variants(over: Over, shape: Sequence[int]) -> Iterator[tuple[Over, str, str]]:
+def _variants(over: Over) -> Iterator[tuple[Over, str, str]]:
     """Yield other ways to split, with how it was split and how it should be."""
     if over.blocks > 1:
         yield replace(over, blocks=1), "as one block", f"so that each of its {over.blocks} blocks is split by itself"

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,7 +16,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from parity.cpu import versions
 from parity.cpu.loading import loader
@@ -136,36 +134,6 @@ def on_cpu() -> Iterator[None]:
     finally:
         if not loader.is_loaded():  # else TE's modules still import some of their own when they are first used
             sys.meta_path.remove(finder)
-
-
-@contextmanager
-def refusing_meta_tensors() -> Iterator[None]:
-    """Within the context, TE's compiled functions raise if they are given a tensor on the meta device.
-
-    They would read its address, which is 0: an illegal access, after which CUDA answers nothing. A module whose weights
-    are quantized where they are made gives them such tensors. The CPU kernels compute shapes of them.
-
-    Raises:
-        TypeError: within the context.
-    """
-    compiled = None if loader.is_loaded() else sys.modules.get("transformer_engine_torch")
-    functions = {name: one for name, one in vars(compiled).items() if inspect.isbuiltin(one)} if compiled else {}
-
-    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(one, torch.Tensor) and one.is_meta for one in tree_leaves((args, kwargs))):
-                raise TypeError(f"TransformerEngine's compiled {name} needs memory, and a tensor on meta has none")
-            return function(*args, **kwargs)
-
-        return call
-
-    for name, function in functions.items():
-        setattr(compiled, name, refusing(name, function))
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(compiled, name, function)
 
 
 def serve_imports() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from parity.result import DeviceError
 from parity.user_error import said
@@ -56,6 +59,37 @@ def _is_cuda(argument: Any, is_device: bool = True) -> bool:
     if not is_device or isinstance(argument, bool):
         return False
     return isinstance(argument, int) or (isinstance(argument, str) and argument.partition(":")[0] == "cuda")
+
+
+@contextmanager
+def refusing_meta_tensors() -> Iterator[None]:
+    """Within the context, TE's compiled functions raise if they are given a tensor on the meta device.
+
+    They would read its address, which is 0: an illegal access, after which CUDA answers nothing. A module whose weights
+    are quantized where they are made gives them such tensors. The CPU kernels are written in
+    Python, and compute shapes of them.
+
+    Raises:
+        TypeError: within the context.
+    """
+    compiled = sys.modules.get("transformer_engine_torch")
+    functions = {name: one for name, one in vars(compiled).items() if inspect.isbuiltin(one)} if compiled else {}
+
+    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(one, Tensor) and one.is_meta for one in tree_leaves((args, kwargs))):
+                raise TypeError(f"TransformerEngine's compiled {name} needs memory, and a tensor on meta has none")
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, function in functions.items():
+        setattr(compiled, name, refusing(name, function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(compiled, name, function)
 
 
 # Tell errors of the device from errors of the port: memory ran out, or a kernel broke the process's CUDA context.

@@ -9,15 +9,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from parity.te import Precision
+from parity.numerics.aten import NO_BACKWARD
 from parity.trace.whose import is_of_te, line_running
 from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.te import Precision
 
 # TE's global state of quantization, fresh for each candidate.
 #
@@ -262,9 +265,6 @@ def _told(recipe: Any) -> str:
 # in ``pytorch/distributed.py`` of TE 2.20). No tolerance shows it: what is not quantized is nearer to FP64.
 
 
-_NO_BACKWARD = -1
-
-
 @dataclass
 class Recomputes:
     """The recipes under which each of TE's modules ran: in the forward pass, and when a backward pass ran it again."""
@@ -288,7 +288,7 @@ class Recomputes:
 
     def _note(self, module: nn.Module, _: Any) -> None:
         if any(is_of_te(kind) for kind in type(module).__mro__):
-            in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+            in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
             (self._again if in_backward else self._forward).setdefault(module, set()).add(_recipe())
 
     @property

@@ -11,8 +11,9 @@ import torch
 from parity import te
 from parity.case.validate import check_case
 from parity.comparison import judge_at
-from parity.judge.directions import Direction, directions, resemblance
+from parity.judge.directions import Direction, directions
 from parity.judge.limits import packaged
+from parity.judge.statistics import resemblance
 from parity.lab.studies.rows.ports import Mistake, port
 from parity.mistakes.alternatives import numbers
 from parity.mistakes.hypothesis import Mistake as OfPort

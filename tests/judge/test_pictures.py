@@ -10,7 +10,8 @@ import torch
 from fakes import tensor
 from torch import Tensor
 
-from parity.judge.pictures import MOST_PICTURES, PARTS, PARTS_OF_A_PASS, pictured, thinned
+from parity.judge.judge import MOST_PICTURES, thinned
+from parity.judge.pictures import PARTS, PARTS_OF_A_PASS, pictured
 from parity.numerics.errors import Truth
 from parity.result import Histogram, Kind, Picture, TensorResult, to_json
 

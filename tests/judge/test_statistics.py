@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity.judge import statistics
-from parity.judge.directions import Direction, coefficient, found_by_filter, largest_of, resemblance
+from parity.judge.directions import Direction, found_by_filter
 from parity.judge.judge import grant
 from parity.judge.second_look import DRAWS
-from parity.judge.statistics import Component, least_error, scatters
+from parity.judge.statistics import Component, coefficient, largest_of, least_error, resemblance, scatters
 from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.errors import Summed
 from parity.result import Check, Errors, TensorResult
