@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from parity.mistakes.hypothesis import Mistake
-from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, binary, edit, ordinal
+from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, back, binary, edit, ordinal, users
 
 NORM_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 """eps of TE's modules, of Llama, and of BERT's family."""
@@ -451,6 +451,8 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     yield from joined_otherwise(trace, call)
     yield from _other_elements(trace, call)
     yield from _picked_elsewhere(trace, call)
+    yield from _pooled_elsewhere(trace, call)
+    yield from _mean_of_all(trace, call)
     yield from _moved(trace, call)
     yield from _padded(trace, call)
     yield from _reshaped(trace, call)
@@ -655,6 +657,55 @@ def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any],
 def _averaging(dim: int) -> Callable[[Any, Any], Tensor]:
     """Return an index by tensors of the mean over ``dim``."""
     return lambda args, kwargs: _picking(dim, 0, 0, 0)((args[0].mean(dim, keepdim=True), args[1]), kwargs)
+
+
+def _pooled_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield one element more or less of a range that is only summed or averaged, and all but the first."""
+    if call.name != "getitem" or len(call.inputs) != 1:
+        return
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    readers = [user for user, _ in users(trace, call.outputs[0], CASTS)]
+    if not readers or any(user.name not in _REDUCTIONS for user in readers):
+        return
+    sizes = trace.tensor(call.inputs[0]).shape
+    for dim, part in enumerate(index if all(isinstance(part, (int, slice)) for part in index) else ()):
+        if isinstance(part, slice):
+            for described, other in _other_ranges(part, sizes[dim]):
+                changed = (*index[:dim], other, *index[dim + 1 :])
+                yield alternative(
+                    f"it takes {described} of dimension {dim}", lambda was, x, changed=changed: x[changed]
+                )
+
+
+def _other_ranges(part: slice, size: int) -> Iterator[tuple[str, slice]]:
+    start, stop, step = part.indices(size)
+    if step == 1 and 0 < start < stop == size:
+        for first in sorted({1, start - 1, start + 1} - {0, start, size}):
+            yield f"all from the {ordinal(first + 1)} on", slice(first, None)
+    if step == 1 and 0 == start < stop < size:
+        for count in sorted({stop - 1, stop + 1} - {0, size}):
+            yield f"the first {count}", slice(count)
+
+
+def _mean_of_all(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield the mean of all elements, where those that count are summed and divided by their number."""
+    match binary(call):
+        case ("div", Value() as total, Value() as count):
+            made = [trace.producer(back(trace, x, CASTS | {"clamp", "clamp_min"})) for x in (total, count)]
+        case _:
+            return
+    summed, counted = made
+    if summed is None or counted is None or not summed.name == counted.name == "sum" or len(summed.inputs) != 1:
+        return
+    chosen = trace.producer(back(trace, summed.inputs[0], CASTS))
+    if chosen is None or chosen.name not in ("mul", "masked_fill", "where"):
+        return
+    shape = trace.tensor(summed.inputs[0]).shape
+    whole = [x for x in chosen.inputs if trace.tensor(x).shape == shape and trace.tensor(x).is_floating_point()]
+    if len(whole) == 1:
+        mean = lambda was, x: torch.mean(x, *summed.args[1:], **summed.kwargs).view_as(was)  # noqa: E731
+        described = "it is the mean of all elements, those that do not count included"
+        yield Mistake("operation", described, described, lambda call: (edit(call, whole, mean),))
 
 
 def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:

@@ -66,6 +66,7 @@ class Attention:
         sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None where there is none.
         sink: whether this term is the reference's ``own``, that of the heads in ``reversed`` order, ``negated``, has
             score ``zero``, or is left out (``none``).
+        sink_scale: by which the reference's own are multiplied.
         since: the first query whose keys come from a cache; for the two that follow.
         cached: what is done to a key that comes from the cache; None for nothing.
         slots: how many the cache has, if empty ones, which hold zeros, are seen; 0 if they are not.
@@ -89,6 +90,7 @@ class Attention:
     mask_scales: tuple[float, ...] = ()
     sinks: Value | None = None
     sink: Literal["own", "reversed", "negated", "zero", "none"] = "own"
+    sink_scale: float = 1.0
     since: int = 0
     cached: Rearrange | None = None
     slots: int = 0
@@ -119,7 +121,7 @@ class Attention:
         if self.sink == "zero":
             scores = torch.cat((scores, torch.zeros_like(scores[..., :1])), -1)
         elif self.sink != "none" and self.sinks is not None:
-            own = others[-1]
+            own = self.sink_scale * others[-1]
             scores = torch.cat((scores, {"own": own, "reversed": own.flip(-3), "negated": -own}[self.sink]), -1)
         if self.slots:
             scores = torch.cat((scores, self._empty_slots(scores)), -1)

@@ -35,7 +35,7 @@ from parity.mistakes.hypothesis import (
     having,
     within,
 )
-from parity.mistakes.masks import HIDDEN, band_of, hidden_keys, mask_mistakes
+from parity.mistakes.masks import HIDDEN, band_instead, band_of, hidden_keys, mask_mistakes
 from parity.trace.trace import (
     CASTS,
     JOINS,
@@ -105,20 +105,24 @@ def _masks_of_others(
 ) -> Iterator[Mistake[Attention]]:
     """Yield the mistake that layers with a window, and those without one or with another, have each other's mask."""
     masks = [traced_bias(trace, one[0]) for one in (some, others)]
-    if masks[0].shape != masks[1].shape or any(not bool((mask == mask[:1]).all()) for mask in masks):
+    bands = [band_of(hidden_keys(mask)) for mask in masks]
+    if masks[0].shape != masks[1].shape:
         return
 
     def edits(attention: Attention) -> tuple[Edit, ...]:
-        of_others = masks[attention in some][:1]
+        of_others, (band, padded) = masks[attention in some][:1], bands[attention in some]
+        if band is not None:
+            return attention.edits(mask=band_instead(band, padded))
         return attention.edits(mask=lambda bias: of_others.to(bias).expand(bias.shape))
 
-    yield Mistake(
-        "window",
-        "mask of other layers",
-        "give each layer the mask that the reference has there, with its window or without one; the port "
-        "has that of the other layers",
-        edits,
-    )
+    if all(band is not None or bool((mask == mask[:1]).all()) for mask, (band, _) in zip(masks, bands, strict=True)):
+        yield Mistake(
+            "window",
+            "mask of other layers",
+            "give each layer the mask that the reference has there, with its window or without one; the port "
+            "has that of the other layers",
+            edits,
+        )
 
 
 def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
@@ -214,6 +218,12 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     yield Mistake(
         "softmax-sink", "sinks negated", f"{repair} as they are; the port negates them", having(sink="negated")
     )
+
+    def times(factor: float) -> Mistake[Attention]:
+        told = f"{repair} as they are; the port's are {factor:.4g} times that"
+        return Mistake("softmax-sink", f"sinks times {factor:.4g}", told, having(sink_scale=factor))
+
+    yield from numbers(times, [1.0], (attention.scale,))
 
 
 def _to_be_capped(right: float) -> str:

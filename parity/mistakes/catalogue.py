@@ -46,6 +46,7 @@ from parity.mistakes.norm_places import (
     branch_norm_hypotheses,
     extra_norm_hypotheses,
     last_norm_hypotheses,
+    pooled_norm_hypotheses,
     pre_norm_hypotheses,
 )
 from parity.mistakes.norms import norm_group_hypotheses, norm_hypotheses
@@ -146,6 +147,7 @@ def function_hypotheses(prepared: Prepared, trace: Trace) -> Iterator[Hypothesis
     yield from pre_norm_hypotheses(trace, prepared.reference)
     yield from branch_norm_hypotheses(trace, prepared.reference)
     yield from last_norm_hypotheses(trace, prepared.reference)
+    yield from pooled_norm_hypotheses(trace)
     yield from extra_norm_hypotheses(trace)
     yield from parallel_block_hypotheses(trace)
     yield from bias_hypotheses(trace)

@@ -108,7 +108,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
     yield from _of_a_cache(band, *hidden.shape[-2:])
     if band is not None:
         for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
-            yield _mask_mistake(title, name, repair, _band_instead(other, padded))
+            yield _mask_mistake(title, name, repair, band_instead(other, padded))
             if other.right < band.right:  # queries that would see nothing may have been spared
                 yield _mask_mistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
         own = _own_key(band, *hidden.shape[-2:])
@@ -141,7 +141,7 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
             "padding ignored",
             'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; '
             "the port attends to padded keys",
-            lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) & ~_padding(bias), HIDDEN),
+            _with_padding_seen,
         )
         yield _mask_mistake(
             "mask-polarity",
@@ -370,7 +370,7 @@ def _window_instead(band: Band, own: int, padded: bool, keys: int, size: float) 
     left = min(max(round(size), 1), keys)
     other = _moved_by(Band(left, 0 if right.right == 0 else left), own)
     repair = f"{_right_window(right)}; in the port, it sees {left}"
-    return _mask_mistake("window", f"window of {left}", repair, _band_instead(other, padded))
+    return _mask_mistake("window", f"window of {left}", repair, band_instead(other, padded))
 
 
 def _right_window(band: Band) -> str:
@@ -378,13 +378,24 @@ def _right_window(band: Band) -> str:
     return f"give TE window_size=({left}, {right}), the number of keys that a query sees before and after its own"
 
 
-def _band_instead(band: Band, padded: bool) -> Bias:
+def band_instead(band: Band, padded: bool) -> Bias:
+    """Return a bias that hides what a band does, and padding if there is some."""
+
     def instead(bias: Tensor) -> Tensor:
         queries, keys = bias.shape[-2:]
         hidden = band.hidden(range(queries), range(keys), bias.device)
         return without_hiding(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
 
     return instead
+
+
+def _with_padding_seen(bias: Tensor) -> Tensor:
+    """Show padded keys to the queries whose band they are in, or to all if the others are no band."""
+    hidden = hidden_keys(bias)
+    band, _ = band_of(hidden)
+    if band is not None:
+        return band_instead(band, padded=False)(bias)
+    return without_hiding(bias).masked_fill(hidden & ~_padding(bias), HIDDEN)
 
 
 def _lengths_of_padding(bias: Tensor) -> Tensor:
@@ -398,7 +409,7 @@ def _lengths_of_padding(bias: Tensor) -> Tensor:
 
 
 def _sparing(band: Band, padded: bool) -> Bias:
-    instead = _band_instead(band, padded)
+    instead = band_instead(band, padded)
 
     def sparing(bias: Tensor) -> Tensor:
         changed = instead(bias)

@@ -37,6 +37,7 @@ from parity.trace.trace import (
 # before its branches, as TE's layers do.
 
 
+_OF_A_BRANCH = 400  # ancestors of a branch's result, among which its stream is
 _SUMS_OF_A_LAYER = (1, 2, 3)  # residual sums: of a parallel block, of a decoder's layer, of one with cross-attention
 
 
@@ -96,15 +97,58 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
             )
 
 
+def pooled_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
+    """Yield the mistake that tokens are picked, or averaged, before they are normed, not afterwards."""
+    for norm in norms(trace):
+        pools = _pools(trace, norm.call.outputs[0])
+        if pools:
+            repair = f"norm all tokens before some are picked, or averaged, as the reference does in {norm.call.module}"
+            yield Hypothesis(
+                "post-norm",
+                f"norm of {norm.call.module} after pooling",
+                f"{repair}; the port norms what is left of them",
+                (
+                    edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),
+                    *(edit(call, norm.needs[1:], partial(_normed, norm)) for call in pools),
+                ),
+            )
+
+
+def _pools(trace: Trace, value: Value) -> list[Call]:
+    """Return the last of the calls that pick or average a value's tokens, if all that read it do."""
+    found: list[Call] = []
+    for call, _ in users(trace, value, CASTS):
+        if not _keeps_channels(trace, call, value):
+            return []
+        found += _pools(trace, call.outputs[0]) or [call]
+    return found
+
+
+def _normed(norm: Norm, was: Tensor, *affine: Tensor) -> Tensor:
+    return norm.compute(was, *affine).to(was.dtype)
+
+
+def _keeps_channels(trace: Trace, call: Call, given: Value) -> bool:
+    """Return whether a call picks or averages tokens of a value, and keeps their channels."""
+    if call.name not in ("getitem", "select", "narrow", "index_select", "mean") or len(call.outputs) != 1:
+        return False
+    before, after = trace.tensor(given).shape, trace.tensor(call.outputs[0]).shape
+    return len(before) > 2 and before[-1] == after[-1] and before.numel() > after.numel()
+
+
 def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
-    """Yield sum, stream and norm of every ``stream + norm(branch)``, unless the norm is that of the stream."""
+    """Yield sum, stream and norm of every ``stream + norm(branch)``, unless the norm is that of the stream, or makes
+    it, as a norm of embeddings does.
+    """
     by_result = {norm.call.outputs[0]: norm for norm in norms(trace)}
     for call in trace.calls:
         named = binary(call)
         operands = [back(trace, operand) for operand in named[1:]] if named and named[0] == "add" else []
         for stream, branch in (operands, operands[::-1]) if operands else ():
             norm = by_result.get(branch) if isinstance(branch, Value) else None
-            if norm is not None and isinstance(stream, Value) and back(trace, norm.x) != stream:
+            if norm is None or not isinstance(stream, Value) or back(trace, norm.x) == stream:
+                continue
+            if norm.call.outputs[0] not in ancestors(trace, stream, _OF_A_BRANCH):
                 yield call, stream, norm
 
 

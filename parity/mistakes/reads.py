@@ -62,9 +62,10 @@ def places(trace: Trace) -> list[Place]:
 
 
 def is_activation(trace: Trace, value: Value) -> bool:
-    """Return whether a value has channels and is not a parameter."""
+    """Return whether a value has channels and is not a parameter, or is a learned number or vector that a call made."""
     tensor = trace.tensor(value)
-    return tensor.is_floating_point() and tensor.dim() > 1 and trace.parameter(value) is None
+    is_made = tensor.dim() > 1 or trace.producer(value) is not None
+    return tensor.is_floating_point() and is_made and trace.parameter(value) is None
 
 
 def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:

@@ -353,7 +353,7 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
     """Yield rows and columns in an order that no term of a map expresses."""
     shape, where = shape_of(left, shapes), describe(right)
     is_of_attention = heads is not None and set(names(left)) <= heads.rows | heads.columns
-    rows = shape[-2] if len(shape) in _MATRICES else shape[0] if _is_bias(left) else 0
+    rows = shape[-2] if len(shape) in _MATRICES else shape[0] if shape and _is_bias(left) else 0
     if rows % 2 == 0 and rows > 2 and not is_of_attention:
         dim = -2 if len(shape) in _MATRICES else 0
         if isinstance(left, str):

@@ -19,7 +19,7 @@ from parity.numerics.errors import Tolerance, margin, measure
 from parity.passes.nominal_clock import Work
 from parity.result import Finding, TensorResult
 from parity.search.failure import Budget, Failure
-from parity.search.screen import FirstOrder
+from parity.search.screen import FirstOrder, as_rows
 from parity.trace.trace import RESHAPES, Trace, Value, back, grouped, unnumbered
 
 # Outputs in the place of another output, or with rows in another order.
@@ -234,7 +234,7 @@ class _Exchanges:
         """Return the gradient with respect to what stands at a place, ``[directions, elements]``."""
         if place.position is None:
             gradient = self._first_order.gradient(place.value)
-            return None if gradient is None else gradient.flatten(1)
+            return None if gradient is None else as_rows(gradient)
         call = place.call
         of_results = [self._first_order.gradient(value) for value in call.outputs]
         inputs = [self._trace.tensor(value) for value in call.inputs]

@@ -451,7 +451,7 @@ class FirstOrder:
         try:
             with torch.no_grad():
                 for name, moved in self._parameters_moved(read):
-                    total = total + (self._gradients[name].flatten(1) @ moved.flatten()).cpu()
+                    total = total + (as_rows(self._gradients[name]) @ moved.flatten()).cpu()
         except Exception:  # as anybody's code, given what it does not take
             return None
         return total
@@ -481,8 +481,13 @@ class FirstOrder:
             if gradient is not None:
                 if not isinstance(after, Tensor) or after.shape != before.shape:
                     return None
-                total = total + (gradient.flatten(1) @ (after.float() - before.float()).flatten()).cpu()
+                total = total + (as_rows(gradient) @ (after.float() - before.float()).flatten()).cpu()
         return total
+
+
+def as_rows(gradients: Tensor) -> Tensor:
+    """Return gradients ``[directions, *shape]`` with one row for each direction, also those of a single number."""
+    return gradients.reshape(len(gradients), -1)
 
 
 def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:

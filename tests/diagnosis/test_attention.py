@@ -132,6 +132,7 @@ def test_another_bias_sink_or_scale_is_told(reference, call, options, title):
     [
         (lambda sinks: sinks.flip(0), "the port has them in the reverse order of heads."),
         (lambda sinks: -sinks, "the port negates them."),
+        (lambda sinks: 0.5 * sinks, "the port's are 0.5 times that."),
         (lambda sinks: sinks * torch.tensor([1.0, -1.0]), "the port negates them, in head 1."),
     ],
 )

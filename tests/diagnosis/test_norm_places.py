@@ -257,6 +257,43 @@ def test_norms_that_come_before_branches_or_after_sums_are_told(module, right, w
     tells_only(result, title, phrase)
 
 
+# Norms of embeddings, and of tokens before they are pooled.
+
+
+class Pooled(nn.Module):
+    """The norms of all tokens, then the first token and the mean of most; a port may pool first, or lack a norm."""
+
+    def __init__(self, linear: Any, norm: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.mix, self.mistake = norm(HIDDEN), norm(HIDDEN), linear(HIDDEN, HIDDEN), mistake
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = 3.0 * x if self.mistake == "unnormed" else self.norm1(3.0 * x)
+        x = x + self.mix(x)
+        if self.mistake == "pooled":
+            return torch.cat((self.norm2(x[:, 0]), self.norm2(x[:, 4:].mean(1))), -1)
+        x = self.norm2(x)
+        return torch.cat((x[:, 0], x[:, 4:].mean(1)), -1)
+
+
+@in_turn(
+    ("mistake", "title", "phrase"),
+    [
+        ("", "passed", ""),
+        ("pooled", "post-norm", "the port norms what is left of them"),
+        ("unnormed", "norm-missing", "norm1"),
+    ],
+)
+def test_norms_of_embeddings_and_before_pooling_are_told(mistake, title, phrase, precision):
+    result = compared(
+        lambda: Pooled(nn.Linear, nn.LayerNorm),
+        lambda te: Pooled(te.Linear, te.LayerNorm, mistake),
+        normal((2, TOKENS, HIDDEN)),
+        precision,
+    )
+    tells(result, title, phrase)
+
+
 def test_pytorchs_encoder_layer_ported_to_tes_layer_without_moving_its_norms_is_told():
     attention, mlp = "self_attention.", "layernorm_mlp."
     options = dict(

@@ -126,6 +126,20 @@ class Averaged(nn.Module):
         return y.mean(1) if self.place is None else y[:, self.place]
 
 
+class Summarised(nn.Module):
+    """The means of a sequence without its first tokens, and of the tokens that count."""
+
+    def __init__(self, linear: Any, first: int = 4, counted: bool = True) -> None:
+        super().__init__()
+        self.linear, self.first, self.counted = linear(WIDTH, WIDTH), first, counted
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = self.linear(x)
+        counts = (torch.arange(24, device=x.device) % 3 > 0)[:, None].to(y.dtype)
+        mean = (y * counts).sum(1) / counts.sum(0) if self.counted else y.mean(1)
+        return torch.cat((y[:, self.first :].mean(1), mean), -1)
+
+
 class Whitened(nn.Module):
     """A series less its mean, over its deviation, without its first steps."""
 
@@ -185,7 +199,9 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
             (module, {}, "passed", "")
             for module in (Modulated, Timed, Pooled, LastOfEach, Positions, Leaky, Shifted, Averaged)
         ),
-        *((module, {}, "passed", "") for module in (Whitened, Patched, Decayed)),
+        *((module, {}, "passed", "") for module in (Summarised, Whitened, Patched, Decayed)),
+        (Summarised, dict(first=1), "operation", "it takes all from the 2nd on of dimension 1"),
+        (Summarised, dict(counted=False), "operation", "it is the mean of all elements, those that do not count"),
         (LastOfEach, dict(off_by=-1), "operation", "it takes the previous of dimension 1"),
         (LastOfEach, dict(off_by=1), "operation", "it takes the next of dimension 1"),
         (LastOfEach, dict(pool="end"), "operation", "it takes the last of dimension 1"),
@@ -453,6 +469,18 @@ class Joint(nn.Module):
         return F.scaled_dot_product_attention(q, keys, values).transpose(1, 2).flatten(2)
 
 
+class Mixed(nn.Module):
+    """A sum with learned weights, each a single number."""
+
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake, self.up, self.weights = mistake, linear(WIDTH, WIDTH), nn.Parameter(torch.tensor([0.75, 0.25]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_x, of_up = self.weights.unbind()
+        return (of_up if self.mistake == "weight" else of_x) * x + of_up * self.up(x)
+
+
 class Relative(nn.Module):
     """Transformer-XL's shift of scores by relative position."""
 
@@ -480,6 +508,8 @@ OF_SKIP = "give the result of the 3rd 'add' of the module to the 4th 'add' of th
         (Streams, WITH_CONDITION, "", "passed", ""),
         (Joint, TWO, "", "passed", ""),
         (Relative, ONE, "", "passed", ""),
+        (Mixed, ONE, "", "passed", ""),
+        (Mixed, ONE, "weight", "operation", "give part 1 of the result of the 1st 'unbind' of the module to the 1st"),
         (Skips, ONE, "first", "operation", OF_SKIP),
         (InPlace, ONE, "first", "operation", OF_SKIP),
         (Skips, ONE, "off by one", "operation", "not the result of the 2nd 'add' of the module"),

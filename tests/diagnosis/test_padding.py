@@ -114,6 +114,44 @@ def test_padding_that_is_attended_to_is_told_before_the_call_that_is_left_out_be
     assert [finding.title for finding in result.findings] == ["padding-mask", "operation"]
 
 
+# Padding in layers with windows and without, which are hidden by their own masks.
+
+
+class Windowed(nn.Module):
+    """A layer that sees all tokens and one with a window; a port may ignore padding, or exchange the masks."""
+
+    def __init__(self, linear: Any, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake, self.layers = mistake, nn.ModuleList(linear(64, 3 * 64) for _ in range(2))
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        near = (place[:, None] - place).abs() <= 4
+        masks = [torch.ones_like(near), near][:: -1 if self.mistake == "exchanged" else 1]
+        for layer, mask in zip(self.layers, masks, strict=True):
+            query, key, value = (t.transpose(1, 2) for t in layer(x).unflatten(-1, (3, 4, -1)).unbind(2))
+            seen = mask if self.mistake == "ignored" else mask & ~padding[:, None, None]
+            scores = (query @ key.mT / 4.0).masked_fill(~seen, torch.finfo(query.dtype).min)
+            x = x + (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+        return x.masked_fill(padding[..., None], 0.0)
+
+
+@in_turn(
+    ("mistake", "title", "phrase"),
+    [
+        ("", "passed", ""),
+        ("ignored", "padding-mask", "the port attends to padded keys"),
+        ("exchanged", "window", "the port has that of the other layers"),
+    ],
+)
+def test_padding_beside_windows_is_told(mistake, title, phrase, precision):
+    def inputs(rng: Rng) -> tuple[Tensor, Tensor]:
+        return rng.normal(2, SEQ, 64), torch.arange(SEQ) >= rng.integers(2, low=12, high=20)[:, None]
+
+    result = compared(lambda: Windowed(nn.Linear), lambda te: Windowed(te.Linear, mistake), inputs, precision)
+    tells(result, title, phrase)
+
+
 # Padded tokens that are compared though nobody reads them, by each input that may say which they are.
 
 
