@@ -446,6 +446,8 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     yield from _left_out(trace, call)
     yield from _other_functions(call)
     yield from _dimensions(trace, call)
+    yield from _of_other_rows(trace, call)
+    yield from _products_otherwise(trace, call)
     yield from _deviations(trace, call)
     yield from split_otherwise(trace, call)
     yield from joined_otherwise(trace, call)
@@ -568,6 +570,39 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
             f"it is along dimension {dim}",
             lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
         )
+
+
+def _of_other_rows(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield norms that are taken along another dimension than the one they name."""
+    own = call.kwargs.get("dim")
+    if call.name not in ("normalize", "norm", "vector_norm") or not isinstance(own, int) or len(call.inputs) != 1:
+        return
+    rank = trace.tensor(call.inputs[0]).dim()
+    for dim in (dim for dim in range(rank) if dim != own % rank):
+        along = lambda args, kwargs, dim=dim: call.function(*args, **(kwargs | {"dim": dim}))  # noqa: E731
+        yield alternative(f"it is along dimension {dim}", again(call, along))
+
+
+def _products_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield ``einsum`` with two dimensions exchanged of one operand or of all, as for triangles that go in or out."""
+    if call.name != "einsum" or len(call.inputs) < 2:
+        return
+    shapes = [trace.tensor(x).shape for x in call.inputs]
+    for i, j in combinations(range(min(map(len, shapes))), 2):
+        square = [n for n, shape in enumerate(shapes) if shape[i] == shape[j] > 1]
+        choices = [("every operand", square)] if len(square) == len(shapes) else []
+        for which, some in (*choices, *((f"operand {n + 1}", [n]) for n in square)):
+            yield alternative(f"dimensions {i} and {j} of {which} are exchanged", again(call, _transposed(some, i, j)))
+
+
+def _transposed(some: Sequence[int], i: int, j: int) -> Callable[[Any, Any], Tensor]:
+    """Return ``einsum`` of operands of which some have two dimensions exchanged."""
+
+    def computed(args: Any, kwargs: Any) -> Tensor:
+        operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
+        return torch.einsum(args[0], *(x.transpose(i, j) if n in some else x for n, x in enumerate(operands)))
+
+    return computed
 
 
 def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Mistake[Call]]:

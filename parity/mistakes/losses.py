@@ -298,6 +298,15 @@ def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
                 f"compare each position's logits with {right}, as the reference does; they meet {whose}{where}",
                 having(further=further, shorter=shorter),
             )
+    for by, whose in (
+        ((-1, "the label before"), (1, "the label after")) if len({one.further for one in found}) > 1 else ()
+    ):
+        yield Mistake(
+            "labels-shifted",
+            f"labels {by:+d} positions from each head's",
+            f"compare each head's logits with {right}, as the reference does; each meets {whose}",
+            lambda one, by=by: one.edits(one.further + by, shorter=False),  # type: ignore[misc]
+        )
 
 
 def _shifted(trace: Trace, loss: CrossEntropy) -> _Shifted | None:

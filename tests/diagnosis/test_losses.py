@@ -42,6 +42,11 @@ def of(**arguments: Any) -> Any:
     return lambda logits, labels: shifted(logits, labels, **arguments)
 
 
+def ahead(*labels: int) -> Any:
+    """Return the sum of losses of the tokens so many positions ahead, as several heads have."""
+    return lambda *x: sum(shifted(*x, label=label) for label in labels)
+
+
 def padded(ignored: int) -> Any:
     """Return the loss that ignores a label, where each that does not count is the padding token's."""
     return lambda logits, labels: shifted(logits, labels.clamp(min=PAD), ignore_index=ignored)
@@ -94,6 +99,7 @@ def of_all_kinds(rng: Rng) -> tuple[Tensor, Tensor]:
         (of(), of(first=1, label=0), "labels-shifted"),
         (of(), of(label=2), "labels-shifted"),
         (log_probabilities, of(), "labels-shifted"),
+        (ahead(1, 2), ahead(0, 1), "labels-shifted"),
         (of(), z_loss, "z-loss"),
     ],
 )

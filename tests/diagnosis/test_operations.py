@@ -140,6 +140,19 @@ class Summarised(nn.Module):
         return torch.cat((y[:, self.first :].mean(1), mean), -1)
 
 
+class Triangles(nn.Module):
+    """A pair's update from the edges that leave both ends, as AlphaFold's, of edges that are made unit vectors."""
+
+    def __init__(self, linear: Any, equation: str = "bikc,bjkc->bijc", dim: int = -1) -> None:
+        super().__init__()
+        self.both, self.equation, self.dim = linear(WIDTH, 2 * WIDTH), equation, dim
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        edges = x[:, :8, None] + 2.0 * x[:, None, 8:16]
+        left, right = F.normalize(self.both(edges), dim=self.dim).chunk(2, -1)
+        return torch.einsum(self.equation, left, right)
+
+
 class Whitened(nn.Module):
     """A series less its mean, over its deviation, without its first steps."""
 
@@ -199,7 +212,14 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
             (module, {}, "passed", "")
             for module in (Modulated, Timed, Pooled, LastOfEach, Positions, Leaky, Shifted, Averaged)
         ),
-        *((module, {}, "passed", "") for module in (Summarised, Whitened, Patched, Decayed)),
+        *((module, {}, "passed", "") for module in (Summarised, Triangles, Whitened, Patched, Decayed)),
+        (Triangles, dict(equation="bkic,bkjc->bijc"), "operation", "dimensions 1 and 2 of every operand are exchanged"),
+        (
+            Triangles,
+            dict(dim=1),
+            "operation",
+            "'normalize' of the module as the reference does; it is along dimension 1",
+        ),
         (Summarised, dict(first=1), "operation", "it takes all from the 2nd on of dimension 1"),
         (Summarised, dict(counted=False), "operation", "it is the mean of all elements, those that do not count"),
         (LastOfEach, dict(off_by=-1), "operation", "it takes the previous of dimension 1"),
@@ -470,15 +490,16 @@ class Joint(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A sum with learned weights, each a single number."""
+    """A sum with learned weights and a bias, each a single number."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
         self.mistake, self.up, self.weights = mistake, linear(WIDTH, WIDTH), nn.Parameter(torch.tensor([0.75, 0.25]))
+        self.bias = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> Tensor:
         of_x, of_up = self.weights.unbind()
-        return (of_up if self.mistake == "weight" else of_x) * x + of_up * self.up(x)
+        return (of_up if self.mistake == "weight" else of_x) * x + of_up * self.up(x) + self.bias
 
 
 class Relative(nn.Module):
