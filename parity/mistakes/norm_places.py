@@ -148,7 +148,9 @@ def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
             norm = by_result.get(branch) if isinstance(branch, Value) else None
             if norm is None or not isinstance(stream, Value) or back(trace, norm.x) == stream:
                 continue
-            if norm.call.outputs[0] not in ancestors(trace, stream, _OF_A_BRANCH):
+            normed = norm.call.outputs[0]
+            is_stream = trace.tensor(stream).shape == trace.tensor(normed).shape
+            if is_stream and normed not in ancestors(trace, stream, _OF_A_BRANCH):
                 yield call, stream, norm
 
 

@@ -410,8 +410,10 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     first_order = cache(lambda: FirstOrder(failure, trace, failure.budget(_CHECKS_FOR_DIRECTIONS)))
     tells = not outputs_tell_little(failure)
 
+    broken: list[Exception] = []
+
     def known() -> Iterator[Hypothesis]:
-        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached)))
+        return _among(failure, hypotheses(failure.prepared, trace, frozenset(unreached), broken))
 
     causes: list[Callable[[], Iterable[Finding]]] = [
         lambda: _by_chance(failure),
@@ -447,17 +449,20 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
         lambda: precision_findings(failure, failure.budget(CHECKS_FOR_THE_REST)),
         lambda: partly_scaled_findings(failure) if outputs_passed else (),
     ]
-    return _first_found(causes)
+    return _first_found(causes, broken)
 
 
-def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]]) -> list[Finding]:
+def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], broken: list[Exception]) -> list[Finding]:
     """Return what the first cause that holds finds; one on which parity itself fails, as by a tensor of a rare dtype,
     hides no other.
+
+    Args:
+        causes: in order.
+        broken: what parity itself raised meanwhile, to which this adds what causes raise.
 
     Raises:
         Exception: what the pair's code raised, or a broken device; parity's own if no cause holds.
     """
-    broken: list[Exception] = []
     for cause in causes:
         try:
             found = in_time(cause)

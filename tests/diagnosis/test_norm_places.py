@@ -261,14 +261,16 @@ def test_norms_that_come_before_branches_or_after_sums_are_told(module, right, w
 
 
 class Pooled(nn.Module):
-    """The norms of all tokens, then the first token and the mean of most; a port may pool first, or lack a norm."""
+    """Tokens that are normed, and moved by a learned number, before they are pooled; a port may lack a norm."""
 
     def __init__(self, linear: Any, norm: Any, mistake: str = "") -> None:
         super().__init__()
         self.norm1, self.norm2, self.mix, self.mistake = norm(HIDDEN), norm(HIDDEN), linear(HIDDEN, HIDDEN), mistake
+        self.shift = nn.Parameter(torch.tensor(0.25))
 
     def forward(self, x: Tensor) -> Tensor:
         x = 3.0 * x if self.mistake == "unnormed" else self.norm1(3.0 * x)
+        x = x + self.shift
         x = x + self.mix(x)
         if self.mistake == "pooled":
             return torch.cat((self.norm2(x[:, 0]), self.norm2(x[:, 4:].mean(1))), -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -260,9 +260,20 @@ def test_a_cause_that_raises_hides_no_other_and_is_raised_if_none_holds() -> Non
     told = Finding("PAR212", "activation", "it computes relu")
 
     breaks = partial(torch.sub, torch.tensor(True), torch.tensor(True))
-    assert _first_found([breaks, list, lambda: [told]]) == [told]
+    assert _first_found([breaks, list, lambda: [told]], []) == [told]
     with pytest.raises(RuntimeError, match="bool tensor"):
-        _first_found([list, breaks])
+        _first_found([list, breaks], [])
+
+
+def test_a_subject_that_raises_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: Any) -> Iterator[Hypothesis]:
+        yield from ()
+        raise IndexError("no such dimension")
+
+    whole = compared("a factor")
+    monkeypatch.setattr("parity.mistakes.catalogue.weight_hypotheses", raises)
+    result = compared("a factor")
+    assert (result.findings, result.notes) == (whole.findings, ())
 
 
 def test_an_environment_s_limit_counts_where_the_call_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
