@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, binary, edit, unnumbered
+from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, ancestors, binary, edit, unnumbered
 
 _NUMBER = re.compile(r"\d+")
+_NEAR = 8  # of a learned number's ancestors, among which its parameter is
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +63,11 @@ def places(trace: Trace) -> list[Place]:
 
 
 def is_activation(trace: Trace, value: Value) -> bool:
-    """Return whether a value has channels and is not a parameter, or is a learned number or vector that a call made."""
+    """Return whether a value has channels and is not a parameter, or is a number or a vector made of parameters."""
     tensor = trace.tensor(value)
-    is_made = tensor.dim() > 1 or trace.producer(value) is not None
-    return tensor.is_floating_point() and is_made and trace.parameter(value) is None
+    if not tensor.is_floating_point() or trace.parameter(value) is not None:
+        return False
+    return tensor.dim() > 1 or any(trace.parameter(x) is not None for x in ancestors(trace, value, _NEAR))
 
 
 def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
