@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -515,8 +515,8 @@ def norm_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     scaled = [(norm, norm.gain) for norm in norms(trace) if norm.gain and not norm.bias and not norm.centred]
     turned = rotations(trace) if scaled else []
     pairs = [(norm, gain, rotation) for norm, gain in scaled for rotation in turned]
-    norm_first = [_rotated_first(*pair) for pair in pairs if _is_given(trace, pair[2], pair[0], RESHAPES)]
-    norm_last = [_rotated_last(*pair) for pair in pairs if _is_given(trace, pair[0], pair[2], RESHAPES)]
+    norm_first = [_rotated_first(*pair) for pair in pairs if _is_given(trace, pair[2], pair[0])]
+    norm_last = [_rotated_last(*pair) for pair in pairs if _is_given(trace, pair[0], pair[2])]
     for edits, right, wrong in ((norm_first, "before", "after"), (norm_last, "after", "before")):
         if edits:
             yield Hypothesis(
@@ -528,9 +528,9 @@ def norm_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             )
 
 
-def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation, names: Collection[str]) -> bool:
-    """Return whether one is given the other's result, with no calls but these in between."""
-    return bool(back(trace, one.x, names) == back(trace, other.call.outputs[0], names))
+def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation) -> bool:
+    """Return whether one is given the other's result, reshaped at most."""
+    return bool(back(trace, one.x, RESHAPES) == back(trace, other.call.outputs[0], RESHAPES))
 
 
 def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:

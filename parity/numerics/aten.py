@@ -114,11 +114,6 @@ class Phase:
     backward: bool = False
     suspended: bool = False
 
-    @property
-    def differentiates(self) -> bool:
-        """Return whether autograd runs: the backward pass, or one that a step of training makes in the forward pass."""
-        return self.backward or torch._C._current_graph_task_id() != NO_BACKWARD
-
     def begin_backward(self) -> None:
         self.backward = True
 

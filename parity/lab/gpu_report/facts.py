@@ -325,7 +325,7 @@ def _step(product: Product, shape: tuple[int, int, int], device: torch.device, b
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0], rows[:, 1] = 1.0, -1.0
     rows[torch.arange(inner - 2), torch.arange(2, inner)] = 2.0 ** -(bits + 1)
-    return _first_that_shows(_sums(product, shape, device, rows, bits + 1), start=2)
+    return _first_that_shows(_sums(product, shape, device, rows, bits + 1))
 
 
 def _promoted(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
@@ -334,19 +334,19 @@ def _promoted(product: Product, shape: tuple[int, int, int], device: torch.devic
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0] = 1.0
     rows[torch.arange(inner - 2), torch.arange(2, inner)] = 2.0 ** -(bits + 2)
-    return _first_that_shows(_sums(product, shape, device, rows, bits + 2) - 1.0, start=2)
+    return _first_that_shows(_sums(product, shape, device, rows, bits + 2) - 1.0)
 
 
-def _first_that_shows(sums: Tensor, start: int) -> str:
-    """Return the index of the first term that shows, and say so if those after it do not all show."""
+def _first_that_shows(sums: Tensor) -> str:
+    """Return the index of the first term that shows, counted from 2, and say so if those after it do not all show."""
     shown = (sums != 0).nonzero().flatten()
     if not len(shown):
         return "none shows: more than all"
     first = int(shown[0])
     if len(shown) == len(sums) - first:
-        return "each shows" if first == 0 else str(first + start)
-    spans = [int(index) + start for index in shown[:6]]
-    return f"from {first + start} on, with gaps: {', '.join(map(str, spans))}, ..."
+        return "each shows" if first == 0 else str(first + 2)
+    spans = [int(index) + 2 for index in shown[:6]]
+    return f"from {first + 2} on, with gaps: {', '.join(map(str, spans))}, ..."
 
 
 def _in_parts(product: Product, shape: tuple[int, int, int], device: torch.device, largest: int) -> str:

@@ -243,7 +243,7 @@ def _issue_407(drawn: Sequence[Drawn]) -> Iterator[Claim]:
         claimed=f"{AFTER_REPAIR}; by gate and up exchanged, this project says",
         found=_found(AFTER_REPAIR, swapped, right, "the exchanged port", "of the right one"),
         agrees=explained(AFTER_REPAIR, swapped, right),
-        why=f"exchanging the two moves it by {_spread(swapped)}, and in {_as_near(AFTER_REPAIR, swapped)} of draws "
+        why=f"exchanging the two moves it by {_spread(swapped)}, and in {_as_near_as_the_repair(swapped)} of draws "
         "by no more than this; another mistake may do so as well",
     )
     for name in LINEARS:
@@ -292,8 +292,8 @@ def _spread(draws: Sequence[float]) -> str:
     return f"{short(statistics.fmean(draws))} ± {short(statistics.stdev(draws))}"
 
 
-def _as_near(figure: float, draws: Sequence[float]) -> str:
-    return f"{100 * sum(abs(each) <= abs(figure) for each in draws) / len(draws):.0f} %"
+def _as_near_as_the_repair(draws: Sequence[float]) -> str:
+    return f"{100 * sum(abs(each) <= abs(AFTER_REPAIR) for each in draws) / len(draws):.0f} %"
 
 
 def _quantization_noise(found: Results, settings: Settings) -> Iterator[Claim]:

@@ -59,12 +59,10 @@ def tensor_mean(
     )
 
 
-def module_mean(
-    found: Results, module: str, distribution: str, recipe: str, kind: str, of: Literal["te", "model"] = "te"
-) -> float:
-    """Return a module's SQNR in decibels, by kind of tensor."""
+def module_mean(found: Results, module: str, distribution: str, recipe: str, kind: str) -> float:
+    """Return TE's SQNR of a module in decibels, by kind of tensor."""
     return mean_db(
-        getattr(loss, of)[kind]
+        loss.te[kind]
         for run, loss in found.items()
         if isinstance(run, ModuleRun)
         and isinstance(loss, ModuleLoss)

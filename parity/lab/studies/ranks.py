@@ -12,13 +12,12 @@ from parity import te
 from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.lab import record
-from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.campaign import Campaign
 from parity.lab.studies import reporting
 from parity.lab.studies.rows import ranks as rows
 from parity.lab.studies.rows import staged
 from parity.lab.studies.rows import trained_over_ranks as trained
-from parity.lab.studies.rows.ranks import Row
-from parity.lab.studies.settings import check_names
+from parity.lab.studies.settings import Said, check_names
 from parity.parallel import compare_over_ranks_at
 from parity.ranks.layout import degrees
 from parity.report.numbers import markdown_table, short
@@ -68,35 +67,6 @@ class Port:
     is_wrong: bool
     precision: str
     seed: int
-
-
-@dataclass(frozen=True)
-class Said:
-    """Hold what parity said.
-
-    Attributes:
-        status: ``passed``, ``failed`` or ``error``.
-        reason: why, if it did not pass.
-        margin: the largest.
-        findings: titles and messages, the first first.
-        seconds: by the clock, with all ranks and the search for a cause.
-    """
-
-    status: str
-    reason: str
-    margin: FourDigits
-    findings: tuple[tuple[str, str], ...]
-    seconds: FourDigits
-
-    def is_named(self, port: Port) -> bool:
-        """Return whether the first finding is the mistake that was planted."""
-        return bool(self.findings) and self.findings[0][0] in row_of(port).titles
-
-
-def row_of(port: Port) -> Row:
-    """Return the row of a wrong port."""
-    of = port.host, port.variant, port.ranks
-    return next(row for row in WRONG if (row.host, row.variant, degrees(row.ranks).label) == of)
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Port, Said], Settings]:
@@ -150,8 +120,7 @@ def said_of(port: Port) -> Said:
         if is_trained
         else compare_over_ranks_at(*at, made)
     )
-    findings = tuple((found.title, found.message) for found in result.findings)
-    return Said(result.status, result.reason, result.margin, findings, time.perf_counter() - began)
+    return Said.by(result, time.perf_counter() - began)
 
 
 # The report: what was detected and named, and which right ones did not pass.
@@ -172,17 +141,13 @@ def _sections(found: Mapping[Port, Said], settings: Settings) -> Iterator[str]:
     )
     wrong = {one: said for one, said in found.items() if one.is_wrong}
     right = {one: said for one, said in found.items() if not one.is_wrong}
-    yield reporting.rates(wrong, right, settings.precisions, lambda one, said: said.is_named(one))
+    yield reporting.rates(wrong, right, settings.precisions, _outcome)
     yield "*Named*: the first finding has the right title."
     yield "## Right ports: the largest margin of all seeds"
     yield _table(right, settings, lambda several: short(max(said.margin for _, said in several)))
     yield "## Wrong ports"
-    yield _table(
-        wrong, settings, lambda several: reporting.outcome(several[0][1].status, several[0][1].is_named(several[0][0]))
-    )
-    missed = [
-        (one, said) for one, said in wrong.items() if reporting.outcome(said.status, said.is_named(one)) != "named"
-    ]
+    yield _table(wrong, settings, lambda several: _outcome(*several[0]))
+    missed = [(one, said) for one, said in wrong.items() if _outcome(one, said) != "named"]
     rejected_ones = [(one, said) for one, said in right.items() if said.status != "passed"]
     for title, some in (("Not named", missed), ("Right ports that did not pass", rejected_ones)):
         if some:
@@ -196,6 +161,11 @@ def _sections(found: Mapping[Port, Said], settings: Settings) -> Iterator[str]:
                 ("module", "port", "ranks", "precision", "seed", "status", "said", "in words"),
                 left=8,
             )
+
+
+def _outcome(one: Port, said: Said) -> str:
+    of = one.host, one.variant, one.ranks
+    return said.outcome(next(row.titles for row in WRONG if (row.host, row.variant, degrees(row.ranks).label) == of))
 
 
 def _table(found: Mapping[Port, Said], settings: Settings, shown: Callable[[list[tuple[Port, Said]]], str]) -> str:

@@ -15,6 +15,7 @@ import torch
 from scipy import stats
 
 from parity import te
+from parity.lab.studies.settings import Said
 from parity.report import environment
 from parity.report.numbers import markdown_table, short
 from parity.te import Kernels
@@ -258,18 +259,7 @@ def claims(found: Iterable[Claim]) -> str:
     return texts(rows, ["source", "its claim", "ours", "agree", "why"])
 
 
-class Judged(Protocol):
-    """Hold what is said of a wrong port or of a right one, as studies that count what is named record it."""
-
-    @property
-    def status(self) -> str: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
 One = TypeVar("One", bound="OfPrecision")
-Said = TypeVar("Said", bound=Judged)
 
 
 class OfPrecision(Protocol):
@@ -283,7 +273,7 @@ def rates(
     wrong: Mapping[One, Said],
     right: Mapping[One, Said],
     precisions: Sequence[str],
-    is_named: Callable[[One, Said], bool],
+    outcome_of: Callable[[One, Said], str],
 ) -> str:
     """Return the table of how many are detected, named and rejected by precision; one without wrong ones has no row."""
     rows = []
@@ -291,7 +281,7 @@ def rates(
         of = [(one, said) for one, said in wrong.items() if one.precision == name]
         rights = [said for one, said in right.items() if one.precision == name]
         if of:
-            outcomes = [outcome(said.status, is_named(one, said)) for one, said in of]
+            outcomes = [outcome_of(one, said) for one, said in of]
             detected = sum(each in ("named", "detected") for each in outcomes)
             rejected = sum(said.status != "passed" for said in rights)
             seconds = [said.seconds for _, said in of] + [said.seconds for said in rights]
@@ -299,13 +289,6 @@ def rates(
             rows.append((f"`{name}`", len(of), detected, outcomes.count("named"), len(rights), rejected, most))
     headers = ("precision", "wrong", "detected", "named", "right", "rejected", "seconds, median and most")
     return markdown_table(rows, headers, left=1)
-
-
-def outcome(status: str, is_named: bool) -> str:
-    """Return ``named`` or ``detected`` for a wrong one that failed, and otherwise its status."""
-    if status != "failed":
-        return status
-    return "named" if is_named else "detected"
 
 
 def made_on(kernels: Kernels, commit: str = "") -> str:

@@ -1,10 +1,11 @@
-"""Read what studies are asked for: names that a setting may hold, distributions, the device, a precision's GPU."""
+"""Share among studies what they are asked for and record: names, distributions, a precision's GPU, what parity says."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -14,7 +15,9 @@ from parity import te
 from parity.case.case import Rng
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
+from parity.lab.campaign import FourDigits
 from parity.report.environment import cpu_model, gpu_name
+from parity.result import Result
 from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
 
@@ -129,3 +132,43 @@ def _choice(precision: Precision, kernels: Kernels) -> tuple[cuda.DeviceProperti
             if why_unavailable(precision, kernels) is None:
                 return (gpu,)
     return ()
+
+
+# What parity says, of which studies count how much is right.
+
+
+@dataclass(frozen=True)
+class Said:
+    """Hold what parity said of a wrong port or of a right one.
+
+    Attributes:
+        status: ``passed``, ``failed`` or ``error``.
+        reason: why, if it did not pass.
+        margin: the largest.
+        findings: titles and messages, the first first.
+        seconds: how long it took, with the search for a cause.
+    """
+
+    status: str
+    reason: str
+    margin: FourDigits
+    findings: tuple[tuple[str, str], ...]
+    seconds: FourDigits
+
+    @classmethod
+    def by(cls, result: Result, seconds: float) -> Said:
+        """Return what a result says."""
+        findings = tuple((found.title, found.message) for found in result.findings)
+        return cls(result.status, result.reason, result.margin, findings, seconds)
+
+    def outcome(self, titles: Collection[str], told: str = "") -> str:
+        """Return ``named`` or ``detected`` for a wrong one that failed, and otherwise its status.
+
+        Args:
+            titles: those that the first finding may have.
+            told: what its message must say.
+        """
+        if self.status != "failed":
+            return self.status
+        is_named = bool(self.findings) and self.findings[0][0] in titles and told in self.findings[0][1]
+        return "named" if is_named else "detected"

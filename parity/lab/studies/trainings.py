@@ -12,7 +12,7 @@ from parity import te
 from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.lab import record
-from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.campaign import Campaign
 from parity.lab.studies import reporting
 from parity.lab.studies.rows.trainings import (
     COMPILED,
@@ -27,7 +27,7 @@ from parity.lab.studies.rows.trainings import (
     WRONG,
     case_of,
 )
-from parity.lab.studies.settings import check_names
+from parity.lab.studies.settings import Said, check_names
 from parity.report.numbers import markdown_table
 from parity.result import Switch
 from parity.te import PRECISIONS, why_unavailable
@@ -84,30 +84,6 @@ class Training:
         return self.name in _ROWS
 
 
-@dataclass(frozen=True)
-class Said:
-    """Hold what parity said.
-
-    Attributes:
-        status: ``passed``, ``failed`` or ``error``.
-        reason: why, if it did not pass.
-        margin: the largest of all steps.
-        findings: titles and messages, the first first.
-        seconds: processor time of the whole training, with all passes and the search for a cause.
-    """
-
-    status: str
-    reason: str
-    margin: FourDigits
-    findings: tuple[tuple[str, str], ...]
-    seconds: FourDigits
-
-    def is_named(self, training: Training) -> bool:
-        """Return whether the first finding is the mistake that was planted."""
-        row = _ROWS[training.name]
-        return bool(self.findings) and self.findings[0][0] in row.titles and row.told in self.findings[0][1]
-
-
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Training, Said], Settings]:
     """Make the trainings that the folder's record lacks, in this process.
 
@@ -160,9 +136,7 @@ def said_of(one: Training) -> Said:
     began = time.process_time()
     at = case, checked, PRECISIONS[one.precision], one.seed, kernels, packaged()
     result = train_at(*at, one.steps, one.switch)
-    seconds = time.process_time() - began
-    findings = tuple((found.title, found.message) for found in result.findings)
-    return Said(result.status, result.reason, result.margin, findings, seconds)
+    return Said.by(result, time.process_time() - began)
 
 
 # The report: what was detected and named, and which right ones did not pass.
@@ -183,19 +157,18 @@ def _sections(found: Mapping[Training, Said], settings: Settings) -> Iterator[st
     )
     wrong = {one: said for one, said in found.items() if one.is_wrong}
     right = {one: said for one, said in found.items() if not one.is_wrong}
-    yield reporting.rates(wrong, right, settings.precisions, lambda one, said: said.is_named(one))
+    yield reporting.rates(wrong, right, settings.precisions, _outcome)
     yield "*Named*: the first finding has the right title, and tells the number where there is one."
     yield "## Each wrong training"
     names = dict.fromkeys(one.name for one in wrong)
+    outcomes = {(one.name, one.precision): _outcome(one, said) for one, said in wrong.items()}
     columns = [name for name in settings.precisions if any(one.precision == name for one in wrong)]
     yield markdown_table(
-        ([name, *(_outcome(wrong, name, precision) for precision in columns)] for name in names),
+        ([name, *(outcomes.get((name, precision), "") for precision in columns)] for name in names),
         ("mistake", *(f"`{name}`" for name in columns)),
         left=1 + len(columns),
     )
-    missed = [
-        (one, said) for one, said in wrong.items() if reporting.outcome(said.status, said.is_named(one)) != "named"
-    ]
+    missed = [(one, said) for one, said in wrong.items() if _outcome(one, said) != "named"]
     if missed:
         yield "## Not named"
         told = (said.findings[0] if said.findings else ("", said.reason) for _, said in missed)
@@ -214,8 +187,5 @@ def _sections(found: Mapping[Training, Said], settings: Settings) -> Iterator[st
         )
 
 
-def _outcome(wrong: Mapping[Training, Said], name: str, precision: str) -> str:
-    for one, said in wrong.items():
-        if (one.name, one.precision) == (name, precision):
-            return reporting.outcome(said.status, said.is_named(one))
-    return ""
+def _outcome(one: Training, said: Said) -> str:
+    return said.outcome(_ROWS[one.name].titles, _ROWS[one.name].told)

@@ -58,13 +58,13 @@ def _whole(phases: Tensor) -> Tensor:
     """Return the phases of all channels, where half of them are rotated."""
     head_dim = 2 * phases.shape[-1]
     positions = torch.arange(phases.shape[0], device=phases.device)
-    half = _phases_of_base(RIGHT_BASE, positions, head_dim)
+    half = _right_phases(positions, head_dim)
     return torch.cat((half, half), dim=-1)[:, None, None, :]
 
 
-def _phases_of_base(base: float, positions: Tensor, head_dim: int) -> Tensor:
+def _right_phases(positions: Tensor, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    return positions.float()[:, None] / base**exponents
+    return positions.float()[:, None] / RIGHT_BASE**exponents
 
 
 def _long(phases: Callable[[TELongAttention, Tensor], Tensor]) -> Plant:
@@ -180,7 +180,7 @@ ROPE_BUGS = (
         "rope-base-of-short-context",
         "RoPE's base is 10,000 for 500,000.",
         LONG,
-        _long(lambda module, positions: _phases_of_base(RIGHT_BASE, positions, module.head_dim)),
+        _long(lambda module, positions: _right_phases(positions, module.head_dim)),
         "rope-base",
     ),
 )

@@ -128,21 +128,16 @@ def _workspaces(module: nn.Module) -> dict[str, Any]:
     return dict(module._fp8_workspaces)  # type: ignore[arg-type]
 
 
-def _unquantized(inner: str) -> Plant:
-    """Run a submodule outside of the recipe."""
+def _mlp_without_recipe(pair: Pair, te: ModuleType) -> Pair:
+    module = pair.candidate.get_submodule("layernorm_mlp")
+    forward = module.forward
 
-    def plant(pair: Pair, te: ModuleType) -> Pair:
-        module = pair.candidate.get_submodule(inner)
-        forward = module.forward
+    def without_recipe(*args: Any, **kwargs: Any) -> Any:
+        with te.autocast(enabled=False):
+            return forward(*args, **kwargs)
 
-        def without_recipe(*args: Any, **kwargs: Any) -> Any:
-            with te.autocast(enabled=False):
-                return forward(*args, **kwargs)
-
-        module.forward = without_recipe
-        return pair
-
-    return plant
+    module.forward = without_recipe
+    return pair
 
 
 LINEAR = ("square_linear", "swiglu_mlp")
@@ -215,7 +210,7 @@ BUGS = (
         "recipe-disabled-in-mlp",
         "The layer's MLP runs outside of the recipe.",
         ("llama_layer",),
-        _unquantized("layernorm_mlp"),
+        _mlp_without_recipe,
         "recipe-disabled",
         precisions=QUANTIZED,
     ),
