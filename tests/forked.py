@@ -28,6 +28,14 @@ _started: list[subprocess.Popen[bytes]] = []  # the server, which ends when this
 # Who asks.
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process runs, and has not ended and waits to be collected."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 class Process:
     """As ``subprocess.Popen([sys.executable, *arguments])`` with these file descriptors as its streams."""
 
@@ -57,6 +65,13 @@ class Process:
     def kill(self) -> None:
         if self.returncode is None:
             os.kill(self.pid, signal.SIGKILL)
+
+
+def begun(command: Sequence[str], folder: Path, output: str, **environment: str) -> Process:
+    """Begin a process outside of pytest, all of whose output goes to a file in its folder."""
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    with (folder / output).open("wb") as file, open(os.devnull, "rb") as nothing:
+        return Process(command, [nothing.fileno(), file.fileno(), file.fileno()], folder, outside | environment)
 
 
 def run(

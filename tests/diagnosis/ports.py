@@ -166,8 +166,9 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def turned(x: Tensor, frequency: Tensor, positions: Tensor) -> Tensor:
-    """Return ``[..., seq, head_dim]`` rotated by halves."""
-    angles = positions.double()[:, None] * frequency
+    """Return ``[batch, heads, seq, head_dim]`` rotated by halves; positions are ``[seq]`` or ``[batch, seq]``."""
+    angles = positions.double()[..., None] * frequency
+    angles = angles[:, None] if positions.dim() > 1 else angles
     cos, sin = (torch.cat((table, table), -1).to(x.dtype) for table in (angles.cos(), angles.sin()))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

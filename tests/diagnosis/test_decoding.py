@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import ports
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,12 +23,7 @@ Cache = dict[nn.Module, tuple[Tensor, Tensor]]  # which keeps its modules, so th
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    """Return ``[batch, heads, seq, head_dim]`` rotated by halves; positions are ``[seq]`` or ``[batch, seq]``."""
-    angles = positions.double()[..., None] * FREQUENCIES
-    angles = angles[:, None] if positions.dim() > 1 else angles
-    cos, sin = (torch.cat((table, table), -1).to(x.dtype) for table in (angles.cos(), angles.sin()))
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    return ports.turned(x, FREQUENCIES, positions)
 
 
 class Layer(nn.Module):

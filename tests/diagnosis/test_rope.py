@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import ports
 import pytest
 import torch
 import torch.nn.functional as F
@@ -87,11 +88,7 @@ Rotated = Callable[[Tensor, Tensor], Tensor]  # of heads [batch, heads, seq, hea
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
-    """Return ``[batch, heads, seq, head_dim]`` rotated by halves."""
-    angles = (positions.double()[..., None] * frequencies())[:, None]
-    cos, sin = (torch.cat((table, table), -1).to(x.dtype) for table in (angles.cos(), angles.sin()))
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
+    return ports.turned(x, frequencies(), positions)
 
 
 def twice(x: Tensor, positions: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import fakes
+import forked
 import pytest
 import typer.main
 from hypothesis import given
@@ -102,17 +103,9 @@ def test_what_a_hanging_process_started_is_ended_with_it(tmp_path: Path) -> None
     assert ended.exit_code is None
     pid = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and is_running(pid):
+    while time.monotonic() < deadline and forked.is_running(pid):
         time.sleep(0.05)
-    assert not is_running(pid)
-
-
-def is_running(pid: int) -> bool:
-    """A process that has ended and waits to be collected does not run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
+    assert not forked.is_running(pid)
 
 
 def test_an_interrupted_process_may_write_what_it_has(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Test what a machine has and allows: memory, its heap, garbage, processes, files, and what ``parity doctor`` tells."""
+"""Test what a machine has and allows: memory, garbage, processes, forks, files, and what ``parity doctor`` tells."""
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import platform
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import forked
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from parity import te
 from parity.cli import machine
 from parity.cpu.versions import NEWEST, OLDEST
 from parity.machine import devices
-from parity.machine.process import lasting
+from parity.machine.process import forks_ended, lasting, withheld
 from parity.plugin.options import check_file, check_folder
 from parity.te import PRECISIONS
 from parity.user_error import UserError
@@ -275,17 +277,61 @@ def test_what_a_process_has_started_ends_with_it_however_it_is_ended(tmp_path: P
     started = list(map(int, ran.stdout.split()))
     assert len(started) == 4
     until = time.monotonic() + 30
-    while any(map(is_running, started)) and time.monotonic() < until:
+    while any(map(forked.is_running, started)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(map(is_running, started))
+    assert not any(map(forked.is_running, started))
 
 
-def is_running(pid: int) -> bool:
-    """A process that has ended and waits to be collected does not run."""
+# What a process forks does not go on with its work, and holds none of its pipes and locks.
+
+
+def fork_that_lives_on() -> int:
+    """Fork a process that lives on."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(1000)
+        os._exit(0)
+    return child
+
+
+@pytest.mark.parametrize(("raises", "code"), [(False, 0), (True, 1)])
+def test_a_fork_ends_where_it_would_leave_the_context(raises: bool, code: int) -> None:
+    process = os.getpid()
+    with forks_ended():
+        child = os.fork()
+        if child == 0 and raises:
+            raise ValueError
+    assert os.getpid() == process
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+
+
+def test_a_pipe_ends_with_its_process_though_a_fork_lives_on() -> None:
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as output, os.fdopen(write, "wb") as pipe:
+        child = None
+        try:
+            withheld(pipe)
+            child = fork_that_lives_on()
+            pipe.close()
+            assert output.read() == b""  # and not for ever
+        finally:
+            if child:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+def test_a_lock_is_free_when_its_process_lets_go_though_a_fork_lives_on(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with path.open("w") as lock:
+        fcntl.flock(withheld(lock), fcntl.LOCK_EX)
+        child = fork_that_lives_on()
     try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
+        with path.open("w") as other:
+            time.sleep(0.1)  # the fork lets go when it begins
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 # Whether files can be written is known before anything is computed, and finding out leaves nothing behind.

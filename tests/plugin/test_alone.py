@@ -110,9 +110,9 @@ def test_what_a_case_forks_ends_with_its_comparison_and_keeps_nothing_waiting(tm
     assert [(result.case, result.status) for result in results] == [(name, "passed") for name in names]
     assert "again" not in printed
     goes_on, lives_on = (int((tmp_path / name).read_text()) for name in (names[0], names[2]))
-    wait_for(lambda: not is_alive(goes_on))
-    assert not is_alive(goes_on)
-    assert is_alive(lives_on)
+    wait_for(lambda: not forked.is_running(goes_on))
+    assert not forked.is_running(goes_on)
+    assert forked.is_running(lives_on)
     os.kill(lives_on, signal.SIGKILL)
 
 
@@ -124,19 +124,12 @@ def test_what_a_dead_process_has_forked_keeps_nothing_waiting(tmp_path: Path, wo
     wait_for(lambda: "dies_beside_a_fork" in (tmp_path / "reports/parity.md").read_text())
     assert "1 of" in (tmp_path / "reports/parity.md").read_text()
     child = int((tmp_path / "dies_beside_a_fork").read_text())
-    assert is_alive(child)
+    assert forked.is_running(child)
     os.kill(child, signal.SIGKILL)
     if workers:
         assert (code, found) == (1, dict(zip(names, ("passed", "error", "passed"), strict=True)))
     else:
         assert (code, found) == (-signal.SIGKILL, dict(zip(names[:2], ("passed", "error"), strict=False)))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # What nothing in the process can prevent is told by another process.

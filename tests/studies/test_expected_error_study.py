@@ -52,11 +52,6 @@ Found = dict[Run, Measured]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
-
-
-@pytest.fixture(scope="module")
 def found(kernels: Kernels) -> Found:
     return {run: measure(run, kernels) for run in runs(SMALL, kernels) if run.module != ISSUE_407}
 

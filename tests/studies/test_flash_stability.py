@@ -64,11 +64,6 @@ TINY = dataclasses.replace(
 DISTRIBUTIONS = SMALL.distributions
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
-
-
 class Found(dict[Run, Result]):
     """Every result that a test asks for, computed when it is first asked for."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("matplotlib")
-from parity import te
 from parity.case.case import Case, Size
 from parity.lab import flops
 from parity.lab.studies import catalogue
@@ -19,11 +18,6 @@ from parity.te import Kernels
 from parity.user_error import UserError
 
 SUITE = list(study.suite())
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
 
 
 @pytest.mark.parametrize(("case", "size"), SUITE, ids=[case.name for case, _ in SUITE])

@@ -11,7 +11,6 @@ import torch
 from interrupted import run_again
 
 pytest.importorskip("matplotlib")
-from parity import te
 from parity.lab.studies import catalogue
 from parity.lab.studies import fp8_recipes as study
 from parity.lab.studies import fp8_recipes_report as claims
@@ -44,11 +43,6 @@ FP8 = [name for name in RECIPES if name != "nvfp4"]
 def _seeded() -> None:
     """NVFP4 rounds gradients stochastically, by PyTorch's random numbers, which other tests draw from as well."""
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
 
 
 def tensor(kernels: Kernels, distribution: str, role: OperandPart, recipe: str) -> TensorLoss:

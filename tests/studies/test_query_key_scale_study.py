@@ -16,7 +16,6 @@ pytest.importorskip("matplotlib")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity import te
 from parity.case.case import Rng
 from parity.lab.studies import catalogue, te_modules
 from parity.lab.studies import query_key_scale as study
@@ -43,11 +42,6 @@ from parity.user_error import UserError
 SMALL = Settings(head_dims=(64, 128, 256), magnitudes=(0, 4), seq=32, seeds=1)
 Outcomes = dict[Run, Outcome]
 SIXTEENTH = 2.0 ** (1 / 16)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
 
 
 @pytest.fixture(scope="module")

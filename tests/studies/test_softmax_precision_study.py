@@ -14,7 +14,6 @@ pytest.importorskip("matplotlib")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity import te
 from parity.case.case import Rng
 from parity.lab.studies import catalogue
 from parity.lab.studies import softmax_precision as study
@@ -41,11 +40,6 @@ from parity.user_error import UserError
 
 SMALL = Settings(scales=(-3, 0, 1, 2, 4, 5), rows=32, keys=256, seeds=2)
 Outcomes = dict[Run, Outcome]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
 
 
 @pytest.fixture(scope="module")

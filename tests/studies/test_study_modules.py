@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from parity import te
 from parity.case.map_check import check_map
 from parity.comparison import compare_at
 from parity.cpu import cuda
@@ -27,11 +26,6 @@ from parity.lab.studies.training import (
 from parity.te import PRECISIONS, Kernels, why_unavailable
 
 # TE's modules as studies measure them: at any size, several in a row, on a GPU that has the precision.
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
 
 
 @pytest.mark.parametrize("name", MODULES)

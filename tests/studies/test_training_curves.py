@@ -12,7 +12,6 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
-from parity import te
 from parity.case.weight_map import WeightMap, stack
 from parity.lab import record
 from parity.lab.studies import catalogue
@@ -27,11 +26,6 @@ SMALL = Settings(
     hidden=64, layers=1, heads=2, groups=1, warmup=4, final=3,
 )  # fmt: skip
 Losses = dict[Run, dict[str, Any] | None]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
 
 
 def _result(run: Run, kernels: Kernels) -> dict[str, Any]:
@@ -90,15 +84,15 @@ def test_te_follows_the_plain_model_within_the_expectation_and_wrong_ports_do_no
     assert max(fp8) <= 1
 
 
+def constant_gradient(module: torch.nn.Module, tokens: torch.Tensor) -> float:
+    assert isinstance(module, torch.nn.Linear)
+    module.weight.grad = torch.ones_like(module.weight)
+    return module.weight.item()
+
+
 def test_masters_keep_steps_that_bf16_parameters_would_lose() -> None:
     model = torch.nn.Linear(1, 1, bias=False).bfloat16()
     model.weight.data.fill_(1.0)
-
-    def constant_gradient(module: torch.nn.Module, tokens: torch.Tensor) -> float:
-        assert isinstance(module, torch.nn.Linear)
-        module.weight.grad = torch.ones_like(module.weight)
-        return module.weight.item()
-
     seen = train(model, Schedule(5e-4, 1), [torch.zeros(1)] * 9, constant_gradient, torch.bfloat16)
     assert seen[:4] == [1.0] * 4  # three steps of 0.0005 are less than half an ulp below 1, which is 0.002
     assert seen[-1] < 1.0
@@ -107,12 +101,6 @@ def test_masters_keep_steps_that_bf16_parameters_would_lose() -> None:
 def test_the_learning_rate_grows_linearly_during_warmup() -> None:
     model = torch.nn.Linear(1, 1, bias=False)
     model.weight.data.fill_(0.0)
-
-    def constant_gradient(module: torch.nn.Module, tokens: torch.Tensor) -> float:
-        assert isinstance(module, torch.nn.Linear)
-        module.weight.grad = torch.ones_like(module.weight)
-        return module.weight.item()
-
     seen = train(model, Schedule(0.4, 4), [torch.zeros(1)] * 6, constant_gradient, torch.float32)
     steps = [before - after for before, after in itertools.pairwise(seen)]
     assert steps == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4], rel=1e-2)

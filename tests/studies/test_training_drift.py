@@ -1,4 +1,4 @@
-"""The claims of the study ``training_drift`` on small sizes, and that it goes on where it stopped."""
+"""The claims of the study ``training_drift`` on small sizes, that it goes on where it stopped, and its distances."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
 
 pytest.importorskip("matplotlib")
 from parity import te
@@ -25,9 +28,11 @@ from parity.lab.studies.training_drift import (
     Settings,
     Trajectory,
     WeightDistance,
+    between,
     drift_of,
     pairs,
     trajectory,
+    wasserstein,
 )
 from parity.lab.studies.training_drift_report import (
     claims,
@@ -56,11 +61,6 @@ SMALL = Settings(
 )
 TINY = dataclasses.replace(SMALL, steps=2, every=1, warmup=1, te_precisions=("bf16", "mxfp8"))
 GPU = te.Kernels("gpu", torch.device("cpu"), types.ModuleType("te"))
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return te.kernels("cpu")
 
 
 def moved(drift: Drift) -> float:
@@ -219,3 +219,45 @@ def test_settings_that_do_not_fit_are_told(
     monkeypatch.setattr(te, "why_no_gpu", lambda: "no GPU")
     with pytest.raises(UserError, match=message):
         catalogue.run("training_drift", dataclasses.replace(TINY, **change), tmp_path)  # type: ignore[arg-type]
+
+
+# Distances of weights.
+
+
+numbers = st.floats(-1e3, 1e3, width=32)
+two_sets = st.integers(1, 30).flatmap(
+    lambda size: st.tuples(
+        st.lists(numbers, min_size=size, max_size=size), st.lists(numbers, min_size=size, max_size=size)
+    )
+)
+
+
+@given(two_sets)
+def test_wasserstein_is_scipy_s(pair: tuple[list[float], list[float]]) -> None:
+    one, other = (torch.tensor(values, dtype=torch.float64) for values in pair)
+    assert wasserstein(one, other) == pytest.approx(stats.wasserstein_distance(*pair), rel=1e-9, abs=1e-9)
+
+
+def test_weights_that_change_places_are_no_distance_apart_as_a_set() -> None:
+    one = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    assert wasserstein(one, one.flip(0)) == 0.0
+    assert between({"w": one}, {"w": one.flip(0)}).whole.maximum > 0
+
+
+def test_weights_that_all_move_are_as_far_apart_as_they_moved() -> None:
+    one = torch.arange(10.0)
+    distance = between({"w": one}, {"w": one + 3})
+    assert distance.whole.wasserstein == distance.whole.maximum == 3.0
+
+
+def test_the_whole_is_one_set_of_numbers() -> None:
+    one = {"a": torch.zeros(1), "b": torch.ones(3)}
+    other = {"a": torch.ones(1), "b": torch.tensor([0.0, 1.0, 1.0])}
+    distance = between(one, other)
+    assert distance.whole.wasserstein == 0.0
+    assert [each.wasserstein for each in distance.tensors.values()] == [1.0, pytest.approx(1 / 3)]
+
+
+def test_sets_of_other_sizes_are_told() -> None:
+    with pytest.raises(ValueError, match="3 numbers cannot be matched with 4"):
+        wasserstein(torch.zeros(3), torch.zeros(4))

@@ -175,7 +175,7 @@ class Runs:
         of_workers = bool(others) and draw.random() < 0.5
         target = draw.choice(others) if of_workers else process.pid
         lines = _count(file)
-        if _is_alive(target):
+        if forked.is_running(target):
             os.kill(target, name)
             tally.kills[f"{name.name} of {_CHILDREN[way] if of_workers else 'the run'}, {way}"] += 1
             tally.moments["none yet" if lines <= 1 else "some" if lines <= all_of_them else "all"] += 1
@@ -188,7 +188,7 @@ class Runs:
             process.kill()
             process.wait(60)
         ends = time.monotonic() + 60
-        while left := [pid for pid in _processes_in(place) if _is_alive(pid)]:
+        while left := [pid for pid in _processes_in(place) if forked.is_running(pid)]:
             if time.monotonic() > ends:
                 tally.wrong.append(f"{seed}: processes outlive the run: {left}")
                 for pid in left:
@@ -209,13 +209,9 @@ class Runs:
 
     def _begin(self, place: Path, way: str, resumed: bool = False) -> forked.Process:
         path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
-        outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        environment = outside | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
         command = ["-m", *_WAYS[way], *([_RESUME[_WAYS[way][0]]] if resumed else [])]
         number = len(list(place.glob("*.out")))
-        with (place / f"{number}.out").open("wb") as output, open(os.devnull, "rb") as nothing:
-            streams = [nothing.fileno(), output.fileno(), output.fileno()]
-            return forked.Process(command, streams, place, environment)
+        return forked.begun(command, place, f"{number}.out", PYTHONPATH=path, PYTEST_ADDOPTS="-p no:hypothesispytest")
 
 
 def _lines(place: Path) -> list[str]:
@@ -268,13 +264,6 @@ def _processes_in(folder: Path) -> list[int]:
             except OSError:
                 continue
     return sorted(found)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def _poll(process: forked.Process) -> None:

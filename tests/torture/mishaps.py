@@ -219,17 +219,13 @@ def _run(mishap: Mishap, workers: int, folder: Path) -> Outcome:
 def _pytest(folder: Path, *options: str, limit: float | None = None) -> int | None:
     """Run pytest in a folder, and return its exit code; None if it takes longer than so many seconds."""
     path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = outside | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "-p no:hypothesispytest"}
     command = ["-m", "pytest", "-q", "-p", "parity.plugin", "-p", "no:cacheprovider", "pairs.py", *options]
-    with (folder / "out").open("wb") as output, open(os.devnull, "rb") as nothing:
-        streams = [nothing.fileno(), output.fileno(), output.fileno()]
-        process = forked.Process(command, streams, folder, environment)
-        try:
-            return process.wait(limit)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return None
+    process = forked.begun(command, folder, "out", PYTHONPATH=path, PYTEST_ADDOPTS="-p no:hypothesispytest")
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None
 
 
 def _outcome(mishap: Mishap, workers: int, code: int | None, folder: Path) -> Outcome:
