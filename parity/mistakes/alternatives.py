@@ -700,10 +700,11 @@ def _pooled_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         return
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
     readers = [user for user, _ in users(trace, call.outputs[0], CASTS)]
-    if not readers or any(user.name not in _REDUCTIONS for user in readers):
+    is_plain = all(isinstance(part, (int, slice)) for part in index)
+    if not is_plain or not readers or any(user.name not in _REDUCTIONS for user in readers):
         return
     sizes = trace.tensor(call.inputs[0]).shape
-    for dim, part in enumerate(index if all(isinstance(part, (int, slice)) for part in index) else ()):
+    for dim, part in enumerate(index):
         if isinstance(part, slice):
             for described, other in _other_ranges(part, sizes[dim]):
                 changed = (*index[:dim], other, *index[dim + 1 :])
@@ -726,10 +727,10 @@ def _mean_of_all(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield the mean of all elements, where those that count are summed and divided by their number."""
     match binary(call):
         case ("div", Value() as total, Value() as count):
-            made = [trace.producer(back(trace, x, CASTS | {"clamp", "clamp_min"})) for x in (total, count)]
+            of_two = (total, count)
         case _:
             return
-    summed, counted = made
+    summed, counted = (trace.producer(back(trace, x, CASTS | {"clamp", "clamp_min"})) for x in of_two)
     if summed is None or counted is None or not summed.name == counted.name == "sum" or len(summed.inputs) != 1:
         return
     chosen = trace.producer(back(trace, summed.inputs[0], CASTS))

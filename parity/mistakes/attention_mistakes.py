@@ -105,24 +105,27 @@ def _masks_of_others(
 ) -> Iterator[Mistake[Attention]]:
     """Yield the mistake that layers with a window, and those without one or with another, have each other's mask."""
     masks = [traced_bias(trace, one[0]) for one in (some, others)]
-    bands = [band_of(hidden_keys(mask)) for mask in masks]
     if masks[0].shape != masks[1].shape:
         return
+    instead = [_mask_instead(mask) for mask in masks]
+    if None in instead:
+        return
+    yield Mistake(
+        "window",
+        "mask of other layers",
+        "give each layer the mask that the reference has there, with its window or without one; the port "
+        "has that of the other layers",
+        lambda attention: attention.edits(mask=instead[attention in some]),
+    )
 
-    def edits(attention: Attention) -> tuple[Edit, ...]:
-        of_others, (band, padded) = masks[attention in some][:1], bands[attention in some]
-        if band is not None:
-            return attention.edits(mask=band_instead(band, padded))
-        return attention.edits(mask=lambda bias: of_others.to(bias).expand(bias.shape))
 
-    if all(band is not None or bool((mask == mask[:1]).all()) for mask, (band, _) in zip(masks, bands, strict=True)):
-        yield Mistake(
-            "window",
-            "mask of other layers",
-            "give each layer the mask that the reference has there, with its window or without one; the port "
-            "has that of the other layers",
-            edits,
-        )
+def _mask_instead(mask: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return a mask that stands for another one: a band, or one that all sequences share; None if it is neither."""
+    band, padded = band_of(hidden_keys(mask))
+    if band is not None:
+        return band_instead(band, padded)
+    shared = mask[:1]
+    return (lambda bias: shared.to(bias).expand(bias.shape)) if bool((mask == shared).all()) else None
 
 
 def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:

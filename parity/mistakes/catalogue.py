@@ -75,9 +75,11 @@ from parity.passes.all_passes import Tensors, tensors_of, under_model
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.one_pass import named_outputs, outputs_of, run
 from parity.passes.prepare import Calls, Prepared, cast, cast_module
+from parity.te.devices import classify
 from parity.trace.calls import Misfit, edited, tracing
 from parity.trace.replay import Change, Replay
 from parity.trace.trace import LINEAR, RESHAPES, Edit, Trace, ancestors, users
+from parity.trace.whose import users_line
 
 if TYPE_CHECKING:
     from parity.te import Precision
@@ -104,9 +106,14 @@ def hypotheses(
         try:
             yield from subject
         except Exception as error:
-            if broken is None or isinstance(error, OutOfTime):
+            if broken is None or isinstance(error, OutOfTime) or not is_our_own(error):
                 raise
             broken.append(error)
+
+
+def is_our_own(error: Exception) -> bool:
+    """Return whether parity itself failed: neither the pair's code nor a broken device raised this."""
+    return not (classify(error) or users_line(error))
 
 
 def _subjects(prepared: Prepared, trace: Trace, unused: Container[str]) -> Iterator[Iterator[Hypothesis]]:
@@ -117,39 +124,6 @@ def _subjects(prepared: Prepared, trace: Trace, unused: Container[str]) -> Itera
     yield unused_norm_hypotheses(trace, never_came)
     yield layer_order_hypotheses(mapped)
     yield weight_hypotheses(mapped)
-    yield from _of_functions(prepared, trace)
-    yield repeated_weight_hypotheses(mapped)
-    yield branch_factor_hypotheses(trace)
-    yield operation_hypotheses(trace)
-    yield scaled_linear_hypotheses(trace)
-    yield extra_activation_hypotheses(trace)
-    yield step_order_hypotheses(trace)
-    yield joined_token_hypotheses(trace)
-    yield exchanged_factor_hypotheses(trace)
-    yield branch_order_hypotheses(trace)
-    yield loop_operation_hypotheses(trace)
-
-
-def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
-    """Yield every known misreading of one of these entries of the weight map, and the exchanges of two.
-
-    Args:
-        prepared: what was compared.
-        trace: of the reference.
-        entries: of the pair's map.
-    """
-    yield from weight_hypotheses(_mapped(prepared, trace, entries))
-
-
-def _mapped(prepared: Prepared, trace: Trace, entries: WeightMap, unused: Container[str] = ()) -> Mapped:
-    shapes = parameter_shapes(prepared.reference)
-    candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    gated = frozenset(_of_gated_units(trace))
-    return Mapped(entries, shapes, candidate_shapes, _heads(trace, shapes), unused, gated)
-
-
-def _of_functions(prepared: Prepared, trace: Trace) -> Iterator[Iterator[Hypothesis]]:
-    """Yield, by subject, every mistake that changes what the reference computes."""
     yield norm_hypotheses(trace, stored_dtype(prepared))
     yield activation_hypotheses(trace)
     yield attention_hypotheses(trace)
@@ -181,6 +155,34 @@ def _of_functions(prepared: Prepared, trace: Trace) -> Iterator[Iterator[Hypothe
     yield optimizer_moment_hypotheses(trace)
     yield optimizer_hypotheses(trace, stored_dtype(prepared))
     yield sequence_first_hypotheses(trace)
+    yield repeated_weight_hypotheses(mapped)
+    yield branch_factor_hypotheses(trace)
+    yield operation_hypotheses(trace)
+    yield scaled_linear_hypotheses(trace)
+    yield extra_activation_hypotheses(trace)
+    yield step_order_hypotheses(trace)
+    yield joined_token_hypotheses(trace)
+    yield exchanged_factor_hypotheses(trace)
+    yield branch_order_hypotheses(trace)
+    yield loop_operation_hypotheses(trace)
+
+
+def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
+    """Yield every known misreading of one of these entries of the weight map, and the exchanges of two.
+
+    Args:
+        prepared: what was compared.
+        trace: of the reference.
+        entries: of the pair's map.
+    """
+    yield from weight_hypotheses(_mapped(prepared, trace, entries))
+
+
+def _mapped(prepared: Prepared, trace: Trace, entries: WeightMap, unused: Container[str] = ()) -> Mapped:
+    shapes = parameter_shapes(prepared.reference)
+    candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
+    gated = frozenset(_of_gated_units(trace))
+    return Mapped(entries, shapes, candidate_shapes, _heads(trace, shapes), unused, gated)
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:

@@ -298,9 +298,8 @@ def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
                 f"compare each position's logits with {right}, as the reference does; they meet {whose}{where}",
                 having(further=further, shorter=shorter),
             )
-    for by, whose in (
-        ((-1, "the label before"), (1, "the label after")) if len({one.further for one in found}) > 1 else ()
-    ):
+    has_several_heads = len({one.further for one in found}) > 1
+    for by, whose in ((-1, "the label before"), (1, "the label after")) if has_several_heads else ():
         yield Mistake(
             "labels-shifted",
             f"labels {by:+d} positions from each head's",

@@ -37,7 +37,7 @@ from parity.trace.trace import (
 # before its branches, as TE's layers do.
 
 
-_OF_A_BRANCH = 400  # ancestors of a branch's result, among which its stream is
+_OF_A_STREAM = 400  # its ancestors, among which a norm that makes it is
 _SUMS_OF_A_LAYER = (1, 2, 3)  # residual sums: of a parallel block, of a decoder's layer, of one with cross-attention
 
 
@@ -150,7 +150,7 @@ def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
                 continue
             normed = norm.call.outputs[0]
             is_stream = trace.tensor(stream).shape == trace.tensor(normed).shape
-            if is_stream and normed not in ancestors(trace, stream, _OF_A_BRANCH):
+            if is_stream and normed not in ancestors(trace, stream, _OF_A_STREAM):
                 yield call, stream, norm
 
 

@@ -192,7 +192,7 @@ def _activated(calls: Sequence[Call], name: str, what: str) -> Hypothesis:
 
     def edited(call: Call) -> Edit:
         if what == "returns":
-            return edit(call, (), lambda was: function(was))
+            return edit(call, (), function)
         of_activated = lambda args, kwargs: call.function(function(args[0]), *args[1:], **kwargs)  # noqa: E731
         return edit(call, call.inputs, again(call, of_activated))
 

@@ -17,7 +17,14 @@ from parity.judge.directions import PRESENT, Direction
 from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
-from parity.mistakes.catalogue import calls_of, hypotheses, outputs_under, subtle_hypotheses_anywhere, tensors_under
+from parity.mistakes.catalogue import (
+    calls_of,
+    hypotheses,
+    is_our_own,
+    outputs_under,
+    subtle_hypotheses_anywhere,
+    tensors_under,
+)
 from parity.mistakes.codes import CODES, UNEXPLAINED, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
@@ -71,9 +78,7 @@ from parity.search.search import (
     partly_explained,
     verified,
 )
-from parity.te.devices import classify
 from parity.trace.trace import Trace
-from parity.trace.whose import users_line
 
 # Matched filters after a failure: a subtle mistake that is made at one place of several, or that shows in no output.
 #
@@ -467,7 +472,7 @@ def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], broken: list
         try:
             found = in_time(cause)
         except Exception as error:
-            if classify(error) or users_line(error):
+            if not is_our_own(error):
                 raise
             broken.append(error)
             continue

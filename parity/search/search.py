@@ -284,7 +284,7 @@ def _is_explained(
             return result.passed
         if result.kind == "output" and not was.passed and not _takes_most(was, result):
             return False
-        if not was.passed and left > _HARDLY_LESS and costs_more(result, was):
+        if not was.passed and left > _HARDLY_LESS and _costs_more(result, was):
             return False
         if _is_far_off(was) and left > _HELPS_MUCH:
             return result.passed and key in only_rounds and others_explained
@@ -297,7 +297,7 @@ def _is_explained(
     return all(map(explained, judged))
 
 
-def costs_more(now: TensorResult, was: TensorResult) -> bool:
+def _costs_more(now: TensorResult, was: TensorResult) -> bool:
     """Return whether rounding costs so much more under hypotheses that an error may pass by this alone.
 
     Hypotheses under which angles of thousands of radians become random numbers are an example.

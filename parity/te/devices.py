@@ -66,8 +66,8 @@ def refusing_meta_tensors() -> Iterator[None]:
     """Within the context, TE's compiled functions raise if they are given a tensor on the meta device.
 
     They would read its address, which is 0: an illegal access, after which CUDA answers nothing. A module whose weights
-    are quantized where they are made gives them such tensors. The CPU kernels are written in
-    Python, and compute shapes of them.
+    are quantized where they are made gives them such tensors. The CPU kernels are written in Python, and compute shapes
+    of them.
 
     Raises:
         TypeError: within the context.
