@@ -96,7 +96,7 @@ def permute_with_mask_map(
         chosen = probs[tokens, experts]
         permuted_probs = probs.new_zeros(num_out_tokens).index_copy_(0, rows, chosen)
         is_empty |= permuted_probs == 0
-    permuted = inp[source]
+    permuted = inp.index_select(0, source)
     if is_empty.any():
         permuted.masked_fill_(is_empty[:, None], 0)
     return permuted, permuted_scale, permuted_probs
@@ -126,7 +126,7 @@ def unpermute_with_mask_map(
     tokens, experts, rows = _routes(row_id_map, num_experts, pad_offsets)
     total = torch.zeros(num_tokens, hidden_size)
     for part in _parts(rows, hidden_size):
-        values = inp[rows[part]].float()
+        values = inp.index_select(0, rows[part]).float()
         if merging_probs is not None:
             values *= merging_probs[tokens[part], experts[part], None].float()
         total.index_add_(0, tokens[part], values)
@@ -159,9 +159,9 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     probs_grad = torch.zeros_like(merging_probs)
     for part in _parts(rows, hidden_size):
         where, route = rows[part], (tokens[part], experts[part])
-        grad = fwd_output_grad[route[0]].float()
+        grad = fwd_output_grad.index_select(0, route[0]).float()
         rows_grad.index_copy_(0, where, (grad * merging_probs[route][:, None].float()).to(fwd_output_grad.dtype))
-        probs_grad[route] = grad.mul_(fwd_input[where]).sum(1).to(merging_probs.dtype)
+        probs_grad[route] = grad.mul_(fwd_input.index_select(0, where)).sum(1).to(merging_probs.dtype)
     return rows_grad, probs_grad
 
 
@@ -188,7 +188,7 @@ def sort_chunks_by_map(
     """Move rows ``[num_tokens, hidden_size]`` and their probabilities by ``make_chunk_sort_map``'s map, or back."""
     to = row_id_map.long()
     source = torch.empty_like(to).index_copy_(0, to, torch.arange(num_tokens)) if is_forward else to
-    return inp[source], None if probs is None else probs[source]
+    return inp.index_select(0, source), None if probs is None else probs[source]
 
 
 def _routes(row_id_map: Tensor, num_experts: int, pad_offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

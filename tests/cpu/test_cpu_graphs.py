@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from parity import te
@@ -84,6 +85,8 @@ def assert_same_bits(name: str, recipe: str | None) -> None:
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize("name", MODULES)
 def test_graphed_steps_are_those_without_a_graph_to_the_bit(name: str, recipe: str | None) -> None:
+    if (name, recipe) == ("ops.Sequential", "Float8BlockScaling") and Version(te.version()) < Version("2.18"):
+        pytest.skip("TransformerEngine's operations refuse block scaling before 2.18")
     assert_same_bits(name, recipe)
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from gemm_oracle import product
+from packaging.version import Version
 from torch import Tensor
 
+from parity import te
 from parity.cpu import cast, recipe
 from parity.cpu.enums import DType
 
@@ -73,6 +75,8 @@ def test_an_empty_nvfp4_tensor_says_whether_the_kernel_that_casts_swizzles_too(
 ) -> None:
     quantizer = quantizer_of(blackwell, "nvfp4", **options)
     quantizer.optimize_for_gemm = True
+    if Version(te.version()) < Version("2.16"):
+        is_swizzled = False  # its make_empty allocates in Python (nvfp4_tensor.py:373) and asks no kernel
     assert quantizer.make_empty(shape, dtype=torch.bfloat16)._with_gemm_swizzled_scales == is_swizzled
     assert quantizer(values_of(*shape))._with_gemm_swizzled_scales
 
