@@ -531,7 +531,9 @@ def nvidia_tests(
     only: Annotated[str, typer.Option(help="Files whose names match this regular expression.")] = "",
     seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
     workers: Processes = CORES,
-    seconds: Annotated[float, typer.Option(help="Of processor time, for a test.")] = 120.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Of processor time, for a test [30 in a sample, 120 where all are run].")
+    ] = None,
     memory: Annotated[float, typer.Option(help="GiB, for a test.")] = 6.0,
     folder: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on there.")] = Path(
         "build/nvidia-tests"
@@ -549,7 +551,7 @@ def nvidia_tests(
     from parity.lab.nvidia_tests.measure import Limits
 
     place = os.environ.get(checkout.VARIABLE)
-    limits = Limits(seconds, memory)
+    limits = Limits(seconds or (30.0 if sample else 120.0), memory)
     real = {name: Path(file) for name, _, file in (each.partition("=") for each in _listed(on_gpu))}
     if not all(name in gpu.split(",") and file.is_file() for name, file in real.items()):
         raise UserError(f"--on-gpu is {on_gpu!r}, but must name files by emulated GPUs: hopper=FILE,blackwell=FILE")
