@@ -127,6 +127,30 @@ def test_another_bias_sink_or_scale_is_told(reference, call, options, title):
     tells_only(with_extras(reference, call, **options), title)
 
 
+class Divided(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query.transpose(1, 2) @ key.permute(0, 2, 3, 1) / math.sqrt(VALUE_DIM)
+        hidden = torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1)
+        probabilities = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return (probabilities @ value.transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_scale_of_one_over_a_whole_number_is_told_where_the_reference_divides(precision):
+    """As query-key layer scaling leaves it in layer 12: a search among decimal numbers ends beside it."""
+    scale = 1 / (12 * math.sqrt(VALUE_DIM))
+    result = compared(
+        Divided,
+        lambda te: te.DotProductAttention(
+            2, VALUE_DIM, qkv_format="bshd", attention_dropout=0.0, attn_mask_type="causal", softmax_scale=scale
+        ),
+        normal(*[(2, SEQ, 2, VALUE_DIM)] * 3),
+        precision,
+        weights={},
+    )
+    tells_only(result, "softmax-scale", f"the port's is {scale:.4g}")
+
+
 @pytest.mark.parametrize(
     ("sinks_as", "told"),
     [
