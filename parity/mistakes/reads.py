@@ -129,6 +129,16 @@ def _can_be_made_again(call: Call) -> bool:
     return not is_in_place(call) or (binary(call) is not None and "out" not in call.kwargs)
 
 
+def described(value: Value, trace: Trace) -> str:
+    """Describe a value by the call that makes it, or the first that reads it."""
+    call = trace.producer(value)
+    if call is None:
+        return f"the input of the module that the {trace.users(value)[0].described} is given"
+    is_part = len(call.outputs) > 1 and value in call.outputs
+    part = f"part {call.outputs.index(value) + 1} of " if is_part else ""
+    return f"{part}the result of the {call.described}"
+
+
 class Layers:
     """Say which values of other layers correspond to one of this layer."""
 

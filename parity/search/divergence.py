@@ -17,6 +17,7 @@ from parity.mistakes.catalogue import outputs_under
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.decoding import positions_of
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall
+from parity.mistakes.reads import described
 from parity.numerics.errors import Tolerance, margin, measure
 from parity.numerics.freedom import UNFUSED
 from parity.passes.all_passes import under_model
@@ -68,8 +69,12 @@ def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor
 
 def places(trace: Trace) -> dict[Place, Tensor]:
     """Return a trace's tensors, by the call that first returned each or was given it, and where."""
+    return {place: trace.tensor(value) for place, value in _by_place(trace).items()}
+
+
+def _by_place(trace: Trace) -> dict[Place, Value]:
     values = {value.number: value for call in trace.calls for value in (*call.inputs, *call.outputs)}
-    return {(one.site, one.position, one.returned): trace.tensor(one) for one in values.values()}
+    return {(one.site, one.position, one.returned): one for one in values.values()}
 
 
 # Find the columns of a candidate's value among those of all values that its reference computes.
@@ -135,8 +140,8 @@ class Columns:
             perhaps.append(same.any(1).double().mean().item())
         return None if not surely or max(surely) < MOSTLY <= max(perhaps) else max(surely)
 
-    def holders(self, x: Tensor, kept: Tensor) -> Iterator[Place]:
-        """Yield the traced values that hold most of a value's columns each, in these rows."""
+    def holders(self, x: Tensor, kept: Tensor | None = None) -> Iterator[Place]:
+        """Yield the traced values that hold most of a value's columns each, in these rows or in all."""
         for same, known in self._same(x, kept):
             for place in dict.fromkeys(known.holders):
                 columns = torch.tensor([holder == place for holder in known.holders])
@@ -314,9 +319,23 @@ class _Returned:
     given: Tensor | None
 
 
-def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
-    """Yield a finding that names the last submodule that agrees and the first that does not; none if
-    all do or none does.
+@dataclass(frozen=True)
+class Divergence:
+    """The first submodule of a candidate that computes something that its reference does not.
+
+    Attributes:
+        module: its path.
+        given: the value of the reference that it is given; None if it is given none, or that cannot be told.
+        finding: names it and the last submodule that agrees.
+    """
+
+    module: str
+    given: Value | None
+    finding: Finding
+
+
+def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
+    """Yield where the candidate departs from the reference; nothing if all submodules agree or none does.
 
     Args:
         failure: the outputs of the candidate are finite.
@@ -347,24 +366,41 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Finding]:
         if share is None or _rows(one.tensor) in reordered:
             continue
         last = agreed[-1] if agreed else ""
-        yield repairable(
-            "first-divergence",
-            f"{one.module} is the first submodule of the candidate whose result {tuple(one.tensor.shape)} the "
-            f"reference does not compute: {1 - share:.0%} of its columns match nothing there. "
-            f"{f'{last}, which runs before it, agrees' if last else 'No submodule before it could be compared'}",
-            _next_to(one.module, last, of_given),
+        held = None if given is None else next(columns.holders(given), None)
+        value = None if held is None else _by_place(trace)[held]
+        yield Divergence(
+            one.module,
+            value,
+            repairable(
+                "first-divergence",
+                f"{one.module} is the first submodule of the candidate whose result {tuple(one.tensor.shape)} the "
+                f"reference does not compute: {1 - share:.0%} of its columns match nothing there. "
+                f"{f'{last}, which runs before it, agrees' if last else 'No submodule before it could be compared'}",
+                _next_to(one.module, last, of_given, "" if value is None else described(value, trace)),
+            ),
         )
         return
 
 
-def _next_to(module: str, last: str, of_given: float | None) -> str:
-    """Say where to look, given the last submodule that agrees, and how much of the first one's input agrees."""
+def _next_to(module: str, last: str, of_given: float | None, given: str) -> str:
+    """Say where to look.
+
+    Args:
+        module: the first submodule that does not agree.
+        last: the one that agrees before it.
+        of_given: how much of the module's input agrees; None if that cannot be told.
+        given: which of the reference's values the input is; empty if that cannot be told.
+    """
     alone = f"compare {module} alone, as a pair of its own with the part of the reference that it replaces"
     between = f"between {last} and {module}" if last else f"before {module}"
     if of_given is None:
         return f"{alone}; if that passes, look at what the candidate computes {between}"
     if of_given >= MOSTLY:
-        return f"{alone}: its input is a value that the reference computes, too; if that passes, it gets the wrong one"
+        is_given = f", {given}" if given else ""
+        return (
+            f"{alone}: its input is a value that the reference computes, too{is_given}; if that passes, it gets the "
+            "wrong one"
+        )
     return f"look at what the candidate computes {between}: already the input of {module} is not in the reference"
 
 

@@ -37,6 +37,7 @@ from parity.passes.prepare import Prepared, cast
 from parity.result import PROBED, Finding, TensorResult
 from parity.search.borders import border_explanations, decoding_explanations, restart_explanations
 from parity.search.divergence import (
+    Divergence,
     first_divergence,
     output_scale_findings,
     shared_factor,
@@ -45,7 +46,12 @@ from parity.search.divergence import (
 )
 from parity.search.failure import Budget, Failure, few_outputs, in_time, on_probes
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
-from parity.search.misplaced import exchange_findings, order_findings, other_operand_hypotheses
+from parity.search.misplaced import (
+    exchange_findings,
+    misread_hypotheses,
+    order_findings,
+    other_operand_hypotheses,
+)
 from parity.search.precision_mistakes import log_prob_findings, precision_findings, scale_hypotheses
 from parity.search.reruns import (
     buffer_findings,
@@ -385,7 +391,21 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
     most = in_time(lambda: _most_of_it(failure, screened.best))
     hidden = hidden_row_hints(failure) if finite else ()
     diverged = in_time(lambda: first_divergence(failure, trace))
-    return (*unread, *most, *hidden, *where_the_error_is(failure), *diverged)
+    if misread := in_time(lambda: _of_misread(failure, trace, diverged)):
+        return tuple(misread)
+    return (*unread, *most, *hidden, *where_the_error_is(failure), *(one.finding for one in diverged))
+
+
+def _of_misread(failure: Failure, trace: Trace, diverged: Sequence[Divergence]) -> Iterator[Finding]:
+    """Yield that the first submodule that differs is given another value of the reference, if that explains all."""
+    known = [
+        hypothesis
+        for one in diverged
+        if one.given is not None and failure.among is None
+        for hypothesis in misread_hypotheses(failure.prepared.weights, trace, one.module, one.given)
+    ]
+    found = explanations(failure, known, failure.budget(CHECKS_FOR_OPERANDS)) if known else []
+    yield from _told([one for one in found if one.complete], failure)
 
 
 def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:

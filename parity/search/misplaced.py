@@ -6,21 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parity.case.case import Rng
+from parity.case.weight_map import WeightMap, names
 from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.reads import Layers, Place, edits_at, is_activation, made_again, places
+from parity.mistakes.reads import Layers, Place, described, edits_at, is_activation, made_again, places
 from parity.numerics.errors import Tolerance, margin, measure
 from parity.passes.nominal_clock import Work
 from parity.result import Finding, TensorResult
 from parity.search.failure import Budget, Failure
 from parity.search.screen import FirstOrder, as_rows
-from parity.trace.trace import RESHAPES, Trace, Value, back, grouped, unnumbered
+from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, back, edit, grouped, unnumbered
 
 # Outputs in the place of another output, or with rows in another order.
 
@@ -416,14 +418,62 @@ def _told(trace: Trace, some: Sequence[tuple[Place, Value]]) -> tuple[str, str]:
     place, other = some[0]
     where = f"to the {place.call.described}" if place.position is not None else "to all that read it"
     others = f" and to {len(some) - 1} more like it" if len(some) > 1 else ""
-    return f"{_described(place.value, trace)} {where}{others}", _described(other, trace)
+    return f"{described(place.value, trace)} {where}{others}", described(other, trace)
 
 
-def _described(value: Value, trace: Trace) -> str:
-    """Describe a value by the call that makes it, or the first that reads it."""
-    call = trace.producer(value)
-    if call is None:
-        return f"the input of the module that the {trace.users(value)[0].described} is given"
-    is_part = len(call.outputs) > 1 and value in call.outputs
-    part = f"part {call.outputs.index(value) + 1} of " if is_part else ""
-    return f"{part}the result of the {call.described}"
+# A submodule that is given another value than the reference's call with the same parameters.
+#
+# Where the result decides which experts get a token, what an exchange does is no effect to first order, and the search
+# above passes it over. But the first submodule that differs tells which value of the reference it is given.
+
+
+def misread_hypotheses(weights: WeightMap, trace: Trace, module: str, given: Value) -> Iterator[Hypothesis]:
+    """Yield the mistake that a submodule of the candidate is given this value, also in each layer.
+
+    Args:
+        weights: the pair's map, which says which of the reference's parameters the submodule holds.
+        trace: of the reference in FP64.
+        module: the submodule's path.
+        given: a value of the reference.
+    """
+    own = {
+        name
+        for left, right in weights.items()
+        if any(one.startswith(f"{module}.") for one in names(right))
+        for name in names(left)
+    }
+    first = next((call for call in trace.calls if not own.isdisjoint(map(trace.parameter, call.inputs))), None)
+    if first is None:
+        return
+    alike = [call for call in trace.calls if (unnumbered(call.site[0]), *call.site[1:]) == _role(first)]
+    here, layers = Place(given, first).numbers, Layers(trace)
+    found = []
+    for call in alike:
+        value = layers.elsewhere(given, here, Place(given, call).numbers)
+        position = next((i for i, one in enumerate(call.inputs) if is_activation(trace, one)), None)
+        if value is not None and position is not None:
+            found.append((Place(call.inputs[position], call, position), value))
+    for some in dict.fromkeys((tuple(one for one in found if one[0].call is first), tuple(found))):
+        shapes = [(trace.tensor(place.value).dim(), trace.tensor(value)) for place, value in some]
+        if some and all(dims in (2, tensor.dim()) for dims, tensor in shapes):
+            told, wrong = _told(trace, some)
+            name, repair = f"{wrong} for {told}", f"give {told}, as the reference does, not {wrong}"
+            edits = tuple(_reading(trace, place, value) for place, value in some)
+            yield Hypothesis("operation", name, repair, edits, scope="call")
+
+
+def _role(call: Call) -> tuple[object, ...]:
+    path, *others = call.site
+    return (unnumbered(path), *others)
+
+
+def _reading(trace: Trace, place: Place, value: Value) -> Edit:
+    """Return the edit that gives a call another value, as rows where its own is a matrix."""
+    is_matrix = trace.tensor(place.value).dim() == 2
+
+    def compute(was: Tensor, *inputs: Tensor) -> Any:
+        other = inputs[-1].flatten(0, -2) if is_matrix else inputs[-1]
+        given = [other if i == place.position else one for i, one in enumerate(inputs[:-1])]
+        return made_again(place.call, given).to(was.dtype)
+
+    return edit(place.call, (*place.call.inputs, value), compute)

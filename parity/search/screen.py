@@ -718,8 +718,9 @@ def _line_search(
     power_of_two = round(best / math.log(2.0)) * math.log(2.0)
     one_digit, two_digits, *more = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
     one_over_two_digits = -math.log(float(f"{math.exp(-best):.1e}"))  # as a scale of 1/48
-    plainest = (one_digit, power_of_two)
-    plainest = sorted(plainest, key=share) if best > math.log(SMALL) else plainest
+    plainest = [one_digit, power_of_two]
+    if best > math.log(SMALL):
+        plainest.sort(key=share)
     plain = (*plainest, *sorted((two_digits, one_over_two_digits), key=share), *more)
     chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
     return [tried[number] for number in dict.fromkeys((chosen, best)) if math.isfinite(share(number))]

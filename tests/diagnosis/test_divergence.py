@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import compared, in_turn, normal, tells, twins
+from ports import compared, in_turn, normal, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -87,6 +87,48 @@ def test_the_first_submodule_that_differs_is_named_with_its_call_and_where_to_lo
 @pytest.mark.parametrize(("precision", "carried"), [("fp32", 100.0), ("bf16", 5.0)])
 def test_right_submodules_whose_rounding_a_sum_hides_are_not_named(precision, carried):
     assert ladders("sum", precision, carried) == []
+
+
+# A router decides which expert gets a token: what it reads instead has no effect to first order.
+
+
+class Routed(nn.Module):
+    """Layers of two experts, of which a router of the normed tokens takes one; ``raw`` are layers whose router reads
+    tokens that are not normed.
+    """
+
+    def __init__(self, linear: Any, norm: Any, layers: int = 1, raw: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.raw = raw
+        self.norms = nn.ModuleList(norm(WIDTH) for _ in range(layers))
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, 4, bias=False) for _ in range(layers))
+        self.experts = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(4 * layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, (norm, router) in enumerate(zip(self.norms, self.routers, strict=True)):
+            h = norm(x)
+            logits = router((x if layer in self.raw else h).flatten(0, 1)).view(*x.shape[:-1], 4)
+            weight, chosen = logits.softmax(-1).max(-1, keepdim=True)
+            for number in range(4):
+                x = x + (chosen == number) * weight * self.experts[4 * layer + number](h)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "raw", "told"),
+    [
+        (1, (0,), "to the 1st 'linear' of routers.0, as the reference does, not the input of the module that"),
+        (2, (0, 1), "to the 1st 'linear' of routers.0 and to 1 more like it, as the reference does, not"),
+        (2, (1,), "to the 1st 'linear' of routers.1, as the reference does, not the result of the"),
+    ],
+)
+def test_what_a_router_reads_instead_is_told(layers, raw, told):
+    result = compared(
+        lambda: Routed(nn.Linear, nn.RMSNorm, layers),
+        lambda te: Routed(te.Linear, te.RMSNorm, layers, raw),
+        lambda rng: 0.5 + rng.normal(2, 24, WIDTH),
+    )
+    tells_only(result, "operation", told)
 
 
 # Attention whose padded tokens count nowhere.

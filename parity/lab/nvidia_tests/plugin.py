@@ -264,7 +264,7 @@ def _as_on_a_gpu(product: Any, operands: tuple[int, int]) -> Any:
         first = values[operands[0]]
         if first.dtype == torch.float16:
             values[: operands[1] + 1] = [value.float() for value in values[: operands[1] + 1]]
-            return product(*values, **scalars, out=first.new_empty(0, dtype=torch.float32)).half()  # type: ignore[no-any-return]
+            return product(*values, **scalars, out=first.new_empty(0, dtype=torch.float32)).half()
         if first.dtype == torch.float32 and _uses_tf32() and not _is_called_by_kernel():
             for index in operands:
                 values[index] = tensor_cores.round_to_tf32(values[index])
