@@ -178,7 +178,7 @@ def other_operand_hypotheses(trace: Trace, first_order: FirstOrder, budget: Budg
     if not len(first_order.error):
         return
     for exchange in _Exchanges(trace, first_order, budget).likeliest():
-        yield _hypothesis(exchange, trace)
+        yield _hypothesis(exchange.others, trace, edits_at(exchange.others))
 
 
 class _Exchanges:
@@ -401,14 +401,14 @@ def _by_shape(trace: Trace) -> tuple[dict[tuple[int, ...], list[Value]], dict[tu
     return few, {shape: torch.stack([trace.tensor(x).float().flatten() for x in some]) for shape, some in few.items()}
 
 
-def _hypothesis(exchange: _Exchange, trace: Trace) -> Hypothesis:
-    alike = grouped(exchange.others, lambda pair: (pair[0].role, pair[0].position is None))
+def _hypothesis(others: Sequence[tuple[Place, Value]], trace: Trace, edits: tuple[Edit, ...]) -> Hypothesis:
+    alike = grouped(others, lambda pair: (pair[0].role, pair[0].position is None))
     told = [_told(trace, some) for some in alike.values()]
     return Hypothesis(
         "operation",
         "; ".join(f"{wrong} for {right}" for right, wrong in told),
         "; ".join(f"give {right}, as the reference does, not {wrong}" for right, wrong in told),
-        edits_at(exchange.others),
+        edits,
         scope="call",
     )
 
@@ -445,21 +445,17 @@ def misread_hypotheses(weights: WeightMap, trace: Trace, module: str, given: Val
     first = next((call for call in trace.calls if not own.isdisjoint(map(trace.parameter, call.inputs))), None)
     if first is None:
         return
-    alike = [call for call in trace.calls if (unnumbered(call.site[0]), *call.site[1:]) == _role(first)]
     here, layers = Place(given, first).numbers, Layers(trace)
     found = []
-    for call in alike:
+    for call in (call for call in trace.calls if _role(call) == _role(first)):
         value = layers.elsewhere(given, here, Place(given, call).numbers)
         position = next((i for i, one in enumerate(call.inputs) if is_activation(trace, one)), None)
-        if value is not None and position is not None:
+        if value is not None and position is not None and value.number < Place(value, call).before:
             found.append((Place(call.inputs[position], call, position), value))
     for some in dict.fromkeys((tuple(one for one in found if one[0].call is first), tuple(found))):
-        shapes = [(trace.tensor(place.value).dim(), trace.tensor(value)) for place, value in some]
-        if some and all(dims in (2, tensor.dim()) for dims, tensor in shapes):
-            told, wrong = _told(trace, some)
-            name, repair = f"{wrong} for {told}", f"give {told}, as the reference does, not {wrong}"
-            edits = tuple(_reading(trace, place, value) for place, value in some)
-            yield Hypothesis("operation", name, repair, edits, scope="call")
+        dims = [(trace.tensor(place.value).dim(), trace.tensor(value).dim()) for place, value in some]
+        if some and all(own == other or own == 2 < other for own, other in dims):
+            yield _hypothesis(some, trace, tuple(_reading(trace, place, value) for place, value in some))
 
 
 def _role(call: Call) -> tuple[object, ...]:
