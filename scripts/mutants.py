@@ -156,11 +156,12 @@ def _without(title: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_findings(patch: pytest.MonkeyPatch, title: str) -> None:
-    """Leave findings of a title out of all results."""
+    """Leave findings of a title, and notes that name it, out of all results."""
     explained, compared = comparison.explain_at, parity.compare
 
     def left(result: Result) -> Result:
-        return replace(result, findings=tuple(one for one in result.findings if one.title != title))
+        findings = tuple(one for one in result.findings if one.title != title)
+        return replace(result, findings=findings, notes=tuple(note for note in result.notes if title not in note))
 
     def others(*args: Any, **kwargs: Any) -> Result:
         return left(explained(*args, **kwargs))
