@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,8 @@ def is_activation(trace: Trace, value: Value) -> bool:
     return tensor.dim() > 1 or any(trace.parameter(x) is not None for x in ancestors(trace, value, _NEAR))
 
 
-def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
-    """Return the edits that put another value in each place."""
+def edits_at(others: Sequence[tuple[Place, Value]], trace: Trace) -> tuple[Edit, ...]:
+    """Return the edits that put another value in each place; as rows where a call is given a matrix."""
     by_call: dict[int, tuple[Call, dict[int, Value]]] = {}
     edits = []
     for place, other in others:
@@ -81,7 +81,8 @@ def edits_at(others: Sequence[tuple[Place, Value]]) -> tuple[Edit, ...]:
             by_call.setdefault(id(place.call), (place.call, {}))[1][place.position] = other
     for call, instead in by_call.values():
         given = [instead.get(position, value) for position, value in enumerate(call.inputs)]
-        edits.append(edit(call, given, _given(call)))
+        as_rows = {position for position in instead if trace.tensor(call.inputs[position]).dim() == 2}
+        edits.append(edit(call, given, _given(call, as_rows)))
     return tuple(edits)
 
 
@@ -106,8 +107,9 @@ def is_in_place(call: Call) -> bool:
     )
 
 
-def _given(call: Call) -> Callable[..., Any]:
-    def compute(was: Any, *inputs: Tensor) -> Any:
+def _given(call: Call, as_rows: Container[int]) -> Callable[..., Any]:
+    def compute(was: Any, *others: Tensor) -> Any:
+        inputs = [x.flatten(0, -2) if position in as_rows else x for position, x in enumerate(others)]
         before = iter([x for x in tree_leaves(was) if isinstance(x, Tensor)])
         return tree_map_only(Tensor, lambda x: x.to(next(before).dtype), made_again(call, inputs))
 

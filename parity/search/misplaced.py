@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from parity.passes.nominal_clock import Work
 from parity.result import Finding, TensorResult
 from parity.search.failure import Budget, Failure
 from parity.search.screen import FirstOrder, as_rows
-from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, back, edit, grouped, unnumbered
+from parity.trace.trace import RESHAPES, Trace, Value, back, grouped, unnumbered
 
 # Outputs in the place of another output, or with rows in another order.
 
@@ -178,7 +177,7 @@ def other_operand_hypotheses(trace: Trace, first_order: FirstOrder, budget: Budg
     if not len(first_order.error):
         return
     for exchange in _Exchanges(trace, first_order, budget).likeliest():
-        yield _hypothesis(exchange.others, trace, edits_at(exchange.others))
+        yield _hypothesis(exchange.others, trace)
 
 
 class _Exchanges:
@@ -401,14 +400,14 @@ def _by_shape(trace: Trace) -> tuple[dict[tuple[int, ...], list[Value]], dict[tu
     return few, {shape: torch.stack([trace.tensor(x).float().flatten() for x in some]) for shape, some in few.items()}
 
 
-def _hypothesis(others: Sequence[tuple[Place, Value]], trace: Trace, edits: tuple[Edit, ...]) -> Hypothesis:
+def _hypothesis(others: Sequence[tuple[Place, Value]], trace: Trace) -> Hypothesis:
     alike = grouped(others, lambda pair: (pair[0].role, pair[0].position is None))
     told = [_told(trace, some) for some in alike.values()]
     return Hypothesis(
         "operation",
         "; ".join(f"{wrong} for {right}" for right, wrong in told),
         "; ".join(f"give {right}, as the reference does, not {wrong}" for right, wrong in told),
-        edits,
+        edits_at(others, trace),
         scope="call",
     )
 
@@ -445,31 +444,14 @@ def misread_hypotheses(weights: WeightMap, trace: Trace, module: str, given: Val
     first = next((call for call in trace.calls if not own.isdisjoint(map(trace.parameter, call.inputs))), None)
     if first is None:
         return
-    here, layers = Place(given, first).numbers, Layers(trace)
+    here, layers = Place(given, first), Layers(trace)
     found = []
-    for call in (call for call in trace.calls if _role(call) == _role(first)):
-        value = layers.elsewhere(given, here, Place(given, call).numbers)
+    for call in (call for call in trace.calls if Place(given, call).role == here.role):
+        value = layers.elsewhere(given, here.numbers, Place(given, call).numbers)
         position = next((i for i, one in enumerate(call.inputs) if is_activation(trace, one)), None)
         if value is not None and position is not None and value.number < Place(value, call).before:
             found.append((Place(call.inputs[position], call, position), value))
     for some in dict.fromkeys((tuple(one for one in found if one[0].call is first), tuple(found))):
         dims = [(trace.tensor(place.value).dim(), trace.tensor(value).dim()) for place, value in some]
         if some and all(own == other or own == 2 < other for own, other in dims):
-            yield _hypothesis(some, trace, tuple(_reading(trace, place, value) for place, value in some))
-
-
-def _role(call: Call) -> tuple[object, ...]:
-    path, *others = call.site
-    return (unnumbered(path), *others)
-
-
-def _reading(trace: Trace, place: Place, value: Value) -> Edit:
-    """Return the edit that gives a call another value, as rows where its own is a matrix."""
-    is_matrix = trace.tensor(place.value).dim() == 2
-
-    def compute(was: Tensor, *inputs: Tensor) -> Any:
-        other = inputs[-1].flatten(0, -2) if is_matrix else inputs[-1]
-        given = [other if i == place.position else one for i, one in enumerate(inputs[:-1])]
-        return made_again(place.call, given).to(was.dtype)
-
-    return edit(place.call, (*place.call.inputs, value), compute)
+            yield _hypothesis(some, trace)

@@ -137,7 +137,7 @@ class Divided(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_scale_of_one_over_a_whole_number_is_told_where_the_reference_divides(precision):
-    """As query-key layer scaling leaves it in layer 12: a search among decimal numbers ends beside it."""
+    """Plant what query-key layer scaling leaves in layer 12: a search among decimal numbers ends beside it."""
     scale = 1 / (12 * math.sqrt(VALUE_DIM))
     result = compared(
         Divided,

@@ -93,7 +93,7 @@ def test_right_submodules_whose_rounding_a_sum_hides_are_not_named(precision, ca
 
 
 class Routed(nn.Module):
-    """Layers of two experts, of which a router of the normed tokens takes one; ``raw`` are layers whose router reads
+    """Layers of four experts, of which a router of the normed tokens takes one; ``raw`` are layers whose router reads
     tokens that are not normed.
     """
 
