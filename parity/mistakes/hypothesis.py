@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from parity.mistakes.codes import NO_CODE, Code
 from parity.trace.calls import Misfit
@@ -72,6 +72,19 @@ def within(context: Callable[[nn.Module], AbstractContextManager[object]]) -> Ar
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with context(module):
                 return call(module, *args, **kwargs)
+
+        return under
+
+    return around
+
+
+def on_tensors(given: Callable[[Tensor], Tensor], returned: Callable[[Tensor], Tensor]) -> Around:
+    """Return a wrapper that changes every tensor that the reference is given, and every tensor that it returns."""
+
+    def around(call: ModuleCall) -> ModuleCall:
+        def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map_only(Tensor, given, (args, kwargs))
+            return tree_map_only(Tensor, returned, call(module, *args, **kwargs))
 
         return under
 
@@ -174,6 +187,21 @@ class Mistake(Generic[_Changed]):
     value: float | None = None
     tuned: Callable[[float], Mistake[_Changed]] | None = None
     code: Code = NO_CODE
+
+
+Row = tuple[str, Callable[[_Changed], Sequence[Edit]]]
+"""The repair and the edits of a mistake, in a table by name."""
+
+
+def titled(title: str, rows: Mapping[str, Row[Operation]], subtle: bool = False) -> Iterator[Mistake[Operation]]:
+    """Yield the mistakes of a table, which have one title."""
+    for name, (repair, edits) in rows.items():
+        yield Mistake(title, name, repair, edits, subtle)
+
+
+def more_like_it(count: int, comma: str = "", of: str = "") -> str:
+    """Return how many more there are than the first of so many that are alike, for messages; empty if there is none."""
+    return f"{comma} and {of}{count - 1} more like it" if count > 1 else ""
 
 
 def having(where: Callable[[Any], bool] = lambda operation: True, **changes: Any) -> Callable[[Any], Sequence[Edit]]:

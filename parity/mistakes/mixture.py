@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.hypothesis import Hypothesis, Mistake, Row, everywhere_and_somewhere, titled
 from parity.trace.calls import Misfit
 from parity.trace.trace import (
     CASTS,
@@ -20,9 +20,11 @@ from parity.trace.trace import (
     Edit,
     Trace,
     Value,
+    added,
     back,
     binary,
     edit,
+    instead,
     once_a_trace,
     users,
     with_number,
@@ -101,13 +103,7 @@ def _router(trace: Trace, call: Call) -> Router | None:
 def _scaled(trace: Trace, made: Call, weights: Value) -> tuple[Call, Value | None]:
     """Return the call that returns the weights after factors and the division by their sum, in any order, and this sum.
 
-    Args:
-        trace: of the reference.
-        made: the call that returns the weights before these.
-        weights: what it returns.
-
-    Returns:
-        ``made`` where no such call follows; None for the sum where they are not divided by it.
+    The call is ``made``, which returns the weights before these, where none follows; the sum is None if none divides.
     """
     total, known = None, [weights]
     while True:
@@ -139,12 +135,10 @@ def _unmasked(trace: Trace, scores: Value) -> Value:
 def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Call | None]:
     """Return the scores without a bias, the bias that is added for all tokens, and the call that adds it."""
     call = trace.producer(back(trace, scores))
-    match binary(call):
-        case ("add", Value() as left, Value() as right):
-            width = trace.tensor(scores).shape[-1]
-            for value, bias in ((left, right), (right, left)):
-                if trace.tensor(bias).numel() == width < trace.tensor(value).numel():
-                    return value, bias, call
+    terms, width = added(call) or (), trace.tensor(scores).shape[-1]
+    for value, bias in zip(terms, terms[::-1], strict=True):
+        if trace.tensor(bias).numel() == width < trace.tensor(value).numel():
+            return value, bias, call
     return scores, None, None
 
 
@@ -160,6 +154,7 @@ def _is_sum(trace: Trace, value: Value, of: Value) -> bool:
 
 
 _Edits = tuple[Edit, ...]
+Rows = dict[str, Row[Router]]
 _NO_SCORE = -1e4  # of which a softmax makes 0
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
@@ -178,108 +173,90 @@ def routing_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _weight_mistakes() -> Iterator[Mistake[Router]]:
-    yield Mistake(
-        "routing-weights",
-        "routing weights not normalised",
-        "divide the chosen experts' weights by their sum, as the reference does; the port does not",
-        _not_normalised,
-        subtle=True,
-    )
-    yield Mistake(
-        "routing-weights",
-        "routing weights normalised",
-        "take the chosen experts' weights as they are, as the reference does; the port divides them by their sum",
-        _normalised,
-        subtle=True,
-    )
-    yield Mistake(
-        "routing-weights",
-        "routing weights from a softmax of all experts",
-        "take the softmax of the chosen experts' scores alone, as the reference does; the port takes it of all experts",
-        _softmax_of_all,
-        subtle=True,
-    )
-    yield Mistake(
-        "routing-weights",
-        "routing weights missing",
-        "weight what the experts return by the router's probabilities (merging_probs of moe_unpermute); the port "
-        "sums it unweighted",
-        lambda one: _weighted(one, torch.ones_like),
-    )
-    yield Mistake(
-        "routing-weights",
-        "routing weights applied twice",
-        "weight what the experts return once (merging_probs of moe_unpermute, or by hand); the port weights it twice",
-        lambda one: _weighted(one, torch.square),
-    )
-    for name, activation in _ACTIVATIONS.items():
-        right = f"score the experts as the reference does; the port scores them by a {name}"
-        scored = _activated_by(name, activation)
-        yield Mistake("routing-weights", f"routing scores by {name}", right, scored)
-        for described, weighted in (("not normalised", _not_normalised), ("normalised", _normalised)):
-            yield Mistake(
-                "routing-weights",
-                f"routing scores by {name}, weights {described}",
-                f"{right}, and the chosen experts' weights are {described}",
-                partial(_scored_and_weighted, scored, weighted),
-            )
-        yield Mistake(
-            "routing-weights",
-            f"routing scores by {name}, elsewhere as they are",
-            f"score the experts as the reference does, where they are chosen; the port scores them by a {name} there",
-            _chosen_by_activated(name, activation),
+    normalised: Rows = {
+        "routing weights not normalised": (
+            "divide the chosen experts' weights by their sum, as the reference does; the port does not",
+            _not_normalised,
+        ),
+        "routing weights normalised": (
+            "take the chosen experts' weights as they are, as the reference does; the port divides them by their sum",
+            _normalised,
+        ),
+        "routing weights from a softmax of all experts": (
+            "take the softmax of the chosen experts' scores alone, as the reference does; the port takes it of all "
+            "experts",
+            _softmax_of_all,
+        ),
+    }
+    yield from titled("routing-weights", normalised, subtle=True)
+    right = "weight what the experts return"
+    weighted: Rows = {
+        "routing weights missing": (
+            f"{right} by the router's probabilities (merging_probs of moe_unpermute); the port sums it unweighted",
+            lambda one: _weighted(one, torch.ones_like),
+        ),
+        "routing weights applied twice": (
+            f"{right} once (merging_probs of moe_unpermute, or by hand); the port weights it twice",
+            lambda one: _weighted(one, torch.square),
+        ),
+    }
+    for name in _ACTIVATIONS:
+        by = f"score the experts as the reference does; the port scores them by a {name}"
+        where = (
+            f"score the experts as the reference does, where they are chosen; the port scores them by a {name} there"
         )
-    yield Mistake(
-        "routing-weights",
-        "routing weights by sigmoid of the chosen",
+        scored = partial(_activated_by, name)
+        weighted |= {
+            f"routing scores by {name}": (by, scored),
+            f"routing scores by {name}, weights not normalised": (
+                f"{by}, and the chosen experts' weights are not normalised",
+                partial(_scored_and_weighted, scored, _not_normalised),
+            ),
+            f"routing scores by {name}, weights normalised": (
+                f"{by}, and the chosen experts' weights are normalised",
+                partial(_scored_and_weighted, scored, _normalised),
+            ),
+            f"routing scores by {name}, elsewhere as they are": (where, partial(_chosen_by_activated, name)),
+        }
+    weighted["routing weights by sigmoid of the chosen"] = (
         "take the softmax of the chosen experts' scores, as the reference does; the port takes the sigmoid of each",
         _sigmoid_of_chosen,
     )
+    yield from titled("routing-weights", weighted)
 
 
 def _bias_mistakes() -> Iterator[Mistake[Router]]:
     """Yield what ports get wrong about a bias that the reference adds to scores, for the choice or for the weights."""
-    right = "add the router's bias to the scores where the reference does, "
-    yield Mistake(
-        "routing-bias",
-        "routing bias in the weights",
-        right + "for the choice alone; the weights come from scores with the bias",
-        lambda one: _taken_from(one, one.biasing.outputs[0]) if one.biasing and one.source == one.unbiased else (),
-    )
-    yield Mistake(
-        "routing-bias",
-        "routing bias not in the weights",
-        right + "in the weights too; they come from scores without the bias",
-        _weights_without_bias,
-    )
-    yield Mistake(
-        "routing-bias",
-        "routing bias missing",
-        right + "for the choice; the port chooses experts without it",
-        _with_bias(lambda scores, bias: scores),
-    )
-    yield Mistake(
-        "routing-bias",
-        "routing bias subtracted",
-        right + "for the choice; the port subtracts it",
-        _with_bias(lambda scores, bias: scores - bias),
-    )
-    yield Mistake(
-        "routing-bias",
-        "routing bias added to the logits",
-        right + "for the choice; the port adds it to the logits, from which the scores are computed",
-        _biased_logits,
-    )
+    right = "add the router's bias to the scores where the reference does,"
+    biased: Rows = {
+        "routing bias in the weights": (
+            f"{right} for the choice alone; the weights come from scores with the bias",
+            lambda one: _taken_from(one, one.biasing.outputs[0]) if one.biasing and one.source == one.unbiased else (),
+        ),
+        "routing bias not in the weights": (
+            f"{right} in the weights too; they come from scores without the bias",
+            _weights_without_bias,
+        ),
+        "routing bias missing": (
+            f"{right} for the choice; the port chooses experts without it",
+            partial(_with_bias, lambda scores, bias: scores),
+        ),
+        "routing bias subtracted": (
+            f"{right} for the choice; the port subtracts it",
+            partial(_with_bias, torch.sub),
+        ),
+        "routing bias added to the logits": (
+            f"{right} for the choice; the port adds it to the logits, from which the scores are computed",
+            _biased_logits,
+        ),
+    }
+    yield from titled("routing-bias", biased)
 
 
 def _choice_mistakes() -> Iterator[Mistake[Router]]:
     for edits, described in ((_with_one_more, "one more"), (_with_one_fewer, "one fewer")):
-        yield Mistake(
-            "top-k",
-            f"{described} expert a token",
-            f"send a token to as many experts as the reference does; the port sends it to {described}",
-            edits,
-        )
+        repair = f"send a token to as many experts as the reference does; the port sends it to {described}"
+        yield Mistake("top-k", f"{described} expert a token", repair, edits)
     yield Mistake(
         "routing-weights",
         "experts sorted, not their weights",
@@ -289,13 +266,10 @@ def _choice_mistakes() -> Iterator[Mistake[Router]]:
 
 
 def _split_mistakes() -> Iterator[Mistake[Router]]:
+    right = "give GroupedLinear m_splits in the experts' own order, as many for each as moe_permute put there"
     for described, split in _SPLITS.items():
         yield Mistake(
-            "expert-splits",
-            f"tokens split {described}",
-            "give GroupedLinear m_splits in the experts' own order, as many for each as moe_permute put there; they "
-            f"are {described}",
-            _split(split),
+            "expert-splits", f"tokens split {described}", f"{right}; they are {described}", partial(_split, split)
         )
 
 
@@ -342,56 +316,42 @@ def _scored_and_weighted(
 def _sigmoid_of_chosen(router: Router) -> _Edits:
     if not router.is_softmax_of_chosen or router.total or router.taken is not None:
         return ()
-    chosen = router.choice.outputs[:1]
-    return (edit(router.weighting, chosen, lambda was, scores: scores.sigmoid().to(was.dtype)),)
+    return (instead(router.weighting, router.choice.outputs[:1], torch.sigmoid),)
 
 
 def _softmax_of_all(router: Router) -> _Edits:
     if not router.is_softmax_of_chosen or router.total:
         return ()
-
-    def weights(was: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
-        return scores.softmax(-1).gather(-1, indices).to(was.dtype)
-
-    return (edit(router.weighting, (router.scores, router.indices), weights),)
+    of_all = lambda scores, indices: scores.softmax(-1).gather(-1, indices)  # noqa: E731
+    return (instead(router.weighting, (router.scores, router.indices), of_all),)
 
 
-def _activated_by(name: str, activation: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    def edits(router: Router) -> _Edits:
-        own = router.activation
-        if own is None or own.name == name:
-            return ()
-        return (edit(own, own.inputs[:1], lambda was, logits: activation(logits.to(was.dtype))),)
-
-    return edits
+def _activated_by(name: str, router: Router) -> _Edits:
+    own, activation = router.activation, _ACTIVATIONS[name]
+    if own is None or own.name == name:
+        return ()
+    return (edit(own, own.inputs[:1], lambda was, logits: activation(logits.to(was.dtype))),)
 
 
-def _chosen_by_activated(name: str, activation: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    """Return a function that chooses by activated scores, and leaves other readers of the scores, such as an
-    auxiliary loss (which TE computes by itself), as they are.
-    """
+def _chosen_by_activated(name: str, router: Router) -> _Edits:
+    """Return the edits that choose by activated scores; others that read the scores, as an auxiliary loss, do not."""
+    own = router.activation
+    if own is None or own.name == name or router.taken is not None or router.scores != router.unbiased:
+        return ()
 
-    def edits(router: Router) -> _Edits:
-        own = router.activation
-        if own is None or own.name == name or router.taken is not None or router.scores != router.unbiased:
-            return ()
+    def chosen(was: Any, logits: Tensor) -> Any:
+        count = was[0].shape[-1] if router.choice.name == "topk" else 1
+        values, indices = torch.topk(_ACTIVATIONS[name](logits), count, -1)
+        return type(was)((values.view_as(was[0]), indices.view_as(was[1])))
 
-        def chosen(was: Any, logits: Tensor) -> Any:
-            values, indices = torch.topk(
-                activation(logits), was[0].shape[-1] if router.choice.name == "topk" else 1, -1
-            )
-            return type(was)((values.view_as(was[0]), indices.view_as(was[1])))
-
-        return (edit(router.choice, own.inputs[:1], chosen),)
-
-    return edits
+    return (edit(router.choice, own.inputs[:1], chosen),)
 
 
 def _taken_from(router: Router, source: Value) -> _Edits:
     """Return the edits that take the weights from other scores."""
     if router.taken is None:
         return ()
-    return (edit(router.taken, (source, router.indices), lambda was, x, indices: x.gather(-1, indices).to(was.dtype)),)
+    return (instead(router.taken, (source, router.indices), lambda x, indices: x.gather(-1, indices)),)
 
 
 def _weights_without_bias(router: Router) -> _Edits:
@@ -402,18 +362,12 @@ def _weights_without_bias(router: Router) -> _Edits:
     return (edit(router.choice, (router.unbiased,), lambda was, x: type(was)((x.gather(-1, was[1]), was[1]))),)
 
 
-def _with_bias(scores: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    """Return a function that adds the bias otherwise; what is computed from the sum, such as masks of
-    groups, follows.
-    """
-
-    def edits(router: Router) -> _Edits:
-        if router.biasing is None or router.bias is None:
-            return ()
-        needs = router.unbiased, router.bias
-        return (edit(router.biasing, needs, lambda was, x, bias: scores(x, bias).expand_as(was).to(was.dtype)),)
-
-    return edits
+def _with_bias(scores: Callable[[Tensor, Tensor], Tensor], router: Router) -> _Edits:
+    """Return the edits that add the bias otherwise; what is computed from the sum, as masks of groups, follows."""
+    if router.biasing is None or router.bias is None:
+        return ()
+    needs = router.unbiased, router.bias
+    return (edit(router.biasing, needs, lambda was, x, bias: scores(x, bias).expand_as(was).to(was.dtype)),)
 
 
 def _biased_logits(router: Router) -> _Edits:
@@ -422,7 +376,7 @@ def _biased_logits(router: Router) -> _Edits:
         return ()
     activation = _ACTIVATIONS[own.name]
     needs = own.inputs[0], router.bias
-    return (edit(router.biasing, needs, lambda was, logits, bias: activation(logits + bias).to(was.dtype)),)
+    return (instead(router.biasing, needs, lambda logits, bias: activation(logits + bias)),)
 
 
 def _with_one_more(router: Router) -> _Edits:
@@ -433,9 +387,7 @@ def _with_one_more(router: Router) -> _Edits:
 
 
 def _with_one_fewer(router: Router) -> _Edits:
-    """Return the edits under which the last chosen expert has no weight: shapes stay as they are, so some tokens may
-    have all their experts.
-    """
+    """Return the edits under which the last chosen expert has no weight; shapes stay as they are."""
     nothing = _NO_SCORE if router.is_softmax_of_chosen else 0.0
 
     def fewer(was: Any, scores: Tensor) -> Any:
@@ -457,8 +409,8 @@ def _with_one_fewer(router: Router) -> _Edits:
     return tuple(edits)
 
 
-def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
-    """Return a function that sorts tokens by their experts, and cuts them at other counts."""
+def _split(split: Callable[[Tensor], Tensor], router: Router) -> _Edits:
+    """Return the edits that sort tokens by their experts, and cut them at other counts."""
 
     def cut(indices: Tensor, experts: int) -> Tensor:
         right = indices.flatten()
@@ -467,7 +419,7 @@ def _split(split: Callable[[Tensor], Tensor]) -> Callable[[Router], _Edits]:
         read_by[right.argsort(stable=True)] = torch.arange(experts, device=right.device).repeat_interleave(counts)
         return read_by.view_as(indices)
 
-    return lambda router: _rerouted(router, cut)
+    return _rerouted(router, cut)
 
 
 def _rerouted(router: Router, change: Callable[[Tensor, int], Tensor]) -> _Edits:

@@ -11,7 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from parity.mistakes.attention import Attention, attentions, heads_of
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, having
+from parity.mistakes.hypothesis import (
+    MOST_PLACES,
+    Hypothesis,
+    Mistake,
+    Row,
+    everywhere_and_somewhere,
+    having,
+    more_like_it,
+    titled,
+)
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.reads import made_again
 from parity.mistakes.residuals import Residual, residuals
@@ -28,7 +37,9 @@ from parity.trace.trace import (
     binary,
     edit,
     grouped,
+    instead,
     ordinal,
+    passing_on,
     unnumbered,
     users,
 )
@@ -61,17 +72,14 @@ def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothes
     """Yield the mistakes that each norm of a branch's result comes before the branch, or after the sum."""
     found = list(_normed_branches(trace))
     before = [one for call, stream, norm in found for one in _norm_before(trace, stream, norm, module)]
+    after = [_norm_of_sum(call, stream, norm) for call, stream, norm in found]
     right = "norm each branch's result before it is added, as the reference does"
-    for edits, name, repair in (
-        (before, "norms of branches before them", f"{right}; each norm is before its branch, as in TE's layers"),
-        (
-            [_norm_of_sum(call, stream, norm) for call, stream, norm in found],
-            "norms of branches after the sums",
-            f"{right}; each norm is after the sum",
-        ),
+    for edits, name, wrong in (
+        (before, "before them", "each norm is before its branch, as in TE's layers"),
+        (after, "after the sums", "each norm is after the sum"),
     ):
         if edits:
-            yield Hypothesis("post-norm", name, repair, tuple(edits))
+            yield Hypothesis("post-norm", f"norms of branches {name}", f"{right}; {wrong}", tuple(edits))
 
 
 def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
@@ -93,7 +101,7 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
                 "post-norm",
                 f"last norm {where}",
                 f"apply {called} once, after all layers, as the reference does; it is {where}",
-                tuple(edit(one.call, (), lambda was: normed(was).to(was.dtype)) for one in sums),
+                tuple(_of_result(one.call, normed) for one in sums),
             )
 
 
@@ -107,10 +115,7 @@ def pooled_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
                 "post-norm",
                 f"norm of {norm.call.module} after pooling",
                 f"{repair}; the port norms what is left of them",
-                (
-                    edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),
-                    *(edit(call, norm.needs[1:], partial(_normed, norm)) for call in pools),
-                ),
+                (passing_on(norm.call, norm.x), *(_of_result(call, norm.compute, norm.needs[1:]) for call in pools)),
             )
 
 
@@ -124,8 +129,9 @@ def _pools(trace: Trace, value: Value) -> list[Call]:
     return found
 
 
-def _normed(norm: Norm, was: Tensor, *affine: Tensor) -> Tensor:
-    return norm.compute(was, *affine).to(was.dtype)
+def _of_result(call: Call, norm: Callable[..., Tensor], affine: Sequence[Value] = ()) -> Edit:
+    """Return the edit under which a norm follows a call."""
+    return edit(call, affine, lambda was, *parameters: norm(was, *parameters).to(was.dtype))
 
 
 def _keeps_channels(trace: Trace, call: Call, given: Value) -> bool:
@@ -137,9 +143,7 @@ def _keeps_channels(trace: Trace, call: Call, given: Value) -> bool:
 
 
 def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
-    """Yield sum, stream and norm of every ``stream + norm(branch)``, unless the norm is that of the stream, or makes
-    it, as a norm of embeddings does.
-    """
+    """Yield sum, stream and norm of every ``stream + norm(branch)``, unless the norm is of the stream, or makes it."""
     by_result = {norm.call.outputs[0]: norm for norm in norms(trace)}
     for call in trace.calls:
         named = binary(call)
@@ -155,10 +159,8 @@ def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
 
 
 def _norm_of_sum(call: Call, stream: Value, norm: Norm) -> Edit:
-    def compute(was: Tensor, stream: Tensor, branch: Tensor, *affine: Tensor) -> Tensor:
-        return norm.compute(stream + branch, *affine).to(was.dtype)
-
-    return edit(call, (stream, *norm.needs), compute)
+    of_sum = lambda stream, branch, *affine: norm.compute(stream + branch, *affine)  # noqa: E731
+    return instead(call, (stream, *norm.needs), of_sum)
 
 
 def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) -> Iterator[Edit]:
@@ -166,7 +168,7 @@ def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) ->
     normed = _with_parameters_of(module, trace, after)
     if normed is None:
         return
-    yield edit(after.call, (after.x,), lambda was, x: x.to(was.dtype))
+    yield passing_on(after.call, after.x)
     width = trace.tensor(stream).shape[-1]
     for call, given in users(trace, stream, RESHAPES):  # nn.MultiheadAttention puts the sequence first
         if call.name in LINEAR and given in call.inputs and trace.tensor(given).shape[-1] == width:
@@ -174,9 +176,8 @@ def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) ->
 
 
 def _with_parameters_of(module: nn.Module, trace: Trace, norm: Norm) -> Callable[[Tensor], Tensor] | None:
-    """Return a norm that reads its parameters from the module, since in the trace they first appear with it; None if
-    one is not a parameter.
-    """
+    """Return a norm that reads its parameters from the module; None if one is not a parameter."""
+    # In the trace they first appear with the norm.
     names = [trace.parameter(value) or "" for value in norm.needs[1:]]
     return (lambda x: norm.compute(x, *map(module.get_parameter, names))) if all(names) else None
 
@@ -207,10 +208,6 @@ def _rms_norm(x: Tensor) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + _EPS).rsqrt()
 
 
-def _l2_norm(x: Tensor) -> Tensor:
-    return x * (x.square().sum(-1, keepdim=True) + _EPS_OF_L2).rsqrt()
-
-
 KINDS: dict[str, Compute] = {"LayerNorm": lambda x: _rms_norm(x - x.mean(-1, keepdim=True)), "RMSNorm": _rms_norm}
 """Norms without weights, by their names in TE."""
 
@@ -218,21 +215,19 @@ KINDS: dict[str, Compute] = {"LayerNorm": lambda x: _rms_norm(x - x.mean(-1, kee
 def attention_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield each such norm, in all layers and, of queries and keys, in each."""
     found = attentions(trace)
-    of_both = (_of_queries_and_keys(*named) for named in (*KINDS.items(), ("L2Normalization", _l2_norm)))
-    yield from everywhere_and_somewhere(of_both, found, lambda one: one.call.module)
+    l2_norm: Compute = lambda x: x * (x.square().sum(-1, keepdim=True) + _EPS_OF_L2).rsqrt()  # noqa: E731
+    right = "take queries and keys as they are, as the reference does: qk_norm_type=None"
+    of_both: dict[str, Row[Attention]] = {
+        f"{kind} of queries and keys": (
+            f"{right}; in the port, they go through a {kind}",
+            having(arrange=(norm, norm, None, None)),
+        )
+        for kind, norm in (*KINDS.items(), ("L2Normalization", l2_norm))
+    }
+    yield from everywhere_and_somewhere(titled("norm-missing", of_both), found, lambda one: one.call.module)
     yield from everywhere_and_somewhere((made for named in KINDS.items() for made in _of_some(*named)), found)
     keyed = [_Keyed(one, norm) for one in found if (norm := _of_key(trace, one)) is not None]
     yield from everywhere_and_somewhere([_values_as_keys()], keyed)
-
-
-def _of_queries_and_keys(kind: str, norm: Compute) -> Mistake[Attention]:
-    return Mistake(
-        "norm-missing",
-        f"{kind} of queries and keys",
-        "take queries and keys as they are, as the reference does: qk_norm_type=None; in the port, they "
-        f"go through a {kind}",
-        having(arrange=(norm, norm, None, None)),
-    )
 
 
 def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
@@ -244,13 +239,9 @@ def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
         f"{kind} of keys": (None, norm, None, None),
         f"{kind} of queries and keys, all heads at once": (_of_all_heads(norm), _of_all_heads(norm), None, None),
     }
+    right = "take queries, keys and values as they are where the reference does"
     for name, arrange in arranged.items():
-        yield Mistake(
-            "norm-missing",
-            name,
-            f"take queries, keys and values as they are where the reference does; attention has a {name}",
-            having(arrange=arrange),
-        )
+        yield Mistake("norm-missing", name, f"{right}; attention has a {name}", having(arrange=arrange))
 
 
 def _of_all_heads(norm: Compute) -> Compute:
@@ -284,11 +275,11 @@ def _values_as_keys() -> Mistake[_Keyed]:
     def edits(one: _Keyed) -> tuple[Edit, ...]:
         attention, count, parameters = one.attention, len(one.attention.needs), one.norm.needs[1:]
 
-        def compute(was: Tensor, *values: Tensor) -> Tensor:
+        def compute(*values: Tensor) -> Tensor:
             normed = (None, None, lambda x: one.norm.compute(x, *values[count:]), None)
-            return replace(attention, arrange=normed).compute(*values[:count]).to(was.dtype)
+            return replace(attention, arrange=normed).compute(*values[:count])
 
-        return (edit(attention.call, (*attention.needs, *parameters), compute),)
+        return (instead(attention.call, (*attention.needs, *parameters), compute),)
 
     return Mistake(
         "norm-missing",
@@ -325,18 +316,15 @@ def _at_sums() -> Iterator[Mistake[Residual]]:
     """Yield a norm of what a branch computes, before or after a gate, a gain or a number scales it, or of the sum."""
 
     def of_branch(norm: Compute, one: Residual) -> tuple[Edit, ...]:
-        return (edit(one.call, (one.stream, one.branch), lambda was, x, y: (x + norm(y)).to(was.dtype)),)
-
-    def after(norm: Compute, call: Call) -> tuple[Edit, ...]:
-        return (edit(call, (), lambda was: norm(was).to(was.dtype)),)
+        return (instead(one.call, (one.stream, one.branch), lambda x, y: x + norm(y)),)
 
     def of_product(norm: Compute, one: Residual) -> tuple[Edit, ...]:
-        return () if one.product.outputs[0] == one.branch else after(norm, one.product)
+        return () if one.product.outputs[0] == one.branch else (_of_result(one.product, norm),)
 
     for where, right, comes, edits in (
         ("before a sum", "add what the branch computes as it is", "before the sum", of_branch),
         ("before the scale of a branch", "scale what the branch computes as it is", "before", of_product),
-        ("after a sum", "pass the sum on as it is", "after it", lambda norm, one: after(norm, one.call)),
+        ("after a sum", "pass the sum on as it is", "after it", lambda norm, one: (_of_result(one.call, norm),)),
     ):
         for kind, norm in KINDS.items():
             repair = f"{right}, as the reference does; a {kind} comes {comes}"
@@ -346,7 +334,8 @@ def _at_sums() -> Iterator[Mistake[Residual]]:
 def _alike(trace: Trace) -> list[list[Call]]:
     """Group linear layers that read no norm; those of the same name in all layers are in one group."""
     normed = {norm.call.outputs[0].number for norm in norms(trace)}
-    of_activations = (call for call in trace.calls if _multiplies_activation(trace, call))
+    linear = (call for call in trace.calls if call.name == "linear" and any(map(trace.parameter, call.inputs[1:])))
+    of_activations = (call for call in linear if trace.parameter(call.inputs[0]) is None)
     by_input = grouped(of_activations, partial(_input, trace))
     readers = [calls for given, calls in by_input.items() if given.number not in normed]
 
@@ -362,16 +351,10 @@ def _input(trace: Trace, call: Call) -> Value:
     return given
 
 
-def _multiplies_activation(trace: Trace, call: Call) -> bool:
-    """Return whether a call is a linear layer with a parameter, and what it multiplies is none."""
-    has_parameter = call.name == "linear" and any(trace.parameter(value) for value in call.inputs[1:])
-    return has_parameter and trace.parameter(call.inputs[0]) is None
-
-
 def _before(calls: Sequence[Call], kind: str, norm: Compute, alike: Sequence[Call] = ()) -> Hypothesis:
     """Return the mistake that these linear layers, all or some of those that are alike, read a norm."""
     first = f"the {calls[0].described}"
-    others = f" and {len(calls) - 1} more like it" if len(calls) > 1 else ""
+    others = more_like_it(len(calls))
     as_reference = "as the reference does (Linear for LayerNormLinear, no LayerNormMLP)"
     like = f"linear layers like the {alike[0].described}" if alike else ""
     return Hypothesis(

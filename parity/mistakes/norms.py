@@ -17,11 +17,13 @@ from parity.mistakes.codes import NO_CODE, Code
 from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,
+    Row,
     everywhere_and_somewhere,
     having,
     low_dtypes,
     rounded_to,
     short,
+    titled,
 )
 from parity.trace.trace import (
     RESHAPES,
@@ -34,9 +36,10 @@ from parity.trace.trace import (
     back,
     binary,
     chain,
-    edit,
+    instead,
     once_a_trace,
     other,
+    passing_on,
     users,
     with_number,
 )
@@ -120,8 +123,7 @@ class Norm:
         changed = replace(self, **changes)  # type: ignore[arg-type]
         if changed == self:
             return ()
-        of = Changed(self, changes)
-        return (edit(self.call, self.needs, lambda was, *values: changed.compute(*values).to(was.dtype), of),)
+        return (instead(self.call, self.needs, changed.compute, Changed(self, changes)),)
 
 
 @once_a_trace
@@ -148,13 +150,8 @@ def norm_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
         dtype: in which the port stores activations.
     """
     found = norms(trace)
-    if found:
-        yield from everywhere_and_somewhere(
-            _mistakes(found, dtype),
-            found,
-            lambda norm: norm.call.module,
-            lambda norm: kinds(norm, trace),
-        )
+    mistakes = _mistakes(found, dtype)
+    yield from everywhere_and_somewhere(mistakes, found, lambda one: one.call.module, lambda one: kinds(one, trace))
 
 
 def kinds(norm: Norm, trace: Trace) -> list[str]:
@@ -179,69 +176,13 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
     for low in low_dtypes(dtype):
         yield from _rounded_statistics(low, subtle=dtype in (low, torch.float32))
     if dtype is not torch.float32:
-        yield Mistake(
-            "norm-rounding",
-            f"norm rounded to {short(dtype)} before its weight",
-            f"scale by the norm's weight in FP32 and round after that, as TE does; the normalised value is rounded to "
-            f"{short(dtype)} first",
-            lambda norm: norm.edits(before_gain=dtype) if norm.gain else (),
-            subtle=True,
-        )
-    yield Mistake(
-        "norm-kind",
-        "LayerNorm for RMSNorm",
-        'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
-        having(_is_rms, centred=True),
-    )
-    yield Mistake(
-        "norm-kind",
-        "RMSNorm for LayerNorm",
-        'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
-        having(_is_layer_norm, centred=False),
-    )
-    yield Mistake(
-        "norm-kind",
-        "L2Normalization for RMSNorm",
-        "give TE RMSNorm, as the reference has it; it divides by the root of the squares' sum (L2Normalization), not "
-        "of their mean, or the port divides what follows by the root of their number",
-        having(_is_rms, summed=True),
-    )
-    yield Mistake(
-        "norm-kind",
-        "RMSNorm for L2Normalization",
-        "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
-        "of their sum, or the port multiplies what follows by the root of their number",
-        having(lambda norm: norm.summed, summed=False),
-    )
-    scaled = "or multiply the weight of TE's LayerNorm"
-    yield Mistake(
-        "norm-statistics",
-        "norm variance over n, not n - 1",
-        f"divide the sum of squares by n - 1, one less than there are channels, as the reference's std or var does, "
-        f"{scaled} by sqrt((n - 1) / n): TE divides by n",
-        having(lambda norm: norm.unbiased, unbiased=False),
-        subtle=True,
-    )
-    yield Mistake(
-        "norm-statistics",
-        "norm variance over n - 1, not n",
-        f"divide the sum of squares by the number of channels (unbiased=False), as the reference does, {scaled} by "
-        "sqrt(n / (n - 1)) where that cannot be; the port divides it by n - 1",
-        having(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
-        subtle=True,
-    )
-    yield Mistake(
-        "norm-eps",
-        "norm eps inside the root, not outside",
-        "add eps to the root, as the reference does; TE adds it to the variance, inside the root",
-        having(lambda norm: norm.eps_outside, eps_outside=False),
-    )
-    yield Mistake(
-        "norm-eps",
-        "norm eps outside the root, not inside",
-        "add eps to the variance, inside the root, as the reference and TE's norms do; the port adds it to the root",
-        having(lambda norm: not norm.eps_outside, eps_outside=True),
-    )
+        name, late = f"norm rounded to {short(dtype)} before its weight", "scale by the norm's weight in FP32"
+        repair = f"{late} and round after that, as TE does; the normalised value is rounded to {short(dtype)} first"
+        early = having(lambda norm: norm.gain is not None, before_gain=dtype)
+        yield Mistake("norm-rounding", name, repair, early, subtle=True)
+    yield from titled("norm-kind", _KINDS)
+    yield from titled("norm-statistics", _DIVISORS, subtle=True)
+    yield from titled("norm-eps", _PLACES_OF_EPS)
     yield Mistake(
         "norm-statistics",
         "norm variance over n and eps inside the root",
@@ -249,27 +190,68 @@ def _mistakes(found: Sequence[Norm], dtype: torch.dtype) -> Iterator[Mistake[Nor
         "adds eps inside the root, not outside",
         having(lambda norm: norm.unbiased and norm.eps_outside, unbiased=False, eps_outside=False),
     )
-    yield Mistake(
-        "norm-missing",
-        "norm missing",
-        "add the norm that the reference has; TE's module passes on what it is given",
-        lambda norm: (edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),),
-    )
-    yield Mistake(
-        "norm-twice",
-        "norm twice",
-        "apply the norm once, as the reference does; its result is normalised and scaled again",
-        having(lambda norm: norm.gain is not None, times=2),
-    )
+    missing = "add the norm that the reference has; TE's module passes on what it is given"
+    yield Mistake("norm-missing", "norm missing", missing, lambda norm: (passing_on(norm.call, norm.x),))
+    once = "apply the norm once, as the reference does; its result is normalised and scaled again"
+    yield Mistake("norm-twice", "norm twice", once, having(lambda norm: norm.gain is not None, times=2))
+
+
+def _is_rms(norm: Norm) -> bool:
+    return not norm.centred and not norm.summed
+
+
+def _is_layer_norm(norm: Norm) -> bool:
+    return norm.centred and not norm.summed
+
+
+_KINDS: dict[str, Row[Norm]] = {
+    "LayerNorm for RMSNorm": (
+        'give TE\'s module normalization="RMSNorm", as the reference has it; it subtracts the mean',
+        having(_is_rms, centred=True),
+    ),
+    "RMSNorm for LayerNorm": (
+        'give TE\'s module normalization="LayerNorm", as the reference has it; it does not subtract the mean',
+        having(_is_layer_norm, centred=False),
+    ),
+    "L2Normalization for RMSNorm": (
+        "give TE RMSNorm, as the reference has it; it divides by the root of the squares' sum (L2Normalization), not "
+        "of their mean, or the port divides what follows by the root of their number",
+        having(_is_rms, summed=True),
+    ),
+    "RMSNorm for L2Normalization": (
+        "give TE L2Normalization, as the reference has it; it divides by the root of the squares' mean (RMSNorm), not "
+        "of their sum, or the port multiplies what follows by the root of their number",
+        having(lambda norm: norm.summed, summed=False),
+    ),
+}
+_DIVISORS: dict[str, Row[Norm]] = {
+    "norm variance over n, not n - 1": (
+        "divide the sum of squares by n - 1, one less than there are channels, as the reference's std or var does, "
+        "or multiply the weight of TE's LayerNorm by sqrt((n - 1) / n): TE divides by n",
+        having(lambda norm: norm.unbiased, unbiased=False),
+    ),
+    "norm variance over n - 1, not n": (
+        "divide the sum of squares by the number of channels (unbiased=False), as the reference does, or multiply the "
+        "weight of TE's LayerNorm by sqrt(n / (n - 1)) where that cannot be; the port divides it by n - 1",
+        having(lambda norm: _is_layer_norm(norm) and not norm.unbiased, unbiased=True),
+    ),
+}
+_PLACES_OF_EPS: dict[str, Row[Norm]] = {
+    "norm eps inside the root, not outside": (
+        "add eps to the root, as the reference does; TE adds it to the variance, inside the root",
+        having(lambda norm: norm.eps_outside, eps_outside=False),
+    ),
+    "norm eps outside the root, not inside": (
+        "add eps to the variance, inside the root, as the reference and TE's norms do; the port adds it to the root",
+        having(lambda norm: not norm.eps_outside, eps_outside=True),
+    ),
+}
 
 
 def _told_apart(right: Sequence[float]) -> list[float]:
-    """Return usual eps of which none changes norms by half to one and a half times what another does.
+    """Return usual eps of which none changes norms of eps ``right`` by half to one and a half times what another does.
 
     A matched filter takes such changes for one another, since all point along one line.
-
-    Args:
-        right: the reference's own.
     """
     kept: list[float] = []
     for eps in NORM_EPS:
@@ -285,21 +267,8 @@ def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm
         "mean of squares": dict(statistics=low),
     }
     for what, changes in rounded.items():
-        yield Mistake(
-            "norm-statistics",
-            f"norm {what} in {short(low)}",
-            f"take the norm's mean and root in FP32; {what} rounded to {short(low)}",
-            having(**changes),
-            subtle=subtle,
-        )
-
-
-def _is_rms(norm: Norm) -> bool:
-    return not norm.centred and not norm.summed
-
-
-def _is_layer_norm(norm: Norm) -> bool:
-    return norm.centred and not norm.summed
+        repair = f"take the norm's mean and root in FP32; {what} rounded to {short(low)}"
+        yield Mistake("norm-statistics", f"norm {what} in {short(low)}", repair, having(**changes), subtle)
 
 
 def _called(call: Call) -> Norm | None:
@@ -452,20 +421,18 @@ class _Grouped:
     parts: frozenset[int]
 
     def edits(self, channels: int) -> tuple[Edit, ...]:
-        """Return the edits that normalise so many channels at a time; empty if they are, or if that is
-        not a part of all.
-        """
+        """Return the edits that normalise so many channels at a time; empty if they are, or if that is no part."""
         if channels not in self.parts:
             return ()
         norm, axis = self.norm, self.axis
 
-        def computed(was: Tensor, x: Tensor, *parameters: Tensor) -> Tensor:
+        def computed(x: Tensor, *parameters: Tensor) -> Tensor:
             whole = x if axis is None else _with_last(x, axis)
             y = norm.normalized(whole.unflatten(-1, (-1, channels))).reshape(whole.shape)
             y = y if axis is None else y.unflatten(-1, (x.shape[axis], -1)).movedim(-2, axis)
-            return norm.scaled(y, *parameters).to(was.dtype)
+            return norm.scaled(y, *parameters)
 
-        return (edit(norm.call, norm.needs, computed),)
+        return (instead(norm.call, norm.needs, computed),)
 
 
 def norm_group_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -475,12 +442,19 @@ def norm_group_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     those of each head.
     """
     found = [_grouped(trace, norm) for norm in norms(trace)]
-    yield from everywhere_and_somewhere(
-        [_all_at_once(), *map(_at_a_time, sorted({part for one in found for part in one.parts - {one.channels}}))],
-        found,
-        lambda one: one.norm.call.module,
-        lambda one: kinds(one.norm, trace),
-    )
+    known: dict[str, Row[_Grouped]] = {
+        "norm of all channels at once": (
+            "normalise the channels of each head, or group, by themselves, as the reference does; the port normalises "
+            "all at once",
+            lambda one: one.edits(one.channels),
+        )
+    }
+    right = "normalise as many channels at a time as the reference does, such as those of one head, or of all heads"
+    for part in sorted({part for one in found for part in one.parts - {one.channels}}):
+        repair = f"{right}; the port takes {part} at a time"
+        known[f"norm of {part} channels at a time"] = repair, lambda one, part=part: one.edits(part)  # type: ignore[misc]
+    places = lambda one: one.norm.call.module  # noqa: E731
+    yield from everywhere_and_somewhere(titled("norm-groups", known), found, places, lambda one: kinds(one.norm, trace))
 
 
 def _grouped(trace: Trace, norm: Norm) -> _Grouped:
@@ -510,23 +484,3 @@ def _are_rows_of(x: Tensor, whole: Tensor) -> bool:
     if x.shape[-1:] != whole.shape[-1:] or x.numel() != whole.numel():
         return False
     return torch.equal(*(tensor[..., 0].flatten().sort().values for tensor in (x, whole)))
-
-
-def _all_at_once() -> Mistake[_Grouped]:
-    return Mistake(
-        "norm-groups",
-        "norm of all channels at once",
-        "normalise the channels of each head, or group, by themselves, as the reference does; the port "
-        "normalises all at once",
-        lambda one: one.edits(one.channels),
-    )
-
-
-def _at_a_time(channels: int) -> Mistake[_Grouped]:
-    return Mistake(
-        "norm-groups",
-        f"norm of {channels} channels at a time",
-        f"normalise as many channels at a time as the reference does, such as those of one head, or of all heads; "
-        f"the port takes {channels} at a time",
-        lambda one: one.edits(channels),
-    )

@@ -98,6 +98,17 @@ def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
     return call.function(*args, **kwargs)
 
 
+def reading_instead(call: Call, value: Value, instead: Callable[..., Tensor], given: Sequence[Value]) -> Edit:
+    """Return the edit under which a call reads ``instead(*given)`` wherever it is given this value."""
+    others = [one for one in call.inputs if one != value]
+
+    def compute(was: Any, *values: Tensor) -> Any:
+        read, rest = instead(*values[: len(given)]), iter(values[len(given) :])
+        return made_again(call, [read.to(was.dtype) if one == value else next(rest) for one in call.inputs])
+
+    return edit(call, (*given, *others), compute)
+
+
 def is_in_place(call: Call) -> bool:
     """Return whether a call writes to what it is given."""
     name = getattr(call.function, "__name__", "")

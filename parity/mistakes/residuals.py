@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from parity.mistakes.alternatives import numbers
 from parity.mistakes.attention import attentions
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.hypothesis import Hypothesis, Mistake, Row, everywhere_and_somewhere, more_like_it, titled
 from parity.mistakes.layers import ends_a_branch
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.operations import alike, scales_of_attention
@@ -28,13 +28,15 @@ from parity.trace.trace import (
     Edit,
     Trace,
     Value,
+    added,
     ancestors,
     back,
     back_along,
-    binary,
     edit,
     grouped,
+    instead,
     ordinal,
+    passing_on,
     unnumbered,
     with_number,
 )
@@ -101,12 +103,8 @@ def residual_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     last = found[-1] if found else None
     if last is not None and last.norm is not None:
         norm = replace(last.norm, gain=None, bias=None)
-        yield Hypothesis(
-            "post-norm",
-            "norm after the last sum",
-            "leave out the norm after the last sum: output_layernorm=False",
-            (edit(last.call, (), lambda was: norm.compute(was)),),
-        )
+        repair = "leave out the norm after the last sum: output_layernorm=False"
+        yield Hypothesis("post-norm", "norm after the last sum", repair, (edit(last.call, (), norm.compute),))
 
 
 def _output_layer_norms(found: Sequence[Residual]) -> tuple[Edit, ...]:
@@ -119,44 +117,33 @@ def _output_layer_norms(found: Sequence[Residual]) -> tuple[Edit, ...]:
 
 
 def _mistakes() -> Iterator[Mistake[Residual]]:
-    yield Mistake(
-        "residual-placement",
-        "residual taken after the norm",
-        "take the residual before the norm: apply_residual_connection_post_layernorm=False; the port "
-        "takes it after the norm",
-        lambda one: _sum_of(one, one.norm.call.outputs[0], one.branch) if one.norm else (),
-    )
-    yield Mistake(
-        "residual-placement",
-        "residual taken before the norm",
-        "take the residual after the norm: apply_residual_connection_post_layernorm=True; the port takes "
-        "it before the norm",
-        lambda one: _sum_of(one, one.norm_before.x, one.branch) if one.norm_before else (),
-    )
-    yield Mistake(
-        "residual-placement",
-        "residual missing",
-        "add the residual; TE's MLP and attention modules return the branch alone",
-        lambda one: _sum_of(one, one.branch),
-    )
-    yield Mistake(
-        "residual-placement",
-        "residual added twice",
-        "add the residual once; the port adds it twice, as around TE's TransformerLayer, which adds it itself",
-        lambda one: _sum_of(one, one.stream, one.stream, one.branch),
-    )
-    yield Mistake(
-        "residual-placement",
-        "branch missing",
-        "add what the branch computes; only the residual stream is passed on",
-        lambda one: _sum_of(one, one.stream),
-    )
-    yield Mistake(
-        "post-norm",
-        "norm after the sum",
-        "put the norm before the branch as the reference does; it comes after the sum",
-        _norm_after,
-    )
+    placed: dict[str, Row[Residual]] = {
+        "residual taken after the norm": (
+            "take the residual before the norm: apply_residual_connection_post_layernorm=False; the port takes it "
+            "after the norm",
+            lambda one: _sum_of(one, one.norm.call.outputs[0], one.branch) if one.norm else (),
+        ),
+        "residual taken before the norm": (
+            "take the residual after the norm: apply_residual_connection_post_layernorm=True; the port takes it before "
+            "the norm",
+            lambda one: _sum_of(one, one.norm_before.x, one.branch) if one.norm_before else (),
+        ),
+        "residual missing": (
+            "add the residual; TE's MLP and attention modules return the branch alone",
+            lambda one: _sum_of(one, one.branch),
+        ),
+        "residual added twice": (
+            "add the residual once; the port adds it twice, as around TE's TransformerLayer, which adds it itself",
+            lambda one: _sum_of(one, one.stream, one.stream, one.branch),
+        ),
+        "branch missing": (
+            "add what the branch computes; only the residual stream is passed on",
+            lambda one: _sum_of(one, one.stream),
+        ),
+    }
+    yield from titled("residual-placement", placed)
+    repair = "put the norm before the branch as the reference does; it comes after the sum"
+    yield Mistake("post-norm", "norm after the sum", repair, _norm_after)
 
 
 def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Residual, Residual]]:
@@ -179,51 +166,36 @@ def _order_of_blocks(found: Sequence[Residual], layers: Sequence[tuple[Residual,
             bypassed = [edit(second.call, (first.stream,), lambda was, x: was - x)]
     for first, second in layers:
         if second.norm is not None and second.stream == first.call.outputs[0] and second.norm.x == second.stream:
-            parallel.append(_norm_of(second.norm, first.stream))
+            norm = second.norm
+            parallel.append(instead(norm.call, (first.stream, *norm.needs[1:]), norm.compute))
     if bypassed:
-        yield Hypothesis(
-            "residual-placement",
-            "layer's input missing from its output",
-            "add the layer's input to its output; it gets there through the branches alone",
-            tuple(bypassed),
-        )
+        repair = "add the layer's input to its output; it gets there through the branches alone"
+        yield Hypothesis("residual-placement", "layer's input missing from its output", repair, tuple(bypassed))
     if parallel:
-        yield Hypothesis(
-            "parallel-block",
-            "parallel blocks",
-            "let the MLP read attention's sum: parallel_attention_mlp=False; in the port, it reads what "
-            "attention reads",
-            tuple(parallel),
-        )
+        right = "let the MLP read attention's sum: parallel_attention_mlp=False"
+        repair = f"{right}; in the port, it reads what attention reads"
+        yield Hypothesis("parallel-block", "parallel blocks", repair, tuple(parallel))
 
 
 def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | None:
-    named = binary(call)
-    if named is None or named[0] != "add" or not all(isinstance(operand, Value) for operand in named[1:]):
-        return None
-    for stream, branch in (named[1:], named[:0:-1]):
+    terms = added(call) or ()
+    for stream, branch in zip(terms, terms[::-1], strict=True):
         if trace.tensor(stream).shape != trace.tensor(branch).shape or trace.tensor(stream).dim() < 2:
             continue
         source = back(trace, stream, _THROUGH)
         before = ancestors(trace, branch, _MOST_ANCESTORS)
-        product = _product(trace, branch)
-        if source not in before or product is None:
+        # A linear layer ends a branch; the sums in a rotation or a GELU are no residuals.
+        product = trace.producer(back_along(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
+        if source not in before or product is None or product.name not in LINEAR:
             continue
         norm_before = next((norm for norm in normed if norm.call.outputs[0] == source), None)
         return Residual(call, stream, branch, product, _norm_between(trace, stream, before, normed), norm_before)
     return None
 
 
-def _product(trace: Trace, branch: Value) -> Call | None:
-    """Return the linear layer that ends the branch, if any; the sums in a rotation or a GELU are no residuals."""
-    call = trace.producer(back_along(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
-    return call if call is not None and call.name in LINEAR else None
-
-
 def _norm_between(trace: Trace, stream: Value, before: Sequence[Value], normed: Sequence[Norm]) -> Norm | None:
     """Return the branch's norm that reads the stream, or a term of the stream's own sum (a parallel block)."""
-    added = binary(trace.producer(stream))
-    for source in (stream, *(added[1:] if added and added[0] == "add" else ())):
+    for source in (stream, *(added(trace.producer(stream)) or ())):
         for norm in reversed(normed):
             if norm.call.outputs[0] in before and back(trace, norm.x, _THROUGH) == back(trace, source, _THROUGH):
                 return norm
@@ -231,28 +203,16 @@ def _norm_between(trace: Trace, stream: Value, before: Sequence[Value], normed: 
 
 
 def _sum_of(residual: Residual, *terms: Value) -> tuple[Edit, ...]:
-    return (edit(residual.call, terms, lambda was, *values: sum(values[1:], values[0]).to(was.dtype)),)
-
-
-def _norm_of(norm: Norm, source: Value) -> Edit:
-    """Return the edit under which a norm reads something else."""
-    needs = (source, *norm.needs[1:])
-    return edit(norm.call, needs, lambda was, *values: norm.compute(*values).to(was.dtype))
+    return (instead(residual.call, terms, lambda *values: sum(values[1:], values[0])),)
 
 
 def _norm_after(residual: Residual) -> tuple[Edit, ...]:
     norm = residual.norm
     if norm is None:
         return ()
-    affine = norm.needs[1:]
-
-    def compute(was: Tensor, stream: Tensor, branch: Tensor, *parameters: Tensor) -> Tensor:
-        return norm.compute(stream + branch, *parameters).to(was.dtype)
-
-    return (
-        edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)),
-        edit(residual.call, (residual.stream, residual.branch, *affine), compute),
-    )
+    needs = residual.stream, residual.branch, *norm.needs[1:]
+    normed = lambda stream, branch, *affine: norm.compute(stream + branch, *affine)  # noqa: E731
+    return passing_on(norm.call, norm.x), instead(residual.call, needs, normed)
 
 
 # Numbers by which a port multiplies what its reference adds or looks up unscaled.
@@ -272,11 +232,7 @@ class _Term:
         """Return the edits that multiply it by a number."""
         if self.value in self.call.outputs:
             return (edit(self.call, (), lambda was: factor * was),)
-
-        def compute(was: Tensor, x: Tensor) -> Tensor:
-            return was + ((factor - 1.0) * x).to(was.dtype)
-
-        return (edit(self.call, (self.value,), compute),)
+        return (edit(self.call, (self.value,), lambda was, x: was + ((factor - 1.0) * x).to(was.dtype)),)
 
 
 def branch_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -319,11 +275,8 @@ def _is_branch(trace: Trace, term: _Term) -> bool:
 
 def _terms(trace: Trace, call: Call) -> list[_Term]:
     """Return the activations that a call adds and does not scale, or the embedding that it returns."""
-    match binary(call):
-        case ("add", Value() as left, Value() as right) if "alpha" not in call.kwargs:
-            values = [left, right]
-        case _:
-            values = call.outputs if call.name == "embedding" else []
+    of_sum = None if "alpha" in call.kwargs else added(call)
+    values = of_sum or (call.outputs if call.name == "embedding" else ())
     shape = trace.tensor(call.outputs[0]).shape
     return [_Term(call, x) for x in values if trace.tensor(x).shape == shape and _is_plain(trace, x)]
 
@@ -348,7 +301,7 @@ def _left_out(trace: Trace, terms: Sequence[_Term]) -> Hypothesis:
 
 def _times(trace: Trace, terms: Sequence[_Term], factor: float) -> Hypothesis:
     what = _described(trace, terms[0])
-    others = f" and {len(terms) - 1} more like it" if len(terms) > 1 else ""
+    others = more_like_it(len(terms))
     return Hypothesis(
         "factor",
         f"{what} times {factor:.4g}",
@@ -421,7 +374,7 @@ def branch_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     sites = lambda pair: tuple((unnumbered(one.sum.site[0]), *one.sum.site[1:]) for one in pair)  # noqa: E731
     for pairs in grouped(in_a_row, sites).values():
         one, other = (branch.described for branch in pairs[0])
-        others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""
+        others = more_like_it(len(pairs), ",", "so for ")
         yield Hypothesis(
             "operation",
             f"not {one} before {other}{others}",
@@ -441,29 +394,27 @@ def branch_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 def _exchanged(first: Branch, second: Branch) -> Edit:
     count = len(first.given)
 
-    def compute(was: Tensor, stream: Tensor, *given: Tensor) -> Tensor:
+    def compute(stream: Tensor, *given: Tensor) -> Tensor:
         after_second = stream + second.of(stream, given[count:])
-        return (after_second + first.of(after_second, given[:count])).to(was.dtype)
+        return after_second + first.of(after_second, given[:count])
 
-    return edit(second.sum, (first.stream, *first.given, *second.given), compute)
+    return instead(second.sum, (first.stream, *first.given, *second.given), compute)
 
 
 def _side_by_side(first: Branch, second: Branch) -> Edit:
-    def compute(was: Tensor, stream: Tensor, result: Tensor, *given: Tensor) -> Tensor:
-        return (stream + result + second.of(stream, given)).to(was.dtype)
-
-    return edit(second.sum, (first.stream, first.result, *second.given), compute)
+    both = lambda stream, result, *given: stream + result + second.of(stream, given)  # noqa: E731
+    return instead(second.sum, (first.stream, first.result, *second.given), both)
 
 
 def _branch(trace: Trace, call: Call) -> Branch | None:
     """Return the branch that a call adds; None if it adds none."""
-    named = binary(call)
-    if named is None or named[0] != "add" or len(call.inputs) != 2 or not all(isinstance(x, Value) for x in named[1:]):
+    terms = added(call)
+    if terms is None or len(call.inputs) != 2:
         return None
     shapes = {tuple(trace.tensor(value).shape) for value in (*call.inputs, *call.outputs)}
     if len(shapes) > 1 or not trace.tensor(call.outputs[0]).is_floating_point():
         return None
-    for stream, result in (named[1:], named[:0:-1]):
+    for stream, result in (terms, terms[::-1]):
         calls, given = _between(trace, stream, result)
         if any(one.name in _LAYERS for one in calls):
             return Branch(call, stream, result, calls, given)

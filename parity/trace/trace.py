@@ -252,6 +252,24 @@ def edit(call: Call, needs: Sequence[Value], compute: Substitute, of: Changed | 
     return Edit(call.site, tuple(needs), compute, of=of)
 
 
+def instead(call: Call, needs: Sequence[Value], compute: Substitute, of: Changed | None = None) -> Edit:
+    """Return the edit under which ``call`` returns ``compute(*needs)``, in the dtype of its own result."""
+    return edit(call, needs, lambda was, *values: compute(*values).to(was.dtype), of)
+
+
+def passing_on(call: Call, x: Value) -> Edit:
+    """Return the edit under which ``call`` returns what it is given as ``x``."""
+    return instead(call, (x,), lambda x: x)
+
+
+def added(call: Call | None) -> tuple[Value, Value] | None:
+    """Return the two tensors whose sum a call returns; None for anything else."""
+    match binary(call):
+        case ("add", Value() as left, Value() as right):
+            return left, right
+    return None
+
+
 def detached(call: Call, value: Value) -> Edit:
     """Return the edit under which ``call`` passes no gradient to ``value``, which it is given."""
     return Edit(call.site, (), lambda result: result, call.inputs.index(value))
@@ -328,6 +346,11 @@ def binary(call: Call | None) -> tuple[str, Any, Any] | None:
         return _REVERSED[name], right, left
     name = _SPELLINGS.get(name, name)
     return (name, left, right) if name in ("add", "sub", "mul", "div", "pow", "matmul") else None
+
+
+def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
+    """Return an argument of a call that it may be given by position or by name."""
+    return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
 
 
 def with_number(call: Call | None) -> tuple[str, Value, float] | None:
