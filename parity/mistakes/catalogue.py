@@ -16,59 +16,25 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity.case.case import Rng
 from parity.case.transfer import parameter_shapes
 from parity.case.weight_map import WeightMap
-from parity.mistakes.activations import activation_hypotheses, bias_hypotheses, clamp_hypotheses, gated_units
+from parity.mistakes import (
+    activations,
+    attention_mistakes,
+    layers,
+    lookups,
+    losses,
+    mixture,
+    norm_places,
+    norms,
+    operations,
+    optimizers,
+    packed,
+    residuals,
+    rope,
+    weight_maps,
+)
 from parity.mistakes.attention import attentions, distinct_heads, heads_of
-from parity.mistakes.attention_mistakes import (
-    attention_hypotheses,
-    joined_stream_hypotheses,
-    sequence_first_hypotheses,
-    softcap_hypotheses,
-    softmax_scale_hypotheses,
-)
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall, together
-from parity.mistakes.layers import (
-    layer_order_hypotheses,
-    parallel_block_hypotheses,
-    step_order_hypotheses,
-    unused_branch_hypotheses,
-    unused_norm_hypotheses,
-    unused_parameters,
-)
-from parity.mistakes.lookups import lookup_hypotheses
-from parity.mistakes.losses import (
-    cross_entropy_hypotheses,
-    label_shift_hypotheses,
-    log_prob_hypotheses,
-    loss_hypotheses,
-)
-from parity.mistakes.mixture import routing_hypotheses
-from parity.mistakes.norm_places import (
-    branch_norm_hypotheses,
-    extra_norm_hypotheses,
-    last_norm_hypotheses,
-    pooled_norm_hypotheses,
-    pre_norm_hypotheses,
-)
-from parity.mistakes.norms import norm_group_hypotheses, norm_hypotheses
-from parity.mistakes.operations import (
-    exchanged_factor_hypotheses,
-    extra_activation_hypotheses,
-    factor_hypotheses,
-    joined_token_hypotheses,
-    loop_operation_hypotheses,
-    operation_hypotheses,
-    scaled_linear_hypotheses,
-)
-from parity.mistakes.optimizers import (
-    clipping_hypotheses,
-    optimizer_hypotheses,
-    optimizer_moment_hypotheses,
-    optimizer_step_hypotheses,
-)
-from parity.mistakes.packed import packed_hypotheses, shifted_window_hypotheses
-from parity.mistakes.residuals import branch_factor_hypotheses, branch_order_hypotheses, residual_hypotheses
-from parity.mistakes.rope import norm_order_hypotheses, rope_hypotheses
-from parity.mistakes.weight_maps import Heads, Mapped, repeated_weight_hypotheses, weight_hypotheses
+from parity.mistakes.weight_maps import Heads, Mapped
 from parity.numerics.freedom import UNFUSED, Choices, Freedom, Kinks
 from parity.numerics.golden import attention_in_blocks, in_blocks, in_fp64
 from parity.passes.all_passes import Tensors, tensors_of, under_model
@@ -119,52 +85,52 @@ def is_our_own(error: Exception) -> bool:
 def _subjects(prepared: Prepared, trace: Trace, unused: Container[str]) -> Iterator[Iterator[Hypothesis]]:
     """Yield the known mistakes of each subject."""
     mapped = _mapped(prepared, trace, prepared.weights, unused)
-    never_came = unused_parameters(prepared.weights, unused)
-    yield unused_branch_hypotheses(trace, never_came)
-    yield unused_norm_hypotheses(trace, never_came)
-    yield layer_order_hypotheses(mapped)
-    yield weight_hypotheses(mapped)
-    yield norm_hypotheses(trace, stored_dtype(prepared))
-    yield activation_hypotheses(trace)
-    yield attention_hypotheses(trace)
-    yield joined_stream_hypotheses(trace)
-    yield shifted_window_hypotheses(trace)
-    yield packed_hypotheses(trace)
-    yield rope_hypotheses(trace, stored_dtype(prepared))
-    yield norm_order_hypotheses(trace)
-    yield norm_group_hypotheses(trace)
-    yield residual_hypotheses(trace)
-    yield pre_norm_hypotheses(trace, prepared.reference)
-    yield branch_norm_hypotheses(trace, prepared.reference)
-    yield last_norm_hypotheses(trace, prepared.reference)
-    yield pooled_norm_hypotheses(trace)
-    yield extra_norm_hypotheses(trace)
-    yield parallel_block_hypotheses(trace)
-    yield bias_hypotheses(trace)
-    yield lookup_hypotheses(trace)
-    yield routing_hypotheses(trace)
-    yield softcap_hypotheses(trace)
-    yield clamp_hypotheses(trace)
-    yield factor_hypotheses(trace)
-    yield loss_hypotheses(trace)
-    yield cross_entropy_hypotheses(trace)
-    yield label_shift_hypotheses(trace)
-    yield log_prob_hypotheses(trace)
-    yield clipping_hypotheses(trace)
-    yield optimizer_step_hypotheses(trace)
-    yield optimizer_moment_hypotheses(trace)
-    yield optimizer_hypotheses(trace, stored_dtype(prepared))
-    yield sequence_first_hypotheses(trace)
-    yield repeated_weight_hypotheses(mapped)
-    yield branch_factor_hypotheses(trace)
-    yield operation_hypotheses(trace)
-    yield scaled_linear_hypotheses(trace)
-    yield extra_activation_hypotheses(trace)
-    yield step_order_hypotheses(trace)
-    yield joined_token_hypotheses(trace)
-    yield exchanged_factor_hypotheses(trace)
-    yield branch_order_hypotheses(trace)
-    yield loop_operation_hypotheses(trace)
+    never_came = layers.unused_parameters(prepared.weights, unused)
+    yield layers.unused_branch_hypotheses(trace, never_came)
+    yield layers.unused_norm_hypotheses(trace, never_came)
+    yield layers.layer_order_hypotheses(mapped)
+    yield weight_maps.weight_hypotheses(mapped)
+    yield norms.norm_hypotheses(trace, stored_dtype(prepared))
+    yield activations.activation_hypotheses(trace)
+    yield attention_mistakes.attention_hypotheses(trace)
+    yield attention_mistakes.joined_stream_hypotheses(trace)
+    yield packed.shifted_window_hypotheses(trace)
+    yield packed.packed_hypotheses(trace)
+    yield rope.rope_hypotheses(trace, stored_dtype(prepared))
+    yield rope.norm_order_hypotheses(trace)
+    yield norms.norm_group_hypotheses(trace)
+    yield residuals.residual_hypotheses(trace)
+    yield norm_places.pre_norm_hypotheses(trace, prepared.reference)
+    yield norm_places.branch_norm_hypotheses(trace, prepared.reference)
+    yield norm_places.last_norm_hypotheses(trace, prepared.reference)
+    yield norm_places.pooled_norm_hypotheses(trace)
+    yield norm_places.extra_norm_hypotheses(trace)
+    yield layers.parallel_block_hypotheses(trace)
+    yield activations.bias_hypotheses(trace)
+    yield lookups.lookup_hypotheses(trace)
+    yield mixture.routing_hypotheses(trace)
+    yield attention_mistakes.softcap_hypotheses(trace)
+    yield activations.clamp_hypotheses(trace)
+    yield operations.factor_hypotheses(trace)
+    yield losses.loss_hypotheses(trace)
+    yield losses.cross_entropy_hypotheses(trace)
+    yield losses.label_shift_hypotheses(trace)
+    yield losses.log_prob_hypotheses(trace)
+    yield optimizers.clipping_hypotheses(trace)
+    yield optimizers.optimizer_step_hypotheses(trace)
+    yield optimizers.optimizer_moment_hypotheses(trace)
+    yield optimizers.optimizer_hypotheses(trace, stored_dtype(prepared))
+    yield attention_mistakes.sequence_first_hypotheses(trace)
+    yield weight_maps.repeated_weight_hypotheses(mapped)
+    yield residuals.branch_factor_hypotheses(trace)
+    yield operations.operation_hypotheses(trace)
+    yield operations.scaled_linear_hypotheses(trace)
+    yield operations.extra_activation_hypotheses(trace)
+    yield layers.step_order_hypotheses(trace)
+    yield operations.joined_token_hypotheses(trace)
+    yield operations.exchanged_factor_hypotheses(trace)
+    yield residuals.branch_order_hypotheses(trace)
+    yield operations.loop_operation_hypotheses(trace)
 
 
 def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
@@ -175,13 +141,15 @@ def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) ->
         trace: of the reference.
         entries: of the pair's map.
     """
-    yield from weight_hypotheses(_mapped(prepared, trace, entries))
+    yield from weight_maps.weight_hypotheses(_mapped(prepared, trace, entries))
 
 
 def _mapped(prepared: Prepared, trace: Trace, entries: WeightMap, unused: Container[str] = ()) -> Mapped:
     shapes = parameter_shapes(prepared.reference)
     candidate_shapes = {name: tuple(tensor.shape) for name, tensor in prepared.candidate_weights.items()}
-    gated = frozenset(_of_gated_units(trace))
+    made = [value for unit in activations.gated_units(trace) for value in (unit.gate, unit.up)]
+    before = (trace.parameter(x) for value in made for x in ancestors(trace, value, _NEAR_A_GATE))
+    gated = frozenset(filter(None, before))
     return Mapped(entries, shapes, candidate_shapes, _heads(trace, shapes), unused, gated)
 
 
@@ -194,16 +162,14 @@ def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...
 
 
 def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
-    """Return the subtle mistakes, also made with some of the operations alone or with other values of
-    their constants.
-    """
+    """Return the subtle mistakes, also those made with some of the operations alone or with other constants."""
     candidates = (
-        *norm_hypotheses(trace, stored_dtype(prepared)),
-        *activation_hypotheses(trace),
-        *rope_hypotheses(trace, stored_dtype(prepared)),
-        *optimizer_step_hypotheses(trace),
-        *softmax_scale_hypotheses(trace),
-        *routing_hypotheses(trace),
+        *norms.norm_hypotheses(trace, stored_dtype(prepared)),
+        *activations.activation_hypotheses(trace),
+        *rope.rope_hypotheses(trace, stored_dtype(prepared)),
+        *optimizers.optimizer_step_hypotheses(trace),
+        *attention_mistakes.softmax_scale_hypotheses(trace),
+        *mixture.routing_hypotheses(trace),
     )
     constants = {one.title for one in candidates if one.subtle and one.tuned is not None}
     return tuple(one for one in candidates if one.subtle or (one.tuned is not None and one.title in constants))
@@ -244,13 +210,6 @@ def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
                 continue
         return Heads(count, groups, query.shape[-1], rows, columns)
     return None
-
-
-def _of_gated_units(trace: Trace) -> Iterator[str]:
-    """Yield the parameters of the linear layers that make gate and up."""
-    for unit in gated_units(trace):
-        for value in (unit.gate, unit.up):
-            yield from filter(None, map(trace.parameter, ancestors(trace, value, _NEAR_A_GATE)))
 
 
 def _projections_before(trace: Trace) -> Iterator[str]:

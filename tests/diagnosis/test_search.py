@@ -271,7 +271,7 @@ def test_a_subject_that_raises_hides_no_other(monkeypatch: pytest.MonkeyPatch) -
         return map(partial(torch.sub, torch.tensor(True)), [torch.tensor(True)])
 
     whole = compared("a factor")
-    monkeypatch.setattr("parity.mistakes.catalogue.weight_hypotheses", raises)
+    monkeypatch.setattr("parity.mistakes.weight_maps.weight_hypotheses", raises)
     result = compared("a factor")
     assert (result.findings, result.notes) == (whole.findings, ())
 
