@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from parity.trace.trace import (
     agree,
     back,
     binary,
-    edit,
+    instead,
     once_a_trace,
     users,
     with_number,
@@ -39,7 +40,8 @@ Rearrange = Callable[[Tensor], Tensor]
 _THROUGH = CASTS | {"dropout", "nan_to_num", "view", "reshape"}  # from probabilities to their product with values
 
 
-def _as_they_are(x: Tensor) -> Tensor:
+def as_it_is(x: Tensor) -> Tensor:
+    """Return what is given."""
     return x
 
 
@@ -77,8 +79,8 @@ class Attention:
     key: Value
     value: Value
     masks: tuple[Value, ...]
-    to_heads: tuple[Rearrange, ...] = (_as_they_are,) * 3
-    from_heads: Rearrange = _as_they_are
+    to_heads: tuple[Rearrange, ...] = (as_it_is,) * 3
+    from_heads: Rearrange = as_it_is
     scale: float = 1.0
     earlier_scale: float = 1.0
     softcap: float = math.inf
@@ -104,7 +106,7 @@ class Attention:
     def compute(self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
         """Return the context, in the layout in which the reference's last call returns it."""
         biases = others if self.sinks is None else others[:-1]
-        arrange = [move or _as_they_are for move in self.arrange]
+        arrange = [move or as_it_is for move in self.arrange]
         query, key, value = (
             move(to_heads(x)) for x, to_heads, move in zip((query, key, value), self.to_heads, arrange[:3], strict=True)
         )
@@ -174,8 +176,7 @@ class Attention:
         changed = replace(self, **changes)
         if changed == self:
             return ()
-        of = Changed(self, changes)
-        return (edit(self.call, changed.needs, lambda was, *values: changed.compute(*values).to(was.dtype), of),)
+        return (instead(self.call, changed.needs, changed.compute, Changed(self, changes)),)
 
     def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
         """Return the edits under which ``bias`` of the reference's mask is added to the scores."""
@@ -225,9 +226,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
 
 
 def _in_batches_of(like: Tensor, x: Tensor) -> Tensor:
-    """Give ``x`` the leading dimensions of ``like``, if it has as many matrices: ``batch * heads`` is
-    one dimension or two.
-    """
+    """Give ``x`` the leading dimensions of ``like`` if it has as many matrices: ``batch * heads`` may be one or two."""
     batches = like.shape[:-2]
     return x.reshape(*batches, *x.shape[-2:]) if math.prod(x.shape[:-2]) == math.prod(batches) else x
 
@@ -370,15 +369,13 @@ def _scores_among(trace: Trace, call: Call) -> Value:
 
 
 def _product(trace: Trace, call: Call) -> _Product | None:
-    """Return query and key, how each becomes ``[..., heads, seq, head_dim]``, and a mask that the
-    product adds at once.
-    """
+    """Return query and key, how each becomes ``[..., heads, seq, head_dim]``, and a mask that is added at once."""
     named = binary(call)
     if named is not None and named[0] == "matmul":
-        return named[1], named[2], _as_they_are, _last_two_exchanged, ()
+        return named[1], named[2], as_it_is, _last_two_exchanged, ()
     if call.name == "baddbmm" and len(call.inputs) == 3:
         added = call.inputs[:1] if call.kwargs.get("beta", 1) else []
-        return call.inputs[1], call.inputs[2], _as_they_are, _last_two_exchanged, tuple(added)
+        return call.inputs[1], call.inputs[2], as_it_is, _last_two_exchanged, tuple(added)
     letters = _einsum(call)
     if letters is None:
         return None
@@ -403,7 +400,7 @@ def _product_with_values(
     for call, given in users(trace, probabilities, names):
         named = binary(call)
         if named is not None and named[0] == "matmul" and named[1] == given:
-            return call, named[2], _as_they_are, _as_they_are
+            return call, named[2], as_it_is, as_it_is
         letters = _einsum(call)
         if letters is not None and call.inputs[0] == given:
             left, right, result = letters
@@ -470,17 +467,14 @@ def head_count_mistakes(query: Tensor, key: Tensor, value: Tensor) -> Iterator[M
             f"{count} heads",
             f"give TE num_attention_heads={heads}, as the reference has; the port has {count}, of "
             f"{width // count} channels",
-            _with_heads(count, heads, groups, width),
+            partial(_with_heads, count, heads, groups, width),
         )
 
 
-def _with_heads(count: int, heads: int, groups: int, width: int) -> Callable[[Attention], tuple[Edit, ...]]:
-    def edits(attention: Attention) -> tuple[Edit, ...]:
-        keys = _split(count * groups // heads, distinct=groups)
-        arrange = (_split(count), keys, keys, _split(heads))
-        return attention.edits(arrange=arrange, scale=math.sqrt(count / width) / attention.earlier_scale)
-
-    return edits
+def _with_heads(count: int, heads: int, groups: int, width: int, attention: Attention) -> tuple[Edit, ...]:
+    keys = _split(count * groups // heads, distinct=groups)
+    arrange = (_split(count), keys, keys, _split(heads))
+    return attention.edits(arrange=arrange, scale=math.sqrt(count / width) / attention.earlier_scale)
 
 
 def _split(count: int, distinct: int = 0) -> Rearrange:

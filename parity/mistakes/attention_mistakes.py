@@ -31,11 +31,15 @@ from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,
     ModuleCall,
+    Row,
     everywhere_and_somewhere,
     having,
+    more_like_it,
+    on_tensors,
+    titled,
     within,
 )
-from parity.mistakes.masks import HIDDEN, band_instead, band_of, hidden_keys, mask_mistakes
+from parity.mistakes.masks import band_instead, band_of, hidden_keys, hiding_too, mask_mistakes
 from parity.trace.trace import (
     CASTS,
     JOINS,
@@ -47,6 +51,7 @@ from parity.trace.trace import (
     ancestors,
     edit,
     grouped,
+    instead,
     users,
     with_number,
 )
@@ -108,15 +113,14 @@ def _masks_of_others(
     if masks[0].shape != masks[1].shape:
         return
     instead = [_mask_instead(mask) for mask in masks]
-    if None in instead:
-        return
-    yield Mistake(
-        "window",
-        "mask of other layers",
-        "give each layer the mask that the reference has there, with its window or without one; the port "
-        "has that of the other layers",
-        lambda attention: attention.edits(mask=instead[attention in some]),
-    )
+    if None not in instead:
+        yield Mistake(
+            "window",
+            "mask of other layers",
+            "give each layer the mask that the reference has there, with its window or without one; the port has that "
+            "of the other layers",
+            lambda attention: attention.edits(mask=instead[attention in some]),
+        )
 
 
 def _mask_instead(mask: Tensor) -> Callable[[Tensor], Tensor] | None:
@@ -132,19 +136,14 @@ def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
     """Yield keys and values that were written to a cache, or read from it, one position off."""
     if key.shape[-2] < 2:
         return
+    right = "attend to keys and values of the reference's positions"
     for by, described in ((1, "the position before"), (-1, "the position after")):
-        yield Mistake(
-            "cache-step",
-            f"keys and values of {described}",
-            f"attend to keys and values of the reference's positions; the port takes those of {described}",
-            _arranged(keys=lambda x, by=by: x.roll(by, -2)),  # type: ignore[misc]
-        )
+        repair, moved = f"{right}; the port takes those of {described}", partial(torch.roll, shifts=by, dims=-2)
+        yield Mistake("cache-step", f"keys and values of {described}", repair, _arranged(keys=moved))
 
 
 def _hidden_scores() -> Iterator[Mistake[Attention]]:
-    """Yield the finite score of hidden keys in TE's ``attention_mask_func`` (``pytorch/utils.py``):
-    others may be below it.
-    """
+    """Yield the finite score of hidden keys in TE's ``attention_mask_func`` (``utils.py``): others may be below it."""
     yield Mistake(
         "mask",
         f"hidden scores of {_TES_HIDDEN_SCORE:g}",
@@ -198,29 +197,22 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     yield another(math.inf)
     yield from numbers(another, [attention.softcap], SOFTCAPS)
     if math.isfinite(attention.softcap):
-        yield Mistake(
-            "softcap",
-            "softcap after the mask",
-            f"cap the scores before the mask hides keys; capped after it, hidden keys have the score "
-            f"{-attention.softcap:g} and are seen",
-            having(hidden_score=-attention.softcap),
-        )
+        late = f"capped after it, hidden keys have the score {-attention.softcap:g} and are seen"
+        repair = f"cap the scores before the mask hides keys; {late}"
+        yield Mistake("softcap", "softcap after the mask", repair, having(hidden_score=-attention.softcap))
     if attention.sinks is None:
-        yield Mistake(
-            "softmax-sink",
-            "softmax with a sink",
-            'give TE softmax_type="vanilla"; its softmax has one more term in the denominator',
-            having(sink="zero"),
-        )
+        repair = 'give TE softmax_type="vanilla"; its softmax has one more term in the denominator'
+        yield Mistake("softmax-sink", "softmax with a sink", repair, having(sink="zero"))
         return
     repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
-    yield Mistake("softmax-sink", "sinks missing", f"{repair}; its softmax has no sinks", having(sink="none"))
     other_heads = "give each head its own sink; the port has them in the reverse order of heads"
-    yield Mistake("softmax-sink", "sinks in reverse", other_heads, having(sink="reversed"))
-    yield Mistake("softmax-sink", "sinks of score 0", f"{repair}; its sinks have score 0", having(sink="zero"))
-    yield Mistake(
-        "softmax-sink", "sinks negated", f"{repair} as they are; the port negates them", having(sink="negated")
-    )
+    sinks: dict[str, Row[Attention]] = {
+        "sinks missing": (f"{repair}; its softmax has no sinks", having(sink="none")),
+        "sinks in reverse": (other_heads, having(sink="reversed")),
+        "sinks of score 0": (f"{repair}; its sinks have score 0", having(sink="zero")),
+        "sinks negated": (f"{repair} as they are; the port negates them", having(sink="negated")),
+    }
+    yield from titled("softmax-sink", sinks)
 
     def times(factor: float) -> Mistake[Attention]:
         told = f"{repair} as they are; the port's are {factor:.4g} times that"
@@ -229,19 +221,12 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
     yield from numbers(times, [1.0], (attention.scale,))
 
 
-def _to_be_capped(right: float) -> str:
-    if math.isinf(right):
-        return "leave the scores uncapped as the reference does, softcap=0.0 in TE"
-    return f"cap the scores as the reference does, softcap={right:g}"
-
-
 def _softcap(right: float, cap: float) -> Mistake[Attention]:
-    return Mistake(
-        "softcap",
-        "softcap missing" if math.isinf(cap) else f"softcap {cap:.4g}",
-        f"{_to_be_capped(right)}; {'the port caps none' if math.isinf(cap) else f'the port has {cap:.4g}'}",
-        having(softcap=cap),
-    )
+    due = f"cap the scores as the reference does, softcap={right:g}"
+    if math.isinf(right):
+        due = "leave the scores uncapped as the reference does, softcap=0.0 in TE"
+    name, wrong = ("missing", "caps none") if math.isinf(cap) else (f"{cap:.4g}", f"has {cap:.4g}")
+    return Mistake("softcap", f"softcap {name}", f"{due}; the port {wrong}", having(softcap=cap))
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
@@ -267,26 +252,18 @@ def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attent
     if 1 < groups < heads:
         moves["by position in their group"] = lambda x: x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
         moves["by group"] = lambda x: x.unflatten(1, (-1, groups)).transpose(1, 2).flatten(1, 2)
+    right = "bring attention's result to [batch, seq, heads, head_dim] before the output projection"
     for described, move in moves.items() if heads > 1 else ():
-        yield Mistake(
-            "heads-permuted",
-            f"context heads {described}",
-            f"bring attention's result to [batch, seq, heads, head_dim] before the output projection; the heads are "
-            f"{described}",
-            _arranged(context=move),
-        )
+        repair = f"{right}; the heads are {described}"
+        yield Mistake("heads-permuted", f"context heads {described}", repair, _arranged(context=move))
+    right = "bring queries, keys and values to heads as the reference does, [..., heads, head_dim]"
     for described, move in (
         ("channels before heads", _channels_before_heads),
         ("heads before channels", _heads_before_channels),
         ("view without transpose", _positions_taken_for_heads),
     ):
-        yield Mistake(
-            "heads-permuted",
-            f"query, key and value {described}",
-            "bring queries, keys and values to heads as the reference does, [..., heads, head_dim]; they are "
-            f"reshaped as {described}",
-            _arranged(queries=move, keys=move),
-        )
+        name, repair = f"query, key and value {described}", f"{right}; they are reshaped as {described}"
+        yield Mistake("heads-permuted", name, repair, _arranged(queries=move, keys=move))
     if query.shape == key.shape:
         yield Mistake(
             "query-key-swapped",
@@ -360,7 +337,7 @@ class Cap:
             return ()
         if self.x in self.call.outputs:
             return (edit(self.call, (), lambda was: _capped(was, cap)),)
-        return (edit(self.call, (self.x,), lambda was, x: _capped(x, cap).to(was.dtype)),)
+        return (instead(self.call, (self.x,), lambda x: _capped(x, cap)),)
 
 
 def softcap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -415,14 +392,11 @@ def _capped(x: Tensor, cap: float) -> Tensor:
 
 
 def _cap_instead(right: float, cap: float) -> Mistake[Cap]:
-    should = "leave activations uncapped" if math.isinf(right) else f"cap activations at {right:g} by tanh"
-    return Mistake(
-        "softcap",
-        "cap missing" if math.isinf(cap) else f"cap {cap:.4g}",
-        f"{should}, as the reference does; "
-        + ("none are capped" if math.isinf(cap) else f"they are capped at {cap:.4g}"),
-        lambda one: one.edits(cap),
-    )
+    due = "leave activations uncapped" if math.isinf(right) else f"cap activations at {right:g} by tanh"
+    name, wrong = "cap missing", "none are capped"
+    if math.isfinite(cap):
+        name, wrong = f"cap {cap:.4g}", f"they are capped at {cap:.4g}"
+    return Mistake("softcap", name, f"{due}, as the reference does; {wrong}", lambda one: one.edits(cap))
 
 
 # Attention to the joined keys of several streams, and ports in which a stream does not see all of them.
@@ -452,21 +426,12 @@ class _Joined:
 
     def edits(self, blocks: _Blocks) -> tuple[Edit, ...]:
         """Return the edits that hide the keys of some streams from the queries of some streams."""
-
-        def hiding(bias: Tensor) -> Tensor:
-            hidden = torch.zeros_like(bias, dtype=torch.bool)
-            for query, key in blocks:
-                rows, columns = _slice(self.queries, query), _slice(self.keys, key)
-                hidden[..., rows, columns] = True
-            return bias.masked_fill(hidden, HIDDEN)
-
-        return self.attention.edits(mask=hiding)
+        hidden = [(_slice(self.queries, query), _slice(self.keys, key)) for query, key in blocks]
+        return self.attention.edits(mask=hiding_too(hidden))
 
 
 def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield mistakes where one stream's queries, or all, see their own keys alone, or that no query
-    sees a stream's keys.
-    """
+    """Yield mistakes where streams' queries see their own keys alone, or where no query sees a stream's keys."""
     found = [joined for one in attentions(trace) if (joined := _joined(trace, one)) is not None]
     for (queries, keys), some in grouped(found, lambda one: (len(one.queries), len(one.keys))).items():
         yield from everywhere_and_somewhere(_mistakes(queries, keys), some, lambda one: one.attention.call.module)
@@ -475,23 +440,13 @@ def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
     """Yield the mistakes with so many streams of keys, and of queries: as many, or one."""
     others = {i: frozenset((i, j) for j in range(keys) if j != i) for i in range(queries if queries == keys else 0)}
-    if others:
-        yield _hiding(
-            "those of each stream see its own keys alone", frozenset[tuple[int, int]]().union(*others.values())
-        )
-    for number, blocks in others.items():
-        yield _hiding(f"those of stream {number + 1} see its own keys alone", blocks)
-    for number in range(keys):
-        yield _hiding(f"none sees the keys of stream {number + 1}", frozenset((i, number) for i in range(queries)))
-
-
-def _hiding(described: str, blocks: _Blocks) -> Mistake[_Joined]:
-    return Mistake(
-        "mask",
-        described,
-        f"let queries see the keys of all streams that the reference joins, in its order; {described}",
-        lambda one: one.edits(blocks),
-    )
+    blocks = {"those of each stream see its own keys alone": _Blocks().union(*others.values())} if others else {}
+    blocks |= {f"those of stream {i + 1} see its own keys alone": own for i, own in others.items()}
+    for i in range(keys):
+        blocks[f"none sees the keys of stream {i + 1}"] = _Blocks((query, i) for query in range(queries))
+    right = "let queries see the keys of all streams that the reference joins, in its order"
+    for described, some in blocks.items():
+        yield Mistake("mask", described, f"{right}; {described}", having(blocks=some))
 
 
 def _joined(trace: Trace, attention: Attention) -> _Joined | None:
@@ -499,10 +454,8 @@ def _joined(trace: Trace, attention: Attention) -> _Joined | None:
     keys = _lengths(trace, attention.key, key.shape[-2])
     if keys is None or len(keys) > _MOST:
         return None
-    queries = _lengths(trace, attention.query, query.shape[-2])
-    return _Joined(
-        attention, keys, queries if queries is not None and len(queries) == len(keys) else query.shape[-2:-1]
-    )
+    queries = _lengths(trace, attention.query, query.shape[-2]) or ()
+    return _Joined(attention, keys, queries if len(queries) == len(keys) else query.shape[-2:-1])
 
 
 def _lengths(trace: Trace, value: Value, seq: int) -> tuple[int, ...] | None:
@@ -511,8 +464,7 @@ def _lengths(trace: Trace, value: Value, seq: int) -> tuple[int, ...] | None:
         call = trace.producer(made)
         if call is not None and call.name in JOINS and len(call.inputs) > 1:
             shapes = [trace.tensor(part).shape for part in call.inputs]
-            axes = [i for i, size in enumerate(trace.tensor(made).shape[:-1]) if size == seq]
-            for axis in axes:
+            for axis in (i for i, size in enumerate(trace.tensor(made).shape[:-1]) if size == seq):
                 lengths = tuple(shape[axis] for shape in shapes if len(shape) > axis)
                 if len(lengths) == len(shapes) and sum(lengths) == seq:
                     return lengths
@@ -548,15 +500,15 @@ def _with_shorter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     tensors = sorted((x for x in args if isinstance(x, Tensor)), key=lambda x: (x.dim(), x.numel()))
     whole = tensors[-1].shape if tensors else ()
     try:
-        return func(*_shorter(args, tuple(whole)), **kwargs)
+        return func(*_shorter(args, whole), **kwargs)
     except RuntimeError:
         # These may be the scores of a sequence with itself, and a mask of them.
         if len(tensors) != 2 or any(x.dim() < 3 or x.shape[-1] != x.shape[-2] for x in tensors):
             raise
-        return func(*_shorter(args, tuple(tensors[0].shape)), **kwargs)
+        return func(*_shorter(args, tensors[0].shape), **kwargs)
 
 
-def _shorter(args: tuple[Any, ...], whole: tuple[int, ...]) -> list[Any]:
+def _shorter(args: tuple[Any, ...], whole: Sequence[int]) -> list[Any]:
     return [_cut(x, whole) if isinstance(x, Tensor) else x for x in args]
 
 
@@ -569,7 +521,7 @@ def _shorter_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
     return given
 
 
-def _cut(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _cut(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Return as much of the tensor as broadcasts to the shape."""
     for dim in range(-min(x.dim(), len(shape)), 0):
         if 1 < shape[dim] < x.shape[dim]:
@@ -593,7 +545,7 @@ def sequence_first_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         "sequence-first",
         "batch and sequence viewed as each other",
         "transpose inputs and outputs where TE takes the first dimension for the sequence; they are reshaped",
-        around=_first_two_viewed,
+        around=on_tensors(_view, _view_back),
     )
     levels = _attending(trace)
     for paths in levels:
@@ -615,7 +567,7 @@ def _attending(trace: Trace) -> list[tuple[str, ...]]:
 
 def _exchanged_in(paths: tuple[str, ...]) -> Hypothesis:
     """Return the mistake that these submodules take ``[batch, seq, ...]`` for sequence first, and return it so."""
-    which = f"{paths[0]} and {len(paths) - 1} more like it" if len(paths) > 1 else paths[0]
+    which = f"{paths[0]}{more_like_it(len(paths))}"
 
     @contextmanager
     def exchanged(module: nn.Module) -> Iterator[None]:
@@ -657,9 +609,7 @@ def _exchanged_around(submodule: nn.Module) -> Iterator[None]:
         return tree_map_only(Tensor, given, (args, kwargs))
 
     def after(one: nn.Module, args: Any, result: Any) -> Any:
-        exchanged = tree_map_only(
-            Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 and is_activation(x) else x, result
-        )
+        exchanged = tree_map_only(Tensor, lambda x: _exchange(x) if is_activation(x) else x, result)
         width.pop()
         return exchanged
 
@@ -671,31 +621,18 @@ def _exchanged_around(submodule: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _exchange(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: x.transpose(0, 1) if x.dim() > 1 else x, tree)
+def _exchange(x: Tensor) -> Tensor:
+    return x.transpose(0, 1) if x.dim() > 1 else x
 
 
-def _first_two_viewed(call: ModuleCall) -> ModuleCall:
-    """Return the call on ``[batch, seq, ...]`` viewed as ``[seq, batch, ...]``, its result viewed back."""
+def _view(x: Tensor) -> Tensor:
+    """Return ``[batch, seq, ...]`` viewed as ``[seq, batch, ...]``."""
+    return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if x.dim() > 2 else x
 
-    def viewed(x: Tensor) -> Tensor:
-        return x.reshape(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if x.dim() > 2 else x
 
-    def back(x: Tensor) -> Tensor:
-        return x.transpose(0, 1).reshape(x.shape) if x.dim() > 2 else x
-
-    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Tensor, viewed, (args, kwargs))
-        return tree_map_only(Tensor, back, call(module, *args, **kwargs))
-
-    return under
+def _view_back(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).reshape(x.shape) if x.dim() > 2 else x
 
 
 def _first_two_exchanged(call: ModuleCall) -> ModuleCall:
-    """Return the call on tensors whose first two dimensions are exchanged; those of its result are exchanged back."""
-
-    def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with ShorterTables():
-            return _exchange(call(module, *_exchange(args), **_exchange(kwargs)))
-
-    return under
+    return on_tensors(_exchange, _exchange)(within(lambda module: ShorterTables())(call))

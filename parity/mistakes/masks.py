@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -49,9 +49,7 @@ def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
 
 
 def papers_slopes(heads: int) -> Tensor:
-    """Return the paper's slopes ``[heads]``, FP64: a geometric sequence, and for no power of 2 every
-    other of a longer one.
-    """
+    """Return the paper's slopes ``[heads]``, FP64: a geometric sequence, and beyond a power of 2 others between."""
     power = 2 ** math.floor(math.log2(heads))
     first = 2.0 ** (-8.0 * torch.arange(1.0, power + 1.0, dtype=torch.float64) / power)
     between = 2.0 ** (-4.0 * (2.0 * torch.arange(heads - power, dtype=torch.float64) + 1.0) / power)
@@ -59,9 +57,7 @@ def papers_slopes(heads: int) -> Tensor:
 
 
 def _slopes(bias: Tensor) -> Tensor | None:
-    """Return each head's rise from one key to the next, ``[heads]`` in FP64; None if it is not the same
-    for all keys.
-    """
+    """Return each head's rise from key to key, ``[heads]`` in FP64; None if it is not the same for all keys."""
     if bias.dim() < 3 or bias.shape[-3] < 2 or bias.shape[-1] < 3:
         return None
     last = bias[(0,) * (bias.dim() - 3)][:, -1].double()  # the last query sees the nearest keys in any mask
@@ -117,50 +113,30 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         yield from numbers(window, [moved.left], _other_windows(moved, keys))
     if bool(hidden.any()):
         if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
-            yield _mask_mistake(
-                "mask", "mask missing", "give TE the reference's mask; the port hides no key", without_hiding
-            )
+            repair = "give TE the reference's mask; the port hides no key"
+            yield _mask_mistake("mask", "mask missing", repair, without_hiding)
         if not padded and hidden.shape[-1] == hidden.shape[-2] and not torch.equal(hidden, hidden.mT):
-            yield _mask_mistake(
-                "mask",
-                "mask transposed",
-                "give TE the reference's mask, [..., queries, keys]; the port exchanges queries and keys",
-                lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias).mT, HIDDEN),
-            )
-        yield _mask_mistake(
-            "mask-polarity",
-            "mask inverted",
-            "invert the mask: for TE True means hidden, for F.scaled_dot_product_attention it means visible",
-            lambda bias: torch.where(hidden_keys(bias), 0.0, HIDDEN).to(bias.dtype),
-        )
+            repair = "give TE the reference's mask, [..., queries, keys]; the port exchanges queries and keys"
+            yield _mask_mistake("mask", "mask transposed", repair, _hiding(lambda bias: hidden_keys(bias).mT))
+        repair = "invert the mask: for TE True means hidden, for F.scaled_dot_product_attention it means visible"
+        inverted: Bias = lambda bias: torch.where(hidden_keys(bias), 0.0, HIDDEN).to(bias.dtype)  # noqa: E731
+        yield _mask_mistake("mask-polarity", "mask inverted", repair, inverted)
     yield from _other_biases(bias)
     if padded:
         yield from _of_other_keys(bias)
-        yield _mask_mistake(
-            "padding-mask",
-            "padding ignored",
-            'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; '
-            "the port attends to padded keys",
-            _with_padding_seen,
-        )
-        yield _mask_mistake(
-            "mask-polarity",
-            "padding mask inverted",
-            "invert the padding mask: for TE True means that a key is hidden",
-            lambda bias: without_hiding(bias).masked_fill(hidden_keys(bias) ^ _padding(bias) | ~_padding(bias), HIDDEN),
-        )
-        yield _mask_mistake(
-            "mask-polarity",
-            "padding mask inverted, for queries too",
-            "invert the padding mask: for TE True means that a key is hidden; no query sees any",
-            lambda bias: torch.full_like(bias, HIDDEN),
-        )
-        yield _mask_mistake(
-            "mask-polarity",
-            "padding mask inverted, lengths counted from it",
-            "invert the padding mask: for TE True means that a key is hidden; sequences are as long as their padding",
-            _lengths_of_padding,
-        )
+        repair = 'give TE attn_mask_type="padding" (or "padding_causal") and the padding mask; the port attends to'
+        yield _mask_mistake("padding-mask", "padding ignored", f"{repair} padded keys", _with_padding_seen)
+        right = "invert the padding mask: for TE True means that a key is hidden"
+        for name, repair, change in (
+            ("", right, _hiding(lambda bias: hidden_keys(bias) ^ _padding(bias) | ~_padding(bias))),
+            (", for queries too", f"{right}; no query sees any", lambda bias: torch.full_like(bias, HIDDEN)),
+            (
+                ", lengths counted from it",
+                f"{right}; sequences are as long as their padding",
+                _hiding(lambda bias: _beyond(bias, _padding(bias).sum(-1, keepdim=True))),
+            ),
+        ):
+            yield _mask_mistake("mask-polarity", f"padding mask inverted{name}", repair, change)
     yield from segment_mistakes(bias)
 
 
@@ -169,30 +145,22 @@ def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
     right = "hide the keys that the reference hides, and no others"
     last = bool(_padding(bias)[..., -1].any())
     end, other = ("last", "first") if last else ("first", "last")
-    yield _mask_mistake(
-        "padding-mask",
-        f"padding taken to be {other}",
-        f"{right}: padding is the {end} keys of a sequence; as many of the {other} ones are hidden",
-        lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1)),
+
+    def padded(name: str, told: str, change: Callable[[Tensor], Tensor], queries_too: bool) -> Mistake[Masked]:
+        name = f"padding {name}{', queries too' if queries_too else ''}"
+        return _mask_mistake("padding-mask", name, right + told, _padded_otherwise(change, queries_too))
+
+    of_end, taken = f": padding is the {end} keys of a sequence; ", f"taken to be {other}"
+    lengths = (
+        f'{of_end}it is taken to be the {other} ones, as if only lengths were counted (attn_mask_type="padding", '
+        f'cu_seqlens): give TE attn_mask_type="arbitrary" and the mask, or move the padding to the {other} places'
     )
-    yield _mask_mistake(
-        "padding-mask",
-        f"padding taken to be {other}, queries too",
-        f"{right}: padding is the {end} keys of a sequence; it is taken to be the {other} ones, as if only lengths "
-        'were counted (attn_mask_type="padding", cu_seqlens): give TE attn_mask_type="arbitrary" and the mask, or move '
-        f"the padding to the {other} places",
-        lambda bias: _padded_otherwise(bias, lambda padding: padding.flip(-1), queries_too=True),
-    )
+    flipped: Bias = lambda padding: padding.flip(-1)  # noqa: E731
+    yield padded(taken, f"{of_end}as many of the {other} ones are hidden", flipped, queries_too=False)
+    yield padded(taken, lengths, flipped, queries_too=True)
     lacks, seen = "each sequence lacks a token", "one padded key of each sequence is attended to"
     for described, by, queries_too in ((seen, 1, False), (lacks, -1, False), (lacks, -1, True)):
-        yield _mask_mistake(
-            "padding-mask",
-            f"padding off by {by:+d}{', queries too' if queries_too else ''}",
-            f"{right}; {described}",
-            lambda bias, by=by, queries_too=queries_too: _padded_otherwise(  # type: ignore[misc]
-                bias, lambda padding: _moved(padding, by, last), queries_too
-            ),
-        )
+        yield padded(f"off by {by:+d}", f"; {described}", partial(_moved, by=by, last=last), queries_too)
 
 
 def _moved(padding: Tensor, by: int, last: bool) -> Tensor:
@@ -203,13 +171,14 @@ def _moved(padding: Tensor, by: int, last: bool) -> Tensor:
     return moved if last else moved.flip(-1)
 
 
-def _padded_otherwise(bias: Tensor, change: Callable[[Tensor], Tensor], queries_too: bool = False) -> Tensor:
-    padding = _padding(bias)
-    changed = change(padding)
-    hidden = (hidden_keys(bias) & ~padding) | changed
-    if queries_too and bias.shape[-1] == bias.shape[-2]:
-        hidden = hidden | changed.transpose(-2, -1)
-    return without_hiding(bias).masked_fill(hidden, HIDDEN)
+def _padded_otherwise(change: Callable[[Tensor], Tensor], queries_too: bool) -> Bias:
+    def hidden(bias: Tensor) -> Tensor:
+        padding = _padding(bias)
+        changed = change(padding)
+        hidden = (hidden_keys(bias) & ~padding) | changed
+        return hidden | changed.mT if queries_too and bias.shape[-1] == bias.shape[-2] else hidden
+
+    return _hiding(hidden)
 
 
 def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[Mistake[Masked]]:
@@ -225,13 +194,16 @@ def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[Mistake[
     }
     for described, some in lost.items() if queries > 1 else list(lost.items())[::2]:
         repair = f"{right} (cache's length, cu_seqlens_kv, the mask's offset); {described}"
-        yield _mask_mistake("cache-step", described, repair, _without_keys(some))
+        yield _mask_mistake("cache-step", described, repair, hiding_too([(slice(None), some)]))
 
 
-def _without_keys(some: slice) -> Bias:
+def hiding_too(blocks: Iterable[tuple[slice, slice]]) -> Bias:
+    """Return a bias that hides, besides what is hidden, some keys from some queries: ``(queries, keys)``."""
+
     def instead(bias: Tensor) -> Tensor:
         hidden = torch.zeros_like(bias, dtype=torch.bool)
-        hidden[..., some] = True
+        for queries, keys in blocks:
+            hidden[..., queries, keys] = True
         return bias.masked_fill(hidden, HIDDEN)
 
     return instead
@@ -245,36 +217,27 @@ def _other_biases(bias: Tensor) -> Iterator[Mistake[Masked]]:
     def changed(change: Bias) -> Bias:
         return lambda bias: torch.where(hidden_keys(bias), bias, change(without_hiding(bias)))
 
-    repair = 'give TE the reference\'s bias, as core_attention_bias_type="alibi" or "post_scale_bias"'
-    yield _mask_mistake("attention-bias", "bias missing", f"{repair}; it adds none", changed(torch.zeros_like))
-    yield _mask_mistake("attention-bias", "bias subtracted", f"{repair}; the port subtracts it", changed(torch.neg))
+    right = 'give TE the reference\'s bias, as core_attention_bias_type="alibi" or "post_scale_bias"'
+
+    def biased(name: str, repair: str, change: Bias) -> Mistake[Masked]:
+        return _mask_mistake("attention-bias", name, repair, changed(change))
+
+    yield biased("bias missing", f"{right}; it adds none", torch.zeros_like)
+    yield biased("bias subtracted", f"{right}; the port subtracts it", torch.neg)
     if bias.shape[-1] == bias.shape[-2]:
-        yield _mask_mistake(
-            "attention-bias",
-            "bias transposed",
-            f"{repair}; the port exchanges query and key in it",
-            changed(lambda shown: shown.transpose(-2, -1)),
-        )
-    for described, dims in (("keys", (-1,)), ("queries and keys", (-2, -1))):
-        yield _mask_mistake(
-            "attention-bias",
-            f"bias of {described} in reverse order",
-            f"{repair}; the port has that of {described} in reverse order",
-            changed(lambda shown, dims=dims: shown.flip(dims)),  # type: ignore[misc]
-        )
+        yield biased("bias transposed", f"{right}; the port exchanges query and key in it", lambda shown: shown.mT)
+    for described, dims in (("keys in reverse order", (-1,)), ("queries and keys in reverse order", (-2, -1))):
+        reverse: Bias = lambda shown, dims=dims: shown.flip(dims)  # type: ignore[misc]  # noqa: E731
+        yield biased(f"bias of {described}", f"{right}; the port has that of {described}", reverse)
     for described, move in _moved_heads(bias).items():
-        name = f"bias of {described}"
-        yield _mask_mistake(
-            "attention-bias", name, f"{repair}; the heads of the port have that of {described}", changed(move)
-        )
+        yield biased(f"bias of {described}", f"{right}; the heads of the port have that of {described}", move)
     for described, change in other_slopes(without_hiding(bias)):
         slopes = f"give TE the reference's slopes as alibi_slopes; the port has {described}"
-        yield _mask_mistake("attention-bias", f"slopes {described}", slopes, changed(change))
+        yield biased(f"slopes {described}", slopes, change)
 
     def times(factor: float) -> Mistake[Masked]:
-        name = f"bias times {factor:.3g}"
-        told = f"{repair}, added after the scores are scaled; the port's is {factor:.3g} times that"
-        return _mask_mistake("attention-bias", name, told, changed(lambda shown: shown * factor))
+        told = f"{right}, added after the scores are scaled; the port's is {factor:.3g} times that"
+        return biased(f"bias times {factor:.3g}", told, lambda shown: shown * factor)
 
     yield from numbers(times, [1.0], (0.5, 2.0))
 
@@ -304,7 +267,7 @@ def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
         seen = distance[~hidden & ~padded]
         left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
         for band in (Band(math.inf, math.inf), Band(math.inf, right), Band(left, math.inf), Band(left, right)):
-            if bool((band.hidden(range(queries), range(keys), hidden.device) | padded).eq(hidden).all()):
+            if bool((_hidden_by(band, hidden) | padded).eq(hidden).all()):
                 return band, bool(padded.any())
     return None, bool(everywhere.any())
 
@@ -355,9 +318,7 @@ def _moved_by(band: Band, places: int) -> Band:
 
 
 def _other_windows(band: Band, keys: int) -> Iterator[float]:
-    """Yield other numbers of keys that a query may see before its own, so far apart that each leads to
-    those near it.
-    """
+    """Yield other numbers of keys that a query may see before its own, apart enough to lead to those near each."""
     sizes = [band.left / 2, band.left * 2]
     if math.isinf(band.left):  # a search goes up to eight times as far, but not from one whole number to the next
         sizes = [*(keys * share for share in (7 / 8, 3 / 4, 1 / 2, 1 / 4, 1 / 8)), *range(1, 4)]
@@ -381,12 +342,15 @@ def _right_window(band: Band) -> str:
 def band_instead(band: Band, padded: bool) -> Bias:
     """Return a bias that hides what a band does, and padding if there is some."""
 
-    def instead(bias: Tensor) -> Tensor:
-        queries, keys = bias.shape[-2:]
-        hidden = band.hidden(range(queries), range(keys), bias.device)
-        return without_hiding(bias).masked_fill(hidden | _padding(bias) if padded else hidden, HIDDEN)
+    def hidden(bias: Tensor) -> Tensor:
+        of_band = _hidden_by(band, bias)
+        return of_band | _padding(bias) if padded else of_band
 
-    return instead
+    return _hiding(hidden)
+
+
+def _hidden_by(band: Band, like: Tensor) -> Tensor:
+    return band.hidden(range(like.shape[-2]), range(like.shape[-1]), like.device)
 
 
 def _with_padding_seen(bias: Tensor) -> Tensor:
@@ -398,14 +362,10 @@ def _with_padding_seen(bias: Tensor) -> Tensor:
     return without_hiding(bias).masked_fill(hidden & ~_padding(bias), HIDDEN)
 
 
-def _lengths_of_padding(bias: Tensor) -> Tensor:
-    """Show as many tokens at the start as there are padded ones, to each other; all others see nothing."""
-    length = _padding(bias).sum(-1, keepdim=True)
-    queries, keys = bias.shape[-2:]
-    beyond = (torch.arange(queries, device=bias.device)[:, None] >= length) | (
-        torch.arange(keys, device=bias.device) >= length
-    )
-    return without_hiding(bias).masked_fill(beyond, HIDDEN)
+def _beyond(like: Tensor, length: Tensor) -> Tensor:
+    """Return where a query or a key comes after the first ``length`` tokens, which see each other."""
+    queries, keys = (torch.arange(count, device=like.device) for count in like.shape[-2:])
+    return (queries[:, None] >= length) | (keys >= length)
 
 
 def _sparing(band: Band, padded: bool) -> Bias:
@@ -421,6 +381,11 @@ def _sparing(band: Band, padded: bool) -> Bias:
 def hidden_keys(bias: Tensor) -> Tensor:
     """Return where what is added to the scores hides a key."""
     return bias <= _HIDES
+
+
+def _hiding(hidden: Callable[[Tensor], Tensor]) -> Bias:
+    """Return a bias that hides exactly the keys that ``hidden`` returns for it."""
+    return lambda bias: without_hiding(bias).masked_fill(hidden(bias), HIDDEN)
 
 
 def _padding(bias: Tensor) -> Tensor:
@@ -451,24 +416,16 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
     hidden = hidden_keys(bias)
     if band_of(hidden)[0] is not None or not bool(hidden.any()):
         return
-    yield _mask_mistake(
-        "mask",
-        "causal mask alone",
-        'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); '
-        "the port has the causal one alone",
-        _instead(_future),
-    )
+    right = 'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden)'
+    alone = f"{right}; the port has the causal one alone"
+    yield _mask_mistake("mask", "causal mask alone", alone, _hiding(_future))
     lengths = lengths_of(hidden)
     if lengths is not None:
         yield from _other_segments(lengths, bool((hidden | ~_future(hidden)).all()))
     if bool(_padded_before(hidden).any()):
-        yield _mask_mistake(
-            "padding-mask",
-            "padding before sequences taken for padding after them",
-            'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden); '
-            "the port takes padding to follow a sequence, and counts as many tokens from the first",
-            _as_padded_after,
-        )
+        name = "padding before sequences taken for padding after them"
+        after = f"{right}; the port takes padding to follow a sequence, and counts as many tokens from the first"
+        yield _mask_mistake("padding-mask", name, after, _hiding(_as_padded_after))
 
 
 def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake[Masked]]:
@@ -517,18 +474,13 @@ def is_of_sequences(hidden: Tensor) -> bool:
 
 def _window_for_segments(right: str, size: float) -> Mistake[Masked]:
     left = max(round(size), 1)
-    return _mask_mistake(
-        "window",
-        f"window of {left}, not sequences",
-        f"{right}; the port has a window of {left} keys before the query's own",
-        _instead(lambda like: Band(left, 0).hidden(range(like.shape[-2]), range(like.shape[-1]), like.device)),
-    )
+    repair = f"{right}; the port has a window of {left} keys before the query's own"
+    window = _hiding(partial(_hidden_by, Band(left, 0)))
+    return _mask_mistake("window", f"window of {left}, not sequences", repair, window)
 
 
 def lengths_of(hidden: Tensor) -> list[int] | None:
-    """Return the lengths of the sequences in which a mask ``[..., seq, seq]`` is whole or causal; None
-    if it is not one.
-    """
+    """Return the lengths of the sequences in which a mask ``[..., seq, seq]`` is whole or causal; None for others."""
     seq = hidden.shape[-1]
     if hidden.shape[-2] != seq or seq < 2 or not bool((hidden == hidden[(0,) * (hidden.dim() - 2)]).all()):
         return None
@@ -559,17 +511,10 @@ def _padded_before(hidden: Tensor) -> Tensor:
 
 
 def _as_padded_after(bias: Tensor) -> Tensor:
+    """Return what is hidden if padding follows as many tokens as a mask shows after padding."""
     hidden = hidden_keys(bias)
-    seen = (~_padded_before(hidden)).sum(-1)[..., None, None]
-    queries, keys = (torch.arange(count, device=bias.device) for count in bias.shape[-2:])
-    is_causal = bool((hidden | ~_future(hidden)).all())
-    beyond = (queries[:, None] >= seen) | (keys >= seen)
-    return without_hiding(bias).masked_fill(beyond | _future(hidden) if is_causal else beyond, HIDDEN)
-
-
-def _instead(other: Callable[[Tensor], Tensor]) -> Bias:
-    """Return a bias that hides exactly the keys that ``other`` returns for it."""
-    return lambda bias: without_hiding(bias).masked_fill(other(bias), HIDDEN)
+    beyond = _beyond(bias, (~_padded_before(hidden)).sum(-1)[..., None, None])
+    return beyond | _future(hidden) if bool((hidden | ~_future(hidden)).all()) else beyond
 
 
 def segments_instead(lengths: Sequence[int], is_causal: bool) -> Bias:

@@ -5,16 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.mistakes.attention import Attention, attentions
+from parity.mistakes.attention import Attention, as_it_is, attentions
 from parity.mistakes.hypothesis import Hypothesis, everywhere_and_somewhere
 from parity.mistakes.masks import HIDDEN, Bias, segment_mistakes
 from parity.mistakes.reads import made_again
-from parity.trace.trace import JOINS, RESHAPES, Call, Edit, Trace, Value, binary, edit, grouped, once_a_trace
+from parity.trace.trace import (
+    JOINS,
+    RESHAPES,
+    Call,
+    Edit,
+    Trace,
+    Value,
+    argument,
+    binary,
+    edit,
+    grouped,
+    instead,
+    once_a_trace,
+)
 
 # Sequences that a reference attends to one by one and then joins; ports attend to all of them at once.
 #
@@ -45,13 +59,9 @@ class Packed:
     def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
         """Return the edits under which all sequences are attended to at once behind another mask."""
         needs = [value for part in self.parts for value in part.needs]
+        return (instead(self.call, needs, partial(self._joined, bias)),)
 
-        def compute(was: Tensor, *values: Tensor) -> Tensor:
-            return self._joined(bias, values).to(was.dtype)
-
-        return (edit(self.call, needs, compute),)
-
-    def _joined(self, mask: Bias, values: tuple[Tensor, ...]) -> Tensor:
+    def _joined(self, mask: Bias, *values: Tensor) -> Tensor:
         given = iter(values)
         heads = [[next(given) for _ in part.needs][:3] for part in self.parts]
         by_part = [
@@ -66,13 +76,13 @@ class Packed:
             added=(),
             is_causal=False,
             mask=mask,
-            to_heads=(_as_it_is,) * 3,
-            from_heads=_as_it_is,
+            to_heads=(as_it_is,) * 3,
+            from_heads=as_it_is,
         )
         context = at_once.compute(query, key, value, self.bias.to(query))
         parts = context.split([part[0].shape[-2] for part in by_part], -2)
         laid_out = [
-            _replayed(part.from_heads(x), layout)
+            reduce(lambda x, call: made_again(call, [x]), layout, part.from_heads(x))
             for part, x, layout in zip(self.parts, parts, self.layouts, strict=True)
         ]
         joined: Tensor = self.call.function(laid_out, *self.call.args[1:], **self.call.kwargs)
@@ -140,16 +150,6 @@ def _lays_out(trace: Trace, call: Call) -> bool:
     return call.name in RESHAPES | _PADS
 
 
-def _replayed(x: Tensor, calls: tuple[Call, ...]) -> Tensor:
-    for call in calls:
-        x = made_again(call, [x])
-    return x
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
-
-
 # Swin's shifted windows, and ports that shift by another number: the rolls there and back, and the mask between places
 # that are no neighbours.
 #
@@ -188,13 +188,12 @@ class _Mask:
         """Return the edit under which the mask is that of another shift."""
         apart = _apart(self.side, self.window, shift)
 
-        def compute(was: Tensor, *inputs: Tensor) -> Tensor:
+        def compute(*inputs: Tensor) -> Any:
             table, others = inputs[self.position], list(inputs)
             others[self.position] = apart.to(table.device).reshape(table.shape) * table.amin()
-            result: Tensor = made_again(self.call, others)
-            return result.to(was.dtype)
+            return made_again(self.call, others)
 
-        return edit(self.call, self.call.inputs, compute)
+        return instead(self.call, self.call.inputs, compute)
 
 
 def shifted_window_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -226,8 +225,7 @@ def _shifted(what: str, repair: str, edits: list[Edit]) -> Hypothesis:
 
 def _arguments(call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shifts and dimensions of a roll."""
-    amounts = call.kwargs.get("shifts", call.args[1] if len(call.args) > 1 else ())
-    dims = call.kwargs.get("dims", call.args[2] if len(call.args) > 2 else ())
+    amounts, dims = argument(call, 1, "shifts", ()), argument(call, 2, "dims", ())
     both = (tuple(one) if isinstance(one, (tuple, list)) else (one,) for one in (amounts, dims))
     return next(both), next(both)
 
@@ -244,8 +242,7 @@ def _roll(trace: Trace, call: Call) -> _Roll | None:
 
 def _mask(trace: Trace, call: Call) -> _Mask | None:
     """Return the mask that a call adds, if it is one of shifted windows."""
-    named = binary(call)
-    if named is None or named[0] != "add":
+    if (binary(call) or ("",))[0] != "add":
         return None
     for position, value in enumerate(call.inputs):
         found = _shift_of(trace.tensor(value)) if trace.tensor(value).is_floating_point() else None
