@@ -8,20 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 
 from parity.mistakes.attention import Attention, Rearrange, attentions, traced_bias
-from parity.mistakes.hypothesis import Hypothesis, ModuleCall
+from parity.mistakes.hypothesis import Hypothesis, on_tensors
 from parity.mistakes.masks import HIDDEN, Bias, hidden_keys
-from parity.mistakes.rope import with_angles
+from parity.mistakes.rope import with_positions
 from parity.mistakes.rotation import Rotation, rotations
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, Trace
 
 _SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of caches: lengths that people give them
 
-_Hides = Callable[[Tensor, Tensor], Tensor]  # from queries [q, 1] and keys [k] to what is hidden
+_Hides = Callable[[Tensor, Tensor], Tensor]  # from the numbers of queries [q, 1] and of keys [k] to what is hidden
 
 
 def positions_of(trace: Trace) -> int | None:
@@ -83,19 +82,15 @@ def _of_positions(turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesi
         "rotary positions are one too small": lambda later: later - 1.0,
         "rotary positions stay at the last one of the prompt": lambda later: torch.full_like(later, prompt - 1.0),
     }
+    repair = (
+        "rotate each new token by its place in the whole sequence (start_positions, get_seqlens_pre_step, or an offset "
+        "of rotary_pos_emb)"
+    )
     for described, change in others.items():
-        edits = with_angles(partial(_moved, prompt, change))
+        edits = with_positions(lambda own, change=change: torch.cat((own[:prompt], change(own[prompt:]))))  # type: ignore[misc]
         made = [edit for one in turned for edit in edits(one)]
         if made:
-            repair = (
-                "rotate each new token by its place in the whole sequence (start_positions, get_seqlens_pre_step, or "
-                "an offset of rotary_pos_emb)"
-            )
             yield _hypothesis("rope-position", described, repair, prompt, made)
-
-
-def _moved(prompt: int, change: Callable[[Tensor], Tensor], positions: Tensor, frequency: Tensor) -> Tensor:
-    return torch.cat((positions[:prompt], change(positions[prompt:])))[:, None] * frequency
 
 
 def later_in_rows(turned: Sequence[Rotation], prompts: dict[int, int], end: int) -> Hypothesis:
@@ -136,44 +131,26 @@ def _later(one: Rotation, prompts: dict[int, int], end: int, was: Tensor, x: Ten
 
 
 def _of_keys(found: Sequence[Attention], prompt: int) -> Iterator[Hypothesis]:
-    last = prompt - 1
     cache = "write the keys and values of each new token behind those in the cache, before attention reads it"
     length = "let attention read as many keys as the cache holds, the new token's own among them"
-    hidden: dict[str, tuple[str, str, _Hides]] = {
-        f"a token sees the first {prompt} and itself: none is kept behind these, or each overwrites the one before": (
-            "cache-step",
-            cache,
-            lambda query, key: (key >= prompt) & (key < query),
-        ),
-        "a new token does not see its own key": ("cache-step", length, lambda query, key: key == query),
-        "a new token does not see the one before it": (
-            "cache-step",
-            length,
-            lambda query, key: (key == query - 1) & (query > prompt),
-        ),
-        "the cache is one token behind: each new token sees itself, and not the one before it": (
-            "cache-step",
-            length,
-            lambda query, key: key == query - 1,
-        ),
-        "the first new token overwrote the last one of the prompt": (
-            "cache-step",
-            cache,
-            lambda query, key: key == last,
-        ),
-        "new tokens do not see the prompt": ("cache-step", cache, lambda query, key: key < prompt),
-        "each new token sees itself alone": ("cache-step", cache, lambda query, key: key < query),
-        "the oldest key is lost": ("cache-step", length, lambda query, key: key == 0),
-        "each new token sees the first key alone": (
-            "mask-corner",
-            "align the causal mask at the bottom right for keys from a cache (causal_bottom_right)",
-            lambda query, key: key > 0,
-        ),
+    corner = "align the causal mask at the bottom right for keys from a cache (causal_bottom_right)"
+    overwritten = "none is kept behind these, or each overwrites the one before"
+    behind = "the cache is one token behind: each new token sees itself, and not the one before it"
+    hidden: dict[str, tuple[str, _Hides]] = {
+        f"a token sees the first {prompt} and itself: {overwritten}": (cache, lambda q, k: (k >= prompt) & (k < q)),
+        "a new token does not see its own key": (length, lambda q, k: k == q),
+        "a new token does not see the one before it": (length, lambda q, k: (k == q - 1) & (q > prompt)),
+        behind: (length, lambda q, k: k == q - 1),
+        "the first new token overwrote the last one of the prompt": (cache, lambda q, k: k == prompt - 1),
+        "new tokens do not see the prompt": (cache, lambda q, k: k < prompt),
+        "each new token sees itself alone": (cache, lambda q, k: k < q),
+        "the oldest key is lost": (length, lambda q, k: k == 0),
+        "each new token sees the first key alone": (corner, lambda q, k: k > 0),
     }
-    for described, (title, repair, hides) in hidden.items():
-        edits = [edit for one in found for edit in one.masked_by(_hiding(prompt, hides))]
-        yield _hypothesis(title, described, repair, prompt, edits)
-    shown = [edit for one in found for edit in one.masked_by(_whole_prompt(prompt))]
+    for described, (repair, hides) in hidden.items():
+        title = "mask-corner" if repair is corner else "cache-step"
+        yield _of_attention(found, title, described, repair, prompt, mask=_hiding(prompt, hides))
+    shown = [edit for one in found for edit in one.masked_by(partial(_whole_prompt, prompt))]
     yield Hypothesis(
         "mask",
         f"a prompt of {prompt} without causal mask",
@@ -191,13 +168,10 @@ def _hiding(prompt: int, hides: _Hides) -> Bias:
     return instead
 
 
-def _whole_prompt(prompt: int) -> Bias:
-    def instead(bias: Tensor) -> Tensor:
-        shown = bias.clone()
-        shown[..., :prompt, :prompt] = 0.0
-        return shown
-
-    return instead
+def _whole_prompt(prompt: int, bias: Tensor) -> Tensor:
+    shown = bias.clone()
+    shown[..., :prompt, :prompt] = 0.0
+    return shown
 
 
 # Keys that are not what they were when they were written.
@@ -238,17 +212,10 @@ def not_reset_hypothesis(batch: int, seq: int) -> Hypothesis:
         filled = torch.cat((x, x.new_zeros(1, lacking, *x.shape[2:])), 1)
         return filled[0].unflatten(0, (batch, seq))[:, : seq - lacking]
 
-    def around(call: ModuleCall) -> ModuleCall:
-        def joined(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map_only(Tensor, flattened, (args, kwargs))
-            return tree_map_only(Tensor, apart, call(module, *args, **kwargs))
-
-        return joined
-
     return Hypothesis(
         "cache-not-reset",
         "a cache kept from sequence to sequence",
         "begin each sequence with an empty cache (InferenceParams.reset, or a new one); each sees the tokens of those "
         "before it in the batch as well",
-        around=around,
+        around=on_tensors(flattened, apart),
     )

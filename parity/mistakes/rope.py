@@ -13,12 +13,22 @@ from torch import Tensor
 
 from parity.mistakes.alternatives import INTERPOLATION_FACTORS, ROPE_BASES, ROPE_SHARES, numbers
 from parity.mistakes.attention import Attention, attentions
-from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having, low_dtypes, short
+from parity.mistakes.hypothesis import (
+    Hypothesis,
+    Mistake,
+    Row,
+    everywhere_and_somewhere,
+    having,
+    low_dtypes,
+    more_like_it,
+    short,
+    titled,
+)
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.rope_scaling import scaling_mistakes
 from parity.mistakes.rotation import Form, Rotation, frequencies, grid_mistakes, rotations
 from parity.numerics.formats import tf32
-from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped
+from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped, instead
 
 # Ports that count positions otherwise than the reference.
 
@@ -27,65 +37,82 @@ _LATEST = 32  # positions: what a cache, a prefix or registers put before a sequ
 
 Edits = Callable[[Rotation], tuple[Edit, ...]]
 Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
+Positions = Callable[[Tensor], Tensor]  # from the reference's to a port's
+
+
+def with_angles(phases: Phases) -> Edits:
+    """Return the edits that turn by other angles, made of the reference's positions and frequencies."""
+
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        angles = one.angles if one.phases is None else phases(*one.phases)
+        return one.edits(angles=angles) if not torch.equal(angles, one.angles) else ()
+
+    return edits
+
+
+def with_positions(change: Positions) -> Edits:
+    """Return the edits that rotate by other positions."""
+    return with_angles(lambda positions, frequency: change(positions)[:, None] * frequency)
+
+
+def counted_from(starts: Sequence[int]) -> Edits:
+    """Return the edits that count positions from 0 at each of these places; the first of them is 0."""
+
+    def since(positions: Tensor) -> Tensor:
+        place = torch.arange(len(positions), device=positions.device)
+        first = torch.tensor(starts, device=positions.device)
+        return (place - first[torch.bucketize(place, first, right=True) - 1]).to(positions)
+
+    return with_positions(since)
+
+
+def counted_as(own: Tensor) -> Edits:
+    """Return the edits that give each token of the sequence this position, ``[seq]``."""
+    return with_positions(own.to)
 
 
 def position_mistakes() -> Iterator[Mistake[Rotation]]:
     """Yield positions counted otherwise; the same offset for query and key would change nothing."""
     for role in ("query", "key"):
         for by in (-1, 1):
-            yield Mistake(
-                "rope-position",
-                f"rope positions of the {role} off by {by:+d}",
-                f"count positions of query and key alike; the {role}'s are off by {by:+d}",
-                _turned_more(role, by),
-            )
+            told = f"count positions of query and key alike; the {role}'s are off by {by:+d}"
+            yield _position(f"of the {role} off by {by:+d}", told, partial(_turned_more, role, by))
     for by in (-1, 1):
-        yield Mistake(
-            "rope-position",
-            f"rope positions off by {by:+d}",
-            f"rotate by the reference's positions, where a cache has keys that were rotated before (start_positions); "
-            f"the port's are off by {by:+d}",
-            with_angles(lambda positions, frequency, by=by: (positions[:, None] + by) * frequency),  # type: ignore[misc]
-        )
+        told = "rotate by the reference's positions, where a cache has keys that were rotated before (start_positions)"
+        moved = with_positions(lambda positions, by=by: positions + by)  # type: ignore[misc]
+        yield _position(f"off by {by:+d}", f"{told}; the port's are off by {by:+d}", moved)
     yield from numbers(_divided_by, usual=INTERPOLATION_FACTORS)
-    yield Mistake(
-        "rope-position",
-        "rope positions counted through",
+    yield _position(
+        "counted through",
         "give TE angles of the reference's positions as rotary_pos_emb; the port counts them from the first token on, "
         "where the reference's begin again, or skip or repeat some",
-        with_angles(lambda positions, frequency: torch.arange(len(positions)).to(positions)[:, None] * frequency),
+        with_positions(lambda positions: torch.arange(len(positions)).to(positions)),
     )
+
+    def by_number(one: Rotation) -> tuple[Edit, ...]:
+        if one.of_axes is None:
+            return ()
+        return one.edits(angles=torch.arange(len(one.angles), device=one.of_axes.device)[:, None] * one.of_axes)
+
     yield Mistake(
         "rope-position",
         "rope of one axis",
         "rotate each pair of channels by the token's position along its axis (time, height or width), as the reference "
         "does; the port rotates all of them by the token's number",
-        lambda one: () if one.of_axes is None else one.edits(angles=_by_number(one.of_axes, len(one.angles))),
+        by_number,
     )
-
-
-def _by_number(frequency: Tensor, seq: int) -> Tensor:
-    """Return the angles of tokens that are counted from 0, ``[seq, rotary / 2]``."""
-    return torch.arange(seq, device=frequency.device)[:, None] * frequency
 
 
 def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
     """Yield positions that begin again, where the reference counts on: after parts of the sequence or powers of two."""
     powers = (1 << exponent for exponent in range(1, seq.bit_length()))
     lengths = dict.fromkeys((*(seq // parts for parts in (2, 3, 4, 8)), *powers))
+    right = "rotate by the reference's positions"
     for length in (length for length in lengths if 1 < length < seq):
-        yield Mistake(
-            "rope-position",
-            f"rope positions modulo {length}",
-            f"rotate by the reference's positions; the port's begin again after each {length}",
-            with_angles(lambda positions, frequency, length=length: (positions % length)[:, None] * frequency),  # type: ignore[misc]
-        )
-        yield Mistake(
-            "rope-position",
-            f"rope positions up to {length - 1}",
-            f"rotate by the reference's positions; the port clamps those beyond {length - 1} to it",
-            with_angles(lambda positions, frequency, last=length - 1: positions.clamp(max=last)[:, None] * frequency),  # type: ignore[misc]
-        )
+        again = with_positions(lambda positions, length=length: positions % length)  # type: ignore[misc]
+        yield _position(f"modulo {length}", f"{right}; the port's begin again after each {length}", again)
+        clamped = with_positions(lambda positions, last=length - 1: positions.clamp(max=last))  # type: ignore[misc]
+        yield _position(f"up to {length - 1}", f"{right}; the port clamps those beyond {length - 1} to it", clamped)
 
 
 def late_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
@@ -93,59 +120,25 @@ def late_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
 
     It is queries that are turned, the other way: all of them do the same, and one alone may be wrong, as in decoding.
     """
+    right = "count positions of query and key alike"
     for by in (sign * count for count in range(2, min(seq, _LATEST + 1)) for sign in (1, -1)):
-        yield Mistake(
-            "rope-position",
-            f"rope positions of the key off by {by:+d}",
-            f"count positions of query and key alike; the key's are off by {by:+d}, or the query's by {-by:+d}",
-            _turned_more("query", -by),
-        )
+        told = f"{right}; the key's are off by {by:+d}, or the query's by {-by:+d}"
+        yield _position(f"of the key off by {by:+d}", told, partial(_turned_more, "query", -by))
 
 
-def counted_from(starts: Sequence[int]) -> Edits:
-    """Return the edits that count positions from 0 at each of these places; the first of them is 0."""
-
-    def phases(positions: Tensor, frequency: Tensor) -> Tensor:
-        place = torch.arange(len(positions), device=positions.device)
-        first = torch.tensor(starts, device=positions.device)
-        since = place - first[torch.bucketize(place, first, right=True) - 1]
-        return since.to(positions)[:, None] * frequency
-
-    return with_angles(phases)
-
-
-def counted_as(own: Tensor) -> Edits:
-    """Return the edits that give each token of the sequence this position, ``[seq]``."""
-    return with_angles(lambda positions, frequency: own.to(positions)[:, None] * frequency)
+def _position(name: str, repair: str, edits: Edits) -> Mistake[Rotation]:
+    return Mistake("rope-position", f"rope positions {name}", repair, edits)
 
 
 def _divided_by(factor: float) -> Mistake[Rotation]:
-    return Mistake(
-        "rope-position",
-        f"rope positions divided by {factor:.4g}",
-        f"leave out seq_len_interpolation_factor={factor:.4g}; positions are divided by it",
-        with_angles(lambda positions, frequency: positions[:, None] / factor * frequency),
-    )
+    told = f"leave out seq_len_interpolation_factor={factor:.4g}; positions are divided by it"
+    return _position(f"divided by {factor:.4g}", told, with_positions(lambda positions: positions / factor))
 
 
-def _turned_more(role: str, by: int) -> Edits:
-    def edits(one: Rotation) -> tuple[Edit, ...]:
-        if one.role != role or one.phases is None:
-            return ()
-        return one.edits(angles=one.angles + by * one.phases[1])
-
-    return edits
-
-
-def with_angles(phases: Phases) -> Edits:
-    def edits(one: Rotation) -> tuple[Edit, ...]:
-        if one.phases is None:
-            return ()
-        positions, frequency = one.phases
-        angles = phases(positions, frequency)
-        return one.edits(angles=angles) if not torch.equal(angles, one.angles) else ()
-
-    return edits
+def _turned_more(role: str, by: int, one: Rotation) -> tuple[Edit, ...]:
+    if one.role != role or one.phases is None:
+        return ()
+    return one.edits(angles=one.angles + by * one.phases[1])
 
 
 # Layers without rotary embedding (NoPE) among layers that have one; ports rotate them like the others.
@@ -184,21 +177,15 @@ def unrotated_hypotheses(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> I
         ]
         if not plain:
             continue
-        mistake = Mistake[_Plain](
-            _TITLE,
-            "rope in layers without",
-            "pass TE no rotary_pos_emb where the reference rotates nothing; the port rotates query and key",
-            lambda one, like=like: one.edits(like),  # type: ignore[misc]
-        )
+        repair = "pass TE no rotary_pos_emb where the reference rotates nothing; the port rotates query and key"
+        mistake = Mistake[_Plain](_TITLE, "rope in layers without", repair, partial(_Plain.edits, like=like))
         where = f" in {', '.join(one.name for one in plain)}"
         yield from everywhere_and_somewhere([mistake], plain, lambda one: one.name, where=where)
         yield from _shifted(trace, kind, plain)
 
 
 def _rotated_values(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
-    """Yield mistakes where values are rotated with queries and keys: if all three are packed, a port
-    may rotate too much.
-    """
+    """Yield mistakes where values are rotated with queries and keys, as where all three are packed."""
     likes = {one.attention: one for kind in kinds for one in kind}
     found = [
         _Plain(attention.call.site[0], attention)
@@ -215,9 +202,7 @@ def _rotated_values(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterat
 
 
 def _shifted(trace: Trace, kind: Sequence[Rotation], plain: Sequence[_Plain]) -> Iterator[Hypothesis]:
-    """Yield mistakes where each layer has the rotation of the one before or after it, as if layers were
-    counted otherwise.
-    """
+    """Yield mistakes where each layer has the rotation of the one before or after it."""
     of_plain = {one.attention.call.site: one for one in plain}
     of_kind = {*of_plain, *(one.attention for one in kind)}
     sites = [attention.call.site for attention in attentions(trace) if attention.call.site in of_kind]
@@ -267,7 +252,11 @@ def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     found = rotations(trace)
     if not found:
         return
-    layers, kinds = _by_layer(found), _by_kind(found)
+    # Local layers may have another base than global ones.
+    layers, kinds = (
+        _by_layer(found),
+        list(grouped(found, lambda one: (one.form, one.start, one.rotary, one.base)).values()),
+    )
     forms, positions = list(_forms(found[0])), list(position_mistakes())
     # A single token that is not rotated may be one at position 0.
     likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
@@ -276,7 +265,7 @@ def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     for some in kinds if len(kinds) > 1 else ():
         of_kind = [layer for layer in layers if set(layer.rotations) & set(some)]
         mistakes = [*_forms(some[0]), *_of_frequencies(some)]
-        where = f" in {_together(of_kind)}"
+        where = f" in {of_kind[0].name}{more_like_it(len(of_kind))}"
         yield from everywhere_and_somewhere(map(_in_layer, mistakes), of_kind, lambda one: one.name, where=where)
     yield from _exchanged(layers, kinds)
     yield from unrotated_hypotheses(trace, kinds)
@@ -328,65 +317,40 @@ def _by_layer(found: Sequence[Rotation]) -> list[_Layer]:
     return [_Layer(name, tuple(some)) for name, some in zip(names, layers.values(), strict=True)]
 
 
-def _by_kind(found: Sequence[Rotation]) -> list[list[Rotation]]:
-    """Group rotations that turn the same channels alike: local layers may have another base than global ones."""
-    return list(grouped(found, lambda one: (one.form, one.start, one.rotary, one.base)).values())
-
-
-def _together(layers: Sequence[_Layer]) -> str:
-    """Name the layers, for a message."""
-    first, *others = (layer.name for layer in layers)
-    return f"{first} and {len(others)} more like it" if others else first
-
-
 def _in_layer(mistake: Mistake[Rotation]) -> Mistake[_Layer]:
     """Return the mistake made with all rotations of a layer."""
     family = mistake.tuned
-    return Mistake(
-        mistake.title,
-        mistake.name,
-        mistake.repair,
-        lambda layer: [one for rotation in layer.rotations for one in mistake.edits(rotation)],
-        mistake.subtle,
-        mistake.value,
-        None if family is None else lambda value: _in_layer(family(value)),
-    )
+    edits = lambda layer: [one for rotation in layer.rotations for one in mistake.edits(rotation)]  # noqa: E731
+    tuned = None if family is None else lambda value: _in_layer(family(value))
+    return Mistake(mistake.title, mistake.name, mistake.repair, edits, mistake.subtle, mistake.value, tuned)
 
 
 def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
     other = _other_form(like)
     interleaved = like.form == "interleaved"
-    layouts: tuple[tuple[Form, Form, str], ...] = (
-        (
-            other,
-            other,
+    layouts: dict[str, Row[Rotation]] = {
+        f"rope {other}": (
             f"give TE interleaved={interleaved}, or reorder the rows of query and key by parity.rope_halves; it "
             f"rotates pairs of the {other} form",
+            having(form=other, table_form=other),
         ),
-        (
-            other,
-            like.form,
+        f"rope {other}, by angles of {like.form}": (
             f"give TE's layer rotary_pos_interleaved={interleaved}, as its RotaryPositionEmbedding has it; it rotates "
             f"pairs of the {other} form by angles that are laid out for {like.form}",
+            having(form=other, table_form=like.form),
         ),
-        (
-            like.form,
-            other,
+        f"rope {like.form}, by angles of {other}": (
             f"give TE's RotaryPositionEmbedding interleaved={interleaved}, as its layer has it; pairs are of the "
             f"{like.form} form, but angles are laid out for {other}",
+            having(form=like.form, table_form=other),
         ),
-    )
-    for form, table_form, repair in layouts:
-        by = "" if form == table_form else f", by angles of {table_form}"
-        yield Mistake("rope-layout", f"rope {form}{by}", repair, having(form=form, table_form=table_form))
+    }
+    yield from titled("rope-layout", layouts)
     yield Mistake("rope-missing", "rope missing", "pass TE rotary_pos_emb; nothing is rotated", having(times=0))
     for role, lacking in (("query", "key"), ("key", "query")):
-        yield Mistake(
-            "rope-one-side",
-            f"rope on the {role} alone",
-            f"rotate both query and key; the {lacking} is not rotated",
-            _on(lacking, times=0),
-        )
+        repair, alone = f"rotate both query and key; the {lacking} is not rotated", f"rope on the {role} alone"
+        edits = having(lambda one, lacking=lacking: one.role == lacking, times=0)  # type: ignore[misc]
+        yield Mistake("rope-one-side", alone, repair, edits)
     yield Mistake("rope-twice", "rope twice", "rotate query and key once; the port rotates them twice", having(times=2))
     yield Mistake(
         "rope-direction",
@@ -404,22 +368,22 @@ def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     if like.base is None:
         return
     yield from numbers(partial(_base_instead, like.base), [like.base], ROPE_BASES, subtle=True)
-    for share in ROPE_SHARES:
-        if like.start == 0 and int(like.head_dim * share) != like.rotary:
-            yield Mistake(
-                "rope-partial",
-                f"rope on {share:g} of the channels",
-                f"give TE rotary_percent={like.rotary / like.head_dim:g}; it rotates {share:g} of a head's channels",
-                _with_frequencies(like.base, share),
-            )
-    if like.start == 0 and like.rotary < like.head_dim:  # a port that keeps both of TE's defaults
-        yield Mistake(
-            "rope-partial",
-            f"rope {_other_form(like)} on all of the channels",
-            f"give TE rotary_percent={like.rotary / like.head_dim:g} and interleaved={like.form == 'interleaved'}; it "
-            f"rotates all of a head's channels, in pairs of the {_other_form(like)} form",
-            _with_frequencies(like.base, 1.0, _other_form(like)),
+    right, other = f"give TE rotary_percent={like.rotary / like.head_dim:g}", _other_form(like)
+    shares: dict[str, Row[Rotation]] = {
+        f"rope on {share:g} of the channels": (
+            f"{right}; it rotates {share:g} of a head's channels",
+            _with_frequencies(like.base, share),
         )
+        for share in ROPE_SHARES
+        if like.start == 0 and int(like.head_dim * share) != like.rotary
+    }
+    if like.start == 0 and like.rotary < like.head_dim:  # a port that keeps both of TE's defaults
+        both = f"{right} and interleaved={like.form == 'interleaved'}"
+        shares[f"rope {other} on all of the channels"] = (
+            f"{both}; it rotates all of a head's channels, in pairs of the {other} form",
+            _with_frequencies(like.base, 1.0, other),
+        )
+    yield from titled("rope-partial", shares)
 
 
 def _base_instead(right: float, base: float) -> Mistake[Rotation]:
@@ -455,9 +419,8 @@ def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
     yield Mistake(
         "rope-precision",
         "rope phases from a TF32 product",
-        "multiply rotary positions and frequencies in FP32, elementwise or with allow_tf32 off; the port "
-        "takes phases from a "
-        "TF32 product",
+        "multiply rotary positions and frequencies in FP32, elementwise or with allow_tf32 off; the port takes phases "
+        "from a TF32 product",
         with_angles(lambda positions, frequency: _tf32(positions)[:, None] * _tf32(frequency)),
         subtle=True,
     )
@@ -477,14 +440,8 @@ def _rounded_phases(low: torch.dtype) -> dict[str, Phases]:
     }
 
 
-def _on(role: str, **changes: object) -> Edits:
-    return lambda one: one.edits(**changes) if one.role == role else ()
-
-
 def _with_frequencies(base: float, share: float | None = None, form: Form | None = None) -> Edits:
-    """Return a function that rotates by another base, on a share of the channels or on as many as are rotated, in pairs
-    of a form or of their own.
-    """
+    """Return the edits that rotate by another base, on a share of the channels, in pairs of a form; or its own."""
 
     def edits(one: Rotation) -> tuple[Edit, ...]:
         if one.phases is None:
@@ -535,17 +492,12 @@ def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation) -> boo
 
 def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
     """Return the edits that apply the norm's gain after the rotation."""
-
-    def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
-        return (rotation.compute(x) * _by_head(by, rotation)).to(was.dtype)
-
-    return (*norm.edits(gain=None), edit(rotation.call, (rotation.x, gain), scaled))
+    scaled = lambda x, by: rotation.compute(x) * _by_head(by, rotation)  # noqa: E731
+    return (*norm.edits(gain=None), instead(rotation.call, (rotation.x, gain), scaled))
 
 
 def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
-    """Return the edits that apply the norm's gain before the rotation: its result is turned back,
-    scaled, and turned again.
-    """
+    """Return the edits that apply the norm's gain before the rotation: its result is turned back, scaled and turned."""
     plain = replace(norm, gain=None)
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:

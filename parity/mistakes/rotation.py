@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.mistakes.alternatives import GRID_ROPE_BASES, ROPE_BASES, numbers
 from parity.mistakes.attention import seeming_attentions
 from parity.mistakes.hypothesis import Mistake, rounded_to
-from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, ancestors, edit, once_a_trace
+from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, ancestors, instead, once_a_trace
 
 # Rotary position embeddings in a trace.
 #
@@ -108,9 +108,7 @@ class Rotation:
 
     def edits(self, **changes: Any) -> tuple[Edit, ...]:
         """Return the edits that rotate the value otherwise."""
-        changed = replace(self, **changes)
-        of = Changed(self, changes)
-        return (edit(self.call, (self.x,), lambda was, x: changed.compute(x).to(was.dtype), of),)
+        return (instead(self.call, (self.x,), replace(self, **changes).compute, Changed(self, changes)),)
 
 
 @once_a_trace
@@ -146,9 +144,7 @@ def _joined(first: Tensor, second: Tensor, form: Form) -> Tensor:
 
 
 def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotation | None:
-    """Return the last rotation before a query or key; one that also scales, such as YaRN's, only if it
-    is the only one.
-    """
+    """Return the last rotation before a query or key; one that also scales, such as YaRN's, only if it is alone."""
     chain = [value, *ancestors(trace, value, _MOST_ANCESTORS)]
     candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
     scaled: list[tuple[Call, Value, float]] = []
@@ -282,9 +278,7 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
 
 
 def _of_axes(trace: Trace, call: Call, angles: Tensor) -> Tensor | None:
-    """Return the frequencies by which whole positions, which may differ from pair to pair, make the angles; None if no
-    frequencies that the rotation is computed from do.
-    """
+    """Return frequencies by which whole positions, which may differ by pair, make the angles; None if none do."""
     some = angles[:: max(len(angles) // _FEW_POSITIONS, 1)]
     positions = torch.arange(min(4 * len(angles), _MOST_POSITIONS), dtype=torch.float64, device=angles.device)
     for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS):
@@ -415,12 +409,10 @@ def grid_mistakes(rotation: Rotation) -> Iterator[Mistake[Rotation]]:
         "rows are counted from below": (grid.height - 1 - rows, columns),
     }
     for described, (other_rows, other_columns) in others.items():
-        yield Mistake(
-            "rope-position",
-            f"rope of two axes, {described}",
-            f"{right}; {described}",
-            _turning(grid, lambda grid, r=other_rows, c=other_columns: grid.angles(r, c)),  # type: ignore[misc]
-        )
+        turned: Callable[[Grid], Tensor] = lambda grid, r=other_rows, c=other_columns: grid.angles(r, c)  # type: ignore[misc]  # noqa: E731
+        if not torch.allclose(turned(grid), grid.angles(rows, columns)):
+            name, repair = f"rope of two axes, {described}", f"{right}; {described}"
+            yield Mistake("rope-position", name, repair, partial(_edits, turned))
     of_rows, of_columns = grid.steps[grid.of_rows], grid.steps[~grid.of_rows]
     base = base_of(of_rows / of_rows[0])
     if base is not None and of_rows.shape == of_columns.shape and torch.allclose(of_rows, of_columns, 1e-4):
@@ -437,22 +429,11 @@ def _base_instead(right: float, base: float) -> Mistake[Rotation]:
             steps[of_axis] = steps[of_axis][0] * of_base
         return grid.angles(grid.rows, grid.columns, steps)
 
-    return Mistake(
-        "rope-base",
-        f"rope base={base:.4g} of both axes",
-        f"give the frequencies of rows and columns the base {right:g}; the port's is {base:.4g}",
-        lambda one: _edits(one, angles),
-    )
+    repair = f"give the frequencies of rows and columns the base {right:g}; the port's is {base:.4g}"
+    return Mistake("rope-base", f"rope base={base:.4g} of both axes", repair, partial(_edits, angles))
 
 
-def _turning(grid: Grid, angles: Callable[[Grid], Tensor]) -> Callable[[Rotation], tuple[Edit, ...]]:
-    """Return a function that rotates by other angles of a grid; it returns no edits if they are the rotation's own."""
-    if torch.allclose(angles(grid), grid.angles(grid.rows, grid.columns)):
-        return lambda one: ()
-    return lambda one: _edits(one, angles)
-
-
-def _edits(rotation: Rotation, angles: Callable[[Grid], Tensor]) -> tuple[Edit, ...]:
+def _edits(angles: Callable[[Grid], Tensor], rotation: Rotation) -> tuple[Edit, ...]:
     grid = grid_of(rotation)
     return () if grid is None else rotation.edits(angles=angles(grid))
 
