@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from parity.case.weight_map import Side, WeightMap, names, pack, shape_of, unpack
+from parity.case.weight_map import Side, WeightMap, names, shape_of
 from parity.mistakes.activations import ACTIVATIONS, activations, biases
 from parity.mistakes.alternatives import of_operands
-from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywhere_and_somewhere
+from parity.mistakes.hypothesis import Hypothesis, Mistake, ReadWeights, everywhere_and_somewhere, more_like_it
 from parity.mistakes.norms import Norm, norms
-from parity.mistakes.reads import made_again
-from parity.mistakes.weight_maps import Mapped, Shapes
+from parity.mistakes.reads import reading_instead
+from parity.mistakes.weight_maps import Mapped, Shapes, filled_from, unchanged
 from parity.trace.trace import (
     CASTS,
     LINEAR,
@@ -27,12 +27,15 @@ from parity.trace.trace import (
     Edit,
     Trace,
     Value,
+    added,
     ancestors,
     back,
     back_along,
     binary,
     edit,
     grouped,
+    instead,
+    passing_on,
     unnumbered,
     users,
     with_number,
@@ -87,18 +90,15 @@ def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
             if found is not None and any(names(left)):
                 name = found.string
                 alike = f"{name[: found.start()]}#{name[found.end() :]}"
-                for what in [name[: found.start()]] if pattern is _LAYER else _whose_experts(name):
+                # A mixture's experts are told of all layers, and of each grouped layer.
+                of_experts = ("", _LAYER.sub("#", name).rpartition(".")[0])
+                for what in (name[: found.start()],) if pattern is _LAYER else of_experts:
                     parts[what][int(found.group())][alike] = (left, name)
         alone = len(parts) == 2 and pattern is _EXPERT  # all experts, and the same again
         for what, by_number in list(parts.items())[: 1 if alone else None]:
             stack = _stack(title, what, by_number, shapes)
             if stack is not None:
                 yield stack
-
-
-def _whose_experts(name: str) -> tuple[str, str]:
-    """Return two groups of a parameter: all experts of all layers, and those of one grouped layer of a mixture."""
-    return "", _LAYER.sub("#", name).rpartition(".")[0]
 
 
 def _stack(
@@ -161,33 +161,24 @@ def _repeated(stack: _Stack, shapes: Shapes, unused: Container[str]) -> Iterator
     idle = [place for place, rights in enumerate(stack.rights) if all(name in unused for name in rights)]
     if stack.title != "layers-permuted" or not idle:
         return
-    for instead in range(len(stack.numbers)):
-        if instead not in idle:
-            missing = ", ".join(f"{stack.what}{stack.numbers[place]}" for place in idle)
-            yield Hypothesis(
-                "layer-repeated",
-                f"{stack.what}{stack.numbers[instead]} for {missing}",
-                f"call TE's {missing}; {stack.what}{stack.numbers[instead]} computes again in its place",
-                read=_reading(
-                    stack, [instead if place in idle else place for place in range(len(stack.numbers))], shapes
-                ),
-            )
+    parts = range(len(stack.numbers))
+    missing = ", ".join(f"{stack.what}{stack.numbers[place]}" for place in idle)
+    for again in (place for place in parts if place not in idle):
+        name = f"{stack.what}{stack.numbers[again]}"
+        yield Hypothesis(
+            "layer-repeated",
+            f"{name} for {missing}",
+            f"call TE's {missing}; {name} computes again in its place",
+            read=_reading(stack, [again if place in idle else place for place in parts], shapes),
+        )
 
 
 def _reading(stack: _Stack, order: Sequence[int], shapes: Shapes) -> ReadWeights:
     """Return a reading in which the reference's parts hold those at ``order``, both in the reference's order."""
-
-    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        like = next(iter(reference.values()))
-        found: dict[str, Tensor] = {}
-        for place, source in enumerate(order):
-            if source != place:
-                held, filled = stack.lefts[stack.order[source]], stack.lefts[stack.order[place]]
-                for left, to in zip(held, filled, strict=True):
-                    found |= unpack(to, pack(left, reference, like), shapes)
-        return found
-
-    return read
+    lefts = [stack.lefts[place] for place in stack.order]
+    moved = ((lefts[place], lefts[source]) for place, source in enumerate(order) if source != place)
+    pairs = (pair for sides in moved for pair in zip(*sides, strict=True))
+    return filled_from([(filled, source, unchanged) for filled, source in pairs], shapes)
 
 
 # Attention and MLP in parallel on one input, and ports that put them one after the other.
@@ -230,12 +221,7 @@ class ParallelBlock:
 
     def without_norm(self) -> tuple[Edit, ...]:
         """Return the edits under which the second branch reads the stream, and only the first one its norm."""
-        if not self.shared:
-            return ()
-        given = (self.stream,)
-        return tuple(
-            _reading_normed(call, self.norm.call.outputs[0], given, lambda stream: stream) for call in self.readers
-        )
+        return self._reading((self.stream,), lambda stream: stream) if self.shared else ()
 
     def in_sequence(self) -> tuple[Edit, ...]:
         """Return the edits under which the second branch reads the sum of the stream and the first."""
@@ -244,26 +230,23 @@ class ParallelBlock:
         def normed(stream: Tensor, first: Tensor, *affine: Tensor) -> Tensor:
             return self.norm.compute(stream + self.factor * first, *affine)
 
-        if not self.readers:
-            return (edit(self.norm.call, given, lambda was, *values: normed(*values).to(was.dtype)),)
-        return tuple(_reading_normed(call, self.norm.call.outputs[0], given, normed) for call in self.readers)
+        return self._reading(given, normed) if self.readers else (instead(self.norm.call, given, normed),)
+
+    def _reading(self, given: tuple[Value, ...], normed: Callable[..., Tensor]) -> tuple[Edit, ...]:
+        """Return the edits under which the readers are given ``normed(*given)`` for the norm's result."""
+        return tuple(reading_instead(call, self.norm.call.outputs[0], normed, given) for call in self.readers)
 
 
 def parallel_block_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield mistakes where blocks which are parallel in the reference follow each other, or where one reads no norm."""
-    mistakes: tuple[Mistake[ParallelBlock], ...] = (
-        Mistake(
-            "parallel-block",
-            "sequential blocks",
-            "let the MLP read what attention reads: parallel_attention_mlp=True; in the port, it reads attention's sum",
-            ParallelBlock.in_sequence,
-        ),
-        Mistake(
-            "norm-missing",
-            "parallel blocks, of which one reads no norm",
-            "give both blocks the norm that they share; the MLP, or what is computed last, reads the layer's input",
-            ParallelBlock.without_norm,
-        ),
+    one_by_one = (
+        "let the MLP read what attention reads: parallel_attention_mlp=True; in the port, it reads attention's sum"
+    )
+    shared = "give both blocks the norm that they share; the MLP, or what is computed last, reads the layer's input"
+    name = "parallel blocks, of which one reads no norm"
+    mistakes = (
+        Mistake("parallel-block", "sequential blocks", one_by_one, ParallelBlock.in_sequence),
+        Mistake("norm-missing", name, shared, ParallelBlock.without_norm),
     )
     yield from everywhere_and_somewhere(mistakes, parallel_blocks(trace), lambda block: block.module)
 
@@ -271,13 +254,8 @@ def parallel_block_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 def parallel_blocks(trace: Trace) -> list[ParallelBlock]:
     """Return every pair of parallel blocks, in order."""
     normed = norms(trace)
-    sums = (call for call in trace.calls if _is_sum(call))
+    sums = (call for call in trace.calls if added(call))
     return [block for call in sums if (block := _block(trace, call, normed)) is not None] if normed else []
-
-
-def _is_sum(call: Call) -> bool:
-    named = binary(call)
-    return named is not None and named[0] == "add" and all(isinstance(operand, Value) for operand in named[1:])
 
 
 def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | None:
@@ -298,10 +276,10 @@ def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | 
         if back(trace, norm.x, _THROUGH) == source and result in of_second:
             shared = result in of_first
             is_early = shared or result.number < first.number
-            readers = _readers(trace, result, of_second) if is_early else ()
-            return (
-                ParallelBlock(stream, first, terms[first], norm, readers, shared) if readers or not is_early else None
-            )
+            read = (call for call in trace.calls if call.name in LINEAR and result in call.inputs)
+            readers = tuple(call for call in read if call.outputs[0] in of_second) if is_early else ()
+            block = ParallelBlock(stream, first, terms[first], norm, readers, shared)
+            return block if readers or not is_early else None
     return None
 
 
@@ -317,7 +295,7 @@ def _terms(trace: Trace, call: Call, factor: float = 1.0) -> Iterator[tuple[Valu
             value = back(trace, scaled[1], _THROUGH)
             scaled = with_number(trace.producer(value))
         producer = trace.producer(value)
-        if producer is not None and _is_sum(producer) and len(users(trace, value, _THROUGH)) == 1:
+        if producer is not None and added(producer) and len(users(trace, value, _THROUGH)) == 1:
             yield from _terms(trace, producer, times)
         else:
             yield value, times
@@ -326,34 +304,14 @@ def _terms(trace: Trace, call: Call, factor: float = 1.0) -> Iterator[tuple[Valu
 def ends_a_branch(trace: Trace, value: Value) -> bool:
     """Return whether a linear layer computes the value, apart from its bias, its scale and its shape."""
     call = trace.producer(back_along(trace, value, _ENDS))
-    while call is not None and call.outputs and _adds_parameter(trace, call):
+    while call is not None and call.outputs and _adds_bias(trace, call):
         call = trace.producer(back_along(trace, call.inputs[0], _ENDS))
     return call is not None and call.name in LINEAR
 
 
-def _adds_parameter(trace: Trace, call: Call) -> bool:
-    """Return whether a call adds a bias, and not another branch."""
+def _adds_bias(trace: Trace, call: Call) -> bool:
     named = binary(call)
     return named is not None and named[0] == "add" and trace.parameter(back(trace, named[2])) is not None
-
-
-def _readers(trace: Trace, result: Value, of_second: Sequence[Value]) -> tuple[Call, ...]:
-    """Return the linear layers that read a norm for the second branch."""
-    return tuple(
-        call for call in trace.calls if call.name in LINEAR and call.outputs[0] in of_second and result in call.inputs
-    )
-
-
-def _reading_normed(call: Call, norm: Value, given: tuple[Value, ...], normed: Callable[..., Tensor]) -> Edit:
-    """Return the edit under which a linear layer reads ``normed(*given)`` in the place of the norm's result."""
-    others = [value for value in call.inputs if value != norm]
-
-    def compute(was: Tensor, *values: Tensor) -> Any:
-        of_norm, of_others = values[: len(given)], iter(values[len(given) :])
-        instead = normed(*of_norm).to(was.dtype)
-        return made_again(call, [instead if value == norm else next(of_others) for value in call.inputs])
-
-    return edit(call, (*given, *others), compute)
 
 
 # Terms of sums that a port leaves out, such as shared experts or a whole layer: their parameters get no gradient.
@@ -405,7 +363,7 @@ def unused_norm_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hyp
             "norm-missing",
             f"norms of {named} left out",
             f"call the norms that the reference has as {named}{more}; their inputs are passed on as they are",
-            tuple(edit(norm.call, (norm.x,), lambda was, x: x.to(was.dtype)) for norm in bare),
+            tuple(passing_on(norm.call, norm.x) for norm in bare),
         )
 
 
@@ -423,10 +381,9 @@ def _weights(trace: Trace, norm: Norm) -> frozenset[str]:
 
 def _operands(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
     """Yield both ways to keep one of two added activations and leave out the other."""
-    match binary(call):
-        case ("add", Value() as left, Value() as right):
-            if trace.parameter(left) is None and trace.parameter(right) is None:
-                yield from ((left, right), (right, left))
+    both = added(call)
+    if both is not None and not any(map(trace.parameter, both)):
+        yield from (both, both[::-1])
 
 
 def _parameters(trace: Trace) -> dict[int, frozenset[str]]:
@@ -574,7 +531,7 @@ def _fits(trace: Trace, first: Step, second: Step, is_far: bool) -> bool:
 
 
 def _exchanged(pairs: Sequence[_Pair]) -> Hypothesis:
-    others = f", and so for {len(pairs) - 1} more like it" if len(pairs) > 1 else ""
+    others = more_like_it(len(pairs), ",", "so for ")
     order = f"{pairs[0].first.described} before {pairs[0].second.described}"
     return Hypothesis(
         "operation",
@@ -590,19 +547,13 @@ def _steps(trace: Trace) -> Iterator[Step]:
     inside: set[int] = set()
     for norm in norms(trace):
         inside.add(norm.call.outputs[0].number)
-        yield Step(
-            *(norm.call, norm.x, "norm", f"the norm of {norm.call.module}", norm.needs),
-            lambda result, x, *affine: x,
-            lambda x, was, *affine, norm=norm: norm.compute(x, *affine),
-        )
+        compute = lambda x, was, *affine, norm=norm: norm.compute(x, *affine)  # noqa: E731
+        yield Step(norm.call, norm.x, "norm", f"the norm of {norm.call.module}", norm.needs, _first, compute)
     for activation in activations(trace):
         inside.add(activation.call.outputs[0].number)
-        yield Step(
-            *(activation.call, activation.x, "activation", f"the {activation.name} of {activation.call.module}"),
-            (activation.x,),
-            lambda result, x: x,
-            lambda x, was, name=activation.name: ACTIVATIONS[name](x),
-        )
+        described = f"the {activation.name} of {activation.call.module}"
+        of = lambda x, was, name=activation.name: ACTIVATIONS[name](x)  # noqa: E731
+        yield Step(activation.call, activation.x, "activation", described, (activation.x,), _first, of)
     for bias in biases(trace):
         if bias.call.name in ("linear", "addmm"):
             yield Step(
@@ -611,19 +562,16 @@ def _steps(trace: Trace) -> Iterator[Step]:
                 lambda x, bias: x + bias,
             )
             if bias.call.name == "linear":
-                yield _linear(bias.call, bias.name)
+                linear = lambda x, was, *parameters: F.linear(x, *parameters)  # noqa: E731
+                x, described = bias.call.inputs[0], f"the layer of {bias.name}"
+                yield Step(bias.call, x, "linear", described, tuple(bias.call.inputs), _first, linear)
     for call in trace.calls:
         if len(call.outputs) == 1 and call.outputs[0].number not in inside:
             yield from _of_two(trace, call)
 
 
-def _linear(call: Call, name: str) -> Step:
-    x, *parameters = call.inputs
-    return Step(
-        *(call, x, "linear", f"the layer of {name}", (x, *parameters)),
-        lambda result, x, *parameters: x,
-        lambda x, was, *parameters: torch.nn.functional.linear(x, *parameters),
-    )
+def _first(result: Tensor, x: Tensor, *others: Tensor) -> Tensor:
+    return x
 
 
 def _of_two(trace: Trace, call: Call) -> Iterator[Step]:

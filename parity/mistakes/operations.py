@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from parity.mistakes.activations import ACTIVATIONS
 from parity.mistakes.alternatives import LEFT_OUT, OTHER_WAY, again, alternatives, numbers
-from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere
+from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis, Mistake, everywhere_and_somewhere, more_like_it
 from parity.trace.trace import (
     CASTS,
     JOINS,
@@ -26,10 +26,13 @@ from parity.trace.trace import (
     Site,
     Trace,
     Value,
+    added,
+    argument,
     back,
     binary,
     edit,
     grouped,
+    instead,
     unnumbered,
     users,
     with_number,
@@ -89,9 +92,7 @@ def _in_loops(trace: Trace) -> Iterator[list[Call]]:
 
 
 def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
-    """Yield calls that add, or multiply by, the same number several times in a layer or across layers:
-    DiT's 1 + scale.
-    """
+    """Yield calls that add, or multiply by, one number several times in a layer or across layers: DiT's 1 + scale."""
 
     def number(calls: Sequence[Call]) -> tuple[str, float] | None:
         made = with_number(calls[0])
@@ -126,8 +127,7 @@ def alike(trace: Trace) -> list[list[Call]]:
 
 
 def _otherwise(calls: Sequence[Call], instead: Sequence[Mistake[Call]]) -> Hypothesis:
-    which, wrong = calls[0].described, instead[0].name
-    others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
+    which, wrong, others = calls[0].described, instead[0].name, more_like_it(len(calls), of="of ")
     tuned = [one.tuned for one in instead]
 
     def with_another(value: float) -> Hypothesis:
@@ -144,7 +144,11 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Mistake[Call]]) -> Hypot
     )
 
 
-# Results of linear layers that a port multiplies by a number, where the reference has none.
+# Linear layers of which a port multiplies the results by a number, or activates what they read or return, where the
+# reference does not.
+
+
+_EXTRA = ("silu", "gelu (tanh)", "relu")
 
 
 def scaled_linear_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -152,57 +156,43 @@ def scaled_linear_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
     The last come first: a factor of what they read often does the same.
     """
-    for calls in reversed(alike(trace)):
-        has_weight = any(trace.parameter(value) is not None for value in calls[0].inputs)
-        if calls[0].name in LINEAR and has_weight:
-            yield from (_times(calls, value) for value in (2.0, 0.5))
-
-
-def _times(calls: Sequence[Call], value: float) -> Hypothesis:
-    others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
-    which = f"the {calls[0].described}{others}"
-    return Hypothesis(
-        "factor",
-        f"{which} times {value:.4g}",
-        f"leave what {which} returns as it is, as the reference does; the port multiplies it by {value:.4g}",
-        tuple(edit(call, (), lambda was: was * value) for call in calls),
-        value=value,
-        scope="call",
-    )
-
-
-# Activations that a port applies where the reference has none: before a linear layer, or after it.
+    for which, calls in reversed(_linear_layers(trace)):
+        for value in (2.0, 0.5):
+            yield Hypothesis(
+                "factor",
+                f"{which} times {value:.4g}",
+                f"leave what {which} returns as it is, as the reference does; the port multiplies it by {value:.4g}",
+                tuple(edit(call, (), partial(torch.mul, other=value)) for call in calls),
+                value=value,
+                scope="call",
+            )
 
 
 def extra_activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield linear layers of which a port activates what they read, or what they return; alike ones together."""
-    for calls in alike(trace):
-        if calls[0].name in LINEAR and any(trace.parameter(value) is not None for value in calls[0].inputs):
-            for name in _EXTRA:
-                yield _activated(calls, name, "reads")
-                yield _activated(calls, name, "returns")
+    for which, calls in _linear_layers(trace):
+        for name, what in product(_EXTRA, ("reads", "returns")):
+            yield Hypothesis(
+                "activation",
+                f"{name} of what {which} {what}",
+                f"leave what {which} {what} as it is, as the reference does; the port applies {name} to it",
+                tuple(_activated(call, ACTIVATIONS[name], what) for call in calls),
+                scope="call",
+            )
 
 
-_EXTRA = ("silu", "gelu (tanh)", "relu")
+def _linear_layers(trace: Trace) -> list[tuple[str, list[Call]]]:
+    """Return linear layers with a parameter, alike ones together, each group with what it is called in messages."""
+    groups = (calls for calls in alike(trace) if calls[0].name in LINEAR)
+    some = [calls for calls in groups if any(trace.parameter(value) is not None for value in calls[0].inputs)]
+    return [(f"the {calls[0].described}{more_like_it(len(calls), of='of ')}", calls) for calls in some]
 
 
-def _activated(calls: Sequence[Call], name: str, what: str) -> Hypothesis:
-    others = f" and of {len(calls) - 1} more like it" if len(calls) > 1 else ""
-    which, function = f"the {calls[0].described}{others}", ACTIVATIONS[name]
-
-    def edited(call: Call) -> Edit:
-        if what == "returns":
-            return edit(call, (), function)
-        of_activated = lambda args, kwargs: call.function(function(args[0]), *args[1:], **kwargs)  # noqa: E731
-        return edit(call, call.inputs, again(call, of_activated))
-
-    return Hypothesis(
-        "activation",
-        f"{name} of what {which} {what}",
-        f"leave what {which} {what} as it is, as the reference does; the port applies {name} to it",
-        tuple(map(edited, calls)),
-        scope="call",
-    )
+def _activated(call: Call, function: Callable[[Tensor], Tensor], what: str) -> Edit:
+    if what == "returns":
+        return edit(call, (), function)
+    of_activated = lambda args, kwargs: call.function(function(args[0]), *args[1:], **kwargs)  # noqa: E731
+    return edit(call, call.inputs, again(call, of_activated))
 
 
 # Special tokens that a port puts, and reads, at the other end: a class token last, registers first.
@@ -253,7 +243,7 @@ def _join(trace: Trace, call: Call) -> _Join | None:
 
 
 def _exchanged(call: Call) -> Callable[..., Tensor]:
-    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    dim = argument(call, 1, "dim", 0)
     return lambda was, first, second: torch.cat((second, first), dim)
 
 
@@ -314,12 +304,12 @@ class _Sum:
         factors = (second.factor, first.factor)
         values = [factor for factor in factors if isinstance(factor, Value)]
 
-        def compute(was: Tensor, x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
+        def compute(x: Tensor, y: Tensor, *given: Tensor) -> Tensor:
             tensors = iter(given)
             of_x, of_y = (next(tensors) if isinstance(factor, Value) else factor for factor in factors)
-            return (x * of_x + y * of_y).to(was.dtype)
+            return x * of_x + y * of_y
 
-        return edit(self.call, (first.x, second.x, *values), compute)
+        return instead(self.call, (first.x, second.x, *values), compute)
 
 
 def exchanged_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -332,12 +322,11 @@ def exchanged_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _exchanged_factors(sums: Sequence[_Sum]) -> Hypothesis:
-    which = f"the {sums[0].call.described}"
-    others = f" and of {len(sums) - 1} more like it" if len(sums) > 1 else ""
+    which = f"the {sums[0].call.described}{more_like_it(len(sums), of='of ')}"
     return Hypothesis(
         "operation",
-        f"factors of {which}{others} exchanged",
-        f"multiply the terms that {which}{others} adds as the reference does; in the port, each has the other's factor",
+        f"factors of {which} exchanged",
+        f"multiply the terms that {which} adds as the reference does; in the port, each has the other's factor",
         tuple(one.exchanged() for one in sums),
         scope="call",
     )
@@ -345,12 +334,12 @@ def _exchanged_factors(sums: Sequence[_Sum]) -> Hypothesis:
 
 def _sums(trace: Trace, call: Call) -> list[_Sum]:
     """Return what a call adds, in every way to tell the factors from what they multiply."""
-    match binary(call):
-        case ("add", Value() as left, Value() as right) if "alpha" not in call.kwargs:
-            shape = trace.tensor(call.outputs[0]).shape
-            ways = product(_terms(trace, left, shape), _terms(trace, right, shape))
-            return [_Sum(call, way) for way in ways if way[0].factor != way[1].factor]
-    return []
+    both = added(call)
+    if both is None or "alpha" in call.kwargs:
+        return []
+    shape = trace.tensor(call.outputs[0]).shape
+    ways = product(*(_terms(trace, one, shape) for one in both))
+    return [_Sum(call, (one, other)) for one, other in ways if one.factor != other.factor]
 
 
 def _terms(trace: Trace, value: Value, shape: Sequence[int]) -> list[_Term]:
@@ -382,9 +371,7 @@ class Factor:
 
 
 def factors(trace: Trace) -> list[Factor]:
-    """Return every multiplication of activations by a positive number but 1, in order, apart from
-    scores and functions.
-    """
+    """Return every multiplication of activations by a positive number but 1, apart from scores and functions."""
     of_attention = scales_of_attention(trace)
     found = [factor for call in trace.calls if (factor := _factor(trace, call)) is not None]
     return [factor for factor in found if factor.call.site not in of_attention]
@@ -400,13 +387,9 @@ def factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's factors."""
     for value, alike in grouped(factors(trace), lambda one: one.value).items():
         mistakes = numbers(partial(_instead, value), [value], (1.0,))
-        yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module, where=_where(alike))
-
-
-def _where(alike: Sequence[Factor]) -> str:
-    """Return the submodules that multiply, if they are few and not the whole model."""
-    modules = list(dict.fromkeys(factor.call.module for factor in alike if factor.call.site[0]))
-    return f" in {', '.join(modules)}" if 0 < len(modules) <= MOST_PLACES else ""
+        modules = list(dict.fromkeys(factor.call.module for factor in alike if factor.call.site[0]))
+        where = f" in {', '.join(modules)}" if 0 < len(modules) <= MOST_PLACES else ""
+        yield from everywhere_and_somewhere(mistakes, alike, lambda one: one.call.module, where=where)
 
 
 def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:

@@ -33,7 +33,7 @@ from parity.case.weight_map import (
     unpack,
 )
 from parity.mistakes.codes import NO_CODE, Code
-from parity.mistakes.hypothesis import Hypothesis, Scope
+from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
 from parity.trace.trace import grouped, unnumbered
 
 # Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong.
@@ -131,6 +131,11 @@ def _mapped(title: str, name: str, right: _MapEntry, wrong: _MapEntry, change: C
     return Reading(title, name, repair, change, Code((now,), (then,)))
 
 
+def unchanged(packed: Tensor) -> Tensor:
+    """Return what is packed."""
+    return packed
+
+
 def readings(left: Side, right: Side, of: Mapped) -> Iterator[Reading]:
     """Yield every other reading of an entry."""
     yield from _other_terms(left, right, of.shapes, of.heads)
@@ -169,9 +174,7 @@ def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | N
 
 
 def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> Iterator[Reading]:
-    """Yield the other order of cross-attention's keys and values, fused as ``key_value``: by group, or
-    all of one first.
-    """
+    """Yield the other order of cross-attention's keys and values, fused as ``key_value``: by group, or one first."""
     blocks = tuple(range(2 * heads.groups))
     orders = {
         _INTERLEAVED: blocks[::2] + blocks[1::2],
@@ -246,7 +249,8 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
         case Rearrange(parts=(part,)):
             is_fused = heads is not None and shape_of(left, shapes)[:1] == (heads.all_rows,)
             yield "qkv-layout" if is_fused else "heads-transposed", part
-            yield from (("weight-transposed", other) for other in _flattened_otherwise(part, shape_of(part, shapes)))
+            for other in _flattened_otherwise(part, shape_of(part, shapes)):
+                yield "weight-transposed", other
         case Reorder(parts=(part,), order=order):
             yield _title_of_reorder(part, order, shape_of(left, shapes)), part
         case str() if len(shapes[left]) == 1:
@@ -324,29 +328,23 @@ def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None
 def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
     """Yield a constant, as the parameter was constructed, which still gets its gradient."""
     if len(shape_of(left, shapes)) == 1:
+        where = f"copy the reference's parameter to {describe(right)}"
         for value in (1.0, 0.0):
-            yield Reading(
-                "weight-not-copied",
-                f"not copied ({value:g})",
-                f"copy the reference's parameter to {describe(right)}; it holds {value:g} throughout, as when "
-                "it was constructed",
-                lambda packed, value=value: packed + (value - packed).detach(),  # type: ignore[misc]
-            )
+            repair = f"{where}; it holds {value:g} throughout, as when it was constructed"
+            held = lambda packed, value=value: packed + (value - packed).detach()  # noqa: E731
+            yield Reading("weight-not-copied", f"not copied ({value:g})", repair, held)
 
 
 def _unused(left: Side, right: Side) -> Iterator[Reading]:
     """Yield a constant without a gradient: nothing uses the parameter."""
     where = describe(right)
     if _is_bias(left):
-        yield Reading("bias-dropped", "unused (0)", f"add {where}, which the candidate does not use", _constant(0.0))
+        yield Reading("bias-dropped", "unused (0)", f"add {where}, which the candidate does not use", torch.zeros_like)
         return
     for value in (1.0, 0.0):
         repair = f"use {where}: the candidate computes as if it were {value:g}, and no gradient reaches it"
-        yield Reading("no-gradient", f"unused ({value:g})", repair, _constant(value))
-
-
-def _constant(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda packed: torch.full_like(packed, value)
+        constant = partial(torch.full_like, fill_value=value)
+        yield Reading("no-gradient", f"unused ({value:g})", repair, constant)
 
 
 def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
@@ -360,11 +358,9 @@ def _other_values(left: Side, right: Side, shapes: Shapes, heads: Heads | None) 
             repair = f"exchange the halves of {where}{GATE_FIRST}"
             yield Reading("gate-up-swapped", "halves swapped", repair, _moved(dim, lambda x: x.roll(len(x) // 2, 0)))
         repair = f"put {_GATES_ROWS} of {where} before {_UPS_ROWS}; they take turns"
-        for name, move in (
-            ("halves interleaved", lambda x: _transposed_rows(x, 2)),
-            ("halves apart", lambda x: _transposed_rows(x, len(x) // 2)),
-        ):
-            yield Reading("gate-up-interleaved", name, repair, _moved(dim, move))
+        for name, blocks in (("halves interleaved", 2), ("halves apart", rows // 2)):
+            change = _moved(dim, partial(_transposed_rows, blocks=blocks))
+            yield Reading("gate-up-interleaved", name, repair, change)
         yield from _in_blocks(where, rows, dim)
     if heads is not None:
         for dim, parameters in ((0, heads.rows), (1, heads.columns)):
@@ -387,12 +383,9 @@ def _in_blocks(where: str, rows: int, dim: int) -> Iterator[Reading]:
         f"give TE glu_interleave_size={_BLOCK}, or {where} without blocks of that size": (2, -1, _BLOCK),
     }
     for repair, shape in shapes.items():
-        yield Reading(
-            "gate-up-interleaved",
-            f"blocks of {_BLOCK} {'apart' if shape[1] == 2 else 'in turns'}",
-            repair,
-            _moved(dim, lambda x, shape=shape: x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)),  # type: ignore[misc]
-        )
+        name = f"blocks of {_BLOCK} {'apart' if shape[1] == 2 else 'in turns'}"
+        blocks = lambda x, shape=shape: x.unflatten(0, shape).transpose(0, 1).flatten(0, 2)  # noqa: E731
+        yield Reading("gate-up-interleaved", name, repair, _moved(dim, blocks))
 
 
 def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Reading]:
@@ -556,6 +549,24 @@ def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple
         yield from combinations([by_layer[layer] for layer in layers], 2)
 
 
+def filled_from(fills: Sequence[tuple[Side, Side, Callable[[Tensor], Tensor]]], shapes: Shapes) -> ReadWeights:
+    """Return a reading in which some sides of a map hold what others do.
+
+    Args:
+        fills: each side, the one that it is filled from, and how what that packs is changed.
+        shapes: of the parameters, by name.
+    """
+
+    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        like = next(iter(reference.values()))
+        found: dict[str, Tensor] = {}
+        for filled, source, change in fills:
+            found |= unpack(filled, change(pack(source, reference, like)), shapes)
+        return found
+
+    return read
+
+
 def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
     """Return the mistake that these entries are all misread alike."""
     first, *others = entries
@@ -565,23 +576,12 @@ def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
     if others:
         where += f" and {len(others)} more"
         repair += f"; likewise for {', '.join(describe(entry.right) for entry in others)}"
-
-    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        like = next(iter(reference.values()))
-        found: dict[str, Tensor] = {}
-        for entry in entries:
-            packed = pack(entry.left, reference, like)
-            found |= unpack(entry.left, entry.reading.change(packed), shapes)
-        return found
-
-    return Hypothesis(
-        one.title, f"{one.name} {where}", repair, read=read, code=_joined([e.reading.code for e in entries])
+    read = filled_from([(entry.left, entry.left, entry.reading.change) for entry in entries], shapes)
+    codes = [entry.reading.code for entry in entries]
+    now, then = (
+        tuple(chain.from_iterable(lines)) for lines in zip(*((one.now, one.then) for one in codes), strict=True)
     )
-
-
-def _joined(codes: Sequence[Code]) -> Code:
-    """Return the lines of several repairs, one after the other."""
-    return Code(tuple(line for one in codes for line in one.now), tuple(line for one in codes for line in one.then))
+    return Hypothesis(one.title, f"{one.name} {where}", repair, read=read, code=Code(now, then))
 
 
 @dataclass(frozen=True)
@@ -604,9 +604,7 @@ class _Exchange:
 
     @property
     def is_likely(self) -> bool:
-        """Return whether both are of one layer, or one parameter of two layers: nobody maps a layer's query to
-        another's output.
-        """
+        """Return whether both are of one layer, or one parameter of two: nobody maps a query to another's output."""
         one, other = describe(self.right), describe(self.other_right)
         return _INDEX.findall(one) == _INDEX.findall(other) or _INDEX.sub("", one) == _INDEX.sub("", other)
 
@@ -634,15 +632,8 @@ def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:
     if others:
         where += f" and {len(others)} more"
         repair += "".join(f"; likewise {describe(one.left)} and {describe(one.other_left)}" for one in others)
-
-    def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        like = next(iter(reference.values()))
-        found: dict[str, Tensor] = {}
-        for one in exchanges:
-            packed, other = pack(one.left, reference, like), pack(one.other_left, reference, like)
-            found |= unpack(one.left, other, shapes) | unpack(one.other_left, packed, shapes)
-        return found
-
+    both = (pair for one in exchanges for pair in ((one.left, one.other_left), (one.other_left, one.left)))
+    read = filled_from([(filled, source, unchanged) for filled, source in both], shapes)
     pairs = [
         ((left, te), (left, due))
         for one in exchanges
