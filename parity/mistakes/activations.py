@@ -17,10 +17,13 @@ from parity.mistakes.hypothesis import (
     MOST_PLACES,
     Hypothesis,
     Mistake,
+    Row,
     Scope,
     each_place,
     everywhere_and_somewhere,
     having,
+    more_like_it,
+    titled,
 )
 from parity.trace.trace import (
     CASTS,
@@ -34,7 +37,9 @@ from parity.trace.trace import (
     binary,
     edit,
     grouped,
+    instead,
     other,
+    passing_on,
     unnumbered,
     users,
     with_number,
@@ -101,7 +106,7 @@ class Activation:
         """Return the edits that compute another activation instead; empty if it is this one."""
         if name == self.name:
             return ()
-        return (edit(self.call, (self.x,), lambda was, x: ACTIVATIONS[name](x).to(was.dtype)),)
+        return (instead(self.call, (self.x,), ACTIVATIONS[name]),)
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,7 @@ class GatedUnit:
         changed = replace(self, **changes)  # type: ignore[arg-type]
         if changed == self:
             return ()
-        of = Changed(self, changes)
-        return (edit(self.call, (changed.gate, changed.up), lambda was, *x: changed.compute(*x).to(was.dtype), of),)
+        return (instead(self.call, (changed.gate, changed.up), changed.compute, Changed(self, changes)),)
 
 
 def activations(trace: Trace) -> list[Activation]:
@@ -169,7 +173,7 @@ def activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     by_module = grouped(found, lambda one: unnumbered(one.call.module))
     for path, alike in by_module.items() if len(by_module) > 1 else ():
         if len(alike) > 1 and "#" in path:
-            yield from _made_with(alike, "kind", f" in {alike[0].call.module} and {len(alike) - 1} more like it")
+            yield from _made_with(alike, "kind", f" in {alike[0].call.module}{more_like_it(len(alike))}")
     if 1 < len(found) <= MOST_PLACES:
         for place, one in zip(each_place([one.call.module for one in found]), found, strict=True):
             yield from _made_with([one], "one", f" in {place}")
@@ -194,12 +198,8 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             value=LEAKY_SLOPE if name == "leaky relu" else None,
             tuned=tunable(_leaky) if name == "leaky relu" else None,
         )
-    yield Mistake(
-        "activation",
-        "activation missing",
-        f"give TE the reference's activation, {right}; it computes none",
-        lambda one: (edit(one.call, (one.x,), lambda was, x: x.to(was.dtype)),),
-    )
+    repair = f"give TE the reference's activation, {right}; it computes none"
+    yield Mistake("activation", "activation missing", repair, lambda one: (passing_on(one.call, one.x),))
 
 
 def _leaky(slope: float) -> Mistake[Activation]:
@@ -207,26 +207,23 @@ def _leaky(slope: float) -> Mistake[Activation]:
         "activation",
         f"activation leaky relu of slope {slope:.4g}",
         f"give TE the reference's activation; it computes a leaky relu of slope {slope:.4g}",
-        lambda one: (edit(one.call, (one.x,), lambda was, x: F.leaky_relu(x, slope).to(was.dtype)),),
+        lambda one: (instead(one.call, (one.x,), partial(F.leaky_relu, negative_slope=slope)),),
     )
 
 
 def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
-    yield Mistake(
-        "gate-up-swapped",
-        "gate and up swapped",
-        "exchange the halves of fc1_weight: the gate, which is activated, comes first",
-        lambda unit: unit.edits(gate=unit.up, up=unit.gate),
-    )
+    first = "exchange the halves of fc1_weight: the gate, which is activated, comes first"
+    swapped: dict[str, Row[GatedUnit]] = {
+        "gate and up swapped": (first, lambda unit: unit.edits(gate=unit.up, up=unit.gate))
+    }
     for name in OF_TE:
-        yield Mistake(
-            "gate-up-swapped",
-            f"gate and up swapped, activation {name}",
-            f"exchange the halves of fc1_weight: the gate, which is activated, comes first; its activation is {name}",
+        swapped[f"gate and up swapped, activation {name}"] = (
+            f"{first}; its activation is {name}",
             lambda unit, name=name: (  # type: ignore[misc]
                 unit.edits(gate=unit.up, up=unit.gate, activation=name) if name != unit.activation else ()
             ),
         )
+    yield from titled("gate-up-swapped", swapped)
     right = " or ".join(sorted({_clamping(unit.activation, unit.limit, unit.offset) for unit in units}))
     own = sorted({unit.limit for unit in units})
     by_sigmoid = ("silu", "quick gelu")
@@ -344,30 +341,19 @@ def _in_three(trace: Trace, call: Call) -> GatedUnit | None:
 
 def _factors(trace: Trace, call: Call) -> list[Value]:
     """Return the factors of a product; a factor that is itself a product is replaced by its own factors."""
+    inner = ((x, _factors_of_two(trace.producer(back(trace, x)))) for x in _factors_of_two(call))
+    return [factor for x, factors in inner for factor in factors or [x]]
+
+
+def _factors_of_two(call: Call | None) -> list[Value]:
     match binary(call):
-        case ("mul", Value() as left, Value() as right):
-            inner = [(x, _factors_of_two(trace, x)) for x in (left, right)]
-            return [factor for x, factors in inner for factor in factors or [x]]
-    return []
-
-
-def _factors_of_two(trace: Trace, value: Value) -> list[Value]:
-    match binary(trace.producer(back(trace, value))):
         case ("mul", Value() as left, Value() as right):
             return [left, right]
     return []
 
 
 def _unit(trace: Trace, call: Call, x: Value, factor: Value, activation: str) -> GatedUnit | None:
-    """Return the gated unit that a call computes; None if it does not.
-
-    Args:
-        trace: of the reference.
-        call: the product.
-        x: what is activated.
-        factor: the other factor.
-        activation: of ``ACTIVATIONS``.
-    """
+    """Return the gated unit that a call, a product, computes of what is activated and another factor; None if none."""
     gate, limit = _before_clamp(trace, x)
     up, offset = factor, 0.0
     match with_number(trace.producer(back(trace, up))):
@@ -409,9 +395,7 @@ class Bias:
         return (edit(self.call, (self.bias,), lambda was, bias: was + (times - 1) * bias.to(was.dtype)),)
 
     def without_third(self, trace: Trace, third: int) -> tuple[Edit, ...]:
-        """Return the edits that leave out a third of a fused layer's bias; none if it has not three
-        outputs per input.
-        """
+        """Return the edits that leave out a third of a fused layer's bias; none if it is not three times as wide."""
         width = trace.tensor(self.bias).shape[0] // 3
         if self.call.name == "add" or trace.tensor(self.call.inputs[self.call.name == "addmm"]).shape[-1] != width:
             return ()
@@ -451,14 +435,10 @@ def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         Mistake("bias-added-twice", "bias twice", "add the bias once; the port adds it twice", having(times=2.0)),
     ]
     for third, part in enumerate(("first", "second", "last")):
-        mistakes.append(
-            Mistake(
-                "bias-dropped",
-                f"{part} third of the bias missing",
-                f"add the whole bias of the fused layer; its {part} third (Q, K and V one after the other) is left out",
-                lambda one, third=third: one.without_third(trace, third),  # type: ignore[misc]
-            )
-        )
+        name, lacks = f"{part} third of the bias missing", f"its {part} third (Q, K and V one after the other)"
+        repair = f"add the whole bias of the fused layer; {lacks} is left out"
+        left_out = lambda one, third=third: one.without_third(trace, third)  # noqa: E731
+        mistakes.append(Mistake("bias-dropped", name, repair, left_out))
     yield from everywhere_and_somewhere(mistakes, biases(trace), lambda one: one.name)
 
 
@@ -477,11 +457,8 @@ class Clamp:
         """Return the edits that clamp to another limit; empty if it is the same."""
         if math.isclose(limit, self.limit):
             return ()
-
-        def compute(was: Tensor, x: Tensor) -> Tensor:
-            return x.clone() if math.isinf(limit) else torch.clamp(x, -limit, limit)
-
-        return (edit(self.call, (self.x,), compute),)
+        clamped = lambda was, x: x.clone() if math.isinf(limit) else torch.clamp(x, -limit, limit)  # noqa: E731
+        return (edit(self.call, (self.x,), clamped),)
 
 
 def clamp_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -505,10 +482,8 @@ def _clamp(trace: Trace, call: Call) -> Clamp | None:
 
 
 def _limit_instead(right: float, limit: float) -> Mistake[Clamp]:
-    what = "none are clamped" if math.isinf(limit) else f"they are clamped to {limit:.4g}"
-    return Mistake(
-        "operation",
-        "clamp missing" if math.isinf(limit) else f"clamp to {limit:.4g}",
-        f"clamp activations between -{right:g} and {right:g}, as the reference does; {what}",
-        having(limit=limit),
-    )
+    name, what = "clamp missing", "none are clamped"
+    if math.isfinite(limit):
+        name, what = f"clamp to {limit:.4g}", f"they are clamped to {limit:.4g}"
+    repair = f"clamp activations between -{right:g} and {right:g}, as the reference does; {what}"
+    return Mistake("operation", name, repair, having(limit=limit))

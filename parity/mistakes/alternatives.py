@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from parity.mistakes.hypothesis import Mistake
-from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, back, binary, edit, ordinal, users
+from parity.trace.trace import CASTS, JOINS, RESHAPES, Call, Trace, Value, argument, back, binary, edit, ordinal, users
 
 NORM_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 """eps of TE's modules, of Llama, and of BERT's family."""
@@ -133,9 +133,6 @@ def is_written(number: float) -> bool:
     return any(abs(one / number - 1.0) < _SAME or abs(one * number - 1.0) < _SAME for one in known)
 
 
-# List what an operation may have been instead: another function, other numbers, another table.
-
-
 # Calls with a number in them, and what a port computes that has another number there.
 
 
@@ -196,7 +193,7 @@ def _parameters(call: Call) -> Iterator[Mistake[Call]]:
     if call.name not in _PARAMETERS:
         return
     name, default = _PARAMETERS[call.name]
-    number = float(call.args[1] if len(call.args) > 1 else call.kwargs.get(name, default))
+    number = float(argument(call, 1, name, default))
 
     def with_another(value: float) -> Mistake[Call]:
         compute = lambda was, x: getattr(functional, call.name)(x, value)  # noqa: E731
@@ -271,16 +268,12 @@ def split_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
             )
     if len(set(shapes)) == 1 and len(differing) == 1:
         dim, count = differing[0], len(shapes)
-        yield alternative(
-            "its parts lie in turns",
-            lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1),
-        )
+        yield alternative("its parts lie in turns", lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1))
 
 
 def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]) -> tuple[Tensor, ...]:
     """Return parts of the same sizes, cut from ``x`` as if they lay there in the order ``order``."""
-    sizes = [part.shape[dim] for part in parts]
-    lying = x.split([sizes[i] for i in order], dim)
+    lying = x.split([parts[i].shape[dim] for i in order], dim)
     return tuple(lying[list(order).index(i)] for i in range(len(parts)))
 
 
@@ -295,7 +288,7 @@ def joined_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     for order in _orders(len(call.inputs)):
         yield alternative(f"its parts are in the order {_counted(order)}", in_order(order))
     sizes = {trace.tensor(x).shape for x in call.inputs}
-    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis", 0))
+    dim = argument(call, 1, "dim", call.kwargs.get("axis", 0))
     if call.name in JOINS and len(sizes) == 1 and isinstance(dim, int):
         dim %= len(sizes.pop())
         in_turns = again(call, lambda args, kwargs: torch.stack(args[0], dim + 1).flatten(dim, dim + 1))
@@ -325,9 +318,7 @@ def _orders(count: int) -> list[tuple[int, ...]]:
 
 
 def _halves_alike(count: int) -> list[tuple[int, ...]]:
-    """Return orders in which both halves are reordered alike, or exchanged: DiT's shift, scale and gate
-    of attention and MLP.
-    """
+    """Return orders in which both halves are reordered alike, or exchanged: DiT's of attention and MLP."""
     half = count // 2
     if count % 2 or half > _MOST_ORDERED:
         return []
@@ -379,11 +370,12 @@ def other_tables(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     for side, operand in (("left", left), ("right", right)):
         if not isinstance(operand, Value) or not 1 < trace.tensor(operand).numel() < size:
             continue
-        shape = trace.tensor(operand).shape
-        if len(shape) > 1 and shape[-1] == shape[-2] > 1:
-            for described, move in _moves(shape).items():
-                moved = of_operands(call, _with_moved(function, move, side == "left"))
-                yield alternative(f"its {side} operand is {described}", moved)
+        shape, is_left = trace.tensor(operand).shape, side == "left"
+        for described, move in _moves(shape).items() if _is_square(shape) else ():
+            moved = lambda was, x, y, move=move, is_left=is_left: (  # noqa: E731
+                function(move(x), y) if is_left else function(x, move(y))
+            )
+            yield alternative(f"its {side} operand is {described}", of_operands(call, moved))
 
 
 def _moves(shape: Sequence[int]) -> dict[str, _Move]:
@@ -398,11 +390,6 @@ def _moves(shape: Sequence[int]) -> dict[str, _Move]:
         for by in (1, -1):
             moves[f"rolled by {by} along dimension {dim}"] = lambda x, dim=dim, by=by: x.roll(by, dim)  # type: ignore[misc]
     return moves
-
-
-def _with_moved(function: Callable[[Any, Any], Any], move: _Move, is_left: bool) -> Compute:
-    """Return a function of two operands, one of which is a table that is moved first."""
-    return lambda was, x, y: function(move(x), y) if is_left else function(x, move(y))
 
 
 # What a single call could have computed instead: the mistakes that people make with each function.
@@ -467,7 +454,8 @@ def _operands(call: Call) -> Iterator[Mistake[Call]]:
             of_two = functools.partial(of_operands, call)
         case _:
             return
-    if isinstance(left, Value) and isinstance(right, Value):
+    are_both = isinstance(left, Value) and isinstance(right, Value)
+    if are_both:
         yield alternative("its left operand is left out", of_two(lambda was, x, y: y.expand_as(was).clone()))
         yield alternative("its right operand is left out", of_two(lambda was, x, y: x.expand_as(was).clone()))
     if name == "add":
@@ -478,7 +466,7 @@ def _operands(call: Call) -> Iterator[Mistake[Call]]:
         yield alternative("its operands are added", of_two(lambda was, x, y: x + y))
     if name == "mul":
         yield alternative("its result is negated", of_two(lambda was, x, y: -was))
-        if isinstance(left, Value) and isinstance(right, Value):  # 1 + gate, where the gate alone is due
+        if are_both:  # 1 + gate, where the gate alone is due
             yield alternative("1 is added to its left operand", of_two(lambda was, x, y: (1 + x) * y))
             yield alternative("1 is added to its right operand", of_two(lambda was, x, y: x * (1 + y)))
     if name == "div":
@@ -489,36 +477,26 @@ def _operands(call: Call) -> Iterator[Mistake[Call]]:
 def _selections(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield the other branch of a selection, the inverse of its mask, and a mask that is off by one place."""
     if call.name == "where" and len(call.args) == 3:
-        yield alternative(
-            "its branches are exchanged", again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
-        )
+        exchanged = again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
+        yield alternative("its branches are exchanged", exchanged)
     if call.name == "masked_fill":
-        yield alternative(
-            "its mask is inverted", again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
-        )
+        inverted = again(call, lambda args, kwargs: args[0].masked_fill(~args[1], *args[2:]))
+        yield alternative("its mask is inverted", inverted)
     mask = call.args[1] if call.name == "masked_fill" and len(call.args) > 1 else None
-    if isinstance(mask, Value) and _is_square(trace.tensor(mask)):
-        yield alternative("its mask begins one place earlier", again(call, _filled_behind(-1)))
-        yield alternative("its mask begins one place later", again(call, _filled_behind(1)))
+    for described, by in (("earlier", -1), ("later", 1)):
+        if isinstance(mask, Value) and _is_square(trace.tensor(mask).shape):
+            filled = lambda args, kwargs, by=by: args[0].masked_fill(_moved_by(args[1], by), *args[2:])  # noqa: E731
+            yield alternative(f"its mask begins one place {described}", again(call, filled))
     if call.name in ("tril", "triu"):
-        diagonal = call.args[1] if len(call.args) > 1 else call.kwargs.get("diagonal", 0)
+        diagonal = argument(call, 1, "diagonal", 0)
         for other in (diagonal - 1, diagonal + 1):
-            yield alternative(f"its diagonal is {other} for {diagonal}", again(call, _on_diagonal(call.name, other)))
+            moved = lambda args, kwargs, other=other: getattr(torch, call.name)(args[0], other)  # noqa: E731
+            yield alternative(f"its diagonal is {other} for {diagonal}", again(call, moved))
 
 
-def _filled_behind(by: int) -> Callable[[Any, Any], Tensor]:
-    """Return ``masked_fill`` with its mask moved by one column."""
-    return lambda args, kwargs: args[0].masked_fill(_moved_by(args[1], by), *args[2:])
-
-
-def _on_diagonal(name: str, diagonal: int) -> Callable[[Any, Any], Tensor]:
-    """Return ``tril`` or ``triu`` from another diagonal on."""
-    return lambda args, kwargs: getattr(torch, name)(args[0], diagonal)
-
-
-def _is_square(mask: Tensor) -> bool:
-    """Return whether a mask has as many queries as keys."""
-    return mask.dim() > 1 and mask.shape[-1] == mask.shape[-2] > 1
+def _is_square(shape: Sequence[int]) -> bool:
+    """Return whether a mask or a table has as many queries as keys."""
+    return len(shape) > 1 and shape[-1] == shape[-2] > 1
 
 
 def _moved_by(mask: Tensor, by: int) -> Tensor:
@@ -543,10 +521,8 @@ def _other_functions(call: Call) -> Iterator[Mistake[Call]]:
         with_other = lambda args, kwargs, other=other: other(*args, **kwargs)  # noqa: E731
         yield alternative(f"it is {name}", again(call, with_other))
     if call.name in _OF_SIGN and len(call.inputs) == 1:
-        yield alternative(
-            "its argument is negated",
-            again(call, lambda args, kwargs: call.function(-args[0], *args[1:], **kwargs)),
-        )
+        negated = again(call, lambda args, kwargs: call.function(-args[0], *args[1:], **kwargs))
+        yield alternative("its argument is negated", negated)
 
 
 def _dimensions(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
@@ -560,16 +536,12 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         if call.name in _REDUCTIONS:
             arguments["keepdim"] = result.dim() == x.dim()
             for described, place in (("first", 0), ("last", -1)):
-                yield alternative(
-                    f"it takes the {described} of dimension {dim}",
-                    lambda was, x, dim=dim, place=place: x.select(dim, place).view_as(was),
-                )
+                taken = lambda was, x, dim=dim, place=place: x.select(dim, place).view_as(was)  # noqa: E731
+                yield alternative(f"it takes the {described} of dimension {dim}", taken)
         if call.name == "mean" and dim < x.dim() - 1 and x.shape[dim] > 2:
             yield from _mean_without_an_end(dim, result.dim() == x.dim())
-        yield alternative(
-            f"it is along dimension {dim}",
-            lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype),
-        )
+        along = lambda was, x, arguments=arguments: function(x, **arguments).to(was.dtype)  # noqa: E731
+        yield alternative(f"it is along dimension {dim}", along)
 
 
 def _of_other_rows(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
@@ -607,14 +579,9 @@ def _transposed(some: Sequence[int], i: int, j: int) -> Callable[[Any, Any], Ten
 
 def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Mistake[Call]]:
     """Yield the mean without the first or the last element, as of all tokens but the one that stands for all."""
-
-    def without(x: Tensor, place: int) -> Tensor:
-        mean = _mean_of_others(x, dim, place)
-        return mean if is_kept else mean.squeeze(dim)
-
     for described, place in (("first", 0), ("last", -1)):
         name = f"it leaves out the {described} of dimension {dim}"
-        yield alternative(name, lambda was, x, place=place: without(x, place))
+        yield alternative(name, lambda was, x, place=place: _mean_of_others(x, dim, place, is_kept))
 
 
 def _deviations(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
@@ -623,7 +590,7 @@ def _deviations(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         return
     count = trace.tensor(call.inputs[0]).numel() // max(trace.tensor(call.outputs[0]).numel(), 1)
     less_one = ((count - 1) / count) ** (1.0 if call.name == "var" else 0.5) if count > 2 else 1.0
-    given = call.args[2] if len(call.args) > 2 else call.kwargs.get("unbiased", call.kwargs.get("correction"))
+    given = argument(call, 2, "unbiased", call.kwargs.get("correction"))
     unbiased = given is None or bool(given)
     if less_one < 1.0:
         other = less_one if unbiased else 1.0 / less_one
@@ -647,15 +614,11 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
                 yield alternative(described, lambda was, x, changed=changed: x[changed])
             if isinstance(part, int):
                 one = (*index[:position], 0, *index[position + 1 :])
-                yield alternative(
-                    f"it is the mean over dimension {dim}",
-                    lambda was, x, one=one, dim=dim: x.mean(dim, keepdim=True)[one],
-                )
+                mean = lambda was, x, one=one, dim=dim: x.mean(dim, keepdim=True)[one]  # noqa: E731
+                yield alternative(f"it is the mean over dimension {dim}", mean)
                 if part in (0, -1) and x.shape[dim] > 2:
-                    yield alternative(
-                        f"it is the mean over the others of dimension {dim}",
-                        lambda was, x, one=one, dim=dim, own=part: _mean_of_others(x, dim, own)[one],
-                    )
+                    rest = lambda was, x, one=one, dim=dim, own=part: _mean_of_others(x, dim, own)[one]  # noqa: E731
+                    yield alternative(f"it is the mean over the others of dimension {dim}", rest)
             dim += 1
 
 
@@ -673,7 +636,8 @@ def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         for described, times, plus in (("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)):
             picked = again(call, _picking(dim, times, plus, size - 1))
             yield alternative(f"it takes the {described} of dimension {dim}", picked)
-        yield alternative(f"it is the mean over dimension {dim}", again(call, _averaging(dim)))
+        mean = lambda args, kwargs, dim=dim: _picking(dim, 0, 0, 0)((args[0].mean(dim, True), args[1]), kwargs)  # noqa: E731
+        yield alternative(f"it is the mean over dimension {dim}", again(call, mean))
 
 
 def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any], Tensor]:
@@ -687,11 +651,6 @@ def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any],
         return picked
 
     return computed
-
-
-def _averaging(dim: int) -> Callable[[Any, Any], Tensor]:
-    """Return an index by tensors of the mean over ``dim``."""
-    return lambda args, kwargs: _picking(dim, 0, 0, 0)((args[0].mean(dim, keepdim=True), args[1]), kwargs)
 
 
 def _pooled_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
@@ -708,9 +667,8 @@ def _pooled_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         if isinstance(part, slice):
             for described, other in _other_ranges(part, sizes[dim]):
                 changed = (*index[:dim], other, *index[dim + 1 :])
-                yield alternative(
-                    f"it takes {described} of dimension {dim}", lambda was, x, changed=changed: x[changed]
-                )
+                taken = lambda was, x, changed=changed: x[changed]  # noqa: E731
+                yield alternative(f"it takes {described} of dimension {dim}", taken)
 
 
 def _other_ranges(part: slice, size: int) -> Iterator[tuple[str, slice]]:
@@ -744,9 +702,9 @@ def _mean_of_all(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         yield Mistake("operation", described, described, lambda call: (edit(call, whole, mean),))
 
 
-def _mean_of_others(x: Tensor, dim: int, place: int) -> Tensor:
-    """Return the mean over a dimension, which is kept, without its first element (``place`` 0) or its last (-1)."""
-    return x.narrow(dim, 1 if place == 0 else 0, x.shape[dim] - 1).mean(dim, keepdim=True)
+def _mean_of_others(x: Tensor, dim: int, place: int, is_kept: bool = True) -> Tensor:
+    """Return the mean over a dimension, which may be kept, without its first element (``place`` 0) or its last (-1)."""
+    return x.narrow(dim, 1 if place == 0 else 0, x.shape[dim] - 1).mean(dim, is_kept)
 
 
 def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
@@ -768,18 +726,14 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
                 end = "last" if left_out else "first"
                 yield f"it takes the {end} of dimension {dim}, so many times", [left_out] * count
             at_end = start != size - count
-            yield (
-                f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}",
-                slice(size - count, size) if at_end else slice(0, count),
-            )
+            ends = slice(size - count, size) if at_end else slice(0, count)
+            yield f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}", ends
             taken = {start, size - count if at_end else 0}
             for other in (1, start - 1, start + 1):
                 if 0 <= other <= size - count and other not in taken:
                     taken.add(other)
-                    yield (
-                        f"it takes {count} of dimension {dim} from the {ordinal(other + 1)} on",
-                        slice(other, other + count),
-                    )
+                    since = f"it takes {count} of dimension {dim} from the {ordinal(other + 1)} on"
+                    yield since, slice(other, other + count)
             if size % count == 0:
                 yield f"it takes every {size // count}th of dimension {dim}", slice(start // count, None, size // count)
         elif step > 1:
@@ -796,10 +750,8 @@ def _moved(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     if call.name == "permute":
         rank = trace.tensor(call.outputs[0]).dim()
         for one, other in combinations(range(rank), 2):
-            yield alternative(
-                f"its dimensions {one} and {other} are exchanged",
-                lambda was, x, one=one, other=other: was.transpose(one, other),
-            )
+            exchanged = lambda was, x, one=one, other=other: was.transpose(one, other)  # noqa: E731
+            yield alternative(f"its dimensions {one} and {other} are exchanged", exchanged)
         for first in range(1, rank - 2):
             for described, three in (("last", (2, 0, 1)), ("first", (1, 2, 0))):
                 dims = (*range(first), *(first + one for one in three), *range(first + 3, rank))
@@ -819,9 +771,8 @@ def _padded(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         amounts, rest = tuple(call.args[1]), call.args[2:]
         other = tuple(amounts[i ^ 1] for i in range(len(amounts)))
         if other != amounts:
-            yield alternative(
-                "it pads the other end", again(call, lambda args, kwargs: F.pad(args[0], other, *rest, **kwargs))
-            )
+            padded = again(call, lambda args, kwargs: F.pad(args[0], other, *rest, **kwargs))
+            yield alternative("it pads the other end", padded)
     if call.name == "conv1d" and len(call.args) == 7 and isinstance(call.args[4], tuple):
         around = 2 * call.args[4][0]
         for described, before in (("at its beginning alone", around), ("at its end alone", 0)) if around else ():
@@ -839,8 +790,7 @@ def _convolved(before: int, after: int) -> Callable[[Any, Any], Tensor]:
 
 
 def _rolled_back(call: Call, x: Tensor) -> Tensor:
-    shifts = call.kwargs.get("shifts", call.args[1] if len(call.args) > 1 else 0)
-    dims = call.kwargs.get("dims", call.args[2] if len(call.args) > 2 else ())
+    shifts, dims = argument(call, 1, "shifts", 0), argument(call, 2, "dims", ())
     back = tuple(-shift for shift in shifts) if isinstance(shifts, (tuple, list)) else -shifts
     return x.roll(back, dims)
 

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere
-from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, back, binary, edit
+from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, argument, back, binary, edit, instead
 
 Reindex = Callable[[Tensor], Tensor]
 
 _SHIFTS = (-2, -1, 1, 2)
 _FEW_ROWS = 32  # a table with no more rows is of token types or segments, not of words
 _SPECIAL_TOKENS = (1, 2, 5)  # of ViT's: the class token, DeiT's two, the class token and four registers
+_SAME_ROWS = RESHAPES | {"getitem", "expand"}
 _FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # T5 puts all distances from this one on into one bucket; its own is 128
 
 
@@ -51,13 +52,11 @@ class Lookup:
         changed = change(self.traced)
         if torch.equal(changed, self.traced) or bool(((changed < 0) | (changed >= self.rows)).any()):
             return ()
-        return (
-            edit(
-                self.call,
-                (self.table, self.index),
-                lambda was, table, index: _rows(table, change(index), self.padding).to(was.dtype),
-            ),
-        )
+
+        def rows(table: Tensor, index: Tensor) -> Tensor:
+            return F.embedding(change(index), table, self.padding) if table.dim() == 2 else table[change(index)]
+
+        return (instead(self.call, (self.table, self.index), rows),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +83,7 @@ def additions(trace: Trace) -> list[Addition]:
     for call in trace.calls:
         match binary(call):
             case ("add", left, right):
-                tables = [x for x in (left, right) if isinstance(x, Value) and _is_of_parameter(trace, x)]
+                tables = [x for x in (left, right) if trace.parameter(back(trace, x, _SAME_ROWS))]
                 shapes = [(table, shape) for table in tables if len(shape := trace.tensor(table).shape) > 1]
                 found += [Addition(call, table, shape[-2]) for table, shape in shapes if min(shape[-2:]) > 1]
     return found
@@ -94,28 +93,24 @@ def lookup_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's lookups."""
     found = lookups(trace)
     by_position = [one for one in found if _are_positions(one.traced)]
-    mistakes = [*map(_shifted, _SHIFTS), *map(_counted_from, range(3))]
-    yield from everywhere_and_somewhere(mistakes, by_position, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(_of_positions(), by_position, lambda one: one.call.module)
     ids = [one for one in found if one not in by_position]
-    others = [*map(_other_ids, (-1, 1)), *_ids_of_other_positions()]
-    yield from everywhere_and_somewhere(others, ids, lambda one: one.call.module)
+    yield from everywhere_and_somewhere(_of_ids(), ids, lambda one: one.call.module)
     few = [one for one in found if one.rows < _FEW_ROWS]
-    yield from everywhere_and_somewhere([_first_row()], few, lambda one: one.call.module)
+    first_row = _looked_up(
+        "first row for all",
+        "look up the rows that the reference does (pass token types, segments); the port takes the first one for all",
+        torch.zeros_like,
+    )
+    yield from everywhere_and_somewhere([first_row], few, lambda one: one.call.module)
     for one in found:
         yield from everywhere_and_somewhere(_other_buckets(one.traced, one.rows), [one])
     yield from everywhere_and_somewhere(_of_two_axes(), found, lambda one: one.call.module)
-    added = [
-        *map(_rolled, (-1, 1)),
-        *map(_grid_turned, range(2)),
-        *map(_without_first, _SPECIAL_TOKENS),
-        *map(_from_position, _SPECIAL_TOKENS),
-    ]
-    yield from everywhere_and_somewhere(added, additions(trace), lambda one: one.call.module)
+    yield from everywhere_and_somewhere(_of_tables(), additions(trace), lambda one: one.call.module)
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:
-    """Return T5's buckets of distances: near ones have a bucket each, far ones share them by logarithm
-    (arXiv 1910.10683).
+    """Return T5's buckets of distances: one for each near one, and by logarithm for far ones (arXiv 1910.10683).
 
     Args:
         distances: the key's position less the query's, integers.
@@ -134,14 +129,6 @@ def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: 
     return first + torch.where(away < near, away, far)
 
 
-def _is_of_parameter(trace: Trace, value: Value) -> bool:
-    return trace.parameter(back(trace, value, RESHAPES | {"getitem", "expand"})) is not None
-
-
-def _rows(table: Tensor, index: Tensor, padding: int | None) -> Tensor:
-    return F.embedding(index, table, padding) if table.dim() == 2 else table[index]
-
-
 def _lookup(trace: Trace, call: Call) -> Lookup | None:
     if len(call.args) < 2 or call.name not in ("embedding", "getitem"):
         return None
@@ -149,7 +136,7 @@ def _lookup(trace: Trace, call: Call) -> Lookup | None:
     if trace.parameter(table) is None or not isinstance(index, Value):
         return None
     traced, rows = trace.tensor(index), trace.tensor(table).shape[0]
-    padding = call.args[2] if len(call.args) > 2 else call.kwargs.get("padding_idx")
+    padding = argument(call, 2, "padding_idx")
     return Lookup(call, table, index, rows, traced, padding) if traced.dtype in (torch.int64, torch.int32) else None
 
 
@@ -158,89 +145,68 @@ def _are_positions(index: Tensor) -> bool:
     return index.dim() in (1, 2) and index.shape[-1] > 2 and (index.diff() == 1).double().mean().item() > 0.5
 
 
-def _shifted(by: int) -> Mistake[Lookup]:
-    return Mistake(
-        "embedding-position",
-        f"positions off by {by:+d}",
-        f"look up the positions that the reference does; the port's are off by {by:+d}",
-        lambda one: one.edits(lambda index: index + by),
-    )
+def _looked_up(name: str, repair: str, change: Reindex) -> Mistake[Lookup]:
+    """Return the mistake that rows of other positions, or of other ids, are looked up."""
+    return Mistake("embedding-position", name, repair, lambda one: one.edits(change))
 
 
-def _other_ids(by: int) -> Mistake[Lookup]:
-    """Return the mistake that ids are off by a number, as if one side alone counted a vocabulary's special tokens."""
-    return Mistake(
-        "embedding-position",
-        f"ids off by {by:+d}",
-        f"look up the rows whose ids the reference is given; the port's are off by {by:+d}",
-        lambda one: one.edits(lambda index: (index + by).clamp(0, one.rows - 1)),
-    )
+def _of_positions() -> Iterator[Mistake[Lookup]]:
+    """Yield positions that are all off, or counted without regard to padding, which the reference's leave out."""
+    for by in _SHIFTS:
+        repair = f"look up the positions that the reference does; the port's are off by {by:+d}"
+        yield _looked_up(f"positions off by {by:+d}", repair, lambda index, by=by: index + by)  # type: ignore[misc]
+    right = "count positions as the reference does, where it leaves some out"
+    for first in range(3):
+        yield _looked_up(
+            f"positions from {first} on",
+            f"{right}; they count from {first} on without a gap",
+            lambda index, first=first: (first + torch.arange(index.shape[-1]).to(index)).expand_as(index),  # type: ignore[misc]
+        )
 
 
-def _ids_of_other_positions() -> Iterator[Mistake[Lookup]]:
-    """Yield ids of other positions, as if inputs had been shifted for labels once too often or not at all."""
+def _of_ids() -> Iterator[Mistake[Lookup]]:
+    """Yield ids that are off, as by special tokens, and ids of other positions, as by a shift of labels."""
+    for by in (-1, 1):
+        yield Mistake(
+            "embedding-position",
+            f"ids off by {by:+d}",
+            f"look up the rows whose ids the reference is given; the port's are off by {by:+d}",
+            lambda one, by=by: one.edits(lambda index: (index + by).clamp(0, one.rows - 1)),  # type: ignore[misc]
+        )
     moves: dict[str, Reindex] = {
         "the position before": lambda index: index.roll(1, -1),
         "the position after": lambda index: index.roll(-1, -1),
         "the position before, 0 for the first": lambda index: F.pad(index, (1, 0))[..., :-1],
     }
     for described, move in moves.items():
-        yield Mistake(
-            "embedding-position",
-            f"ids of {described}",
-            f"look up the row of each position's own id, as the reference does; the port takes that of {described}",
-            lambda one, move=move: one.edits(move) if one.traced.dim() > 0 else (),  # type: ignore[misc]
+        repair = f"look up the row of each position's own id, as the reference does; the port takes that of {described}"
+        yield _looked_up(f"ids of {described}", repair, lambda index, move=move: move(index) if index.dim() else index)  # type: ignore[misc]
+
+
+def _of_tables() -> Iterator[Mistake[Addition]]:
+    """Yield tables of positions that are rolled, transposed, or added to all but the first positions."""
+    right = "add the row of each position that the reference does"
+
+    def added(name: str, repair: str, change: Reindex) -> Mistake[Addition]:
+        return Mistake("embedding-position", name, repair, lambda one: one.edits(change))
+
+    for by in (-1, 1):
+        told = f"{right}; the port's are off by {-by:+d}"
+        yield added(f"table rolled by {by:+d}", told, lambda table, by=by: table.roll(by, -2))  # type: ignore[misc]
+    yield from map(_grid_turned, range(2))
+    for count in _SPECIAL_TOKENS:  # which came in front after the sum
+        told = "add the table's rows to special tokens, too, as the reference does"
+        yield added(
+            f"table without its first {count}",
+            f"{told}; the first {count} positions get none",
+            lambda table, count=count: _after(count, table[..., count:, :], table),  # type: ignore[misc]
         )
-
-
-def _first_row() -> Mistake[Lookup]:
-    """Return the mistake that the first row is taken for all, as if token types had not been passed on."""
-    return Mistake(
-        "embedding-position",
-        "first row for all",
-        "look up the rows that the reference does (pass token types, segments); the port takes the first one for all",
-        lambda one: one.edits(torch.zeros_like),
-    )
-
-
-def _counted_from(first: int) -> Mistake[Lookup]:
-    """Return the mistake that positions are counted without regard to padding, which the reference's leave out."""
-    return Mistake(
-        "embedding-position",
-        f"positions from {first} on",
-        f"count positions as the reference does, where it leaves some out; they count from {first} on without a gap",
-        lambda one: one.edits(lambda index: (first + torch.arange(index.shape[-1]).to(index)).expand_as(index)),
-    )
-
-
-def _rolled(by: int) -> Mistake[Addition]:
-    return Mistake(
-        "embedding-position",
-        f"table rolled by {by:+d}",
-        f"add the row of each position that the reference does; the port's are off by {-by:+d}",
-        lambda one: one.edits(lambda table: table.roll(by, -2)),
-    )
-
-
-def _without_first(count: int) -> Mistake[Addition]:
-    """Return the mistake that the first positions get none, as if special tokens came in front after the sum."""
-    return Mistake(
-        "embedding-position",
-        f"table without its first {count}",
-        f"add the table's rows to special tokens, too, as the reference does; the first {count} positions get none",
-        lambda one: one.edits(lambda table: _after(count, table[..., count:, :], table)),
-    )
-
-
-def _from_position(count: int) -> Mistake[Addition]:
-    """Return the mistake that the table begins after the first positions, as if it were of the patches alone."""
-    return Mistake(
-        "embedding-position",
-        f"table from position {count} on",
-        f"add the row of each position that the reference does; the first {count} get none, the table begins after "
-        "them",
-        lambda one: one.edits(lambda table: _after(count, table[..., :-count, :], table)),
-    )
+    for count in _SPECIAL_TOKENS:  # which the table, of the patches alone, has no rows for
+        yield added(
+            f"table from position {count} on",
+            f"{right}; the first {count} get none, the table begins after them",
+            lambda table, count=count: _after(count, table[..., :-count, :], table),  # type: ignore[misc]
+        )
 
 
 def _after(count: int, rows: Tensor, table: Tensor) -> Tensor:
@@ -250,11 +216,16 @@ def _after(count: int, rows: Tensor, table: Tensor) -> Tensor:
 
 def _of_two_axes() -> Iterator[Mistake[Lookup]]:
     """Yield a table of relative positions read with query and key, or with rows and columns, exchanged."""
+
+    def turned(index: Tensor) -> Tensor:
+        side = _side(index.numel())  # it may be flattened
+        return index.reshape(side, side).T.reshape(index.shape) if side else index
+
     yield Mistake(
         "attention-bias",
         "relative positions of the other sign",
         "look up the relative position of query and key as the reference does; the port exchanges the two",
-        lambda one: one.edits(_turned) if _side(one.traced.numel()) > 1 else (),
+        lambda one: one.edits(turned) if _side(one.traced.numel()) > 1 else (),
     )
     yield Mistake(
         "attention-bias",
@@ -264,12 +235,6 @@ def _of_two_axes() -> Iterator[Mistake[Lookup]]:
     )
 
 
-def _turned(index: Tensor) -> Tensor:
-    """Return the transpose of a square index, which may be flattened."""
-    side = _side(index.numel())
-    return index.reshape(side, side).T.reshape(index.shape) if side else index
-
-
 def _side(count: int) -> int:
     """Return the side of a square of so many places; 0 if they make no square."""
     side = math.isqrt(count)
@@ -277,9 +242,7 @@ def _side(count: int) -> int:
 
 
 def _grid_turned(before: int) -> Mistake[Addition]:
-    """Return the mistake that patches come column by column: a square table of positions, behind ``before`` others, is
-    transposed.
-    """
+    """Return the mistake of patches column by column: a square table, behind ``before`` others, is transposed."""
 
     def turned(table: Tensor) -> Tensor:
         first, grid = table.split((before, table.shape[-2] - before), -2)

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from parity.mistakes.alternatives import LABEL_SMOOTHINGS, TEMPERATURES, Z_LOSSES, numbers
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having
-from parity.trace.trace import CASTS, RESHAPES, Call, Edit, Trace, Value, back, binary, chain, edit
-
-# Losses.
-
+from parity.trace.trace import CASTS, RESHAPES, Call, Edit, Trace, Value, back, binary, chain, edit, instead
 
 # Losses that are averaged over tokens, and what ports get wrong about the average.
 
@@ -29,9 +26,7 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the mean of each sequence's sum": lambda losses, counts: losses.sum(-1).mean(),
     SUM: lambda losses, counts: losses.sum(),
 }
-"""Averages of losses ``[sequences, tokens]``, which are 0 for tokens that do not count, and of counts,
-which are 1 or 0.
-"""
+"""Averages of losses ``[sequences, tokens]``, 0 for tokens that do not count, and of counts, 1 or 0."""
 
 
 def loss_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -39,18 +34,13 @@ def loss_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     for call in trace.calls:
         summed = _average(trace, call)
         for described, average in AVERAGES.items() if summed else ():
-            if described == OF_COUNTED:
-                continue
-            yield Hypothesis(
-                "loss-scale",
-                f"loss as {described}",
-                f"divide the summed loss by the number of tokens that count; the port's loss is {described}",
-                (edit(call, summed or (), _instead(average)),),
-            )
-
-
-def _instead(average: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    return lambda was, losses, counts: average(losses, counts).to(was.dtype)
+            if described != OF_COUNTED:
+                yield Hypothesis(
+                    "loss-scale",
+                    f"loss as {described}",
+                    f"divide the summed loss by the number of tokens that count; the port's loss is {described}",
+                    (instead(call, summed or (), average),),
+                )
 
 
 def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
@@ -180,12 +170,9 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
     smoothing = " or ".join(sorted({f"{one.smoothing:g}" for one in found}))
 
     def smoothed(value: float) -> Mistake[CrossEntropy]:
-        return Mistake(
-            "label-smoothing",
-            f"label smoothing {value:.4g}",
-            f"smooth labels by {smoothing}, as the reference does; the port smooths them by {value:.4g}",
-            having(lambda one: value < 1.0, smoothing=value),
-        )
+        repair = f"smooth labels by {smoothing}, as the reference does; the port smooths them by {value:.4g}"
+        edits = having(lambda one: value < 1.0, smoothing=value)
+        return Mistake("label-smoothing", f"label smoothing {value:.4g}", repair, edits)
 
     yield smoothed(0.0)
     yield from numbers(smoothed, sorted({one.smoothing for one in found}), LABEL_SMOOTHINGS)
@@ -194,37 +181,23 @@ def _mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
 
 def _label_mistakes(found: list[CrossEntropy]) -> Iterator[Mistake[CrossEntropy]]:
     for label in _PAD_IDS:
-        yield Mistake(
-            "ignored-label",
-            f"label {label} ignored",
-            f"count tokens whose label is {label}, as the reference does; the port ignores them",
-            lambda one, label=label: one.edits(ignored=label) if label in one.pads else (),  # type: ignore[misc]
-        )
-    for label in sorted({one.ignored for one in found if one.ignored >= 0}):
-        yield Mistake(
-            "ignored-label",
-            f"label {label} not ignored",
-            f"leave out tokens whose label is {label}, as the reference does (ignore_index); the port counts them",
-            having(lambda one: one.ignored >= 0, ignored=_IGNORES_NONE),
-        )
-    for label in sorted({one.ignored for one in found if one.ignored < 0}):
-        yield Mistake(
-            "ignored-label",
-            f"label {label} clamped to 0",
-            f"leave out tokens whose label is {label}, as the reference does (ignore_index); the port "
-            "counts them as class 0",
-            having(lambda one: one.ignored < 0 and one.has_ignored, clamped=True),
-        )
+        ignored = having(lambda one, label=label: label in one.pads, ignored=label)  # type: ignore[misc]
+        repair = f"count tokens whose label is {label}, as the reference does; the port ignores them"
+        yield Mistake("ignored-label", f"label {label} ignored", repair, ignored)
+    seen = having(lambda one: one.ignored >= 0, ignored=_IGNORES_NONE)
+    clamped = having(lambda one: one.ignored < 0 and one.has_ignored, clamped=True)
+    for label in sorted({one.ignored for one in found}, key=lambda label: (label < 0, label)):
+        right = f"leave out tokens whose label is {label}, as the reference does (ignore_index); the port counts them"
+        if label >= 0:
+            yield Mistake("ignored-label", f"label {label} not ignored", right, seen)
+        else:
+            yield Mistake("ignored-label", f"label {label} clamped to 0", f"{right} as class 0", clamped)
 
 
 def _with_z_loss(factor: float) -> Mistake[CrossEntropy]:
-    return Mistake(
-        "z-loss",
-        f"z-loss {factor:.4g}",
-        f"add to the cross entropy no more than the reference does; the logits' squared logsumexp times {factor:.4g} "
-        "is added to that",
-        having(z_loss=factor),
-    )
+    right = "add to the cross entropy no more than the reference does"
+    repair = f"{right}; the logits' squared logsumexp times {factor:.4g} is added to that"
+    return Mistake("z-loss", f"z-loss {factor:.4g}", repair, having(z_loss=factor))
 
 
 # Labels that are shifted against the logits: which position's label each is compared with, and ports that take another.
@@ -292,12 +265,9 @@ def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
     right = " or ".join(sorted({_WHOSE.get(one.further, f"the label {one.further} further on") for one in found}))
     for further, whose in _WHOSE.items():
         for shorter, where in ((False, ""), (True, ", as many positions as in the reference")):
-            yield Mistake(
-                "labels-shifted",
-                f"labels {further:+d} positions{where}",
-                f"compare each position's logits with {right}, as the reference does; they meet {whose}{where}",
-                having(further=further, shorter=shorter),
-            )
+            repair = f"compare each position's logits with {right}, as the reference does; they meet {whose}{where}"
+            moved = having(further=further, shorter=shorter)
+            yield Mistake("labels-shifted", f"labels {further:+d} positions{where}", repair, moved)
     has_several_heads = len({one.further for one in found}) > 1
     for by, whose in ((-1, "the label before"), (1, "the label after")) if has_several_heads else ():
         yield Mistake(
@@ -317,8 +287,7 @@ def _shifted(trace: Trace, loss: CrossEntropy) -> _Shifted | None:
 
 
 def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | None:
-    """Return the part of a whole that was flattened, or whose classes were moved, to the value; None if
-    that is not seen.
+    """Return the part of a whole that was flattened, or whose classes were moved; None if that is not seen.
 
     Args:
         trace: the reference's trace.
@@ -326,9 +295,7 @@ def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | N
         dims: how many dimensions they have before they are flattened.
         count: how many positions are read; None for as many as there are.
     """
-    before = [value]
-    while (made := trace.producer(before[-1])) is not None and made.name in _SLICES and made.inputs:
-        before.append(made.inputs[0])
+    before = list(_cut_from(trace, value))
     read = [x for x in before if trace.tensor(x).dim() == dims and count in (None, trace.tensor(x).shape[1])]
     if not read:
         return None
@@ -340,6 +307,14 @@ def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | N
         if starts is not None and whole.shape[1] > found.positions:
             found = _Part(x, starts, used.shape[1], whole.shape[1])
     return found
+
+
+def _cut_from(trace: Trace, value: Value) -> Iterator[Value]:
+    """Yield a value, and what it is a part of or was reshaped from, the nearest first."""
+    yield value
+    while (made := trace.producer(value)) is not None and made.name in _SLICES and made.inputs:
+        value = made.inputs[0]
+        yield value
 
 
 def _starts(whole: Tensor, part: Tensor) -> int | None:
@@ -354,7 +329,7 @@ def _starts(whole: Tensor, part: Tensor) -> int | None:
 # Log-probabilities of given tokens: recognised in a trace, and what a trainer or its engine gets wrong about them.
 
 
-_TAKEN = RESHAPES | {"getitem", "narrow", "neg", "mul", "masked_fill", "where", "index_select", "take_along_dim"}
+_TAKEN = _SLICES | {"neg", "mul", "masked_fill", "where", "index_select", "take_along_dim"}
 """Calls between log-probabilities of all tokens and those that are returned."""
 
 _GATHERS = ("gather", "take_along_dim")
@@ -370,7 +345,7 @@ class LogSoftmax:
 
     def edits(self, temperature: float) -> tuple[Edit, ...]:
         """Return the edits that compute it of the logits divided by a temperature."""
-        return (edit(self.call, (self.x,), lambda was, x: (x / temperature).log_softmax(-1).to(was.dtype)),)
+        return (instead(self.call, (self.x,), lambda x: (x / temperature).log_softmax(-1)),)
 
 
 def log_softmaxes(trace: Trace) -> list[LogSoftmax]:
@@ -424,13 +399,9 @@ def log_prob_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _temperature(value: float) -> Mistake[LogSoftmax | CrossEntropy]:
-    return Mistake(
-        "temperature",
-        f"temperature {value:.4g}",
-        "take log-probabilities of the logits as they are on both sides; here they are of logits divided by a "
-        f"temperature of {value:.4g}",
-        having(temperature=value),
-    )
+    right = "take log-probabilities of the logits as they are on both sides"
+    repair = f"{right}; here they are of logits divided by a temperature of {value:.4g}"
+    return Mistake("temperature", f"temperature {value:.4g}", repair, having(temperature=value))
 
 
 @dataclass(frozen=True, eq=False)
@@ -490,7 +461,7 @@ def _selected(trace: Trace, call: Call) -> _Selected | None:
     if len(call.inputs) != 2:
         return None
     given, index = call.inputs
-    made = trace.producer(back(trace, given, RESHAPES | {"getitem", "narrow"}))
+    made = trace.producer(back(trace, given, _SLICES))
     chosen = trace.tensor(index)
     if made is None or made.name != "log_softmax" or trace.tensor(given).dim() != 3 or chosen.shape[-1] != 1:
         return None
@@ -507,12 +478,9 @@ def _selected(trace: Trace, call: Call) -> _Selected | None:
 def _whole(trace: Trace, value: Value, part: Tensor, dims: int) -> tuple[Value, int] | None:
     """Return the value with the most positions that a part is cut from, up to a softmax, and where it begins there."""
     found: tuple[Value, int] | None = None
-    while True:
-        x = trace.tensor(value)
+    for before in _cut_from(trace, value):
+        x = trace.tensor(before)
         start = _starts(x, part) if x.dim() == dims else None
         if start is not None and (found is None or x.shape[1] > trace.tensor(found[0]).shape[1]):
-            found = value, start
-        made = trace.producer(value)
-        if made is None or made.name not in RESHAPES | {"getitem", "narrow"} or not made.inputs:
-            return found
-        value = made.inputs[0]
+            found = before, start
+    return found

@@ -38,10 +38,11 @@ def optimizer_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesi
         dtype: the dtype of the port's weights.
     """
     for call in trace.calls if dtype in _DROPPED_BITS else ():
-        named = binary(call)
-        if named is None or named[0] not in ("add", "sub") or trace.parameter(back(trace, named[1])) is None:
-            continue
-        weight = named[1]
+        match binary(call):
+            case ("add" | "sub", Value() as weight, _) if trace.parameter(back(trace, weight)) is not None:
+                pass
+            case _:
+                continue
         shape = trace.tensor(weight).shape
         if len(shape) < 2 or trace.tensor(call.outputs[0]).shape != shape:
             continue
@@ -50,40 +51,28 @@ def optimizer_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesi
                 "master-weights",
                 f"weights {described}",
                 f"keep FP32 master weights and round them to nearest after each step; weights are {described}",
-                (edit(call, (weight,), _passing_gradients(update)),),
+                (edit(call, (weight,), partial(_passing_gradients, update)),),
             )
 
 
 def _updates(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
-    """Yield wrong updates, each described and as a function of the right updated weight and the weight
-    before, in FP32.
-    """
+    """Yield wrong updates, described, and as functions of the right updated weight and the weight before, in FP32."""
+    kept = -1 << _DROPPED_BITS[dtype]
     yield "not updated at all", lambda updated, weight: weight
-    yield "cut off, not rounded", lambda updated, weight: _cut(updated, dtype)
+    yield "cut off, not rounded", lambda updated, weight: (updated.view(torch.int32) & kept).view(torch.float32)
     for steps in _STEPS:
-        yield f"rounded after each of {steps} steps", _in_steps(steps, dtype)
+        yield f"rounded after each of {steps} steps", partial(_in_steps, steps, dtype)
 
 
-def _in_steps(steps: int, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    def update(updated: Tensor, weight: Tensor) -> Tensor:
-        step = ((updated - weight) / steps).to(dtype)
-        rounded = weight.to(dtype)
-        for _ in range(steps):
-            rounded = rounded + step
-        return rounded.float()
-
-    return update
+def _in_steps(steps: int, dtype: torch.dtype, updated: Tensor, weight: Tensor) -> Tensor:
+    step, rounded = ((updated - weight) / steps).to(dtype), weight.to(dtype)
+    for _ in range(steps):
+        rounded = rounded + step
+    return rounded.float()
 
 
-def _cut(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x.view(torch.int32) & (-1 << _DROPPED_BITS[dtype])).view(torch.float32)
-
-
-def _passing_gradients(update: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    def instead(was: Tensor, weight: Tensor) -> Tensor:
-        return was + (update(was.detach().float(), weight.detach().float()).to(was.dtype) - was.detach())
-
-    return instead
+def _passing_gradients(update: Callable[[Tensor, Tensor], Tensor], was: Tensor, weight: Tensor) -> Tensor:
+    return was + (update(was.detach().float(), weight.detach().float()).to(was.dtype) - was.detach())
 
 
 # A reference that steps by ``torch.optim``, and ports whose optimizer is of another kind or has other settings.
@@ -117,14 +106,11 @@ def optimizer_step_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 def optimizers_of(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
     """Return the reference's optimizers, each with the edits that step by ``torch.optim`` what it steps by hand."""
-    by_hand = [(one.stepped, one.edits) for one in steps_by_hand(trace)]
-    return [(one, ()) for one in trace.optimizers] or by_hand
+    return [(one, ()) for one in trace.optimizers] or steps_by_hand(trace)
 
 
 def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
-    """Return the mistake made in steps that are written out. It is not subtle: no element's noise is as
-    large as it is.
-    """
+    """Return the mistake made in steps that are written out; not subtle, as no element's noise is as large as it is."""
     if not edits:
         return one
     tuned = one.tuned
@@ -278,10 +264,7 @@ def _with(change: Change) -> Around:
 
 
 def _set(setting: str, value: float) -> Change:
-    def change(optimizer: Optimizer, group: Group) -> None:
-        group[setting] = value
-
-    return change
+    return lambda optimizer, group: group.update({setting: value})
 
 
 def _rate(of_step: Callable[[int], float]) -> Change:
@@ -297,10 +280,7 @@ def _rate(of_step: Callable[[int], float]) -> Change:
 
 
 def _flipped(setting: str) -> Change:
-    def change(optimizer: Optimizer, group: Group) -> None:
-        group[setting] = not group[setting]
-
-    return change
+    return lambda optimizer, group: group.update({setting: not group[setting]})
 
 
 def _nesterov(optimizer: Optimizer, group: Group) -> None:
@@ -353,18 +333,18 @@ _RANGE = {_FLOAT16: torch.finfo(_FLOAT16).max / 2.0, _FLOAT8: 448.0}
 def optimizer_moment_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield moments in each format that TE's FusedAdam takes, if the reference steps by Adam or AdamW."""
     for one, edits in optimizers_of(trace)[:1]:
-        for dtype in (_BFLOAT16, _FLOAT8, _FLOAT16) if issubclass(one.kind, torch.optim.Adam) else ():
-            for names in _MOMENTS:
-                held = str(dtype).removeprefix("torch.")
-                arguments = ", ".join(f"{name}_dtype=torch.float32" for name in names)
-                yield Hypothesis(
-                    "optimizer",
-                    f"optimizer: {', '.join(names)} in {held}",
-                    f"give TE {arguments}, which the reference's optimizer has; the port's holds "
-                    f"{' and '.join(names)} in {held}",
-                    edits,
-                    around=_holding(names, dtype),
-                )
+        formats = (_BFLOAT16, _FLOAT8, _FLOAT16) if issubclass(one.kind, torch.optim.Adam) else ()
+        for dtype, names in itertools.product(formats, _MOMENTS):
+            held = str(dtype).removeprefix("torch.")
+            arguments = ", ".join(f"{name}_dtype=torch.float32" for name in names)
+            right = f"give TE {arguments}, which the reference's optimizer has"
+            yield Hypothesis(
+                "optimizer",
+                f"optimizer: {', '.join(names)} in {held}",
+                f"{right}; the port's holds {' and '.join(names)} in {held}",
+                edits,
+                around=_holding(names, dtype),
+            )
 
 
 def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Around:
@@ -416,9 +396,6 @@ def _clipping_at(own: float, other: float) -> Hypothesis:
         f"clip gradients at the norm {own:.4g}, as the reference does; the port clips at {other:.4g}",
         around=within(lambda module: clipping_at(lambda norm: norm * other / own)),
     )
-
-
-# Steps of an optimizer that a module writes out: recognised, and their settings fitted.
 
 
 # Find the optimizer of ``torch.optim`` that makes given steps, from the gradients and the weights
@@ -523,9 +500,7 @@ def _fit_adam(ps: Sequence[Tensor], gs: Sequence[Tensor], betas: tuple[float, fl
 
 
 def _rates_and_decay(ps: Sequence[Tensor], directions: Directions) -> tuple[tuple[float, ...], float] | None:
-    """Return the learning rates and the decay of steps along these directions; None if they do not fit,
-    or decays differ.
-    """
+    """Return the learning rates and the decay of steps along these directions; None if they do not fit or differ."""
     rates, decays = [], []
     for (before, after), pair in zip(itertools.pairwise(ps), directions, strict=True):
         step, along = before - after, torch.stack(pair, 1)
@@ -578,24 +553,9 @@ class _Weight:
     reads: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ByHand:
-    """Steps of a reference as an optimizer of ``torch.optim`` makes them.
-
-    Attributes:
-        stepped: the optimizer.
-        edits: the edits under which it makes them.
-    """
-
-    stepped: Stepped
-    edits: tuple[Edit, ...]
-
-
 @once_a_trace
-def steps_by_hand(trace: Trace) -> list[ByHand]:
-    """Return the optimizer of all weights that one kind of optimizer steps; none if ``torch.optim`` itself steps."""
-    if trace.optimizers:
-        return []
+def steps_by_hand(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
+    """Return the optimizer of all weights that one kind of it steps, and the edits under which it makes these steps."""
     found: list[tuple[Fitted, list[Edit]]] = []
     for weight in _weights(trace):
         last_calls = _last_calls(trace, weight)
@@ -611,7 +571,7 @@ def steps_by_hand(trace: Trace) -> list[ByHand]:
         return []
     first = found[0][0]
     stepped = Stepped(first.kind, [made.settings for made, _ in found], list(first.rates))
-    return [ByHand(stepped, tuple(one for _, edits in found for one in edits))]
+    return [(stepped, tuple(one for _, edits in found for one in edits))]
 
 
 def _weights(trace: Trace) -> list[_Weight]:
