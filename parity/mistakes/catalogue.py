@@ -38,13 +38,14 @@ from parity.mistakes.weight_maps import Heads, Mapped
 from parity.numerics.freedom import UNFUSED, Choices, Freedom, Kinks
 from parity.numerics.golden import attention_in_blocks, in_blocks, in_fp64
 from parity.passes.all_passes import Tensors, tensors_of, under_model
+from parity.passes.draws import ScaledLookups, is_lookup
 from parity.passes.nominal_clock import OutOfTime
 from parity.passes.one_pass import named_outputs, outputs_of, run
 from parity.passes.prepare import Calls, Prepared, cast, cast_module
 from parity.te.devices import classify
 from parity.trace.calls import Misfit, edited, tracing
 from parity.trace.replay import Change, Replay
-from parity.trace.trace import LINEAR, RESHAPES, Edit, Trace, ancestors, users
+from parity.trace.trace import LINEAR, RESHAPES, Edit, Site, Trace, ancestors, users
 from parity.trace.whose import users_line
 
 if TYPE_CHECKING:
@@ -296,6 +297,7 @@ class Outputs:
         self._differentiable = differentiable
         self._share = _share(prepared.inputs, rows) * (1.0 if dtype is torch.float64 else _IN_FP32)
         self._parameters: dict[str, Tensor] = {}
+        self._scaled: set[Site] = set()  # calls that look up rows of tables, where these are scaled
         self._last: tuple[Hypothesis, ...] = ()
         self._beside: tuple[Hypothesis | None, Change | None] = None, None  # one that is tried with many others
         recorded = self._recorded()
@@ -318,6 +320,8 @@ class Outputs:
     def _replayed(self, replay: Replay, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
         prepared, dtype, _ = self._given
         prepared.clock.check()
+        if any(edit.site in self._scaled for one in hypotheses for edit in one.edits):
+            raise Misfit("rows are scaled after what a lookup returns is edited")
         before = replay.made
         try:
             exactly = in_fp64() if dtype is torch.float64 else nullcontext()
@@ -359,6 +363,13 @@ class Outputs:
         returned = [trace.calls.pop().inputs[0] for _ in names]
         if dtype is not torch.float64:  # a mode around all calls would take its time at each
             trace.calls = [replace(call, function=in_blocks(call.function)) for call in trace.calls]
+        if prepared.scales_lookups:
+            scaled = ScaledLookups(prepared.dtype, prepared.evaluation)
+            self._scaled = {call.site for call in trace.calls if is_lookup(call.function)}
+            trace.calls = [
+                replace(call, function=scaled.around(call.function)) if call.site in self._scaled else call
+                for call in trace.calls
+            ]
         return Replay(trace, dict(zip(reversed(names), returned, strict=True)))
 
     def _is_faithful(self, replay: Replay) -> bool:

@@ -219,6 +219,11 @@ _IDS = {F.embedding: 0, torch.embedding: 1}
 _NAMES = {F.embedding: "input", torch.embedding: "indices"}
 
 
+def is_lookup(function: Any) -> bool:
+    """Return whether it is one of the functions whose rows ``ScaledLookups`` scales."""
+    return isinstance(function, Hashable) and function in _IDS
+
+
 def _factors(ids: Tensor) -> Tensor:
     return torch.exp2(((ids * _STEP) % _COUNT + _SMALLEST).float())
 

@@ -382,6 +382,7 @@ class Prepared:
         clock: of what a search for a cause computes.
         past: what delayed scaling has seen in the steps before, if this is a step of a training under it.
         wide: kinds and names of the outputs that the candidate returns in a wider dtype, as a loss in FP32.
+        scales_lookups: whether ``call`` scales the rows of tables, as it does on the probing inputs.
     """
 
     dtype: torch.dtype
@@ -404,6 +405,7 @@ class Prepared:
     clock: Clock = field(default_factory=Clock)
     wide: frozenset[tuple[Kind, str]] = frozenset()
     past: PastAmaxes = field(default_factory=PastAmaxes)
+    scales_lookups: bool = False
 
     @property
     def quantized(self) -> Iterator[str]:

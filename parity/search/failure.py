@@ -223,7 +223,13 @@ def on_probes(failure: Failure) -> Failure:
         failure,
         results=as_outputs([tensor for tensor in failure.results if tensor.probed]),
         candidate=of_probe(failure.candidate),
-        prepared=replace(prepared, inputs=prepared.probe, call=prepared.probe_call, golden=golden),
+        prepared=replace(
+            prepared,
+            inputs=prepared.probe,
+            call=prepared.probe_call,
+            golden=golden,
+            scales_lookups=bool(prepared.lookups),
+        ),
     )
 
 

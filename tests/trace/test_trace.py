@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import parity
 from parity import te
 from parity.case.validate import check_case
 from parity.lab.zoo.catalogue import HOSTS
 from parity.mistakes.catalogue import Outputs, calls_of, hypotheses, outputs_under, subtle_hypotheses
 from parity.mistakes.hypothesis import Hypothesis
-from parity.passes.nominal_clock import Clock
+from parity.passes.nominal_clock import Clock, work_of
+from parity.passes.one_pass import Pass
 from parity.passes.prepare import prepare
 from parity.trace.calls import Products, tracing
 
@@ -282,10 +286,38 @@ class OutOfSight(nn.Module):
 
 
 def test_a_module_that_hands_tensors_on_out_of_sight_runs_itself() -> None:
-    prepared: Any = SimpleNamespace(reference=OutOfSight(), call=None, inputs=torch.randn(3, 4), clock=Clock())
+    given = {"call": None, "inputs": torch.randn(3, 4), "clock": Clock(), "scales_lookups": False}
+    prepared: Any = SimpleNamespace(reference=OutOfSight(), **given)
     doubled = Hypothesis("", "", "", read=lambda parameters: {"first.weight": 2.0 * parameters["first.weight"]})
     whole = outputs_under(prepared, (doubled,), torch.float32)
     by_parts = Outputs(prepared, torch.float32).under((doubled,))
     assert whole is not None
     assert by_parts is not None
     assert torch.equal(by_parts["output"], whole["output"])
+
+
+def test_on_probing_inputs_rows_of_tables_are_scaled_where_only_a_part_is_computed_again() -> None:
+    @parity.pair("of_ids")
+    def of_ids(te: Any) -> parity.Pair:
+        layers = nn.Embedding(40, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8)
+        weights = {f"{layer}.{name}": f"{layer}.{name}" for layer in (1, 2, 4) for name in ("weight", "bias")}
+        weights["0.weight"] = "0.weight"
+        ids = lambda rng: (rng.integers(2, 12, high=40),)  # noqa: E731
+        return parity.Pair(nn.Sequential(*layers), nn.Sequential(*copy.deepcopy(layers)), weights=weights, inputs=ids)
+
+    kernels = te.kernels("cpu")
+    prepared = prepare(of_ids, check_case(of_ids, kernels.te)[0], torch.float32, 0, kernels)
+    assert prepared.lookups
+    given: dict[str, Any] = {"inputs": prepared.probe, "call": prepared.probe_call, "scales_lookups": True}
+    prepared = replace(prepared, golden=Pass(prepared.probed, {}, {}, ()), **given)
+    prepared.clock.forward = work_of(lambda: outputs_under(prepared, (), torch.float64))
+    outputs, moved = Outputs(prepared, torch.float64), []
+    for mistake in hypotheses(prepared, calls_of(prepared).trace):
+        began = prepared.clock.seconds
+        by_parts = outputs.under((mistake,))
+        moved.append(prepared.clock.seconds - began)
+        whole = outputs_under(prepared, (mistake,), torch.float64)
+        assert (by_parts is None) == (whole is None), mistake
+        for name, output in (whole or {}).items():
+            torch.testing.assert_close(by_parts[name], output, equal_nan=True, msg=mistake.name)  # type: ignore[index]
+    assert min(moved) < 0.5 * prepared.clock.forward.seconds()
