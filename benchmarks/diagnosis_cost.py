@@ -21,6 +21,7 @@ from parity.lab.zoo.catalogue import BUGS, HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.trial import Trial, occurs
 from parity.passes.prepare import forget
+from parity.search import explanation
 from parity.te import PRECISIONS
 
 
@@ -29,7 +30,7 @@ def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, flo
     host = HOSTS[bug.hosts[0]]
     case = planted(bug, dataclasses.replace(host, sizes=host.sizes[:1]))
     (checked,) = check_case(case, kernels.te)
-    explain, seconds = comparison.explain, []
+    explain, seconds = explanation.explain, []
 
     def timed(*arguments):
         began = time.process_time()
@@ -38,14 +39,14 @@ def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, flo
         return found
 
     forget()
-    comparison.explain = timed
+    explanation.explain = timed  # a comparison imports it at its first failure
     try:
         results = []
         whole = processor_seconds(
             lambda: results.append(comparison.compare_at(case, checked, PRECISIONS[precision], 0, kernels, packaged()))
         )
     finally:
-        comparison.explain = explain
+        explanation.explain = explain
     if not seconds:
         return None
     findings = results[0].findings
