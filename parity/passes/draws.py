@@ -221,7 +221,7 @@ _NAMES = {F.embedding: "input", torch.embedding: "indices"}
 
 def is_lookup(function: Any) -> bool:
     """Return whether it is one of the functions whose rows ``ScaledLookups`` scales."""
-    return isinstance(function, Hashable) and function in _IDS
+    return function in _IDS
 
 
 def _factors(ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -424,6 +424,11 @@ class Prepared:
     def probe_call(self) -> Callable[..., Any] | None:
         """Return how to call the reference on the probing inputs, or None."""
         return ScaledLookups(self.dtype, self.evaluation).around(self.call) if self.lookups else self.call
+
+    def on_probes(self) -> Prepared:
+        """Return the same on the probing inputs, whose outputs are the only golden tensors."""
+        golden, scales = Pass(self.probed, {}, {}, ()), bool(self.lookups)
+        return replace(self, inputs=self.probe, call=self.probe_call, golden=golden, scales_lookups=scales)
 
 
 class _Key(NamedTuple):

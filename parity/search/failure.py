@@ -15,7 +15,6 @@ from parity.numerics.errors import Tolerance, Truth, margin, measure
 from parity.numerics.freedom import FUSED, NONE_MADE, UNFUSED, Freedom, PortsChoices
 from parity.passes.all_passes import Tensors, tensors_of
 from parity.passes.nominal_clock import Clock, OutOfTime
-from parity.passes.one_pass import Pass
 from parity.passes.prepare import Prepared
 from parity.result import PROBED, Kind, TensorResult
 from parity.te import Precision
@@ -217,19 +216,11 @@ class Failure:
 
 def on_probes(failure: Failure) -> Failure:
     """Return the same failure as the probing inputs show it, with their outputs in the place of the others."""
-    prepared = failure.prepared
-    golden = Pass(prepared.probed, {}, {}, ())
     return replace(
         failure,
         results=as_outputs([tensor for tensor in failure.results if tensor.probed]),
         candidate=of_probe(failure.candidate),
-        prepared=replace(
-            prepared,
-            inputs=prepared.probe,
-            call=prepared.probe_call,
-            golden=golden,
-            scales_lookups=bool(prepared.lookups),
-        ),
+        prepared=failure.prepared.on_probes(),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,6 @@ from parity.lab.zoo.catalogue import HOSTS
 from parity.mistakes.catalogue import Outputs, calls_of, hypotheses, outputs_under, subtle_hypotheses
 from parity.mistakes.hypothesis import Hypothesis
 from parity.passes.nominal_clock import Clock, work_of
-from parity.passes.one_pass import Pass
 from parity.passes.prepare import prepare
 from parity.trace.calls import Products, tracing
 
@@ -308,8 +306,7 @@ def test_on_probing_inputs_rows_of_tables_are_scaled_where_only_a_part_is_comput
     kernels = te.kernels("cpu")
     prepared = prepare(of_ids, check_case(of_ids, kernels.te)[0], torch.float32, 0, kernels)
     assert prepared.lookups
-    given: dict[str, Any] = {"inputs": prepared.probe, "call": prepared.probe_call, "scales_lookups": True}
-    prepared = replace(prepared, golden=Pass(prepared.probed, {}, {}, ()), **given)
+    prepared = prepared.on_probes()
     prepared.clock.forward = work_of(lambda: outputs_under(prepared, (), torch.float64))
     outputs, moved = Outputs(prepared, torch.float64), []
     for mistake in hypotheses(prepared, calls_of(prepared).trace):
