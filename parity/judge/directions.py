@@ -13,17 +13,41 @@ import torch
 from torch import Tensor
 
 from parity.judge.statistics import coefficient, has_enough
-from parity.mistakes.catalogue import calls_of, outputs_under, subtle_hypotheses
+from parity.mistakes import activations, attention_mistakes, mixture, norms, optimizers, rope
 from parity.mistakes.codes import finding
 from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.under import outputs_under
 from parity.numerics.errors import Summed, difference, in_fp32
-from parity.passes.prepare import Prepared, size_in_bytes
+from parity.passes.prepare import Prepared, calls_of, size_in_bytes
 from parity.result import Check, Finding, TensorResult
+from parity.trace.trace import Trace
 
 # Smaller changes of golden than this share do not count: in FP64, sums in another order already change as much.
 _FP64 = 1e-12
 # A coefficient within this distance of 1 says that the mistake was made, and not something that resembles it.
 PRESENT = 0.5
+
+
+def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
+    """Return the mistakes that change what the reference computes so little that the norm of the error may not show it.
+
+    Each is made with all operations of its kind at once, which are those that have subtle mistakes.
+    """
+    return tuple(one for one in subtle_hypotheses_anywhere(prepared, trace) if one.subtle and one.scope == "all")
+
+
+def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
+    """Return the subtle mistakes, also those made with some of the operations alone or with other constants."""
+    candidates = (
+        *norms.norm_hypotheses(trace, prepared.stored_dtype),
+        *activations.activation_hypotheses(trace),
+        *rope.rope_hypotheses(trace, prepared.stored_dtype),
+        *optimizers.optimizer_step_hypotheses(trace),
+        *attention_mistakes.softmax_scale_hypotheses(trace),
+        *mixture.routing_hypotheses(trace),
+    )
+    constants = {one.title for one in candidates if one.subtle and one.tuned is not None}
+    return tuple(one for one in candidates if one.subtle or (one.tuned is not None and one.title in constants))
 
 
 @dataclass(frozen=True, eq=False)

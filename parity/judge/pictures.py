@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from parity.judge.judge import worth_a_picture
-from parity.mistakes.catalogue import calls_of
 from parity.mistakes.losses import returned_log_probs
 from parity.numerics.errors import Deviations, Summed, Truth, Truths, norm_of
 from parity.passes.all_passes import Tensors
-from parity.passes.prepare import Prepared, size_in_bytes
+from parity.passes.prepare import Prepared, calls_of, size_in_bytes
 from parity.result import Histogram, Picture, Profile, TensorResult
 
 PARTS, PARTS_OF_A_PASS = 64, 16  # of an axis, at most

@@ -29,7 +29,7 @@ Scope = Literal["all", "kind", "one", "call"]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Hold what might be wrong with a port. ``parity.mistakes.catalogue`` computes the reference as if it were so.
+    """Hold what might be wrong with a port. ``parity.mistakes.under`` computes the reference as if it were so.
 
     Attributes:
         title: the finding's title, a key of ``parity.mistakes.codes.CODES``.

@@ -415,6 +415,11 @@ class Prepared:
                 yield from names_in(left)
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype in which the port holds weights and activations."""
+        return next((tensor.dtype for tensor in self.candidate_weights.values()), torch.float32)
+
+    @property
     def bytes(self) -> int:
         """The memory that this takes, and what is kept with it."""
         own = [list(self.reference.parameters()), *vars(self).values(), vars(self.golden)]
@@ -429,6 +434,21 @@ class Prepared:
         """Return the same on the probing inputs, whose outputs are the only golden tensors."""
         golden, scales = Pass(self.probed, {}, {}, ()), bool(self.lookups)
         return replace(self, inputs=self.probe, call=self.probe_call, golden=golden, scales_lookups=scales)
+
+
+def calls_of(prepared: Prepared) -> Calls:
+    """Record the calls of another forward pass of the reference in FP64, which repeats golden's."""
+    prepared.reference.double()
+    calls: list[Calls] = []
+
+    def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Only the module's own calls are recorded, not the copies that a pass makes of its inputs.
+        with Calls.recorded(module, calls):
+            return (prepared.call or nn.Module.__call__)(module, *args, **kwargs)
+
+    with torch.no_grad(), in_fp64():
+        outputs_of(prepared.reference, recorded, cast(prepared.inputs, torch.float64))
+    return calls[0]
 
 
 class _Key(NamedTuple):

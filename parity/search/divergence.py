@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parity.mistakes.catalogue import outputs_under
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.decoding import positions_of
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall
 from parity.mistakes.reads import described
+from parity.mistakes.under import outputs_under
 from parity.numerics.errors import Tolerance, margin, measure
 from parity.numerics.freedom import UNFUSED
 from parity.passes.all_passes import under_model

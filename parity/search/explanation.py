@@ -13,27 +13,21 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from parity.case.case import Rng
-from parity.judge.directions import PRESENT, Direction
+from parity.judge.directions import PRESENT, Direction, subtle_hypotheses_anywhere
 from parity.judge.directions import findings as mistakes
 from parity.judge.statistics import Component, has_component
 from parity.mistakes.attention_mistakes import softmax_scale_hypotheses
-from parity.mistakes.catalogue import (
-    calls_of,
-    hypotheses,
-    is_our_own,
-    outputs_under,
-    subtle_hypotheses_anywhere,
-    tensors_under,
-)
+from parity.mistakes.catalogue import hypotheses, is_our_own
 from parity.mistakes.codes import CODES, UNEXPLAINED, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
+from parity.mistakes.under import outputs_under, tensors_under
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of
 from parity.passes.nominal_clock import work_of
 from parity.passes.one_pass import outputs_of, run
-from parity.passes.prepare import Prepared, cast
+from parity.passes.prepare import Prepared, calls_of, cast
 from parity.result import PROBED, Finding, TensorResult
 from parity.search.borders import border_explanations, decoding_explanations, restart_explanations
 from parity.search.divergence import (

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parity.mistakes.catalogue import tensors_under
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
 from parity.mistakes.operations import factor_hypotheses
 from parity.mistakes.residuals import Residual, residuals
+from parity.mistakes.under import tensors_under
 from parity.numerics.errors import norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared

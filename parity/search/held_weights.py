@@ -12,11 +12,11 @@ from torch import Tensor
 
 from parity.case.transfer import parameter_shapes, to_reference
 from parity.case.weight_map import names
-from parity.mistakes.catalogue import calls_of, readings_of_weights
+from parity.mistakes.catalogue import readings_of_weights
 from parity.mistakes.codes import CODES, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.numerics.errors import relative_l2
-from parity.passes.prepare import Prepared
+from parity.passes.prepare import Prepared, calls_of
 from parity.result import Finding
 
 _MOST_TOLD = 4  # parameters, and explanations

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from parity.mistakes.catalogue import calls_of, outputs_under
 from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.rope import counted_as
 from parity.mistakes.rotation import rotations
-from parity.passes.prepare import Prepared
+from parity.mistakes.under import outputs_under
+from parity.passes.prepare import Prepared, calls_of
 from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, part, places
 from parity.result import Finding
 from parity.user_error import UserError

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from parity.mistakes.attention import Attention
-from parity.mistakes.catalogue import BACKWARD, Outputs
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, in_part, ordinal, read_in_part
 from parity.mistakes.rotation import Rotation
+from parity.mistakes.under import BACKWARD, Outputs
 from parity.numerics.errors import norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.search.screen import TINY, FirstOrder, Screen

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parity.case.transfer import parameter_shapes
 from parity.case.weight_map import Side, describe, names, pack, shape_of, unpack
-from parity.mistakes.catalogue import tensors_under
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.hypothesis import MOST_PLACES, Hypothesis
 from parity.mistakes.losses import log_softmaxes, returned_log_probs
+from parity.mistakes.under import tensors_under
 from parity.numerics.errors import norm_of
 from parity.numerics.formats import Format, Rounding, largest, spacing, tf32
 from parity.numerics.freedom import FUSED

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity.mistakes.catalogue import tensors_under
 from parity.mistakes.codes import CODES, repairable
+from parity.mistakes.under import tensors_under
 from parity.numerics.errors import difference, margin, measure, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs

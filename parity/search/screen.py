@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.alternatives import SMALL
-from parity.mistakes.catalogue import BACKWARD, Outputs, differentiable_outputs, outputs_under, tensors_under
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
+from parity.mistakes.under import BACKWARD, Outputs, differentiable_outputs, outputs_under, tensors_under
 from parity.numerics.errors import norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind

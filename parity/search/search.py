@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from parity.mistakes.alternatives import is_written
-from parity.mistakes.catalogue import outputs_under, tensors_under
 from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
+from parity.mistakes.under import outputs_under, tensors_under
 from parity.numerics.errors import norm_of
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED, Choices, Kinks

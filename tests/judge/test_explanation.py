@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parity
-from parity.mistakes.catalogue import calls_of, hypotheses
+from parity.mistakes.catalogue import hypotheses
+from parity.passes.prepare import calls_of
 from parity.search import explanation
 from parity.search.failure import Failure
 

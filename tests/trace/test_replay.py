@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from parity.mistakes.under import Replay
 from parity.trace.calls import Misfit, edited, tracing
-from parity.trace.replay import Replay
 from parity.trace.trace import edit
 
 

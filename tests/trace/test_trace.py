@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parity
 from parity import te
 from parity.case.validate import check_case
+from parity.judge.directions import subtle_hypotheses
 from parity.lab.zoo.catalogue import HOSTS
-from parity.mistakes.catalogue import Outputs, calls_of, hypotheses, outputs_under, subtle_hypotheses
+from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.under import Outputs, outputs_under
 from parity.passes.nominal_clock import Clock, work_of
-from parity.passes.prepare import prepare
+from parity.passes.prepare import calls_of, prepare
 from parity.trace.calls import Products, tracing
 
 # A trace follows values through writes into a part of their memory.
