@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from scipy import special
@@ -25,7 +26,9 @@ from parity.passes.courses import Course, of_candidate, of_reference
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared
 from parity.result import Kind
-from parity.te import Kernels, Precision
+
+if TYPE_CHECKING:
+    from parity.te import Kernels, Precision
 
 DRAWN = 6
 """Trainings of the reference from which a band is drawn, by default."""

@@ -26,7 +26,17 @@ from parity.mistakes.hypothesis import (
 )
 from parity.mistakes.norms import Norm, norms
 from parity.mistakes.rope_scaling import scaling_mistakes
-from parity.mistakes.rotation import Form, Rotation, frequencies, grid_mistakes, rotations
+from parity.mistakes.rotation import (
+    Edits,
+    Form,
+    Phases,
+    Rotation,
+    frequencies,
+    grid_mistakes,
+    rotations,
+    with_angles,
+    with_positions,
+)
 from parity.numerics.formats import tf32
 from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped, instead
 
@@ -34,41 +44,6 @@ from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, g
 
 
 _LATEST = 32  # positions: what a cache, a prefix or registers put before a sequence may be longer
-
-Edits = Callable[[Rotation], tuple[Edit, ...]]
-Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
-Positions = Callable[[Tensor], Tensor]  # from the reference's to a port's
-
-
-def with_angles(phases: Phases) -> Edits:
-    """Return the edits that turn by other angles, made of the reference's positions and frequencies."""
-
-    def edits(one: Rotation) -> tuple[Edit, ...]:
-        angles = one.angles if one.phases is None else phases(*one.phases)
-        return one.edits(angles=angles) if not torch.equal(angles, one.angles) else ()
-
-    return edits
-
-
-def with_positions(change: Positions) -> Edits:
-    """Return the edits that rotate by other positions."""
-    return with_angles(lambda positions, frequency: change(positions)[:, None] * frequency)
-
-
-def counted_from(starts: Sequence[int]) -> Edits:
-    """Return the edits that count positions from 0 at each of these places; the first of them is 0."""
-
-    def since(positions: Tensor) -> Tensor:
-        place = torch.arange(len(positions), device=positions.device)
-        first = torch.tensor(starts, device=positions.device)
-        return (place - first[torch.bucketize(place, first, right=True) - 1]).to(positions)
-
-    return with_positions(since)
-
-
-def counted_as(own: Tensor) -> Edits:
-    """Return the edits that give each token of the sequence this position, ``[seq]``."""
-    return with_positions(own.to)
 
 
 def position_mistakes() -> Iterator[Mistake[Rotation]]:

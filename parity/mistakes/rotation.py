@@ -327,6 +327,45 @@ def _wrapped(angle: Tensor) -> Tensor:
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
+# A rotation by other angles.
+
+
+Edits = Callable[[Rotation], tuple[Edit, ...]]
+Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
+Positions = Callable[[Tensor], Tensor]  # from the reference's to a port's
+
+
+def with_angles(phases: Phases) -> Edits:
+    """Return the edits that turn by other angles, made of the reference's positions and frequencies."""
+
+    def edits(one: Rotation) -> tuple[Edit, ...]:
+        angles = one.angles if one.phases is None else phases(*one.phases)
+        return one.edits(angles=angles) if not torch.equal(angles, one.angles) else ()
+
+    return edits
+
+
+def with_positions(change: Positions) -> Edits:
+    """Return the edits that rotate by other positions."""
+    return with_angles(lambda positions, frequency: change(positions)[:, None] * frequency)
+
+
+def counted_from(starts: Sequence[int]) -> Edits:
+    """Return the edits that count positions from 0 at each of these places; the first of them is 0."""
+
+    def since(positions: Tensor) -> Tensor:
+        place = torch.arange(len(positions), device=positions.device)
+        first = torch.tensor(starts, device=positions.device)
+        return (place - first[torch.bucketize(place, first, right=True) - 1]).to(positions)
+
+    return with_positions(since)
+
+
+def counted_as(own: Tensor) -> Edits:
+    """Return the edits that give each token of the sequence this position, ``[seq]``."""
+    return with_positions(own.to)
+
+
 # Rotary embeddings over two axes, such as those of an image's patches: some pairs turn by the row,
 # others by the column.
 #

@@ -111,6 +111,10 @@ class Summed:
         return (self.values * other.values).sum(-1) if self.values.dim() else self.values * other.values
 
 
+TINY = 1e-300
+"""Stands for a norm of zero in a denominator."""
+
+
 def norm_of(x: Tensor) -> float:
     """Return the L2 norm of all elements."""
     return torch.linalg.vector_norm(x).item()

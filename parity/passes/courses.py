@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,9 +23,11 @@ from parity.passes.prepare import Prepared
 from parity.passes.prepare import prepare as prepared_step
 from parity.passes.steps import SCALES, Batch, Named, Stepped, Trainee, digest, followed_places, step_case
 from parity.result import label_of
-from parity.te import Kernels, Precision
 from parity.te.attention_backend import BACKENDS, AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization
+
+if TYPE_CHECKING:
+    from parity.te import Kernels, Precision
 
 # Train a candidate in another way beside one that is trained without, to compare the two to the bit.
 

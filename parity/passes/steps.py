@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,14 @@ from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zer
 from parity.passes.prepare import Prepared, build, rounded_inputs
 from parity.ranks.layout import Parallel
 from parity.result import Switch, label_of
-from parity.te import Kernels, Precision, state
+from parity.te import state
 from parity.te.attention_backend import te_variables
 from parity.te.state import Kept, kept, slots
 from parity.trace.private_functions import CLIP, exchanged
 from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from parity.te import Kernels, Precision
 
 Named = dict[str, Tensor]
 

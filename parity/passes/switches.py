@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from parity.case.training import Model
 from parity.cpu import cuda as emulated_cuda
-from parity.te import Kernels
 from parity.trace.whose import is_of_te
 from parity.user_error import UserError, said
+
+if TYPE_CHECKING:
+    from parity.te import Kernels
 
 Capture = Callable[..., Callable[..., Tensor] | None]
 

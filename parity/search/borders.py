@@ -16,15 +16,14 @@ from parity.mistakes.decoding import decoding_hypotheses, later_in_rows, not_res
 from parity.mistakes.hypothesis import Hypothesis, in_part
 from parity.mistakes.masks import hidden_keys, is_of_sequences, lengths_of, segments_instead
 from parity.mistakes.packed import Packed, packed_attentions
-from parity.mistakes.rope import counted_from
-from parity.mistakes.rotation import Rotation, rotations
+from parity.mistakes.rotation import Rotation, counted_from, rotations
 from parity.mistakes.under import outputs_under
-from parity.numerics.errors import norm_of
+from parity.numerics.errors import TINY, norm_of
 from parity.numerics.freedom import FUSED, UNFUSED
 from parity.passes.all_passes import model_tensors
 from parity.search.failure import Budget, Failure, few_outputs, while_it_lasts
-from parity.search.screen import TINY, GradientScreen, Screen, outputs_tell_little
-from parity.search.search import Explanation, verified
+from parity.search.in_full import Explanation, verified
+from parity.search.screen import GradientScreen, Screen, outputs_tell_little
 from parity.trace.trace import Trace
 
 # Where sequences begin for a port: for its attention, and for its rotary positions.

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ from parity.passes.one_pass import outputs_of
 from parity.passes.prepare import Prepared, cast
 from parity.result import Finding, TensorResult
 from parity.search.failure import Failure, few_outputs
-from parity.te import Precision
 from parity.trace.calls import tracing
 from parity.trace.trace import Site, Trace, Value, agree, edit, grouped
+
+if TYPE_CHECKING:
+    from parity.te import Precision
 
 # The first submodule of a candidate that computes something that its reference does not.
 #

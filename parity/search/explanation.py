@@ -40,6 +40,7 @@ from parity.search.divergence import (
 )
 from parity.search.failure import Budget, Failure, few_outputs, in_time, on_probes
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
+from parity.search.in_full import Explanation, is_loud, verified
 from parity.search.misplaced import (
     exchange_findings,
     misread_hypotheses,
@@ -70,13 +71,10 @@ from parity.search.search import (
     CHECKS_FOR_OPERANDS,
     CHECKS_FOR_SEARCH,
     CHECKS_FOR_THE_REST,
-    Explanation,
     Screened,
     explanations,
-    is_loud,
     is_unusual,
     partly_explained,
-    verified,
 )
 from parity.trace.trace import Trace
 

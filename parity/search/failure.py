@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
 
@@ -17,7 +17,9 @@ from parity.passes.all_passes import Tensors, tensors_of
 from parity.passes.nominal_clock import Clock, OutOfTime
 from parity.passes.prepare import Prepared
 from parity.result import PROBED, Kind, TensorResult
-from parity.te import Precision
+
+if TYPE_CHECKING:
+    from parity.te import Precision
 
 # How much a part of a search may compute.
 

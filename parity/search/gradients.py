@@ -20,15 +20,14 @@ from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypothe
 from parity.mistakes.operations import factor_hypotheses
 from parity.mistakes.residuals import Residual, residuals
 from parity.mistakes.under import tensors_under
-from parity.numerics.errors import norm_of
+from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.search.divergence import factor_of, readable, shared_factor
 from parity.search.failure import Budget, Failure, agrees, explains, few_outputs
+from parity.search.in_full import Explanation, verified
 from parity.search.reruns import run_changed
-from parity.search.screen import TINY
-from parity.search.search import Explanation, verified
 from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal
 
 # Paths through which a port's gradients do not flow back: in the residual stream, or wherever values fork or join.

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from parity.mistakes.codes import repairable
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.rope import counted_as
-from parity.mistakes.rotation import rotations
+from parity.mistakes.rotation import counted_as, rotations
 from parity.mistakes.under import outputs_under
 from parity.passes.prepare import Prepared, calls_of
 from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, part, places

@@ -30,9 +30,9 @@ from parity.mistakes.attention import Attention
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, in_part, ordinal, read_in_part
 from parity.mistakes.rotation import Rotation
 from parity.mistakes.under import BACKWARD, Outputs
-from parity.numerics.errors import norm_of
+from parity.numerics.errors import TINY, norm_of
 from parity.search.failure import Budget, Failure, while_it_lasts
-from parity.search.screen import TINY, FirstOrder, Screen
+from parity.search.screen import FirstOrder, Screen
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, grouped
 

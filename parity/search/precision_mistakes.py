@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
 from parity.result import Finding, TensorResult
 from parity.search.failure import Budget, Failure
-from parity.te import Precision
 from parity.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from parity.te import Precision
 
 _NEARER = 0.7
 """A mistaken rounding is reported if it is nearer than this share of the distance to the precision's own."""

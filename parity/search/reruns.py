@@ -8,24 +8,25 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from parity.mistakes.codes import CODES, repairable
 from parity.mistakes.under import tensors_under
-from parity.numerics.errors import difference, margin, measure, norm_of, relative_l2
+from parity.numerics.errors import TINY, difference, margin, measure, norm_of, relative_l2
 from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs
 from parity.result import Finding, Kind, TensorResult
 from parity.search.failure import Failure, tolerance_of
-from parity.search.screen import TINY
-from parity.te import Precision
 from parity.te.state import own_recipes
 from parity.trace.digests import switched_off
 from parity.trace.effects import other_numbers
 from parity.trace.trace import grouped
+
+if TYPE_CHECKING:
+    from parity.te import Precision
 
 # Mistakes in how a candidate is run, found by running it again without them.
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity.mistakes.alternatives import SMALL
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
 from parity.mistakes.under import BACKWARD, Outputs, differentiable_outputs, outputs_under, tensors_under
-from parity.numerics.errors import norm_of
+from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind
 from parity.search.failure import Budget, Failure, few_outputs, while_it_lasts
@@ -186,9 +186,6 @@ FAITHFUL = 1.2
 
 EXACT = 0.5
 """A hypothesis must bring the error down to this share."""
-
-TINY = 1e-300
-"""Stands for a norm of zero in a denominator."""
 
 CHANGES = 1e-6
 """A hypothesis that changes the error by less than this share changes nothing."""

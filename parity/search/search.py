@@ -2,9 +2,9 @@
 
 Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough, and of a pass
 only the calls that it reaches are made again. The hypotheses that bring the outputs nearest to the candidate's are then
-computed in full: outputs in FP64, what they cost at the precision and, as long as that does not refute them, gradients.
-If none explains the failure, two at once are looked for: the likeliest pairs by what each mistake does alone
-(``parity.search.screen``), then other mistakes on top of the best partial explanations.
+computed in full (``parity.search.in_full``): outputs in FP64, what they cost at the precision and, as long as that does
+not refute them, gradients. If none explains the failure, two at once are looked for: the likeliest pairs by what each
+mistake does alone (``parity.search.screen``), then other mistakes on top of the best partial explanations.
 
 A diagnosis may cost 20 times what the failed check did; a check counts for at least a second. Each part of it has a
 budget, counted by what is computed (``parity.passes.nominal_clock``). A limit of real time may end all of it earlier:
@@ -15,33 +15,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
 
 import torch
-from torch import Tensor
 
 from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
-from parity.mistakes.under import outputs_under, tensors_under
-from parity.numerics.errors import norm_of
-from parity.numerics.formats import Rounding
-from parity.numerics.freedom import FUSED, Choices, Kinks
-from parity.numerics.kernel_choices import leaning
-from parity.passes.all_passes import Tensors
+from parity.mistakes.under import tensors_under
+from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
-from parity.result import Kind, TensorResult
 from parity.search.divergence import scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs
+from parity.search.in_full import Explanation, is_loud, row_by_row, verified
 from parity.search.parts import in_parts
 from parity.search.screen import (
     FAITHFUL,
     HELPS,
     HELPS_LITTLE,
-    TINY,
     FirstOrder,
     GradientScreen,
     Ranked,
@@ -51,336 +45,7 @@ from parity.search.screen import (
     tuned,
     tuned_pairs,
 )
-from parity.te import Precision
 from parity.trace.trace import grouped
-
-# One combination in full: does it explain outputs, gradients and probing inputs, up to rounding?
-
-
-# A gradient, which may be wrong in a way of its own, or probing inputs must be left with no more than
-# this share of error.
-_HELPS_MUCH = 0.5
-_HOPELESS = 0.9  # no kernel's choices make up for it if an output that is far off is left with more than this share
-_EVIDENT = 0.3  # if outputs are left with less than this share, that is enough whatever gradients do
-_HARDLY_LESS, _DEARER = 0.9, 1.5  # an error that is hardly less passes if rounding costs so many times more
-_NEARLY_NOTHING = 0.1  # if less than this share of a tensor's error is left, that is not what failed
-_MOST = 0.5  # the share of the square of an output's error, beyond what the precision costs, that must be explained
-_NEARLY_PASSES = 5.0  # what other kernels do differently may be so many times the tolerance
-_SAME = 1e-9
-_LOUD = 2.0  # an error beyond so many times the tolerance is far too large
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Hypotheses under which the reference computes what the candidate does, gradients included.
-
-    Attributes:
-        hypotheses: one, or two that hold at once.
-        left: the tensor that fails by most under the hypotheses, as a gradient does that is wrong in a way of its own;
-            None if every tensor passes, on the inputs as they were drawn, too.
-        misfit: the root mean square of the tensors' errors under the hypotheses, in units of what the precision costs.
-        worst: the label of the failed tensor with the largest margin, an output if one failed.
-        before: its relative L2 error.
-        after: its relative L2 error under the hypotheses.
-    """
-
-    hypotheses: tuple[Hypothesis, ...]
-    left: TensorResult | None
-    misfit: float
-    worst: str
-    before: float
-    after: float
-
-    @property
-    def complete(self) -> bool:
-        """Return whether every tensor passes under the hypotheses."""
-        return self.left is None
-
-
-def is_loud(failure: Failure) -> bool:
-    """Return whether the norm of an output's error alone is too large."""
-    return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
-
-
-def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
-    """Return the explanation that a combination is, if it is one.
-
-    Returns:
-        None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
-    """
-    golden = tensors_under(failure.prepared, combination, only_if=partial(_may_explain, failure))
-    if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
-        return None
-    if not all(bool(x.isfinite().all()) for x in golden.values()):  # a port that is judged computes finite values
-        return None
-    before = {(result.kind, result.name): result for result in failure.results}
-    computed = _models(failure, combination, partial(_may_pass, failure, golden))
-    if not computed:  # it cannot be computed in FP32
-        return None
-    judged = _judged(failure, combination, golden, computed)
-    if not _is_explained(failure, before, judged, golden):
-        return None
-    if not _helps_on_probe(failure.on_probe, combination):
-        return None
-    drawn: Sequence[TensorResult] = ()
-    if failure.on_drawn is not None:
-        golden_as_drawn = tensors_under(failure.on_drawn.prepared, combination)
-        if not _helps_as_drawn(failure.on_drawn, golden_as_drawn):
-            return None
-        drawn = _as_drawn(failure.on_drawn, combination, golden_as_drawn)
-    shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
-    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
-    return Explanation(
-        combination,
-        max((one for one in (*judged, *drawn) if not one.passed), key=lambda one: one.margin, default=None),
-        math.hypot(*misfits) / math.sqrt(len(misfits)),  # hypot, since a misfit may be too large to be squared
-        shown.label,
-        before[shown.kind, shown.name].errors.relative_l2,
-        shown.errors.relative_l2,
-    )
-
-
-def _may_explain(failure: Failure, outputs: Mapping[str, Tensor]) -> bool:
-    """Return whether enough of each output's error is explained where it is far too large.
-
-    This is asked before there are gradients and models of rounding, which take most of the time.
-    """
-    most = _HOPELESS if few_outputs(failure) else _HELPS_MUCH
-    for result in filter(_is_far_off, failure.outputs):
-        right, was = outputs.get(result.name), failure.golden[result.key]
-        if right is None or right.shape != was.shape:
-            return False
-        larger = max(norm_of(right) / max(norm_of(was), TINY), 1.0)  # a relative error is that of a larger norm then
-        if _share_left(failure, result.key, right) > most * larger:
-            return False
-    return True
-
-
-def _may_pass(failure: Failure, golden: Tensors, outputs: Mapping[str, Tensor]) -> bool:
-    """Return whether no output is much farther from the candidate's than rounding, of which these are a model, allows.
-
-    A tolerance is about as many times the expected error under hypotheses as without them.
-    """
-    for result in failure.outputs:
-        right, size = golden[result.key], max(norm_of(golden[result.key]), TINY)
-        costs = norm_of(outputs[result.name].double() - right) / size
-        allowed = result.tolerance_relative_l2 * max(1.0, costs / max(result.expected.relative_l2, TINY))
-        off = norm_of(failure.candidate[result.key].double() - right) / size
-        if result.numel > 1 and off > _NEARLY_PASSES * allowed:
-            return False
-    return True
-
-
-def _models(
-    failure: Failure,
-    combination: tuple[Hypothesis, ...],
-    only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
-) -> list[Tensors]:
-    """Return what the rounding model computes under hypotheses, for each kind of kernels, up to one of which the
-    outputs say that there is no need to go on, or for which it cannot.
-
-    It chooses a token's experts as the port did where the hypotheses leave that to rounding.
-    """
-    given, exact = (failure.prepared, combination), Choices()
-    made = (
-        failure.choices.probed[-len(failure.choices.compared) :] if failure.is_on_probes else failure.choices.compared
-    )
-    if made:
-        tensors_under(*given, _unrounded(failure), freedom=FUSED, choices=exact)
-    models: list[Tensors] = []
-    for freedom in failure.freedoms:
-        numbers = Choices(made, exact.values) if exact.values else None
-        model = tensors_under(*given, failure.precision, freedom=freedom, only_if=only_if, choices=numbers)
-        if model is None:
-            break
-        models.append(model)
-    return models
-
-
-def _unrounded(failure: Failure) -> Precision:
-    return replace(failure.precision, rounding=Rounding(torch.float32))
-
-
-def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors | None) -> Sequence[TensorResult]:
-    """Judge the candidate under hypotheses that explain probing inputs on the inputs as they were drawn."""
-    computed = [] if golden is None else _models(failure, combination)
-    return [] if golden is None or not computed else _judged(failure, combination, golden, computed)
-
-
-def _judged(
-    failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors, models: Sequence[Tensors]
-) -> Sequence[TensorResult]:
-    """Judge the candidate under hypotheses; if hardly more is left than what other kernels may do, or what the side of
-    a kink does on which rounding puts a value, that is granted.
-    """
-    judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
-    if any(result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged):
-        return judged
-    granted: list[Tensors] = []
-    if names and not all(result.passed for result in judged):
-        first = failure.freedoms[0]
-        leaned = (
-            tensors_under(failure.prepared, combination, failure.precision, freedom=replace(first, kernels=(name,)))
-            for name in names
-        )
-        granted = [tensors for tensors in leaned if tensors is not None]
-        judged = failure.judge(golden, models, None, granted)
-    if not all(result.passed for result in judged):
-        judged = failure.judge(golden, [*models, *_beside_kinks(failure, combination)], None, granted)
-    return judged
-
-
-def _beside_kinks(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tensors]:
-    """Return what the rounding model computes under hypotheses if all values next to kinks are above them, and if all
-    are below; none if there are no kinks.
-    """
-    exact, given = Kinks(), (failure.prepared, combination)
-    tensors_under(*given, _unrounded(failure), freedom=FUSED, kinks=exact)
-    freedom, sides = failure.freedoms[-1], exact.on_both_sides()
-    moved = (tensors_under(*given, failure.precision, freedom=freedom, kinks=kinks) for kinks in sides)
-    return [tensors for tensors in moved if tensors is not None]
-
-
-def _is_explained(
-    failure: Failure,
-    before: Mapping[tuple[Kind, str], TensorResult],
-    judged: Sequence[TensorResult],
-    golden: Mapping[tuple[Kind, str], Tensor],
-) -> bool:
-    """Return whether every output passes and gradients pass or improve, or outputs are evidence enough without them.
-
-    Where a tensor's error is far too large, an explanation must take half of it at least; but for a number among few,
-    whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
-    rounding: what only moves the one element that failed, as a cap does that is far above nearly all values, says
-    nothing of the rest. Where some tensor was far off, a gradient need not pass whose error is no larger than rounding:
-    what beyond its norm is unlikely of it, a second look may put down to chance. A gradient that passes may be 0 under
-    the hypotheses, as of a key's bias: its error is small in itself then, and not relative to it. A gradient that the
-    hypotheses do not change, as that of a bias before a mean in the place of one token, may round as they make it. An
-    error that is as large as before, and passes because rounding costs more under the hypotheses, is not explained.
-    """
-    share = {
-        key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
-        for result in judged
-        for key in [(result.kind, result.name)]
-    }
-    tells = not few_outputs(failure)
-    evident = tells and is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
-
-    some_far_off = any(_is_far_off(one) for one in before.values() if tells or one.kind != "output")
-    gradients = [one for one in before.values() if one.kind.endswith("gradient")]
-    if not tells and gradients and all(one.passed for one in gradients):  # many mistakes change a single number
-        return False
-    by_gradients = not tells and any(not one.passed and one.kind != "output" for one in before.values())
-    only_rounds = {key for key in before if key[0] != "output" and _is_same(golden[key], failure.golden[key])}
-    moved = [key for key, was in before.items() if key not in only_rounds and _is_far_off(was)]
-    others_explained = bool(moved) and all(share[key] < _EVIDENT for key in moved)
-
-    def explained(result: TensorResult) -> bool:
-        key = (result.kind, result.name)
-        left, was = share[key], before[key]
-        if result.passed and left > _HELPS_MUCH:
-            left = min(left, _share_left(failure, key, golden[key]))
-        if result.kind == "output" and by_gradients:
-            return result.passed
-        if result.kind == "output" and not was.passed and not _takes_most(was, result):
-            return False
-        if not was.passed and left > _HARDLY_LESS and _costs_more(result, was):
-            return False
-        if _is_far_off(was) and left > _HELPS_MUCH:
-            return result.passed and key in only_rounds and others_explained
-        if result.passed or (
-            _is_small(result) and (left < _NEARLY_NOTHING or (result.kind != "output" and some_far_off))
-        ):
-            return True
-        return result.kind != "output" and tells and (evident or left < _HELPS_MUCH)
-
-    return all(map(explained, judged))
-
-
-def _costs_more(now: TensorResult, was: TensorResult) -> bool:
-    """Return whether rounding costs so much more under hypotheses that an error may pass by this alone.
-
-    Hypotheses under which angles of thousands of radians become random numbers are an example.
-    """
-    return now.expected.relative_l2 > _DEARER * was.expected.relative_l2
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two goldens of a tensor are the same but for the order of their sums in FP64."""
-    return torch.allclose(one, other, rtol=_SAME, atol=_SAME * float(other.abs().max())) if other.numel() else True
-
-
-def _is_far_off(result: TensorResult) -> bool:
-    """Return whether a failed error is far too large. A single number may pass beyond its tolerance in norm."""
-    return not result.passed and result.errors.relative_l2 > _LOUD * result.tolerance_relative_l2
-
-
-def _is_small(result: TensorResult) -> bool:
-    """Return whether the norm of the error is within what the precision costs."""
-    return result.errors.relative_l2 <= result.tolerance_relative_l2
-
-
-def _takes_most(was: TensorResult, result: TensorResult) -> bool:
-    """Return whether the hypotheses explain most of an error beyond a faithful port's; True if its norm
-    is not beyond.
-    """
-    before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
-    return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
-
-
-def _helps_as_drawn(failure: Failure, golden: Tensors | None) -> bool:
-    """Return whether what explains probing inputs halves what is far too large on the others, gradients included."""
-    far_off = [(one.kind, one.name) for one in failure.results if _is_far_off(one)]
-    if golden is None:
-        return not far_off
-    return all(_share_left(failure, key, golden[key]) <= _HELPS_MUCH for key in far_off)
-
-
-def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float:
-    """Return the share of a tensor's error that is left if ``right`` is the truth; infinite if its shape differs."""
-    candidate, was = failure.candidate[key].double(), failure.golden[key]
-    if right.shape != was.shape:
-        return math.inf
-    return norm_of(candidate - right.double()) / max(norm_of(candidate - was), TINY)
-
-
-def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
-    """Return whether the hypotheses explain what fails on the probing inputs too: much of it, or all up to rounding."""
-    if failure is None:
-        return True
-    outputs = outputs_under(failure.prepared, combination, torch.float64)
-    if outputs is None:
-        return False
-    for result in failure.outputs:
-        key = (result.kind, result.name)
-        if not result.passed:
-            candidate, right = failure.candidate[key].double(), outputs[result.name]
-            left = row_by_row(right, candidate)
-            if left > _HELPS_MUCH * row_by_row(failure.golden[key], candidate):
-                model = tensors_under(failure.prepared, combination, failure.precision)
-                if model is None or left > FAITHFUL * row_by_row(right, model[key]):
-                    return False
-    return True
-
-
-def row_by_row(one: Tensor, other: Tensor) -> float:
-    """Return how far the rows of two tensors are apart on average, at most 1 each: 1 for a row that
-    another expert gets.
-    """
-    norms = (
-        torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
-    )
-    apart, of_one, of_other = norms
-    return (apart / torch.maximum(of_one, of_other).clamp(min=TINY)).clamp(max=1.0).mean().item()
-
-
-def _shows(result: TensorResult) -> tuple[bool, bool, float]:
-    """Return how well a tensor shows what is wrong: a failed output does best."""
-    return not result.passed, result.kind == "output", result.margin
-
-
-# All of them, the likeliest first.
-
 
 CHECKS_FOR_SEARCH = 6.0
 """The search for hypotheses may take so many times the failed check's cost, of the 20 that a diagnosis may take."""

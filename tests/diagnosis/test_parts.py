@@ -18,7 +18,7 @@ import parity
 from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis
 from parity.search.explanation import _told
-from parity.search.search import Explanation
+from parity.search.in_full import Explanation
 
 BATCH, SEQ, HEADS, GROUPS, HEAD_DIM = 3, 24, 8, 4, 16
 HIDDEN = HEADS * HEAD_DIM

@@ -25,7 +25,8 @@ from parity.passes.nominal_clock import Clock
 from parity.result import Finding
 from parity.search.explanation import _first_found
 from parity.search.failure import Budget, while_it_lasts
-from parity.search.search import _is_explained, _nearest_first
+from parity.search.in_full import _is_explained
+from parity.search.search import _nearest_first
 
 # A budget of what is computed.
 
