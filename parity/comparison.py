@@ -179,6 +179,13 @@ def broken_off(asked: Asked, error: BaseException) -> Judged:
     return Judged(asked.result("error", reason=reason, traceback=way_there(error), device_error=classify(error)))
 
 
+def error_of(asked: Asked, error: BaseException) -> Result:
+    """Return the error of a comparison over ranks or of a training in which something raised, such as its step."""
+    if isinstance(error, UserError):
+        return asked.result("error", reason=said(error))
+    return broken_off(asked, error).result
+
+
 def _raised_at(error: BaseException) -> str:
     """Return what was raised, and the user's line that was running."""
     return "; at ".join(filter(None, (raised(error), users_line(error))))

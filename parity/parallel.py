@@ -8,35 +8,41 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
-from torch.utils._pytree import tree_map_only
+from torch import Tensor
 
 from parity.case import transfer
 from parity.case.case import Case, mixed
-from parity.case.map_check import other_names
 from parity.case.validate import CheckedSize
-from parity.case.weight_map import names
-from parity.comparison import Judged, broken_off, explain_at, judge_at, noting, unless_raised, without_cause
+from parity.comparison import Judged, error_of, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.limits import Table
+from parity.judge.over_ranks import (
+    NO_RANKS,
+    TIMEOUT,
+    ended,
+    given_of,
+    in_reference_layout,
+    on_all_ranks,
+    put_together,
+    replicas_apart,
+    unreached_by,
+    with_limits,
+)
 from parity.mistakes.codes import repairable
 from parity.numerics.golden import in_fp64
-from parity.passes.all_passes import Tensors
 from parity.passes.modes import usual_modes
-from parity.passes.on_rank import AsItIs, Given, OnRank, pass_on_rank, source_of
+from parity.passes.on_rank import OnRank, pass_on_rank
 from parity.passes.one_pass import named_inputs, outputs_of, run, with_inputs
-from parity.passes.prepare import Prepared, build, cast, prepare
-from parity.ranks.launch import RanksFailed, launch
-from parity.ranks.layout import Degrees, places
+from parity.passes.prepare import Prepared, cast, prepare
+from parity.ranks.launch import RanksFailed
+from parity.ranks.layout import Degrees, Whole
 from parity.result import Finding, Result, as_printable, label_of_way
 from parity.search.over_ranks import (
-    Piece,
-    Whole,
     explained_by_inputs,
     explained_by_outputs,
     explained_by_positions,
@@ -47,11 +53,6 @@ from parity.search.steps import listed
 from parity.te import Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend
 from parity.trace.effects import undisturbed
-from parity.user_error import UserError, said
-
-# Seconds that ranks may take for their passes.
-TIMEOUT = 300.0
-NO_RANKS = "ranks are compared only on the CPU kernels: use --parity-backend=cpu"
 
 
 def compare_over_ranks_at(
@@ -90,13 +91,6 @@ def compare_over_ranks_at(
         )
     result = as_printable(noting(result, disturbed))
     return dataclasses.replace(result, ranks=made.label, seconds=time.perf_counter() - began)
-
-
-def error_of(asked: Asked, error: BaseException) -> Result:
-    """Return the error of a comparison over ranks or of a training in which something raised, such as its step."""
-    if isinstance(error, UserError):
-        return asked.result("error", reason=said(error))
-    return broken_off(asked, error).result
 
 
 def _compared(
@@ -155,147 +149,6 @@ def _between_ranks(
     return result
 
 
-def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared, made: Degrees) -> Given:
-    """Return what every rank is given.
-
-    Raises:
-        UserError: if another process cannot find the case.
-    """
-    return Given(
-        AsItIs(case) if _is_rank() else source_of(case),
-        made,
-        checked,
-        asked.precision.name,
-        asked.seed,
-        asked.kernels.backend,
-        asked.attention,
-        on_cpu(prepared.inputs),
-        prepared.input_names,
-        on_cpu(prepared.candidate_weights),
-        on_cpu(prepared.cotangents),
-        other_names(build(case, checked, asked.seed, asked.kernels).candidate).tied if made.pp > 1 else {},
-    )
-
-
-def on_cpu(tensors: Any) -> Any:
-    """Return the same with all tensors on the CPU."""
-    return tree_map_only(Tensor, lambda x: x.detach().cpu(), tensors)
-
-
-def on_all_ranks(function: Callable[[Any], Any], given: Any, made: Degrees, timeout: float) -> list[Any]:
-    """Return what a function returns on each rank: of this process's own group, if it is one of these, else of new
-    ones.
-
-    Raises:
-        RanksFailed: if a rank raised, died or did not return in time.
-        UserError: if this process's group is not of as many ranks as asked for.
-    """
-    if not _is_rank():
-        return launch(function, made.count, [given], timeout=timeout)
-    count = distributed.get_world_size()
-    if count != made.count:
-        raise UserError(f"{made.label} needs {made.count} ranks, but this process group has {count}")
-    ran: list[Any] = [None] * count
-    distributed.all_gather_object(ran, function(given))
-    return ran
-
-
-def _is_rank() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
-
-
-def ended(asked: Asked, error: RanksFailed, made: Degrees) -> Result:
-    """Return the result of ranks that have not answered."""
-    first = error.failures[0]
-    told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
-    others = f"; so did {len(error.failures) - 1} more" if len(error.failures) > 1 else ""
-    return asked.result("error", reason=told + others, traceback=first.where)
-
-
-def put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> list[Whole]:
-    """Return each whole tensor of the candidate, with the ranks' pieces of it."""
-    golden = prepared.golden
-    shapes = {name: tuple(x.shape) for name, x in prepared.candidate_weights.items()}
-    linear = transfer.gradients_to_candidate(prepared.weights, golden.weight_gradients, shapes)
-    wholes: dict[tuple[str, str], Whole] = {}
-
-    def add(kind: Any, name: str, rank: int, x: Tensor, split: Any, exact: Tensor) -> None:
-        one = wholes.setdefault((kind, name), Whole(kind, name, exact, []))
-        one.pieces.append(Piece(rank, x, split, places(exact.shape, split, made, rank)))
-
-    for rank, one in enumerate(ran):
-        for name, x in one.outputs.items():
-            add("output", name, rank, x, one.splits[name], golden.outputs[name])
-        for name, x in one.input_gradients.items():
-            add("input gradient", name, rank, x, one.splits[name], golden.input_gradients[name])
-        for name, x in one.weights.items():
-            held = one.held[name]
-            add("weight", held.whole, rank, x, held.split, prepared.candidate_weights[held.whole])
-        for name, x in one.weight_gradients.items():
-            held = one.held[name]
-            if held.whole in linear:
-                add("weight gradient", held.whole, rank, x, held.split, linear[held.whole])
-    return [with_parts_joined(one, made) if one.kind == "input gradient" else one for one in wholes.values()]
-
-
-def with_parts_joined(whole: Whole, made: Degrees) -> Whole:
-    """Return an input's gradient, with what data and context parallel ranks have of it joined.
-
-    An input that is whole on each rank may be divided by the pair itself. Then each rank has the gradient of its part,
-    and zeros elsewhere. What comes before is computed for each part by itself, so nothing need be reduced. Of an input
-    that several stages of a pipeline use, each has what flows back through it.
-    """
-    pieces = {one.rank: one for one in whole.pieces}
-    for peers in made.peers("pp") if made.pp > 1 else ():
-        total = torch.stack([pieces[rank].values for rank in peers]).sum(0)
-        pieces |= {rank: dataclasses.replace(pieces[rank], values=total) for rank in peers}
-    for axis in ("dp", "cp"):
-        for peers in made.peers(axis):
-            group = [pieces[rank] for rank in peers if rank in pieces]
-            is_same_part = all(torch.equal(one.places, group[0].places) for one in group)
-            if len(group) < 2 or not is_same_part:
-                continue
-            values = torch.stack([one.values for one in group])
-            if bool(((values != 0).sum(0) <= 1).all()):
-                joined = values.sum(0)
-                pieces |= {one.rank: dataclasses.replace(one, values=joined) for one in group}
-    return dataclasses.replace(whole, pieces=list(pieces.values()))
-
-
-def unreached_by(ran: Sequence[OnRank]) -> tuple[str, ...]:
-    """Return the whole parameters that no gradient reached on any rank that holds them."""
-    unreached = {one.held[name].whole for one in ran for name in one.unreached}
-    reached = {held.whole for one in ran for name, held in one.held.items() if name not in one.unreached}
-    return tuple(sorted(unreached - reached))
-
-
-def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
-    """Return the ranks' outputs and gradients as a candidate in one process has them."""
-    tensors: Tensors = {
-        (kind, one.name): one.joined() for one in wholes for kind in ("output", "input gradient") if one.kind == kind
-    }
-    own = {one.name: one.joined() for one in wholes if one.kind == "weight gradient"}
-    missing = {name: torch.zeros_like(x) for name, x in prepared.candidate_weights.items() if name not in own}
-    moved = transfer.gradients_to_reference(
-        prepared.weights, own | missing, transfer.parameter_shapes(prepared.reference)
-    )
-    return tensors | {("weight gradient", name): x for name, x in moved.items()}
-
-
-def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
-    """Return which tensors are not the same on ranks that hold the same part of them."""
-    found = [(one, ranks) for one in wholes if (ranks := one.apart())]
-    if not found:
-        return None
-    first, (a, b) = found[0]
-    more = f" (and so for {len(found) - 1} more)" if len(found) > 1 else ""
-    return repairable(
-        "replicas-differ",
-        f"ranks {a} and {b} hold the same part of the {first.kind} {first.name}, with different values{more}",
-        "compute it on both from the same values, or reduce it over both",
-    )
-
-
 def _explained(
     result: Result,
     judged: Judged,
@@ -350,18 +203,6 @@ def _explained(
             ),
         )
     return dataclasses.replace(result, findings=found)
-
-
-def with_limits(wholes: Sequence[Whole], result: Result, prepared: Prepared) -> list[Whole]:
-    """Return the tensors with the bounds on their errors; of one that the reference has in parts, the largest."""
-    limits: dict[tuple[str, str], float] = {}
-    of_parameter = {
-        left: right for side, own in prepared.weights.items() for left in names(side) for right in names(own)
-    }
-    for tensor in result.tensors:
-        name = of_parameter.get(tensor.name, tensor.name) if tensor.kind == "weight gradient" else tensor.name
-        limits[tensor.kind, name] = max(limits.get((tensor.kind, name), 0.0), tensor.tolerance_relative_l2)
-    return [dataclasses.replace(one, limit=limits.get((one.kind, one.name), 0.0)) for one in wholes]
 
 
 def _flowing_back_from(prepared: Prepared, output: str) -> Mapping[tuple[str, str], Tensor]:

@@ -26,13 +26,13 @@ from parity.case.case import Case, Training, mixed
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
-from parity.comparison import Judged, explain_at, judge_at, noting, unless_raised, without_cause
+from parity.comparison import Judged, error_of, explain_at, judge_at, noting, unless_raised, without_cause
 from parity.judge.asked import Asked, CandidateRun
 from parity.judge.judge import thinned
 from parity.judge.limits import Table
+from parity.judge.over_ranks import NO_RANKS, ended
 from parity.judge.steps import Replay, deviations, holds, not_as, wrong_scaling
 from parity.mistakes.codes import Code, repairable
-from parity.parallel import NO_RANKS, ended, error_of
 from parity.passes.courses import Beside, Without, of_reference, side_by_side
 from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes

@@ -21,8 +21,7 @@ from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.judge.asked import Asked
-from parity.mistakes.codes import repairable
-from parity.parallel import (
+from parity.judge.over_ranks import (
     TIMEOUT,
     given_of,
     in_reference_layout,
@@ -33,15 +32,16 @@ from parity.parallel import (
     unreached_by,
     with_limits,
 )
+from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Tensors
 from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
 from parity.passes.prepare import Prepared, build
 from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, steps_elements
-from parity.ranks.layout import Degrees, part, places
+from parity.ranks.layout import Degrees, Whole, part, places
 from parity.result import Finding, Result, Switch
-from parity.search.over_ranks import Whole, explained_over_ranks
+from parity.search.over_ranks import explained_over_ranks
 from parity.search.stages import wrong_norm
 from parity.search.steps import are_made_of, listed, lost_state
 from parity.te.state import Kept

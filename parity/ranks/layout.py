@@ -405,6 +405,71 @@ def places(shape: Sequence[int], split: Split, made: Degrees, rank: int) -> Tens
     return part(everywhere, split, made, made.place(rank))
 
 
+# What ranks have of a tensor, and the whole that this makes.
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Hold what one rank has of a tensor.
+
+    Attributes:
+        rank: which it is.
+        values: what it computed.
+        split: how the whole is divided.
+        places: where in the whole, seen as a vector, each of these values belongs.
+    """
+
+    rank: int
+    values: Tensor
+    split: Split
+    places: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A tensor that ranks have computed.
+
+    Attributes:
+        kind: as in results, or ``weight``.
+        name: of an output, an input or a parameter of the candidate.
+        exact: the right one, FP64.
+        pieces: what each rank has of it; none of a rank that has nothing of it.
+        limit: the bound on its relative error; 0 if there is none.
+    """
+
+    kind: str
+    name: str
+    exact: Tensor
+    pieces: list[Piece] = field(default_factory=list)
+    limit: float = 0.0
+
+    def joined(self) -> Tensor:
+        """Return the tensor as the ranks have it; where they disagree, what is farther off."""
+        whole = torch.full((self.exact.numel(),), math.nan, dtype=self.pieces[0].values.dtype)
+        for piece in sorted(self.pieces, key=lambda piece: self._off(piece.values, piece.places)):
+            whole[piece.places.flatten()] = piece.values.flatten()
+        return whole.view(self.exact.shape)
+
+    def apart(self) -> tuple[int, int] | None:
+        """Return two ranks that should have the same numbers, and do not; None if all agree to the bit."""
+        for one, other in itertools.combinations(self.pieces, 2):
+            if torch.equal(one.places, other.places) and not torch.equal(one.values, other.values):
+                return one.rank, other.rank
+        return None
+
+    def off(self, pieces: Sequence[Piece] | None = None) -> float:
+        """Return how far off pieces are together, the ranks' own by default, relative to the whole."""
+        some = self.pieces if pieces is None else pieces
+        return max((self._off(piece.values, piece.places) for piece in some), default=math.inf)
+
+    def _off(self, values: Tensor, at: Tensor) -> float:
+        right = self.exact.flatten().to("cpu", torch.float64)[at.flatten()]
+        if values.numel() != right.numel():
+            return math.inf
+        size, off = float(right.norm()), float((values.flatten().double() - right).norm())
+        return off / size if size else math.inf if off else 0.0
+
+
 # How a candidate's parameters are divided, from what TE says about them.
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.rotation import counted_as, rotations
 from parity.mistakes.under import outputs_under
 from parity.passes.prepare import Prepared, calls_of
-from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, part, places
+from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Piece, Split, Whole, part, places
 from parity.result import Finding
 from parity.user_error import UserError
 
@@ -31,73 +31,6 @@ _LEFT, _LEFT_WITHIN_LIMIT = 0.2, 0.7
 _MOST_PERMUTED = 4  # ranks, whose orders are tried
 # Weights that are right are off by no more, in a dtype of 16 bits.
 _ROUNDED = 2.0**-8
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Hold what one rank has of a tensor.
-
-    Attributes:
-        rank: which it is.
-        values: what it computed.
-        split: how the whole is divided.
-        places: where in the whole, seen as a vector, each of these values belongs.
-    """
-
-    rank: int
-    values: Tensor
-    split: Split
-    places: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Whole:
-    """A tensor that ranks have computed.
-
-    Attributes:
-        kind: as in results, or ``weight``.
-        name: of an output, an input or a parameter of the candidate.
-        exact: the right one, FP64.
-        pieces: what each rank has of it; none of a rank that has nothing of it.
-        limit: the bound on its relative error; 0 if there is none.
-    """
-
-    kind: str
-    name: str
-    exact: Tensor
-    pieces: list[Piece] = field(default_factory=list)
-    limit: float = 0.0
-
-    def joined(self) -> Tensor:
-        """Return the tensor as the ranks have it; where they disagree, what is farther off."""
-        whole = torch.full((self.exact.numel(),), math.nan, dtype=self.pieces[0].values.dtype)
-        for piece in sorted(self.pieces, key=lambda piece: self._off(piece.values, piece.places)):
-            whole[piece.places.flatten()] = piece.values.flatten()
-        return whole.view(self.exact.shape)
-
-    def apart(self) -> tuple[int, int] | None:
-        """Return two ranks that should have the same numbers, and do not; None if all agree to the bit."""
-        for one, other in itertools.combinations(self.pieces, 2):
-            if torch.equal(one.places, other.places) and not torch.equal(one.values, other.values):
-                return one.rank, other.rank
-        return None
-
-    def off(self, pieces: Sequence[Piece] | None = None) -> float:
-        """Return how far off pieces are together, the ranks' own by default, relative to the whole."""
-        some = self.pieces if pieces is None else pieces
-        return max((self._off(piece.values, piece.places) for piece in some), default=math.inf)
-
-    def may_be_left(self) -> float:
-        """Return how far off what explains this tensor's error may leave it, relative to the whole."""
-        off = self.off()
-        return max(_LEFT * off, min(self.limit, _LEFT_WITHIN_LIMIT * off))
-
-    def _off(self, values: Tensor, at: Tensor) -> float:
-        right = self.exact.flatten().to("cpu", torch.float64)[at.flatten()]
-        if values.numel() != right.numel():
-            return math.inf
-        size, off = float(right.norm()), float((values.flatten().double() - right).norm())
-        return off / size if size else math.inf if off else 0.0
 
 
 @dataclass(frozen=True)
@@ -161,7 +94,7 @@ def explained_by_outputs(
     factors = torch.linalg.lstsq(torch.cat(columns), torch.cat(joined)[:, None]).solution
     for one, computed, column in zip(gradients, joined, columns, strict=True):
         left = float((computed - (column @ factors).flatten()).norm())
-        if not left <= max(one.may_be_left(), one.limit) * float(one.exact.norm()):
+        if not left <= max(may_be_left(one), one.limit) * float(one.exact.norm()):
             return ()
     return tuple(
         repairable(
@@ -305,9 +238,15 @@ def _moved(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
     return moved.view(x.shape)
 
 
+def may_be_left(whole: Whole) -> float:
+    """Return how far off what explains a tensor's error may leave it, relative to the whole."""
+    off = whole.off()
+    return max(_LEFT * off, min(whole.limit, _LEFT_WITHIN_LIMIT * off))
+
+
 def _is_as(whole: Whole, right: Sequence[Tensor | None]) -> bool:
     """Return whether each rank's piece is what explains it, by rank, up to what rounding leaves."""
-    limit = whole.may_be_left()
+    limit = may_be_left(whole)
     for piece in whole.pieces:
         explained = right[piece.rank]
         if explained is None or explained.numel() != piece.values.numel():
@@ -329,7 +268,7 @@ def _best(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> _Guess 
         return None
     offs = [(whole.off(guess.pieces), guess) for guess in _guesses(whole, made, weights)]
     left, best = min(offs, key=lambda entry: entry[0], default=(math.inf, None))
-    return best if left <= whole.may_be_left() else None
+    return best if left <= may_be_left(whole) else None
 
 
 def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:

@@ -15,9 +15,9 @@ from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import OnRank
 from parity.passes.one_pass import as_arguments
 from parity.passes.prepare import Prepared
-from parity.ranks.layout import AXES, AxisName, Degrees, Pipeline
+from parity.ranks.layout import AXES, AxisName, Degrees, Piece, Pipeline, Whole
 from parity.result import Finding, Result
-from parity.search.over_ranks import Piece, Whole
+from parity.search.over_ranks import may_be_left
 from parity.search.steps import listed, micro_batches_explained
 from parity.trace.digests import Drop
 
@@ -111,7 +111,7 @@ def _of_tied(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
     """Return whether the gradient of a weight that several stages hold is right once what they have is added up."""
     for whole in (one for one in wholes if one.kind == "weight gradient"):
         for told, repair, pieces in _otherwise(whole, made):
-            if whole.off() and whole.off(pieces) <= whole.may_be_left():
+            if whole.off() and whole.off(pieces) <= may_be_left(whole):
                 return repairable("tied-over-stages", f"the weight gradient {whole.name} {told}", repair)
     return None
 

@@ -17,11 +17,11 @@ from torch import nn
 import parity
 from parity.case import registry
 from parity.case.case import Case
+from parity.judge.over_ranks import with_parts_joined
 from parity.lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, add_up, case_of
-from parity.parallel import with_parts_joined
 from parity.ranks.launch import launch
-from parity.ranks.layout import Degrees, degrees, over, part, places
-from parity.search.over_ranks import Piece, Whole, explained_by_outputs, explained_over_ranks
+from parity.ranks.layout import Degrees, Piece, Whole, degrees, over, part, places
+from parity.search.over_ranks import explained_by_outputs, explained_over_ranks
 from parity.search.stages import wrong_norm
 
 
