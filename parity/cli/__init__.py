@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -475,12 +476,17 @@ def zoo(
 
     The same command goes on with a run that was interrupted.
     """
-    from parity.cli import bug_zoo
+    from parity.lab.zoo import trial
     from parity.plugin.options import check_file
 
     check_file(out, "--out")
-    chosen = _listed(",".join(precisions or ()))
-    print(f"report: {bug_zoo.run(bugs, chosen, _listed(sizes), _counts(seeds), workers, out)}")
+    if find_spec("matplotlib") is None:
+        raise UserError("the zoo's plot needs matplotlib: pip install 'te-parity[studies]'")
+    plan, left_out = trial.planned(bugs, _listed(",".join(precisions or ())), _listed(sizes), _counts(seeds))
+    verdicts = trial.run(plan, out.with_suffix(".jsonl"), workers)
+    from parity.lab.zoo import report  # draws with matplotlib
+
+    print(f"report: {report.write(verdicts, plan, left_out, out)}")
 
 
 @add_command(

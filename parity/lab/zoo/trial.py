@@ -22,11 +22,13 @@ from parity.cpu import tensor_cores
 from parity.judge.limits import Table, packaged
 from parity.lab.campaign import Campaign
 from parity.lab.zoo import rivals
-from parity.lab.zoo.catalogue import BUGS, HOSTS
+from parity.lab.zoo.catalogue import BUGS, HOSTS, chosen
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.rivals import Tensors
 from parity.passes.prepare import Prepared, cast, forget, prepare
+from parity.settings import check_precisions
 from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
+from parity.user_error import UserError
 
 # How strong a bug is against the rounding noise that hides it.
 #
@@ -281,6 +283,38 @@ class Plan:
         clean = [Trial(CLEAN, host, *place) for place in places for host in self.hosts]
         mistaken = [Trial(bug.name, host, *place) for place in places for bug in self.bugs for host in bug.hosts]
         return [trial for trial in clean + mistaken if occurs(trial)]
+
+
+def planned(
+    pattern: str, precisions: Sequence[str], sizes: Sequence[str], seeds: Sequence[int]
+) -> tuple[Plan, dict[str, str]]:
+    """Return the plan that a user asks for, and the precisions that this machine cannot run, each with the reason.
+
+    Args:
+        pattern: a pattern of bugs' names, as in a shell.
+        precisions: names; none for each that this machine runs.
+        sizes: names in ``SIZES``; none for both.
+        seeds: how many of each size, from 0, or how many of all.
+
+    Raises:
+        UserError: for an unknown bug, precision or size, if seeds and sizes do not match, or if this machine runs none
+            of the precisions.
+    """
+    check_precisions(precisions, "--precision")
+    unknown = [name for name in sizes if name not in SIZES]
+    if unknown:
+        raise UserError(f"there is no size {unknown[0]!r}; there are {', '.join(SIZES)}")
+    asked = tuple(precisions) or tuple(PRECISIONS)
+    left_out = unavailable(asked)
+    available = tuple(name for name in asked if name not in left_out)
+    if not available:
+        raise UserError(f"this machine runs none of {', '.join(asked)}: {left_out[asked[0]]}")
+    bugs = chosen(pattern)
+    of_sizes = tuple(sizes) or SIZES
+    if len(seeds) not in (1, len(of_sizes)) or min(seeds) < 1:
+        raise UserError(f"--seeds must be a count for all sizes or one for each of {', '.join(of_sizes)}, at least 1")
+    counts = dict(zip(of_sizes, [*seeds] * len(of_sizes) if len(seeds) == 1 else seeds, strict=True))
+    return Plan(bugs, hosts_of(bugs), available, counts), left_out
 
 
 def run(plan: Plan, path: Path, workers: int) -> dict[Trial, Verdict]:
