@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from parity import te
-from parity.case.case import Case, Pair, as_case
-from parity.case.registry import SWITCHES_OVER_RANKS, checked_steps, checked_switches
+from parity.case.case import SWITCHES_OVER_RANKS, Case, Pair, as_case, checked_steps, checked_switches
 from parity.case.validate import CheckedSize, attention_of, check_case
 from parity.comparison import compare_at
 from parity.judge.limits import Table, packaged

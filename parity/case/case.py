@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from parity.case.patterns import expanded, has_patterns
 from parity.case.weight_map import WeightMap
 from parity.ranks.layout import IN_ONE_PROCESS, WHOLE, Degrees, Parallel, Ranks
 from parity.result import Switch
+from parity.settings import MOST_STEPS
 from parity.te.attention_backend import AttentionBackend
 from parity.te.devices import cuda_is_cpu_without_gpu
 from parity.user_error import UserError
@@ -115,6 +116,28 @@ class Training:
     graph: Callable[..., Callable[..., Tensor] | None] | None = None
     compile: Callable[[nn.Module], object] | None = None
     offload: Callable[[nn.Module], Callable[..., Any] | None] | None = None
+
+
+def checked_steps(steps: object) -> int:
+    """Return a number of training steps, 0 for none."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
+        raise UserError(f"steps must be a whole number from 0 to {MOST_STEPS}, not {steps!r}")
+    return steps
+
+
+SWITCHES_OVER_RANKS: tuple[Switch, ...] = ("resume", "resume-dcp", "resume-safetensors", "rollback", "recompute")
+"""Ways of training that ranks can take together."""
+
+
+def checked_switches(chosen: Sequence[str], steps: int) -> tuple[Switch, ...]:
+    """Return names of ways of training; a training that is resumed has two steps at least."""
+    known = [switch for switch in get_args(Switch) if switch]
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise UserError(f"unknown switch {unknown[0]!r}; there are {', '.join(known)}")
+    if chosen and steps < 2:
+        raise UserError(f"switches={list(chosen)} need a training of at least two steps; steps is {steps}")
+    return tuple(switch for switch in known if switch in chosen)
 
 
 @dataclass(frozen=True)

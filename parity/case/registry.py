@@ -14,15 +14,15 @@ from contextvars import ContextVar
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, get_args
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from parity import te
-from parity.case.case import Case, Pair, Size, are_same
+from parity.case.case import Case, Pair, Size, are_same, checked_steps, checked_switches
 from parity.case.files import Place, place_of
 from parity.ranks.layout import Degrees, degrees
 from parity.result import Switch
-from parity.settings import MOST_STEPS, check_precisions
+from parity.settings import check_precisions
 from parity.te.attention_backend import BACKENDS, AttentionBackend
 from parity.user_error import INTERRUPTS, UserError
 
@@ -88,29 +88,6 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
         raise UserError("precisions is empty; leave it out for all that the run asks for")
     check_precisions(chosen, "precisions")
     return chosen
-
-
-def checked_steps(steps: object) -> int:
-    """Return a number of training steps, 0 for none."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
-        raise UserError(f"steps must be a whole number from 0 to {MOST_STEPS}, not {steps!r}")
-    return steps
-
-
-SWITCHES_OVER_RANKS: tuple[Switch, ...] = ("resume", "resume-dcp", "resume-safetensors", "rollback", "recompute")
-"""Ways of training that ranks can take together."""
-
-
-def checked_switches(switches: object, steps: int) -> tuple[Switch, ...]:
-    """Return names of ways of training; a training that is resumed has two steps at least."""
-    chosen = _strings("switches", switches)
-    known = [switch for switch in get_args(Switch) if switch]
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise UserError(f"unknown switch {unknown[0]!r}; there are {', '.join(known)}")
-    if chosen and steps < 2:
-        raise UserError(f"switches={list(chosen)} need a training of at least two steps; steps is {steps}")
-    return tuple(switch for switch in known if switch in chosen)
 
 
 def checked_ranks(ranks: object) -> tuple[Degrees, ...]:
@@ -253,7 +230,7 @@ def pair(
                 probe=checked_switch("probe", probe),
                 attention=checked_attention(attention),
                 steps=checked_steps(steps),
-                switches=checked_switches(switches, steps),
+                switches=checked_switches(_strings("switches", switches), steps),
                 ranks=checked_ranks(ranks),
                 path=place.path,
                 line=place.line,

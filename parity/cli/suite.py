@@ -16,8 +16,8 @@ import pytest
 from tabulate import tabulate
 
 from parity import te
+from parity.case.case import checked_steps
 from parity.case.files import MODULE, checkout, imports_parity
-from parity.case.registry import checked_steps
 from parity.case.validate import check_case
 from parity.judge.band import Band, band_of
 from parity.judge.limits import packaged

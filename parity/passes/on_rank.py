@@ -351,7 +351,7 @@ class GivenSteps:
     Attributes:
         given: as for a single pass; its inputs are those of the first step.
         batches: the inputs of each step, whole, rounded.
-        switch: how each rank's part is trained, one of ``parity.case.registry.SWITCHES_OVER_RANKS``.
+        switch: how each rank's part is trained, one of ``parity.case.case.SWITCHES_OVER_RANKS``.
     """
 
     given: Given

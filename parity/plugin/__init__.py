@@ -333,7 +333,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     Raises:
         UserError: if the case does not fit together at one of its sizes.
     """
-    from parity.case.registry import SWITCHES_OVER_RANKS
+    from parity.case.case import SWITCHES_OVER_RANKS
     from parity.case.validate import attention_of, check_case
     from parity.result import item_name, label_of_way
     from parity.te import PRECISIONS
