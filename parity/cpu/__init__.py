@@ -9,8 +9,7 @@ page                                                stands for, in TransformerEn
 ``attention`` on ``flash``, ``flash_fp8`` and       ``attention.cpp``: cuDNN's fused attention, and the KV cache
 ``attention_problem``
 ``cast`` on ``formats``: ``float8``, ``mxfp8``,     ``cast.cpp``, ``transpose.cpp``, ``bias.cpp``, and
-``block_scaling``, ``nvfp4`` with ``float4``;       ``csrc/quantizer.cpp``
-``swizzle``
+``block_scaling``, ``nvfp4``; ``swizzle``           ``csrc/quantizer.cpp``
 ``context_parallel``                                ``attention.cpp``: packed sequences of which each rank has chunks
 ``dropout``                                         ``dropout.cpp``
 ``gemm`` on ``tensor_cores``, ``kernel_choices``    ``gemm.cpp``; what other GPUs' kernels may do instead

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import float4, float8, formats, swizzle, versions
+from parity.cpu import float8, formats, nvfp4, swizzle, versions
 from parity.cpu.enums import TORCH_DTYPE
 
 __all__ = [
@@ -240,7 +240,7 @@ def fp8_transpose(input: Tensor, dtype: int, *, out: Tensor | None = None) -> Te
 
 def nvfp4_data_transpose(input: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Transpose packed FP4 ``[m, k / 2]`` to ``[k, m / 2]``, into ``out`` if it is given (``transpose.cpp``)."""
-    transposed = float4.transpose(input)
+    transposed = nvfp4.transpose(input)
     return transposed if out is None else out.copy_(transposed)
 
 

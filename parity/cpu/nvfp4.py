@@ -23,6 +23,8 @@ values that skip a rounding to BF16) is not documented to the bit.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,8 +34,155 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.cpu import block_scaling, cuda, float4, float8, swizzle
-from parity.cpu.float4 import E4M3, decoding_scale, e4m3_limit, encoding_scale, global_scale
+from parity.cpu import block_scaling, cuda, float8, swizzle
+
+# E2M1, a float of four bits. It holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte.
+#
+# Bits as in the OCP Microscaling Formats specification 1.0; roundings as of PTX's ``cvt.rn.satfinite.e2m1x2.f32`` and
+# ``cvt.rs.satfinite.e2m1x4.f32``, which TransformerEngine 2.20.2 uses (``common/util/ptx.cuh``).
+
+
+LIMIT = 6.0
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SIGN_BIT = 8
+_LARGEST_CODE = 7.0
+# A code follows from the upper 12 bits of a number rounded to odd: no tie needs more than two mantissa bits.
+_INDEX_SHIFT, _INDICES = 20, 1 << 12
+_BELOW_INDEX = (1 << _INDEX_SHIFT) - 1
+
+
+def codes_of(values: Tensor) -> Tensor:
+    """Return uint8 codes 0 to 15 of FP32 values: nearest, ties to the even code, saturating; NaN is 6, as in PTX.
+
+    Zeros keep their sign.
+    """
+    bits = values.contiguous().view(torch.int32)
+    # Rounded to odd: the last bit kept says whether anything below it was set. Ties have it 0 and stay ties.
+    index = bits & _BELOW_INDEX
+    index += _BELOW_INDEX
+    index |= bits
+    index >>= _INDEX_SHIFT
+    index &= _INDICES - 1
+    return _codes().index_select(0, index.view(-1)).view(values.shape)
+
+
+def codes_at_random(values: Tensor) -> Tensor:
+    """Round each value to a neighbouring code, up with a probability that makes it the mean; saturating.
+
+    The random numbers are PyTorch's, of its default generator: like the GPU's (Philox, seeded by PyTorch) in
+    distribution, not in bits. Each has 16 bits: a probability is rounded down to a multiple of ``2**-16``.
+    """
+    absolute = values.abs()
+    # Where a value lies among the codes, k + 0.5 in the middle of k and k + 1: linear between 0, 2, 4 and 6.
+    position = torch.minimum(2 * absolute, absolute + 2)
+    position = torch.minimum(position, absolute.mul_(0.5).add_(4), out=position)
+    words = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    signed = words.view(torch.int16)[: values.numel()].view(values.shape)
+    position.add_(signed, alpha=2.0**-16).add_(0.5)
+    codes = torch.fmin(position, torch.tensor(_LARGEST_CODE), out=position).to(torch.uint8)
+    return codes.add_(_is_negative(values), alpha=_SIGN_BIT)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Pack codes ``[..., n]`` into bytes ``[..., n / 2]``, the first of a pair in the low bits."""
+    pairs = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Unpack bytes ``[..., n / 2]`` into codes ``[..., n]``."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def values_of(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the values ``[..., n]`` of bytes ``[..., n / 2]``, exact in FP32 and in BF16."""
+    pairs = _pairs(dtype).index_select(0, packed.reshape(-1).int())
+    return pairs.view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def transpose(packed: Tensor) -> Tensor:
+    """Return the bytes of the transpose of a packed matrix ``[m, n]``."""
+    return pack(unpack(packed).t().contiguous())
+
+
+def _is_negative(values: Tensor) -> Tensor:
+    """Return which values have a sign to keep: all but NaNs, which lose theirs."""
+    negative = values.signbit()
+    return negative & ~values.isnan() if values.numel() and values.sum().isnan() else negative
+
+
+@functools.cache
+def _codes() -> Tensor:
+    """Return the code of each number that the upper 12 bits of an FP32 number spell."""
+    numbers = (torch.arange(_INDICES, dtype=torch.int32) << _INDEX_SHIFT).view(torch.float32)
+    codes = torch.bucketize(numbers.abs(), _midpoints(), out_int32=True, right=True).to(torch.uint8)
+    return codes.add_(_is_negative(numbers), alpha=_SIGN_BIT)
+
+
+@functools.cache
+def _midpoints() -> Tensor:
+    """Return where each code but the first begins: a tie belongs to the even of its two codes."""
+    middle = [(low + high) / 2 for low, high in itertools.pairwise(_MAGNITUDES)]
+    upper = torch.tensor(math.inf)
+    return torch.stack(
+        [torch.tensor(point) if code % 2 else torch.nextafter(torch.tensor(point), upper) for code, point in
+         enumerate(middle)]
+    )  # fmt: skip
+
+
+@functools.cache
+def _pairs(dtype: torch.dtype) -> Tensor:
+    """Return the two values of each of the 256 bytes."""
+    magnitudes = torch.tensor(_MAGNITUDES, dtype=dtype)
+    values = torch.cat([magnitudes, -magnitudes])
+    byte = torch.arange(256)
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1)
+
+
+# The two levels of NVFP4's scales: one for the tensor, from its amax, and one for each block.
+#
+# Follows ``common/cast/nvfp4/core_nvfp4.cuh`` of TransformerEngine 2.20.2. Encoding scales multiply values before they
+# are cast to E2M1; decoding scales undo them, and a block's is what is stored, in E4M3.
+
+
+E4M3 = torch.float8_e4m3fn
+_LARGEST_FP32 = torch.finfo(torch.float32).max
+
+
+def e4m3_limit(of: Any) -> float:
+    """Return the largest block scale of a TE quantizer or tensor: 448, or 256 to leave room for 4over6."""
+    return float(getattr(of, "nvfp4_e4m3_max", getattr(of, "_nvfp4_e4m3_max", 448)))
+
+
+def global_scale(amax: Tensor, limit: float) -> Tensor:
+    """Return what maps an amax to the largest code times the largest block scale (``limit``), FP32.
+
+    1 where the amax is 0 or infinite, and at most the largest FP32.
+    """
+    scale = torch.full_like(amax, limit * LIMIT).div(amax).clamp(max=_LARGEST_FP32)
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale)
+
+
+def decoding_scale(block_amax: Tensor, scale: Tensor) -> Tensor:
+    """Return what undoes the scaling of a block with this amax, FP32; it is rounded to E4M3 before it is used.
+
+    Args:
+        block_amax: FP32, one a block.
+        scale: as of ``global_scale``, broadcast to the blocks.
+    """
+    return (block_amax * (scale * (1.0 / LIMIT))).clamp_(max=_LARGEST_FP32)
+
+
+def encoding_scale(decoding: Tensor, scale: Tensor) -> Tensor:
+    """Return what multiplies the values of each block before they are cast, at most the largest FP32.
+
+    Args:
+        decoding: E4M3 bytes, one a block.
+        scale: as of ``global_scale``, broadcast to the blocks.
+    """
+    return (float8.decode(decoding, E4M3) * scale.reciprocal()).reciprocal_().clamp_(max=_LARGEST_FP32)
+
 
 # 4over6: for each block the better of two scales, one that maps its amax to 6 and one that maps it to 4.
 #
@@ -71,10 +220,10 @@ def _encode_4over6(
         block_amax: FP32, one a block.
         block: ``(1, 16)`` or ``(16, 16)``.
     """
-    base = block_amax / float4.LIMIT * choice.scale
+    base = block_amax / LIMIT * choice.scale
     six, four = (float8.cast(base * factor, E4M3) for factor in (1.0, 1.5))
     codes_six, codes_four = (
-        float4.encode(block_scaling.multiply(matrix, encoding_scale(decoding, choice.scale), block))
+        codes_of(block_scaling.multiply(matrix, encoding_scale(decoding, choice.scale), block))
         for decoding in (six, four)
     )
     error_six = _block_errors(matrix, codes_six, six, block, choice)
@@ -88,11 +237,11 @@ def _block_errors(
     matrix: Tensor, codes: Tensor, decoding: Tensor, block: block_scaling.Block, choice: _Choice
 ) -> Tensor:
     """Sum each block's error, FP32, in the kernel's order: along a row one by one, then rows as a tree."""
-    decoded = block_scaling.multiply(float4.decode(float4.pack(codes)), float8.decode(decoding, E4M3), block)
+    decoded = block_scaling.multiply(values_of(pack(codes)), float8.decode(decoding, E4M3), block)
     if choice.scaled:  # the kernel's product of code and scale is FP16, which holds its six bits exactly
         difference = decoded.sub_(matrix.float() * choice.scale)
     else:
-        difference = decoded.mul_(choice.amax).div_(float4.LIMIT * choice.limit).sub_(matrix)
+        difference = decoded.mul_(choice.amax).div_(LIMIT * choice.limit).sub_(matrix)
     summand = difference.square_() if choice.error == "MSE" else difference.abs_()
     total = functools.reduce(torch.add, summand.unflatten(1, (-1, block[1])).unbind(-1))
     rows = total.unflatten(0, (-1, block[0]))
@@ -174,7 +323,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
         if both is not None and name == "columnwise":
             cast = _Cast(both.codes.t().contiguous(), both.scales.t(), both.amax)
         scales = cast.scales.repeat_interleave(_block(quantizer)[0], 0)
-        buffers[f"{name}_data"] = float4.pack(cast.codes).view(shapes[f"{name}_data"][0])
+        buffers[f"{name}_data"] = pack(cast.codes).view(shapes[f"{name}_data"][0])
         filled = block_scaling.fill_up(scales, shapes[f"{name}_scale_inv"][0])
         buffers[f"{name}_scale_inv"] = swizzle.ordered(filled, quantizer)
         buffers[f"amax_{name}"] = cast.amax
@@ -215,9 +364,9 @@ def decode(tensor: Any) -> Tensor:
         raise RuntimeError("an NVFP4 tensor without rowwise data cannot be dequantized: TE's kernel reads these alone")
     packed = block_scaling.as_matrix(tensor._rowwise_data)
     scales = _block_scales(tensor, False, packed)
-    factor = torch.tensor(1.0 / (float4.LIMIT * e4m3_limit(tensor)))
+    factor = torch.tensor(1.0 / (LIMIT * e4m3_limit(tensor)))
     per_block = scales * tensor._amax_rowwise.view(-1, 1) * factor
-    return block_scaling.multiply(float4.decode(packed), per_block, (1, _LENGTH)).view(logical_shape(tensor))
+    return block_scaling.multiply(values_of(packed), per_block, (1, _LENGTH)).view(logical_shape(tensor))
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
@@ -231,8 +380,8 @@ def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
     if amax.numel() != 1:
         raise RuntimeError(f"an NVFP4 GEMM takes one amax a tensor, but this one has {amax.numel()}")
     scales = _block_scales(tensor, columnwise, packed).bfloat16()
-    values = block_scaling.multiply(float4.decode(packed, torch.bfloat16), scales, (1, _LENGTH))
-    return values, amax.item() / (float4.LIMIT * e4m3_limit(tensor))
+    values = block_scaling.multiply(values_of(packed, torch.bfloat16), scales, (1, _LENGTH))
+    return values, amax.item() / (LIMIT * e4m3_limit(tensor))
 
 
 def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
@@ -241,7 +390,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     The scales are ``[outer, inner / 16]``, without the factor of the whole tensor.
     """
     packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
-    return float4.decode(packed, torch.bfloat16), _block_scales(tensor, columnwise, packed)
+    return values_of(packed, torch.bfloat16), _block_scales(tensor, columnwise, packed)
 
 
 def logical_shape(tensor: Any) -> torch.Size:
@@ -297,7 +446,7 @@ def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
         choice = _Choice(amax.view(-1, 1), scale, e4m3_limit(quantizer), error, is_scaled)
         codes, decoding = _encode_4over6(matrix, block_scaling.amax(matrix, block), block, choice)
         return _Cast(codes, decoding, amax)
-    encode_codes = float4.encode_stochastically if quantizer.stochastic_rounding else float4.encode
+    encode_codes = codes_at_random if quantizer.stochastic_rounding else codes_of
 
     def cast(part: Tensor) -> tuple[Tensor, Tensor]:
         decoding = float8.cast(decoding_scale(block_scaling.amax(part, block), scale), E4M3)

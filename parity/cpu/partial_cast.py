@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parity.cpu import block_scaling, cast, float4, float8, mxfp8
+from parity.cpu import block_scaling, cast, float8, mxfp8, nvfp4
 from parity.cpu.enums import TORCH_DTYPE
-from parity.cpu.float4 import E4M3, decoding_scale, encoding_scale, global_scale
+from parity.cpu.nvfp4 import E4M3, decoding_scale, encoding_scale, global_scale
 
 __all__ = [
     "fp8_block_scaling_compute_partial_amax",
@@ -157,10 +157,10 @@ def nvfp4_multi_tensor_2d_partial_cast(
     for values, out, scale, global_encoding, h, w, start_offset in zip(*lists, strict=True):
         encoding = encoding_scale(float8.cast(scale.clone(), E4M3), global_encoding)
         scaled = block_scaling.multiply(_embedded(values, h, w, start_offset), encoding, _NVFP4_BLOCK)
-        codes = float4.unpack(out.view(1, -1)).flatten()
+        codes = nvfp4.unpack(out.view(1, -1)).flatten()
         first = start_offset % 2
-        codes[first : first + values.numel()] = float4.encode(scaled).view(-1)[start_offset:][: values.numel()]
-        out.view(-1).copy_(float4.pack(codes))
+        codes[first : first + values.numel()] = nvfp4.codes_of(scaled).view(-1)[start_offset:][: values.numel()]
+        out.view(-1).copy_(nvfp4.pack(codes))
 
 
 def nvfp4_2d_multi_tensor_transpose(
@@ -174,7 +174,7 @@ def nvfp4_2d_multi_tensor_transpose(
     """Fill the columnwise data and scales of weights with 16 x 16 blocks from the rowwise ones."""
     lists = (rowwise_data_list, columnwise_data_list, rowwise_scale_inv_list, columnwise_scale_inv_list)
     for rows, columns, row_scales, column_scales, m, k in zip(*lists, M_list, K_list, strict=True):
-        columns.copy_(float4.transpose(rows.view(m, k // 2)).view(columns.shape))
+        columns.copy_(nvfp4.transpose(rows.view(m, k // 2)).view(columns.shape))
         column_scales.zero_()
         cast.nvfp4_2d_scale_transpose(row_scales, column_scales, -(-m // 16), -(-k // 16))
 

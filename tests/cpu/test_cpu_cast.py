@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cast, float4, float8, partial_cast
+from parity.cpu import cast, float8, nvfp4, partial_cast
 from parity.cpu.enums import DType
 
 # Casts with one scale a tensor: FP8's bit fields (OCP 8-bit floating point, 2023), delayed and current scaling.
@@ -474,7 +474,7 @@ def test_nvfp4_is_cast_part_by_part_and_leaves_the_other_half_of_a_byte(blackwel
         )
     assert torch.equal(packed.view(ROWS, -1), tensor._rowwise_data)
     assert SPLITS[2] % 2 == 1
-    assert float4.unpack(packed[None]).any()
+    assert nvfp4.unpack(packed[None]).any()
 
 
 @pytest.mark.parametrize(("amax", "scale"), [(0.0, 1.0), (1.0, 2688.0), (2688.0, 1.0), (1e-45, 3.4028235e38)])

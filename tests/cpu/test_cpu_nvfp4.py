@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parity import te
-from parity.cpu import cuda, float4, nvfp4
+from parity.cpu import cuda, nvfp4
 
 TE = te.kernels("cpu").te
 pytestmark = pytest.mark.usefixtures("blackwell")
@@ -31,31 +31,31 @@ VALUES = torch.tensor(MAGNITUDES + [-magnitude for magnitude in MAGNITUDES])
 
 def test_all_codes_decode_to_their_values_and_back() -> None:
     codes = torch.arange(16, dtype=torch.uint8)
-    assert torch.equal(float4.decode(float4.pack(codes)), VALUES)
-    assert torch.equal(float4.encode(VALUES), codes)
+    assert torch.equal(nvfp4.values_of(nvfp4.pack(codes)), VALUES)
+    assert torch.equal(nvfp4.codes_of(VALUES), codes)
 
 
 def test_ties_go_to_the_even_code() -> None:
     ties = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES)])
-    assert float4.encode(ties).tolist() == [0, 2, 2, 4, 4, 6, 6]
-    assert float4.encode(-ties).tolist() == [8, 10, 10, 12, 12, 14, 14]
+    assert nvfp4.codes_of(ties).tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert nvfp4.codes_of(-ties).tolist() == [8, 10, 10, 12, 12, 14, 14]
 
 
-@pytest.mark.parametrize("encode", [float4.encode, float4.encode_stochastically])
+@pytest.mark.parametrize("encode", [nvfp4.codes_of, nvfp4.codes_at_random])
 @pytest.mark.parametrize(("value", "code"), [(6.5, 7), (-1e30, 15), (math.inf, 7), (-math.inf, 15), (math.nan, 7)])
 def test_values_beyond_6_saturate_and_nan_is_6(encode: Callable[[Tensor], Tensor], value: float, code: int) -> None:
     assert encode(torch.tensor([value])).item() == code
 
 
 def test_a_nan_has_no_sign() -> None:
-    assert float4.encode(torch.tensor([-math.nan]).copysign(torch.tensor(-1.0))).item() == 7
+    assert nvfp4.codes_of(torch.tensor([-math.nan]).copysign(torch.tensor(-1.0))).item() == 7
 
 
 @given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=64))
 def test_encode_rounds_as_ml_dtypes_does(numbers: list[float]) -> None:
     values = torch.tensor(numbers)
     expected = values.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    codes = float4.encode(values)
+    codes = nvfp4.codes_of(values)
     assert np.array_equal(VALUES[codes.int()].numpy(), expected)
     assert torch.equal(codes >= 8, values.signbit())
 
@@ -65,34 +65,34 @@ def test_encode_rounds_as_ml_dtypes_does_whatever_the_upper_bits(low_bits: int) 
     values = ((torch.arange(1 << 16, dtype=torch.int32) << 16) | low_bits).view(torch.float32)
     values = values[~values.isnan()]
     expected = values.clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    assert np.array_equal(float4.encode(values).numpy(), expected)
+    assert np.array_equal(nvfp4.codes_of(values).numpy(), expected)
 
 
 @pytest.mark.parametrize("boundary", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 def test_neighbours_of_a_tie_go_to_its_two_sides(boundary: float) -> None:
     tie = torch.tensor(boundary)
     around = torch.stack([torch.nextafter(tie, torch.tensor(0.0)), torch.nextafter(tie, torch.tensor(9.0))])
-    below, above = float4.encode(around).tolist()
+    below, above = nvfp4.codes_of(around).tolist()
     assert above == below + 1
 
 
 def test_the_first_of_a_pair_lies_in_the_low_bits() -> None:
     codes = torch.tensor([[1, 15, 8, 2]], dtype=torch.uint8)
-    packed = float4.pack(codes)
+    packed = nvfp4.pack(codes)
     assert packed.tolist() == [[0xF1, 0x28]]
-    assert torch.equal(float4.unpack(packed), codes)
+    assert torch.equal(nvfp4.unpack(packed), codes)
 
 
 def test_transpose_is_that_of_the_codes() -> None:
     codes = torch.randint(16, (6, 8), dtype=torch.uint8)
-    assert torch.equal(float4.unpack(float4.transpose(float4.pack(codes))), codes.t())
+    assert torch.equal(nvfp4.unpack(nvfp4.transpose(nvfp4.pack(codes))), codes.t())
 
 
 @pytest.mark.parametrize("value", [0.1, -0.3, 0.5, 1.2, -1.75, 2.9, -3.0, 5.9])
 def test_stochastic_rounding_has_the_value_as_its_mean(value: float) -> None:
     torch.manual_seed(0)
     draws = 20000
-    decoded = VALUES[float4.encode_stochastically(torch.full((draws,), value)).int()]
+    decoded = VALUES[nvfp4.codes_at_random(torch.full((draws,), value)).int()]
     assert len(set(decoded.tolist())) <= 2
     # Six standard deviations of the mean of a variable that is at most 2 wide.
     assert abs(decoded.mean().item() - value) < 6 * 1.0 / math.sqrt(draws)
@@ -103,7 +103,7 @@ def test_stochastic_rounding_is_linear_between_any_two_neighbours() -> None:
     draws, fractions = 4000, torch.arange(1, 16) / 16
     for code, (low, high) in enumerate(itertools.pairwise(MAGNITUDES)):
         values = (low + fractions * (high - low)).repeat(draws, 1)
-        codes = float4.encode_stochastically(values)
+        codes = nvfp4.codes_at_random(values)
         assert set(codes.unique().tolist()) == {code, code + 1}
         # Six standard deviations of the mean of a variable that is 0 or 1.
         assert ((codes == code + 1).float().mean(0) - fractions).abs().max() < 6 * 0.5 / math.sqrt(draws)
@@ -112,15 +112,15 @@ def test_stochastic_rounding_is_linear_between_any_two_neighbours() -> None:
 def test_stochastic_rounding_is_seeded_by_pytorch() -> None:
     values = torch.linspace(-6, 6, 1000)
     torch.manual_seed(1)
-    first = float4.encode_stochastically(values)
-    second = float4.encode_stochastically(values)
+    first = nvfp4.codes_at_random(values)
+    second = nvfp4.codes_at_random(values)
     torch.manual_seed(1)
-    assert torch.equal(float4.encode_stochastically(values), first)
+    assert torch.equal(nvfp4.codes_at_random(values), first)
     assert not torch.equal(first, second)
 
 
 def test_stochastic_rounding_leaves_representable_values() -> None:
-    assert torch.equal(float4.encode_stochastically(VALUES), torch.arange(16, dtype=torch.uint8))
+    assert torch.equal(nvfp4.codes_at_random(VALUES), torch.arange(16, dtype=torch.uint8))
 
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -137,7 +137,7 @@ def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def without_signed_zeros(packed: Tensor) -> Tensor:
     """The reference makes 0 of a -0, which the GPU's conversion keeps."""
-    codes = float4.unpack(packed)
+    codes = nvfp4.unpack(packed)
     return codes.masked_fill(codes == 8, 0)
 
 
@@ -264,7 +264,7 @@ def test_stochastic_rounding_has_the_scales_of_the_nearest_and_neighbouring_code
     random = TE.NVFP4Quantizer(stochastic_rounding=True)(values)
     assert torch.equal(random._rowwise_scale_inv, nearest._rowwise_scale_inv)
     assert torch.equal(random._amax_rowwise, nearest._amax_rowwise)
-    magnitudes = [float4.unpack(tensor._rowwise_data).int() & 7 for tensor in (random, nearest)]
+    magnitudes = [nvfp4.unpack(tensor._rowwise_data).int() & 7 for tensor in (random, nearest)]
     distance = (magnitudes[0] - magnitudes[1]).abs()
     assert distance.max() == 1
     assert 0.05 < distance.float().mean() < 0.5
@@ -298,7 +298,7 @@ def test_buffers_have_the_shapes_that_te_states() -> None:
 
 def test_dequantize_multiplies_code_scale_and_amax() -> None:
     tensor = TE.NVFP4Quantizer()(values_of(ROWS, COLUMNS, dtype=FP32))
-    codes = float4.decode(tensor._rowwise_data).double()
+    codes = nvfp4.values_of(tensor._rowwise_data).double()
     scales = tensor._rowwise_scale_inv[:ROWS, : COLUMNS // 16].view(torch.float8_e4m3fn).double()
     exact = codes * scales.repeat_interleave(16, 1) * tensor._amax_rowwise.double() / (6 * 448)
     torch.testing.assert_close(tensor.dequantize().double(), exact, rtol=4e-7, atol=0)
