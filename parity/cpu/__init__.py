@@ -20,7 +20,7 @@ page                                                stands for, in TransformerEn
 ``rope``                                            ``apply_rope.cpp``
 ``router``                                          ``router.cpp``, ``permutation.cpp``, ``padding.cpp``
 ``softmax``                                         ``softmax.cpp``
-``extension``, ``enums``, ``misc``, ``versions``    ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
+``extension``, ``enums``, ``versions``              ``pybind.cpp``, ``misc.cpp``, as each version of TE has them
 ``triton``, ``mhc``                                 the functions of TE's Python that launch Triton kernels, and those
                                                     of these kernels that TE's own functions launch
 ``cuda``                                            ``torch.cuda``, of one emulated GPU

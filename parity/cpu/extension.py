@@ -20,7 +20,6 @@ from parity.cpu import (
     enums,
     gemm,
     kernel_choices,
-    misc,
     multi_tensor,
     normalization,
     partial_cast,
@@ -32,14 +31,13 @@ from parity.cpu import (
 from parity.cpu.graphs import recorded
 
 NAME = "transformer_engine_torch"
-KERNEL_FAMILIES = (
+_FAMILIES = (
     activation,
     attention,
     cast,
     context_parallel,
     dropout,
     gemm,
-    misc,
     multi_tensor,
     normalization,
     partial_cast,
@@ -48,6 +46,19 @@ KERNEL_FAMILIES = (
     router,
     softmax,
 )
+# What TE asks about libraries and streams before it computes anything: ``csrc/extensions/misc.cpp``, and questions of
+# ``pybind.cpp``, of TransformerEngine 2.20.2.
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "device_supports_multicast": lambda device_id=-1: False,
+    "get_cublasLt_version": lambda: cuda.cublaslt_version(),
+    "get_cudnn_version": lambda: cuda.cudnn_version(),
+    "get_num_cublas_streams": lambda: 4,
+    "get_stream_priority_range": lambda device_id=-1: (0, 0),
+    "nvte_built_with_cublasmp": lambda: False,
+    "ubuf_built_with_mpi": lambda: False,
+}
+KERNELS = _ANSWERS | {name: getattr(family, name) for family in _FAMILIES for name in family.__all__}
+"""TE's functions by the names, and with the parameters, that TE's ``csrc/extensions/pybind.cpp`` gives them."""
 
 
 class _Extension(ModuleType):
@@ -73,18 +84,13 @@ def _missing_kernel(name: str, version: Version) -> Callable[..., NoReturn]:
 
 
 def build(version: Version) -> ModuleType:
-    """Return the module ``transformer_engine_torch`` as this version of TE expects it.
-
-    Each kernel is a function of one of ``KERNEL_FAMILIES`` that stands in its ``__all__``, under the name and with the
-    parameters that TE's ``csrc/extensions/pybind.cpp`` gives it.
-    """
+    """Return the module ``transformer_engine_torch``, with all of ``KERNELS``, as this version of TE expects it."""
     # Refuse mistakes in the environment when TE is loaded, not in the middle of a model.
     cuda.emulated_gpu(), cuda.cublaslt_version(), kernel_choices.current()
     extension = _Extension(NAME)
     extension.version = version
-    for family in KERNEL_FAMILIES:
-        for name in family.__all__:
-            setattr(extension, name, recorded(getattr(family, name)))
+    for name, kernel in KERNELS.items():
+        setattr(extension, name, recorded(kernel))
     extension.grouped_mlp_experimental = SimpleNamespace(  # type: ignore[attr-defined]
         swizzle_scales_and_pack_ptrs_for_discrete_weights=recorded(
             recipe.swizzle_scales_and_pack_ptrs_for_discrete_weights

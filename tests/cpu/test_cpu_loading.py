@@ -21,7 +21,7 @@ from emulated_gpu import emulated
 from packaging.version import Version
 
 from parity import te
-from parity.cpu import cuda, extension, misc, versions
+from parity.cpu import cuda, extension, versions
 from parity.cpu.enums import DType
 from parity.cpu.loading.loader import _StandIns, cached
 from parity.cpu.loading.stand_ins import fuse
@@ -512,7 +512,7 @@ def test_the_environment_sets_cublaslt(value: str | None, version: int, monkeypa
     monkeypatch.delenv("PARITY_EMULATED_CUBLASLT", raising=False)
     if value is not None:
         monkeypatch.setenv("PARITY_EMULATED_CUBLASLT", value)
-    assert misc.get_cublasLt_version() == version
+    assert extension.build(Version(te.version())).get_cublasLt_version() == version
 
 
 @pytest.mark.usefixtures("fresh_cublaslt")
