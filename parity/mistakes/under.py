@@ -5,7 +5,6 @@ Where a recorded pass can be made again, only the calls that the mistakes reach 
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -342,18 +341,6 @@ class Change:
         return set(self.edits) <= set(edits) and self.parameters.keys() <= parameters.keys()
 
 
-class _Now:
-    """Looks up what values are: found now, found before, or recorded."""
-
-    def __init__(self, found: Mapping[int, Tensor], before: Mapping[int, Tensor], tensors: Sequence[Tensor]) -> None:
-        self._found, self._before, self._tensors = found, before, tensors
-
-    def __getitem__(self, number: int) -> Tensor:
-        if number in self._found:
-            return self._found[number]
-        return self._before[number] if number in self._before else self._tensors[number]
-
-
 class Replay:
     """A recorded forward pass, of which parts can be computed again.
 
@@ -371,6 +358,7 @@ class Replay:
         self._trace = trace
         self._outputs = outputs
         self._order = {call.site: i for i, call in enumerate(trace.calls)}
+        self._shapes = [tensor.shape for tensor in trace.tensors]
         self._parameters = grouped(trace.parameters, trace.parameters.__getitem__)
         self._steps = [_Step(call) for call in trace.calls]
         self._readers: dict[int, list[int]] = defaultdict(list)
@@ -393,46 +381,45 @@ class Replay:
             Misfit: if the module itself has to run, since the change reaches a shape, or a number that its code reads.
         """
         known = beside if beside is not None and beside.is_part_of(edits, parameters) else Change((), {}, {})
+        now = list(self._trace.tensors)
+        for number, tensor in known.values.items():
+            now[number] = tensor
         found: dict[int, Tensor] = {}
-        of_site = grouped(edits, lambda one: one.site)
-        ahead = [self._place(one.site) for one in edits if one not in known.edits]
+        reached = bytearray(self.calls)
+
+        def put(number: int, tensor: Tensor) -> None:
+            if number in self._trace.read or tensor.shape != self._shapes[number]:
+                raise Misfit("the module may make other calls")
+            found[number] = now[number] = tensor
+            for reader in self._readers.get(number, ()):
+                reached[reader] = True
+
         for name, tensor in parameters.items():
             if name not in known.parameters or not torch.equal(known.parameters[name], tensor):
                 for number in self._parameters.get(name, ()):
-                    ahead += self._put(found, number, tensor)
-        heapq.heapify(ahead)
-        now = _Now(found, known.values, self._trace.tensors)
-        before = -1
-        while ahead:
-            i = heapq.heappop(ahead)
-            if i > before:
-                before, step = i, self._steps[i]
-                is_edited = any(one.site == step.call.site for one in known.edits)
-                is_given_others = is_edited or not found.keys().isdisjoint(step.inputs)
-                results = self._made(i, of_site.get(step.call.site, ()), now, is_given_others)
+                    put(number, tensor)
+        edits_at = grouped(edits, lambda one: self._place(one.site))
+        known_at = {self._place(one.site) for one in known.edits}
+        begins = {self._place(one.site) for one in edits if one not in known.edits}
+        for i, step in enumerate(self._steps):
+            if reached[i] or i in begins:
+                is_given_others = bool(reached[i]) or i in known_at
+                results = self._made(i, edits_at.get(i, ()), now, is_given_others)
                 for number, tensor in zip(step.outputs, results, strict=True):
-                    for reader in self._put(found, number, tensor):
-                        heapq.heappush(ahead, reader)
+                    put(number, tensor)
         return Change(edits, parameters, {**known.values, **found})
 
     def outputs(self, change: Change) -> dict[str, Tensor]:
         """Return the outputs under a change, by name."""
-        now = _Now({}, change.values, self._trace.tensors)
-        return {name: now[value.number] for name, value in self._outputs.items()}
+        numbers = {name: value.number for name, value in self._outputs.items()}
+        return {name: change.values.get(number, self._trace.tensors[number]) for name, number in numbers.items()}
 
     def _place(self, site: Site) -> int:
         if site not in self._order:
             raise Misfit(f"no call at {site}")
         return self._order[site]
 
-    def _put(self, found: dict[int, Tensor], number: int, tensor: Tensor) -> Sequence[int]:
-        """Note what a value is now, and return the calls that read it."""
-        if number in self._trace.read or tensor.shape != self._trace.tensors[number].shape:
-            raise Misfit("the module may make other calls")
-        found[number] = tensor
-        return self._readers.get(number, ())
-
-    def _made(self, i: int, edits: Sequence[Edit], now: _Now, is_given_others: bool) -> Sequence[Tensor]:
+    def _made(self, i: int, edits: Sequence[Edit], now: Sequence[Tensor], is_given_others: bool) -> Sequence[Tensor]:
         """Return what a call returns, from what values are now."""
         step = self._steps[i]
         if step.writes_unseen:
@@ -476,7 +463,7 @@ class _Step:
         self._is_plain = len(self._places) == len(call.inputs)
         self._may_write = "out" in call.kwargs or changed_in_place(call.function, (Tensor(),), {}) is not None
 
-    def made(self, now: _Now) -> Any:
+    def made(self, now: Sequence[Tensor]) -> Any:
         """Make the call again, with what values are now; return the changed tensor if it changes one."""
         given, named = list(self._given), self.call.kwargs
         if self._is_plain:
