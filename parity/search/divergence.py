@@ -228,7 +228,7 @@ def _varying(columns: Tensor) -> Tensor:
 
 
 def _has_rows(y: Tensor, rows: int) -> bool:
-    return y.is_floating_point() and y.dim() > 1 and y.numel() == rows * y.shape[-1]
+    return y.is_floating_point() and y.dim() > 1 and 0 < y.numel() == rows * y.shape[-1]
 
 
 def _projected(x: Tensor) -> Tensor:
