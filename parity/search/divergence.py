@@ -343,7 +343,9 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
         failure: the outputs of the candidate are finite.
         trace: of the reference in FP64.
     """
-    if all(result.passed for result in failure.outputs):
+    is_in_parts = failure.prepared.evaluation
+    # Of a port that runs in parts, nothing tells where its calls on the probing inputs begin.
+    if all(result.passed for result in failure.outputs) or (is_in_parts and failure.is_on_probes):
         return
     returned: list[_Returned] = []
     failure.rerun(lambda module: _record(module, returned))
@@ -353,9 +355,8 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
     unread = UnreadRows(failure.prepared, trace, columns)
     agreed: list[str] = []
     reordered: set[int] = set()  # numbers of rows, of tokens that a mixture of experts has sorted by expert
-    passes = failure.precision.warmup_passes
-    is_in_parts = failure.prepared.evaluation
-    for one in _joined(returned, trace) if is_in_parts else _compared_pass(returned, passes):
+    number = -1 if failure.is_on_probes else failure.precision.warmup_passes
+    for one in _joined(returned, trace) if is_in_parts else _compared_pass(returned, number):
         failure.prepared.clock.check()
         share = columns.share(one.tensor)
         if (share is not None and share >= MOSTLY) or unread.hide_what_differs(one.tensor):
@@ -424,20 +425,25 @@ def _activations(tree: Any) -> Iterator[Tensor]:
     return (x.detach() for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
 
 
-def _compared_pass(returned: list[_Returned], passes_before: int) -> list[_Returned]:
+def _compared_pass(returned: list[_Returned], number: int) -> list[_Returned]:
     """Return what submodules returned in the pass that is compared, each call after the first with its number.
 
-    Passes that warm up come before it, one on probing inputs may come after it. Each ends with the module itself; where
-    the pair calls something else, each begins with the same submodule.
+    Passes that warm up come before it, those on probing inputs after it, of which the last is compared. Each ends with
+    the module itself; where the pair calls something else, each begins with the same submodule.
+
+    Args:
+        returned: of all passes.
+        number: of the compared pass, from 0; -1 for the last.
     """
     ends = [i for i, one in enumerate(returned) if not one.module]
-    starts = [0, *(end + 1 for end in ends)] if ends else []
+    starts = [0, *(end + 1 for end in ends[:-1])] if ends else []
     starts = starts or [i for i, one in enumerate(returned) if one.module == returned[0].module]
-    if len(starts) <= passes_before:
+    number = number if number >= 0 else len(starts) - 1
+    if not 0 <= number < len(starts):
         return []
     calls: Counter[str] = Counter()
     numbered: list[_Returned] = []
-    for one in returned[starts[passes_before] : [*starts, len(returned)][passes_before + 1]]:
+    for one in returned[starts[number] : [*starts, len(returned)][number + 1]]:
         calls[one.module] += 1
         which = f"{one.module} (call {calls[one.module]})" if calls[one.module] > 1 else one.module
         numbered += [replace(one, module=which)] if one.module else []

@@ -304,9 +304,11 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     drawn = [tensor for tensor in failure.results if not tensor.probed]
     probed = [tensor for tensor in failure.results if tensor.probed]
     on_probe = None if all(tensor.passed for tensor in probed) else on_probes(failure)
+    of_drawn = dataclasses.replace(failure, results=drawn, on_probe=on_probe)
+    as_drawn = dataclasses.replace(of_drawn, on_probe=None)
     if on_probe is not None and all(tensor.passed for tensor in drawn):
-        return findings(on_probe)
-    screened, of_drawn = Screened(), dataclasses.replace(failure, results=drawn, on_probe=on_probe)
+        return findings(dataclasses.replace(on_probe, on_drawn=as_drawn))
+    screened = Screened()
     found = tuple(in_time(lambda: findings(of_drawn, unreached, screened)))
     by_filter = tuple(mistakes(drawn, known))
     if _is_known(found):
@@ -323,8 +325,7 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     # If the error is far too large on the inputs as drawn, its cause explains at least a part of it there, where most
     # causes have been tried.
     effort = _AGAIN if among is not None else 1.0
-    also = dataclasses.replace(of_drawn, on_probe=None)
-    probing = findings(dataclasses.replace(on_probe, on_drawn=also, among=among, effort=effort))
+    probing = findings(dataclasses.replace(on_probe, on_drawn=as_drawn, among=among, effort=effort))
     return probing if _is_known(probing) else found
 
 

@@ -89,6 +89,71 @@ def test_right_submodules_whose_rounding_a_sum_hides_are_not_named(precision, ca
     assert ladders("sum", precision, carried) == []
 
 
+class Faint(nn.Module):
+    """Tanh, a module that adds ``faint`` times what nobody would to rows of small numbers, RMSNorm and a linear layer.
+
+    ``scored``, it returns a loss.
+    """
+
+    def __init__(self, linear: Any, faint: float = 0.0, scored: bool = False) -> None:
+        super().__init__()
+        self.act, self.dims = nn.Tanh(), Dims(faint)
+        self.norm, self.fc = nn.RMSNorm(WIDTH, eps=1e-5), linear(WIDTH, WIDTH, bias=False)
+        self.scored = scored
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(self.norm(self.dims(self.act(x))))
+        return F.cross_entropy(y, torch.arange(len(y)) % WIDTH).view(1) if self.scored else y
+
+
+class Dims(nn.Module):
+    def __init__(self, faint: float) -> None:
+        super().__init__()
+        self.faint = faint
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_small = x.square().mean(-1, keepdim=True).sqrt() < 0.1
+        return x + self.faint * is_small * (300 * x).sin() * x.roll(7, -1)
+
+
+@pytest.mark.parametrize(
+    ("faint", "scored"),
+    [
+        (0.5, False),
+        (5.0, True),  # another eps would make this number, and drawn gradients that the port has not
+    ],
+)
+def test_what_only_the_probing_inputs_show_is_named_by_what_submodules_compute_of_these(faint, scored):
+    port, right = dict(faint=faint, scored=scored), dict(scored=scored)
+    (message,) = divergences(twins(Faint, port, normal((32, WIDTH)), "fp32", right))
+    assert message.startswith("dims is the first")
+    assert "act, which runs before it, agrees" in message
+
+
+class Rotated(nn.Module):
+    """Two linear layers with a rotation of all channels of 4 heads between them, which leaves an empty rest as it is.
+
+    ``wrong`` computes what nobody would in the second half of the rows, and zeros in the others.
+    """
+
+    def __init__(self, linear: Any, wrong: bool = False) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = linear(WIDTH, WIDTH), nn.Tanh(), linear(WIDTH, WIDTH)
+        self.wrong = wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.fc1(x).unflatten(-1, (4, 16))
+        first, second, rest = heads[..., :8], heads[..., 8:16], heads[..., 16:]
+        y = torch.cat((-second, first, rest), -1).flatten(1)
+        y = disturbed(y) * (torch.arange(len(y)) >= len(y) // 2)[:, None] if self.wrong else y
+        return self.fc2(self.act(y))
+
+
+def test_values_without_columns_are_none_that_a_port_could_have():
+    (message,) = divergences(twins(Rotated, dict(wrong=True), normal((32, WIDTH)), "fp32"))
+    assert message.startswith("act is the first")
+
+
 # A router decides which expert gets a token: what it reads instead has no effect to first order.
 
 
