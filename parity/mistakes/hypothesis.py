@@ -38,6 +38,7 @@ class Hypothesis:
         edits: what the reference has to compute otherwise.
         read: maps its parameters to those that have to be others, by name; None if all stay as they are.
         around: wraps the function that calls the reference, ``call(module, *inputs)``; None leaves it as it is.
+        returned: maps each floating-point tensor that the reference returns to what the port does; None if all stay.
         subtle: whether the computed function changes so little that the norm of the error may not show it.
         value: the positive constant that the mistake is about, if it is about one.
         tuned: makes the same mistake with another value.
@@ -56,6 +57,7 @@ class Hypothesis:
     edits: tuple[Edit, ...] = field(default=(), repr=False)
     read: ReadWeights | None = field(default=None, repr=False)
     around: Around | None = field(default=None, repr=False)
+    returned: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
     subtle: bool = False
     value: float | None = None
     tuned: Callable[[float], Hypothesis] | None = field(default=None, repr=False)

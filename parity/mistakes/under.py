@@ -104,10 +104,12 @@ class Outputs:
         if self._replay is not None and all(one.around is None for one in hypotheses):
             try:
                 return self._replayed(self._replay, hypotheses)
+            except Misfit:
+                pass
             except OutOfTime:
                 raise
-            except Exception:  # as in ``outputs_under``, which may raise it again
-                pass
+            except Exception:  # as in ``outputs_under``, which would raise it again
+                return None
         if self._differentiable:
             return differentiable_outputs(self._given[0], hypotheses)
         prepared, dtype, rows = self._given
@@ -126,7 +128,8 @@ class Outputs:
                 self._last = tuple(hypotheses)
                 if len(hypotheses) > 1 and len(repeated) == 1 and repeated[0] is not self._beside[0]:
                     self._beside = repeated[0], self._changed(replay, repeated, None)
-                return replay.outputs(self._changed(replay, hypotheses, self._beside[1]))
+                outputs = replay.outputs(self._changed(replay, hypotheses, self._beside[1]))
+                return {name: _as_returned(x, hypotheses) for name, x in outputs.items()}
         finally:
             prepared.clock.advance((replay.made - before) / max(replay.calls, 1), self._share)
 
@@ -270,7 +273,19 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleC
     for hypothesis in hypotheses:
         if hypothesis.around is not None:
             under = hypothesis.around(under)
-    return under
+    inside = under
+
+    def returning(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: _as_returned(x, hypotheses), inside(module, *args, **kwargs))
+
+    return returning if any(one.returned for one in hypotheses) else under
+
+
+def _as_returned(x: Tensor, hypotheses: Sequence[Hypothesis]) -> Tensor:
+    """Return what the hypotheses make of a tensor that the reference returns."""
+    for one in hypotheses if x.is_floating_point() else ():
+        x = x if one.returned is None else one.returned(x)
+    return x
 
 
 def _all_edits(hypotheses: Sequence[Hypothesis]) -> tuple[Edit, ...]:

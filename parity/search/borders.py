@@ -21,9 +21,9 @@ from parity.mistakes.under import outputs_under
 from parity.numerics.errors import TINY, norm_of
 from parity.numerics.freedom import FUSED, UNFUSED
 from parity.passes.all_passes import model_tensors
-from parity.search.failure import Budget, Failure, few_outputs, while_it_lasts
+from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little, while_it_lasts
 from parity.search.in_full import Explanation, verified
-from parity.search.screen import GradientScreen, Screen, outputs_tell_little
+from parity.search.screen import GradientScreen, Screen
 from parity.trace.trace import Trace
 
 # Where sequences begin for a port: for its attention, and for its rotary positions.

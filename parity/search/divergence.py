@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.codes import finding, repairable
 from parity.mistakes.decoding import positions_of
-from parity.mistakes.hypothesis import Hypothesis, ModuleCall
+from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.reads import described
 from parity.mistakes.under import outputs_under
 from parity.numerics.errors import Tolerance, margin, measure
@@ -515,18 +515,11 @@ def scaled_outputs(factor: float) -> Hypothesis:
     it needs no search.
     """
 
-    def around(call: ModuleCall) -> ModuleCall:
-        def scaled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            returned = call(module, *args, **kwargs)
-            return tree_map_only(Tensor, lambda x: x * factor if x.is_floating_point() else x, returned)
-
-        return scaled
-
     return Hypothesis(
         "output-scale",
         f"outputs times {factor:.4g}",
         f"leave the outputs as large as the reference's; they are {readable(factor)} times that",
-        around=around,
+        returned=lambda x: x * factor,
         value=factor,
         tuned=scaled_outputs,
     )

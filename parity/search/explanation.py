@@ -38,7 +38,7 @@ from parity.search.divergence import (
     where_the_error_is,
     whole_scale_findings,
 )
-from parity.search.failure import Budget, Failure, few_outputs, in_time, on_probes
+from parity.search.failure import Budget, Failure, few_outputs, in_time, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
 from parity.search.in_full import Explanation, is_loud, verified
 from parity.search.misplaced import (
@@ -62,7 +62,7 @@ from parity.search.reruns import (
     unread_inputs,
     with_argument_names,
 )
-from parity.search.screen import FirstOrder, Ranked, outputs_tell_little
+from parity.search.screen import FirstOrder, Ranked
 from parity.search.search import (
     AS_WELL,
     CHECKS_FOR_BORDERS,

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from parity.mistakes.under import BACKWARD, Outputs, differentiable_outputs, out
 from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind
-from parity.search.failure import Budget, Failure, few_outputs, while_it_lasts
+from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 
 # Which two mistakes together are likeliest, judged by what each does alone.
@@ -520,12 +519,6 @@ _PARTIAL = 3.0  # the same for a mistake that may be a part of what is wrong: in
 _AT_LEAST = 0.4  # this share of a tolerance is near enough, also where the rounding model expects less
 
 
-def outputs_tell_little(failure: Failure) -> bool:
-    """Return whether gradients failed while outputs are few numbers or all passed."""
-    gradients = any(not one.passed and one.kind != "output" and one.finite for one in failure.results)
-    return gradients and (few_outputs(failure) or all(result.passed for result in failure.outputs))
-
-
 class GradientScreen:
     """Ranks hypotheses by the share that they leave of the failed tensors' errors, as a root mean square.
 
@@ -545,6 +538,7 @@ class GradientScreen:
         }
         self._before = self._errors(self._golden)
         self._outputs_before = self._away(failure.prepared.golden.outputs)
+        self._outputs = Outputs(failure.prepared, torch.float64)
         self.effects = Effects.of(self._effect(self._candidate))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
@@ -555,7 +549,9 @@ class GradientScreen:
         for combination in while_it_lasts(combinations, budget):
             # A mistake made at one of several places, or with another number, may be a part of what is wrong.
             most = _PARTIAL if any(one.place or one.tuned for one in combination) else _HELPS
-            tensors = tensors_under(self._prepared, combination, only_if=partial(self._are_near, most))
+            outputs = self._outputs.under(combination)
+            is_near = outputs is not None and self._are_near(most, outputs)
+            tensors = tensors_under(self._prepared, combination) if is_near else None
             if tensors is not None:
                 share = _mean(self._errors(tensors)) / max(_mean(self._before), TINY)
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:

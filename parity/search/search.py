@@ -29,7 +29,7 @@ from parity.mistakes.under import tensors_under
 from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
 from parity.search.divergence import scaled_outputs
-from parity.search.failure import Budget, Failure, few_outputs
+from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little
 from parity.search.in_full import Explanation, is_loud, row_by_row, verified
 from parity.search.parts import in_parts
 from parity.search.screen import (
@@ -40,7 +40,6 @@ from parity.search.screen import (
     GradientScreen,
     Ranked,
     Screen,
-    outputs_tell_little,
     sharper,
     tuned,
     tuned_pairs,
