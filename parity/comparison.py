@@ -606,16 +606,18 @@ def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> b
     return all(tensor.passed for tensor in judged)
 
 
-def _to_explain(tensors: Sequence[TensorResult], by_average: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """Return the verdicts that a search is to explain.
+def _to_explain(
+    tensors: Sequence[TensorResult], by_average: Sequence[TensorResult]
+) -> tuple[tuple[TensorResult, ...], bool]:
+    """Return the verdicts that a search is to explain, and whether it is to judge slices by their tensor's average.
 
     Where some tensor fails by more, one that fails in a small slice alone counts as passed: it is no better evidence
     than its norm, by which hypotheses are ranked.
     """
     passing = {tensor.label: tensor for tensor in by_average if tensor.passed}
     if all(tensor.passed or tensor.label in passing for tensor in tensors):
-        return tuple(tensors)
-    return tuple(tensor if tensor.passed else passing.get(tensor.label, tensor) for tensor in tensors)
+        return tuple(tensors), False
+    return tuple(tensor if tensor.passed else passing.get(tensor.label, tensor) for tensor in tensors), True
 
 
 def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
@@ -635,8 +637,9 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
     by_average = judge(
         *(truths, ran.models, ran.made.tensors, precision, asked.calibration, ran.known), by_average=True
     )
+    to_explain, is_by_average = _to_explain(tensors, gradients_of(asked.case, by_average))
     failure = Failure(
-        _to_explain(tensors, gradients_of(asked.case, by_average)),
+        to_explain,
         ran.made.tensors,
         prepared,
         asked,
@@ -645,6 +648,7 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
         freedoms=verdicts.port.freedoms,
         choices=verdicts.port.choices,
         own_recipes=verdicts.port.recipes,
+        by_average=is_by_average,
     )
     if _passes_alone(asked, ran, tensors):
         remembered = told(ran.made.recalled, "it returns something else than a new one does")

@@ -131,6 +131,8 @@ class Failure:
         freedoms: the kernels that the candidate is judged by.
         choices: the candidate's choices of the largest of many numbers, such as a token's experts.
         own_recipes: the recipes that the candidate turns on by itself, with the lines where it does.
+        by_average: whether no slice is expected to err less than its tensor's average under a mistake. False if the
+            candidate fails in such slices alone, so that judged by the average it would pass under any mistake.
         effort: the share of a budget that a search may spend.
     """
 
@@ -146,6 +148,7 @@ class Failure:
     freedoms: Sequence[Freedom] = (FUSED, UNFUSED)
     choices: PortsChoices = NONE_MADE
     own_recipes: Sequence[str] = ()
+    by_average: bool = True
     effort: float = 1.0
 
     def budget(self, checks: float) -> Budget:
@@ -189,7 +192,7 @@ class Failure:
             models, leaning = [as_probed(one) for one in models], [as_probed(one) for one in leaning]
         truths = {key: Truth(tensor) for key, tensor in golden.items()}
         given = truths, models, computed, self.precision, self.asked.calibration, (), NONE_DRAWN, leaning
-        judged = gradients_of(self.asked.case, judge(*given, by_average=True))
+        judged = gradients_of(self.asked.case, judge(*given, by_average=self.by_average))
         return as_outputs(judged) if self.is_on_probes else list(judged)
 
     def rerun(
