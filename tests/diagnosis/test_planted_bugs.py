@@ -24,6 +24,7 @@ from parity.lab.zoo.planting import planted
         ("fp32", "square_linear", "product-accumulated-in-bf16", "accumulation-precision"),
         ("bf16", "stepped_linear", "master-weights-missing", "master-weights"),
         ("fp8_delayed", "square_linear", "fp8-scale-never-updated", "fp8-scale-stale"),
+        ("fp8_delayed", "swiglu_mlp", "fp8-scale-never-updated", "fp8-scale-stale"),  # which shows in small rows alone
         ("fp8_delayed", "averaged_linear", "fp8-gradient-not-scaled", "fp8-gradient-scale"),
         ("fp8_delayed", "square_linear", "fp8-margin-negative", "fp8-margin"),
     ],
