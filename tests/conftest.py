@@ -2,7 +2,9 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +14,13 @@ from parity.settings import VARIABLE
 # One thread for each process, also for those that tests start; PyTorch reads it when it is imported. Threads that wait
 # for each other's part of a small product take ten times the processor time that the product itself takes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Byte code is kept for the next process also where none may be written beside the sources, as in many containers: else
+# each of the hundreds of processes that tests start compiles what it imports again.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    kept = Path(__file__).parents[1] / ".pytest_cache" / "d" / "bytecode"
+    sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(kept))
+    sys.dont_write_bytecode = False
 
 # Ctrl-C counts as in a terminal, also for the tests' own processes, where this one was started without it (nohup).
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
