@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import os
 import random
 import signal
@@ -239,9 +240,12 @@ class _Names(_Entry):
         write: gets a name with its value, which is ``_NONE`` for one that is to be deleted.
         may_add: whether a name may be new: imports and lazy attributes add names to modules, libraries methods of
             their own to classes.
+        counts: whether a name with this value is one of them. It is asked only where something has changed at all, for
+            there are thousands of names.
     """
 
     may_add: Callable[[str], bool] = lambda name: False
+    counts: Callable[[str, Any], bool] = lambda name, value: True
 
     def changes(self, before: Any, now: Any) -> list[str]:
         return [self.name.format(name) for name in self._others(before, now)]
@@ -251,6 +255,9 @@ class _Names(_Entry):
             self.write((name, before.get(name, _NONE)))
 
     def _others(self, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+        if list(before) == list(now) and all(map(operator.is_, before.values(), now.values())):
+            return []
+        before, now = ({name: x for name, x in held.items() if self.counts(name, x)} for held in (before, now))
         new = [name for name in now if name not in before and not self.may_add(name)]
         return [name for name, value in before.items() if now.get(name, _NONE) is not value] + new
 
@@ -307,14 +314,14 @@ def _functions(owner: Any, called: str) -> _Names:
         else:
             setattr(owner, name, value)
 
-    def read() -> dict[str, Any]:
-        return {name: value for name, value in vars(owner).items() if callable(value) and name != "Storage"}
+    def counts(name: str, value: Any) -> bool:
+        return callable(value) and name != "Storage"
 
     def may_add(name: str) -> bool:
         # A method that nothing has had before, such as transformers' `Module.smart_apply`, changes no other code.
         return not isinstance(owner, type) or not (name.startswith("__") or hasattr(owner.__base__, name))
 
-    return _Names(f"{called}.{{}}", read, write, may_add=may_add)
+    return _Names(f"{called}.{{}}", lambda: dict(vars(owner)), write, may_add=may_add, counts=counts)
 
 
 def _namespaces(te: Any) -> Iterator[_Names]:
