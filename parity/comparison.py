@@ -50,7 +50,7 @@ from parity.passes.all_passes import (
     run_model,
 )
 from parity.passes.modes import usual_modes
-from parity.passes.one_pass import CALL, Pass
+from parity.passes.one_pass import Pass
 from parity.passes.prepare import Prepared, forget, part_that_raised, prepare, release
 from parity.passes.refusals import (
     LOOKS_UP_ELSE,
@@ -367,8 +367,8 @@ def _candidate_run(asked: Asked, prepared: Prepared) -> CandidateRun:
     case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
     before = RandomState.now(kernels.device)
     ran: list[Pass] = []
-    recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules(CALL)
-    watched = te_modules.watched() if checked.has_te else te_calls(CALL)
+    recomputes, recalled, te_modules = Recomputes(), Recalled(), TeModules()
+    watched = te_modules.watched() if checked.has_te else te_calls()
 
     def watch(module: nn.Module) -> None:
         recomputes.watch(module)

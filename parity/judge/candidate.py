@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from parity.passes.refusals import gradients_missed
 from parity.result import Determinism, Finding, TensorResult, label_of
 from parity.trace.digests import Trace, as_bytes, first_difference
 from parity.trace.effects import RandomState, kept, other_numbers
-from parity.trace.whose import is_below, is_te, line_running
+from parity.trace.whose import is_in_call, is_te, line_running, watching_calls
 
 # Does a candidate that is built again return the same bytes, and if not, where does it first differ?
 #
@@ -134,9 +134,8 @@ Rerun = Callable[[Callable[[nn.Module], None]], object]
 class TeModules:
     """Say which of a candidate's TE modules have run."""
 
-    def __init__(self, caller: CodeType) -> None:
-        """Watch what runs below this code, in this thread, inside the context ``watched``."""
-        self._caller = caller
+    def __init__(self) -> None:
+        """Watch what runs when a module is called, in this thread, inside the context ``watched``."""
         self._candidate: nn.Module | None = None
         self._ran: set[str] = set()
         self._used: set[int] = set()
@@ -154,20 +153,16 @@ class TeModules:
         """Within the context, note whose forward TE's own code begins; a method of a derived class may
         never call it.
         """
-        before = sys.getprofile()
 
         def see(frame: FrameType, event: str, _: Any) -> None:
             if event == "call" and frame.f_code.co_name in ("forward", "new_fwd") and is_te(frame):
                 # The latter replaces the forward of a module that is captured in a graph (``pytorch/graph.py``).
                 module = frame.f_locals.get("self", frame.f_locals.get("func"))
-                if isinstance(module, nn.Module) and is_below(frame, self._caller):
+                if isinstance(module, nn.Module):
                     self._note(module)
 
-        sys.setprofile(see)
-        try:
+        with watching_calls(see):
             yield
-        finally:
-            sys.setprofile(before)
 
     def _note(self, module: nn.Module) -> None:
         name = vars(module).get(_MARK)
@@ -211,7 +206,7 @@ class TeModules:
             return ""
         of_idle = tuple(name for parameters in idle.values() for name in parameters)
         trained = set(gradients_missed(of_idle, weights, golden))
-        again, reads = TeModules(self._caller), _Reads(of_idle, self._caller)
+        again, reads = TeModules(), _Reads(of_idle)
 
         def watch(candidate: nn.Module) -> None:
             again.of(candidate)
@@ -258,9 +253,8 @@ class _Reads(TorchDispatchMode):
         by_te: names of the parameters that TE's own code computes with.
     """
 
-    def __init__(self, names: Sequence[str], caller: CodeType) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
-        self._caller = caller
         self._names = names
         self._parameters: dict[int, str] = {}
         self._lines: dict[str, str] = {}
@@ -282,9 +276,9 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _note(self, name: str) -> None:
-        frame: FrameType | None = sys._getframe(2)
-        if not is_below(frame, self._caller):
+        if not is_in_call():
             return
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(_KERNELS):
             frame = frame.f_back
         if frame is not None and is_te(frame):

@@ -14,6 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from parity.case.case import signed_as_call
 from parity.te import state
+from parity.trace.whose import call_of_pair
 from parity.user_error import UserError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -198,12 +199,8 @@ def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) 
 
 def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Arguments) -> Any:
     args, kwargs = arguments
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # restored, since the module may change it
+    with torch.set_grad_enabled(torch.is_grad_enabled()), call_of_pair():  # restored, since the module may change it
         return call(module, *args, **kwargs) if call else module(*args, **kwargs)
-
-
-CALL = _call.__code__
-"""A pair's modules, and what the pair puts around them, run below this code."""
 
 
 @contextmanager

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from parity.user_error import advised, said
@@ -174,6 +175,54 @@ def _shown(frame: FrameSummary) -> str:
     return min(below, key=len) if below else file.name
 
 
+# Watch what runs while a pass calls a module, and not what a comparison does around the call: Python calls a profile
+# function at the beginning and at the end of every other function, which takes longer than many of them.
+
+
+class _Calls(threading.local):
+    """Say whether this thread is calling a pair's module, and what watches that; None if nothing does."""
+
+    running = False
+    see: Callable[[FrameType, str, Any], object] | None = None
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def watching_calls(see: Callable[[FrameType, str, Any], object]) -> Iterator[None]:
+    """Within the context, have a profile function see what runs within ``call_of_pair``, in this thread.
+
+    Args:
+        see: called as ``sys.setprofile`` says.
+    """
+    before, _calls.see = _calls.see, see
+    try:
+        yield
+    finally:
+        _calls.see = before
+
+
+@contextmanager
+def call_of_pair() -> Iterator[None]:
+    """Surround a pass' call of a pair's module: what the pair puts around the module runs within it as well."""
+    running, before = _calls.running, sys.getprofile()
+    _calls.running = True
+    if _calls.see is not None:
+        sys.setprofile(_calls.see)
+    try:
+        yield
+    finally:
+        if _calls.see is not None:
+            sys.setprofile(before)
+        _calls.running = running
+
+
+def is_in_call() -> bool:
+    """Return whether this thread is calling a pair's module."""
+    return _calls.running
+
+
 # Does a module without TransformerEngine's modules call TE's functions, or is it plain PyTorch throughout?
 
 
@@ -184,34 +233,21 @@ WITHOUT_TE = (
 
 
 @contextmanager
-def te_calls(caller: CodeType) -> Iterator[list[str]]:
-    """Yield a list that gets the name of the first function of TE's that runs below this code, in this thread.
+def te_calls() -> Iterator[list[str]]:
+    """Yield a list that gets the name of the first function of TE's that runs when a module is called, in this thread.
 
-    Args:
-        caller: the code of a function of parity's; what TE does elsewhere, as when its autocast is
-            entered, does not count.
+    What TE does elsewhere, as when its autocast is entered, does not count.
     """
     found: list[str] = []
-    before = sys.getprofile()
 
     def see(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and not found and is_te(frame) and is_below(frame, caller):
+        if event == "call" and not found and is_te(frame):
             found.append(frame.f_code.co_name)
 
-    sys.setprofile(see)
-    try:
+    with watching_calls(see):
         yield found
-    finally:
-        sys.setprofile(before)
 
 
 def is_te(frame: FrameType) -> bool:
     """Return whether TE's code runs in a frame."""
     return whose(frame) is Owner.TE
-
-
-def is_below(frame: FrameType | None, caller: CodeType) -> bool:
-    """Return whether a frame runs below this code."""
-    while frame is not None and frame.f_code is not caller:
-        frame = frame.f_back
-    return frame is not None

@@ -22,7 +22,7 @@ from parity.case.case import Case, Rng
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
 from parity.judge.candidate import TeModules
-from parity.passes.one_pass import CALL, outputs_of
+from parity.passes.one_pass import outputs_of
 from parity.report import markdown
 from parity.report.markdown import digest
 from parity.report.record import Record
@@ -286,12 +286,12 @@ def test_right_ports_pass(how, precision) -> None:
 def test_te_modules_within_one_of_tes_run_with_it() -> None:
     """A layer's own call runs its attention's and its MLP's modules."""
     layer = te_module.TransformerLayer(WIDTH, 2 * WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0)
-    watched = TeModules(CALL)
+    watched = TeModules()
     watched.of(layer)
     with watched.watched():
         outputs_of(layer, None, torch.randn(8, 2, WIDTH))
     assert watched.idle() == {}
-    unwatched = TeModules(CALL)
+    unwatched = TeModules()
     unwatched.of(layer)
     assert {name.rpartition(".")[2] for name in unwatched.idle()} == {"layernorm_qkv", "proj", "layernorm_mlp"}
 
