@@ -173,21 +173,25 @@ _GROUPED = tuple(
 )
 
 
-def experts_one_by_one() -> TorchFunctionMode:
-    """Within the context, grouped products of tokens ``[rows, in]`` with weights ``[experts, in, out]``
-    run expert by expert.
+def in_blocks_and_one_by_one(arithmetic: Arithmetic = EXACT) -> TorchFunctionMode:
+    """Within the context of ``attention_in_blocks``, grouped products of tokens ``[rows, in]`` with weights
+    ``[experts, in, out]`` run expert by expert as well.
 
     Others stay as they are: batches of matrices, and a gradient that a reference computes itself.
+
+    Args:
+        arithmetic: as above.
     """
-    return _OneByOne()
+    return _InBlocksAndOneByOne(arithmetic)
 
 
-class _OneByOne(TorchFunctionMode):
+class _InBlocksAndOneByOne(_InBlocks):
+    """Is one mode and not two, since each that is active takes its time at every call."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _GROUPED and _is_of_tokens(*args, **kwargs):
-            return _one_by_one(*args, **kwargs)
-        return func(*args, **kwargs)
+        if func in _GROUPED and _is_of_tokens(*args, **(kwargs or {})):
+            return _one_by_one(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _is_of_tokens(tokens: Tensor, weights: Tensor, *, offs: Tensor | None = None, **others: Any) -> bool:
@@ -251,11 +255,11 @@ class _InFP64(TorchFunctionMode):
 
 
 class _AllInFP64(_InFP64):
-    """Does in one what three modes would do, since each that is active takes its time at every call."""
+    """Does in one what two modes would do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention or func is attention or func in _GROUPED:
-            with _InFP64(), attention_in_blocks(), experts_one_by_one():
+            with _InFP64(), in_blocks_and_one_by_one():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 

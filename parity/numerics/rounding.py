@@ -44,7 +44,7 @@ from parity.numerics.aten import (
 from parity.numerics.blocked_attention import Arithmetic, as_it_is
 from parity.numerics.formats import Rounding
 from parity.numerics.freedom import FUSED_POINTWISE, Choices, Freedom, Kinks
-from parity.numerics.golden import attention_in_blocks, experts_one_by_one
+from parity.numerics.golden import in_blocks_and_one_by_one
 from parity.numerics.kernel_choices import as_read, in_stored_parts, lost_in_sums
 from parity.numerics.plain import (
     CAST,
@@ -271,8 +271,7 @@ def rounded(
         mode.steps.watched(),
         mode,
         mode.casts if CAST in freedom.plain else nullcontext(),
-        attention_in_blocks(mode.attention),
-        experts_one_by_one(),
+        in_blocks_and_one_by_one(mode.attention),
         step_by_step(),
     ):
         yield mode.phase

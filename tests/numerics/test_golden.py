@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parity
 from parity.numerics import golden
-from parity.numerics.golden import experts_one_by_one, in_fp64, seconds_of_gemm
+from parity.numerics.golden import in_blocks_and_one_by_one, in_fp64, seconds_of_gemm
 
 # Golden is FP64 throughout, also where the reference asks for FP32.
 
@@ -157,7 +157,7 @@ class Experts(nn.Module):
 def test_products_one_by_one_are_the_grouped_product():
     x, experts = torch.randn(sum(ROWS), WIDTH), Experts()
     expected = experts(x)
-    with experts_one_by_one():
+    with in_blocks_and_one_by_one():
         torch.testing.assert_close(experts(x), expected)
         torch.testing.assert_close(experts.double()(x.double()).float(), expected)
 
@@ -165,7 +165,7 @@ def test_products_one_by_one_are_the_grouped_product():
 @needs_grouped_mm
 def test_rows_of_no_expert_are_zero():
     x = torch.randn(sum(ROWS) + 4, WIDTH)
-    with experts_one_by_one():
+    with in_blocks_and_one_by_one():
         assert not Experts()(x)[-4:].any()
 
 
