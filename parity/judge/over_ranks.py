@@ -1,4 +1,4 @@
-"""Have ranks compute a candidate together, and put what they computed together, as a pass of the whole candidate is."""
+"""Have ranks compute a candidate, and put their parts together, so that they are judged like a pass of the whole."""
 
 from __future__ import annotations
 
