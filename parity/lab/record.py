@@ -52,11 +52,18 @@ def code_of(module: str) -> Mapping[str, str]:
         name = pending.pop()
         path = None if name in found or name in _NO_PART else _path(name)
         if path is not None:
-            tree = without_report(ast.parse(path.read_text(encoding="utf-8")))
-            pending += _imported(tree)
-            found[name] = checksum(tree)
+            found[name], imported = _of_source(path.read_text(encoding="utf-8"))
+            pending += imported
     machine = gpu_name() if torch.cuda.is_available() else cpu_model()
     return {"torch": torch.__version__, "machine": machine} | dict(sorted(found.items()))
+
+
+@functools.cache  # studies have most of their modules in common
+def _of_source(text: str) -> tuple[str, list[str]]:
+    """Return the checksum of a module, and what it imports."""
+    tree = without_report(ast.parse(text))
+    imported = list(_imported(tree))
+    return checksum(tree), imported
 
 
 def checksum(tree: ast.Module) -> str:
