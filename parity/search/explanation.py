@@ -305,7 +305,7 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
     probed = [tensor for tensor in failure.results if tensor.probed]
     on_probe = None if all(tensor.passed for tensor in probed) else on_probes(failure)
     of_drawn = dataclasses.replace(failure, results=drawn, on_probe=on_probe)
-    as_drawn = dataclasses.replace(of_drawn, on_probe=None)
+    as_drawn = dataclasses.replace(of_drawn, on_probe=None, by_average=True)
     if on_probe is not None and all(tensor.passed for tensor in drawn):
         return findings(dataclasses.replace(on_probe, on_drawn=as_drawn))
     screened = Screened()

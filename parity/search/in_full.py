@@ -47,7 +47,7 @@ class Explanation:
     Attributes:
         hypotheses: one, or two that hold at once.
         left: the tensor that fails by most under the hypotheses, as a gradient does that is wrong in a way of its own;
-            None if every tensor passes, on the drawn inputs and on the probing ones.
+            None if every tensor passes, on the inputs as they were drawn, too.
         misfit: the root mean square of the tensors' errors under the hypotheses, in units of what the precision costs.
         worst: the label of the failed tensor with the largest margin, an output if one failed.
         before: its relative L2 error.
@@ -92,17 +92,17 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
         return None
     if not _helps_on_probe(failure.on_probe, combination):
         return None
-    others: Sequence[TensorResult] = ()
-    if (on_others := failure.on_probe or failure.on_drawn) is not None:
-        golden_of_others = tensors_under(on_others.prepared, combination)
-        if failure.on_drawn is not None and not _helps_as_drawn(failure.on_drawn, golden_of_others):
+    drawn: Sequence[TensorResult] = ()
+    if failure.on_drawn is not None:
+        golden_as_drawn = tensors_under(failure.on_drawn.prepared, combination)
+        if not _helps_as_drawn(failure.on_drawn, golden_as_drawn):
             return None
-        others = _of_others(on_others, combination, golden_of_others)
+        drawn = _as_drawn(failure.on_drawn, combination, golden_as_drawn)
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
     misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
     return Explanation(
         combination,
-        max((one for one in (*judged, *others) if not one.passed), key=lambda one: one.margin, default=None),
+        max((one for one in (*judged, *drawn) if not one.passed), key=lambda one: one.margin, default=None),
         math.hypot(*misfits) / math.sqrt(len(misfits)),  # hypot, since a misfit may be too large to be squared
         shown.label,
         before[shown.kind, shown.name].errors.relative_l2,
@@ -171,8 +171,8 @@ def _unrounded(failure: Failure) -> Precision:
     return replace(failure.precision, rounding=Rounding(torch.float32))
 
 
-def _of_others(failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors | None) -> Sequence[TensorResult]:
-    """Judge the candidate under hypotheses that explain the drawn inputs on the probing inputs, or the other way."""
+def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors | None) -> Sequence[TensorResult]:
+    """Judge the candidate under hypotheses that explain probing inputs on the inputs as they were drawn."""
     computed = [] if golden is None else _models(failure, combination)
     return [] if golden is None or not computed else _judged(failure, combination, golden, computed)
 
