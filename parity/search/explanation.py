@@ -62,7 +62,7 @@ from parity.search.reruns import (
     unread_inputs,
     with_argument_names,
 )
-from parity.search.screen import FirstOrder, Ranked
+from parity.search.screen import FAITHFUL, FirstOrder, Ranked
 from parity.search.search import (
     AS_WELL,
     CHECKS_FOR_BORDERS,
@@ -568,7 +568,8 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
     complete = [explanation for explanation in kinds.values() if explanation.complete]
     for explanation in (*complete, *(one for one in kinds.values() if not one.complete)):
         rivals = [other.hypotheses for other in complete if other is not explanation]
-        doubts = _not_all(explanation) or _or_else(rivals) or _or_alike(explanation, explained)
+        doubts = _not_all(explanation) or _too_much(explanation, failure)
+        doubts = doubts or _or_else(rivals) or _or_alike(explanation, explained)
         # Mistakes with a meaning come first.
         for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):
             doubt = doubts + _as_if(one)
@@ -592,6 +593,17 @@ def _not_all(explanation: Explanation) -> str:
         return ""
     far = f"{left.margin:.2g} times its limit" if math.isfinite(left.margin) else "not finite"
     return f"; {left.label} is still {far} then, so something else is wrong as well, or this is not quite the mistake"
+
+
+def _too_much(explanation: Explanation, failure: Failure) -> str:
+    """Say that more is left of all tensors than rounding leaves, though each passes; return an empty text otherwise.
+
+    Of the zoo's bugs that are told right (327 at one seed; FP32, BF16 and FP8), none leaves more than 1.12 times what
+    the precision costs. A few numbers may be off by any factor by chance.
+    """
+    if explanation.misfit <= FAITHFUL or few_outputs(failure):
+        return ""
+    return f"; {explanation.misfit:.3g} times what {failure.precision.name} costs is left, so this may not be quite it"
 
 
 def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str:

@@ -164,11 +164,11 @@ def test_another_constant_of_some_layers_is_told(eps, layers, precision):
 # that people write.
 
 
-def explanation(title: str, left: float | None = None, value: float | None = None) -> Explanation:
+def explanation(title: str, left: float | None = None, value: float | None = None, misfit: float = 1.0) -> Explanation:
     made = partial(Hypothesis, title, title, f"repair {title}")
     one = made(value=value, tuned=None if value is None else lambda other: made(value=other))
     tensor: Any = None if left is None else SimpleNamespace(label="d weight", margin=left)
-    return Explanation((one,), tensor, 1.0, "output", 0.1, 0.003)
+    return Explanation((one,), tensor, misfit, "output", 0.1, 0.003)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,7 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
         ([explanation("norm-eps", value=4.2e-6)], ["4.2e-06 is an unusual value"]),
         ([explanation("norm-eps", left=3.0)], ["d weight is still 3 times its limit then"]),
         ([explanation("norm-eps", left=float("inf"))], ["d weight is still not finite then"]),
+        ([explanation("norm-eps", misfit=1.3)], ["1.3 times what bf16 costs is left"]),
         (
             [explanation("norm-eps"), explanation("factor")],
             ["PAR256 factor explains it equally well", "norm-eps explains it equally well"],
@@ -187,7 +188,8 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
     ],
 )
 def test_a_finding_says_what_speaks_against_it(explained, doubts):
-    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"))
+    golden = {("output", "output"): torch.zeros(4, 64)}
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden)
     told = list(_told(explained, failure))
     assert [one.sure for one in told] == [not doubt for doubt in doubts]
     for one, doubt in zip(told, doubts, strict=True):
