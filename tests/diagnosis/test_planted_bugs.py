@@ -19,6 +19,12 @@ from parity.lab.zoo.planting import planted
         ("fp32", "linear", "bias-added-twice", "bias-added-twice"),
         ("fp32", "norm_linear", "norm-weight-not-copied", "weight-not-copied"),
         ("bf16", "rmsnorm", "norm-rounds-before-weight", "norm-rounding"),
+        (
+            "bf16",
+            "rmsnorm",
+            "layernorm-for-rmsnorm",
+            "norm-kind",
+        ),  # though LayerNorm loses the rows that probes set to one value
         ("fp32", "tied_model", "embeddings-not-tied", "embeddings-not-tied"),
         ("fp32", "causal_attention", "attention-in-tf32", "tf32"),
         ("fp32", "square_linear", "product-accumulated-in-bf16", "accumulation-precision"),
