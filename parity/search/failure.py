@@ -105,10 +105,8 @@ def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
 
 _FEW = 32  # elements
 # A comparison takes so many of the reference's forward passes: golden, the rounding models, the candidate, probing
-# inputs, kernels' freedoms, each with gradients (BF16, decoder layers on a CPU: 100 to 130; at FP8, up to 426).
-_PASSES_A_CHECK = 130
-# Where gradients tell mistakes apart, it counts for so many times as long: each mistake takes a backward pass, too.
-_WITH_GRADIENTS = 3
+# inputs, kernels' freedoms, each with gradients (57 to 426 were measured for decoder layers, most at FP8).
+_PASSES_A_CHECK = 400
 # A shorter check counts for so many seconds: small modules have as many mistakes.
 _SHORTEST_CHECK = 1.0
 
@@ -157,8 +155,7 @@ class Failure:
         Were it measured, a busy machine would search longer than a fast one, and find other mistakes.
         """
         clock = self.prepared.clock
-        passes = _PASSES_A_CHECK * (_WITH_GRADIENTS if outputs_tell_little(self) else 1)
-        one = max(passes * clock.forward.seconds(), _SHORTEST_CHECK)
+        one = max(_PASSES_A_CHECK * clock.forward.seconds(), _SHORTEST_CHECK)
         return Budget.of(clock, self.effort * checks * one)
 
     @property
