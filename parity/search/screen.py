@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -538,7 +539,6 @@ class GradientScreen:
         }
         self._before = self._errors(self._golden)
         self._outputs_before = self._away(failure.prepared.golden.outputs)
-        self._outputs = Outputs(failure.prepared, torch.float64)
         self.effects = Effects.of(self._effect(self._candidate))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
@@ -549,9 +549,7 @@ class GradientScreen:
         for combination in while_it_lasts(combinations, budget):
             # A mistake made at one of several places, or with another number, may be a part of what is wrong.
             most = _PARTIAL if any(one.place or one.tuned for one in combination) else _HELPS
-            outputs = self._outputs.under(combination)
-            is_near = outputs is not None and self._are_near(most, outputs)
-            tensors = tensors_under(self._prepared, combination) if is_near else None
+            tensors = tensors_under(self._prepared, combination, only_if=partial(self._are_near, most))
             if tensors is not None:
                 share = _mean(self._errors(tensors)) / max(_mean(self._before), TINY)
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:
