@@ -267,18 +267,16 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleC
         parameters = dict(module.named_parameters()) if any(one.read for one in hypotheses) else {}
         change = edited(module, edits) if edits else nullcontext()
         with _holding(module, _read(parameters, hypotheses)), change:
-            return prepared.call(module, *args, **kwargs) if prepared.call else module(*args, **kwargs)
+            returned = prepared.call(module, *args, **kwargs) if prepared.call else module(*args, **kwargs)
+        if not any(one.returned for one in hypotheses):
+            return returned
+        return tree_map_only(Tensor, lambda x: _as_returned(x, hypotheses), returned)
 
     under: ModuleCall = call
     for hypothesis in hypotheses:
         if hypothesis.around is not None:
             under = hypothesis.around(under)
-    inside = under
-
-    def returning(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return tree_map_only(Tensor, lambda x: _as_returned(x, hypotheses), inside(module, *args, **kwargs))
-
-    return returning if any(one.returned for one in hypotheses) else under
+    return under
 
 
 def _as_returned(x: Tensor, hypotheses: Sequence[Hypothesis]) -> Tensor:

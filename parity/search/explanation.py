@@ -568,8 +568,8 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
     complete = [explanation for explanation in kinds.values() if explanation.complete]
     for explanation in (*complete, *(one for one in kinds.values() if not one.complete)):
         rivals = [other.hypotheses for other in complete if other is not explanation]
-        doubts = _not_all(explanation) or _too_much(explanation, failure)
-        doubts = doubts or _or_else(rivals) or _or_alike(explanation, explained)
+        of_its_own = _not_all(explanation) or _too_much(explanation, failure)
+        doubts = of_its_own or _or_else(rivals) or _or_alike(explanation, explained)
         # Mistakes with a meaning come first.
         for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):
             doubt = doubts + _as_if(one)

@@ -20,9 +20,7 @@ from parity.numerics.kernel_choices import leaning
 from parity.passes.all_passes import Tensors
 from parity.result import Kind, TensorResult
 from parity.search.failure import Failure, few_outputs
-from parity.search.screen import (
-    FAITHFUL,
-)
+from parity.search.screen import FAITHFUL
 
 if TYPE_CHECKING:
     from parity.te import Precision
