@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from parity.case.case import Rng
 from parity.mistakes.hypothesis import Hypothesis, ModuleCall, together
 from parity.numerics.freedom import UNFUSED, Choices, Freedom, Kinks
-from parity.numerics.golden import attention_in_blocks, in_blocks, in_fp64
+from parity.numerics.golden import all_in_fp64, attention_in_blocks, in_blocks, in_fp64, in_fp64_if_needed
 from parity.passes.all_passes import Tensors, tensors_of, under_model
 from parity.passes.draws import ScaledLookups, is_lookup
 from parity.passes.nominal_clock import OutOfTime
-from parity.passes.one_pass import named_outputs, outputs_of, run
+from parity.passes.one_pass import named_inputs, named_outputs, or_zero, outputs_of, run
 from parity.passes.prepare import Prepared, cast, cast_module
-from parity.trace.calls import Misfit, changed_in_place, edited, mapped, tensors_in, tracing
+from parity.result import Kind
+from parity.trace.calls import Misfit, changed_in_place, edited, mapped, tensors_in, tracing, without_gradient
 from parity.trace.trace import Call, Edit, Site, Trace, Value, grouped
 
 if TYPE_CHECKING:
@@ -61,10 +62,17 @@ def outputs_under(
         return None
 
 
-def differentiable_outputs(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
-    """Return all rows of the outputs as ``outputs_under``, in FP64, with the graph that autograd needs."""
+def differentiable_outputs(
+    prepared: Prepared, hypotheses: Sequence[Hypothesis], inputs: Any = None
+) -> dict[str, Tensor] | None:
+    """Return all rows of the outputs as ``outputs_under``, in FP64, with the graph that autograd needs.
+
+    Args:
+        prepared, hypotheses: as there.
+        inputs: in FP64, if they are others, as leaves of the graph.
+    """
     _cast_if_other(prepared.reference, torch.float64)
-    inputs = cast(prepared.inputs, torch.float64)
+    inputs = cast(prepared.inputs, torch.float64) if inputs is None else inputs
     prepared.clock.advance(1.0)
     try:
         with torch.enable_grad(), in_fp64():
@@ -77,6 +85,10 @@ class Outputs:
     """The reference's outputs under hypotheses, of which only what these change is computed again.
 
     Where that may not be what the reference computes, all of it is.
+
+    Attributes:
+        leaves: the parameters and floating-point inputs that a differentiable pass was recorded with, by kind of
+            gradient and name.
     """
 
     def __init__(
@@ -86,13 +98,15 @@ class Outputs:
 
         Args:
             prepared, dtype, rows: as for ``outputs_under``.
-            differentiable: whether outputs come as from ``differentiable_outputs``, with a graph back to what the
-                hypotheses change; then they are of all rows and in FP64.
+            differentiable: whether outputs come as from ``differentiable_outputs``, with a graph back to ``leaves``
+                and to what the hypotheses change; then they are of all rows and in FP64.
         """
         self._given = prepared, dtype, rows
         self._differentiable = differentiable
         self._share = _share(prepared.inputs, rows) * (1.0 if dtype is torch.float64 else _IN_FP32)
         self._parameters: dict[str, Tensor] = {}
+        self._places: list[Place] = []  # of the parameters, which edits may ask the module for
+        self.leaves: dict[tuple[Kind, str], Tensor] = {}
         self._scaled: set[Site] = set()  # calls that look up rows of tables, where these are scaled
         self._last: tuple[Hypothesis, ...] = ()
         self._beside: tuple[Hypothesis | None, Change | None] = None, None  # one that is tried with many others
@@ -101,49 +115,67 @@ class Outputs:
 
     def under(self, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
         """Return all outputs; None if they cannot be computed."""
-        if self._replay is not None and all(one.around is None for one in hypotheses):
-            try:
-                return self._replayed(self._replay, hypotheses)
-            except Misfit:
-                pass
-            except OutOfTime:
-                raise
-            except Exception:  # as in ``outputs_under``, which would raise it again
-                return None
+        with suppress(Misfit):
+            return self.again(hypotheses)
         if self._differentiable:
             return differentiable_outputs(self._given[0], hypotheses)
         prepared, dtype, rows = self._given
         return outputs_under(prepared, hypotheses, dtype, rows)
 
+    def again(self, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
+        """Return all outputs from what was recorded; None if they cannot be computed.
+
+        Raises:
+            Misfit: if the module itself has to run.
+        """
+        if self._replay is None or any(one.around is not None for one in hypotheses):
+            raise Misfit("the module may make other calls")
+        try:
+            return self._replayed(self._replay, hypotheses)
+        except (Misfit, OutOfTime):
+            raise
+        except Exception:  # as in ``outputs_under``, which would raise it again
+            return None
+
     def _replayed(self, replay: Replay, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
-        prepared, dtype, _ = self._given
+        prepared = self._given[0]
         prepared.clock.check()
         if any(edit.site in self._scaled for one in hypotheses for edit in one.edits):
             raise Misfit("rows are scaled after what a lookup returns is edited")
         before = replay.made
         try:
-            exactly = in_fp64() if dtype is torch.float64 else nullcontext()
-            with torch.set_grad_enabled(self._differentiable), exactly:
+            with torch.set_grad_enabled(self._differentiable):
                 repeated = [one for one in hypotheses if any(one is other for other in self._last)]
                 self._last = tuple(hypotheses)
                 if len(hypotheses) > 1 and len(repeated) == 1 and repeated[0] is not self._beside[0]:
                     self._beside = repeated[0], self._changed(replay, repeated, None)
                 outputs = replay.outputs(self._changed(replay, hypotheses, self._beside[1]))
-                return {name: _as_returned(x, hypotheses) for name, x in outputs.items()}
+                with replay.exactly():
+                    return {name: _as_returned(x, hypotheses) for name, x in outputs.items()}
         finally:
             prepared.clock.advance((replay.made - before) / max(replay.calls, 1), self._share)
 
     def _changed(self, replay: Replay, hypotheses: Sequence[Hypothesis], beside: Change | None) -> Change:
-        return replay.changed(_all_edits(hypotheses), _read(self._parameters, hypotheses), beside)
+        with replay.exactly():
+            parameters = _read(self._parameters, hypotheses)
+        with _exchanged(self._places):
+            return replay.changed(_all_edits(hypotheses), parameters, beside)
 
     def _recorded(self) -> Replay | None:
         """Record a pass; return None if it cannot be made."""
         prepared, dtype, rows = self._given
         found: list[tuple[Trace, list[str]]] = []
+        _cast_if_other(prepared.reference, dtype)
+        self._parameters = {
+            name: nn.Parameter(x.detach(), x.requires_grad and self._differentiable)
+            for name, x in prepared.reference.named_parameters()
+        }
+        self._places = _places(prepared.reference, self._parameters)
+        inputs = self._with_leaves(prepared) if self._differentiable else None
 
         def around(call: ModuleCall) -> ModuleCall:
             def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                with tracing(module) as trace:
+                with _exchanged(self._places), tracing(module, self._differentiable) as trace:
                     returned = call(module, *args, **kwargs)
                     outputs = named_outputs(returned)
                     for x in outputs.values():
@@ -153,15 +185,17 @@ class Outputs:
 
             return recorded
 
-        if outputs_under(prepared, (Hypothesis("", "", "", around=around),), dtype, rows) is None:
+        recording = (Hypothesis("", "", "", around=around),)
+        if self._differentiable:
+            ran = differentiable_outputs(prepared, recording, inputs)
+        else:
+            ran = outputs_under(prepared, recording, dtype, rows)
+        if ran is None:
             return None
         ((trace, names),) = found
         for number in trace.buffers:  # a call may write to them, as that of a BatchNorm does
             trace.tensors[number] = trace.tensors[number].clone()
-        self._parameters = {name: x.detach() for name, x in prepared.reference.named_parameters()}
         returned = [trace.calls.pop().inputs[0] for _ in names]
-        if dtype is not torch.float64:  # a mode around all calls would take its time at each
-            trace.calls = [replace(call, function=in_blocks(call.function)) for call in trace.calls]
         if prepared.scales_lookups:
             scaled = ScaledLookups(prepared.dtype, prepared.evaluation)
             self._scaled = {call.site for call in trace.calls if is_lookup(call.function)}
@@ -169,14 +203,40 @@ class Outputs:
                 replace(call, function=scaled.around(call.function)) if call.site in self._scaled else call
                 for call in trace.calls
             ]
-        return Replay(trace, dict(zip(reversed(names), returned, strict=True)))
+        trace.calls = [self._by_itself(call, trace) for call in trace.calls]
+        exactly = all_in_fp64 if dtype is torch.float64 else nullcontext
+        return Replay(trace, dict(zip(reversed(names), returned, strict=True)), exactly)
+
+    def _with_leaves(self, prepared: Prepared) -> Any:
+        """Return the inputs as leaves of a graph, and note them and the parameters as such."""
+        self.leaves |= {("weight gradient", name): x for name, x in self._parameters.items() if x.requires_grad}
+
+        def leaf(x: Tensor) -> Tensor:
+            return x.detach().requires_grad_() if x.is_floating_point() else x
+
+        inputs = tree_map_only(Tensor, leaf, cast(prepared.inputs, torch.float64))
+        for name, x in named_inputs(inputs, prepared.input_names).items():
+            if x.requires_grad:
+                self.leaves["input gradient", name] = x
+        return inputs
+
+    def _by_itself(self, call: Call, trace: Trace) -> Call:
+        """Return a call that is made again as in the pass, where a mode around all calls took its time at each."""
+        if self._given[1] is not torch.float64:
+            return replace(call, function=in_blocks(call.function))
+        given, returned = tree_map_only(Value, trace.tensor, (tree_leaves((call.args, call.kwargs)), call.outputs))
+        function = in_fp64_if_needed(call.function, given, returned)
+        differentiated = any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        if differentiated and not any(x.requires_grad for x in returned):
+            function = torch.no_grad()(function)
+        return replace(call, function=function)
 
     def _is_faithful(self, replay: Replay) -> bool:
         """Return whether a replay computes what the reference does with parameters that all are a little different."""
         prepared, dtype, rows = self._given
         rng = Rng(0, "replay")
         moved = {
-            name: x * (1.0 + _MOVED * rng.normal(*x.shape).to(x))
+            name: x.detach() * (1.0 + _MOVED * rng.normal(*x.shape).to(x))
             for name, x in self._parameters.items()
             if x.is_floating_point()
         }
@@ -189,6 +249,67 @@ class Outputs:
         except Exception:
             return False
         return right is not None and all(torch.allclose(replayed[name], x, equal_nan=True) for name, x in right.items())
+
+
+class Passes:
+    """The reference's outputs and gradients in FP64 under hypotheses, as ``tensors_under`` returns them.
+
+    Of the forward pass only what these change is computed again, as far as ``Outputs`` can.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._outputs = None if prepared.evaluation else Outputs(prepared, torch.float64, differentiable=True)
+        if not self._is_faithful():
+            self._outputs = None
+
+    def under(
+        self, hypotheses: Sequence[Hypothesis], only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True
+    ) -> Tensors | None:
+        """Return all tensors; None if they cannot be computed; arguments as for ``tensors_under``."""
+        with suppress(Misfit):
+            return self._again(hypotheses, only_if)
+        return tensors_under(self._prepared, hypotheses, only_if=only_if)
+
+    def _again(
+        self, hypotheses: Sequence[Hypothesis], only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True
+    ) -> Tensors | None:
+        if self._outputs is None:
+            raise Misfit("gradients are not what they were recorded as")
+        outputs, leaves = self._outputs.again(hypotheses), self._outputs.leaves
+        if outputs is None or not only_if({name: x.detach() for name, x in outputs.items()}):
+            return None
+        self._prepared.clock.advance(BACKWARD)
+        reached = {name: x for name, x in outputs.items() if x.requires_grad}
+        cotangents = [self._prepared.cotangents[name].to(x.dtype) for name, x in reached.items()]
+        try:
+            found = torch.autograd.grad(
+                list(reached.values()), list(leaves.values()), cotangents, retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:
+            raise Misfit("the module may keep other tensors for its gradients") from error
+        tensors: Tensors = {("output", name): x.detach() for name, x in outputs.items()}
+        return tensors | {key: or_zero(x, leaves[key]) for key, x in zip(leaves, found, strict=True)}
+
+    def _is_faithful(self) -> bool:
+        """Return whether gradients are the reference's, with parameters that all are a little different."""
+        if self._outputs is None:
+            return False
+        rng = Rng(0, "gradients")
+        factors = {name: 1.0 + _MOVED * rng.normal(*x.shape) for (_, name), x in self._outputs.leaves.items()}
+
+        def moved(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: x * factors[name].to(x) for name, x in parameters.items() if name in factors}
+
+        under = (Hypothesis("", "", "", read=moved),)
+        right = tensors_under(self._prepared, under)
+        try:
+            again = self._again(under)
+        except Misfit:
+            return False
+        if right is None or again is None or right.keys() != again.keys():
+            return False
+        return all(torch.allclose(again[key], x, equal_nan=True) for key, x in right.items())
 
 
 def tensors_under(
@@ -313,23 +434,34 @@ def _read(parameters: Mapping[str, Tensor], hypotheses: Sequence[Hypothesis]) ->
 @contextmanager
 def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Within the context, the module computes with these tensors for its parameters, wherever they are tied."""
-    if not tensors:
+    with _exchanged(_places(module, tensors) if tensors else []):
         yield
-        return
-    places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+
+
+Place = tuple[dict[str, Any], str, Tensor]  # the parameters of a submodule, the name of one, and what it becomes
+
+
+def _places(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[Place]:
+    """Return the places where a module holds these parameters."""
+    found: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
     for submodule in module.modules():
         for leaf, parameter in submodule._parameters.items():
-            places[id(parameter)].append((submodule._parameters, leaf))
+            found[id(parameter)].append((submodule._parameters, leaf))
     parameters = dict(module.named_parameters())
+    return [(*place, tensor) for name, tensor in tensors.items() for place in found[id(parameters[name])]]
+
+
+@contextmanager
+def _exchanged(places: Sequence[Place]) -> Iterator[None]:
+    """Within the context, these places hold these tensors."""
+    before = [(holder, leaf, holder[leaf]) for holder, leaf, _ in places]
     try:
-        for name, tensor in tensors.items():
-            for holder, leaf in places[id(parameters[name])]:
-                holder[leaf] = tensor
+        for holder, leaf, tensor in places:
+            holder[leaf] = tensor
         yield
     finally:
-        for name in tensors:
-            for holder, leaf in places[id(parameters[name])]:
-                holder[leaf] = parameters[name]
+        for holder, leaf, parameter in before:
+            holder[leaf] = parameter
 
 
 # A recorded forward pass, computed again under a change.
@@ -363,10 +495,17 @@ class Replay:
     Attributes:
         made: how many calls have been made again.
         calls: how many were recorded.
+        exactly: the context within which calls return something else, and tensors are read otherwise.
     """
 
-    def __init__(self, trace: Trace, outputs: Mapping[str, Value]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        outputs: Mapping[str, Value],
+        exactly: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.made = 0
+        self.exactly = exactly
         self.calls = len(trace.calls)
         self._trace = trace
         self._outputs = outputs
@@ -445,7 +584,11 @@ class Replay:
         if edits and (step.call.name == "setitem" or not step.inputs.isdisjoint(step.outputs)):
             raise Misfit("a call returns what it is given")
         for one in edits:
-            result = one.compute(result, *(now[self._needed(value, i)] for value in one.needs))
+            needed = [now[self._needed(value, i)] for value in one.needs]
+            if one.detached is not None and torch.is_grad_enabled():
+                result = step.made(now, one.detached)
+            with self.exactly():
+                result = one.compute(result, *needed)
         return (result,) if isinstance(result, Tensor) else tensors_in(result)
 
     def _needed(self, value: Value, at: int) -> int:
@@ -476,14 +619,18 @@ class _Step:
         self._is_plain = len(self._places) == len(call.inputs)
         self._may_write = "out" in call.kwargs or changed_in_place(call.function, (Tensor(),), {}) is not None
 
-    def made(self, now: Sequence[Tensor]) -> Any:
-        """Make the call again, with what values are now; return the changed tensor if it changes one."""
+    def made(self, now: Sequence[Tensor], detached: int | None = None) -> Any:
+        """Make the call again, with what values are now, of which one may be detached; return the changed tensor if it
+        changes one.
+        """
         given, named = list(self._given), self.call.kwargs
         if self._is_plain:
             for i, number in self._places:
                 given[i] = now[number]
         else:
             given, named = mapped((given, named), lambda value: now[value.number], Value)
+        if detached is not None:
+            given, named = without_gradient((given, named), detached)
         if not self._may_write:
             return self.call.function(*given, **named)
         if "out" in named:

@@ -13,7 +13,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -213,14 +213,13 @@ def _one_by_one(tokens: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> T
 @contextmanager
 def in_fp64() -> Iterator[None]:
     """Within the context, a module in FP64 computes in nothing less, and long attention in blocks."""
-    with _calls_in_fp64(), _recomputed_alike():
+    with all_in_fp64(), _recomputed_alike():
         yield
 
 
-@contextmanager
-def _calls_in_fp64() -> Iterator[None]:
-    with _AllInFP64():
-        yield
+def all_in_fp64() -> TorchFunctionMode:
+    """Return the context ``in_fp64`` but for what is checkpointed."""
+    return _AllInFP64()
 
 
 @contextmanager
@@ -262,6 +261,28 @@ class _AllInFP64(_InFP64):
             with _InFP64(), in_blocks_and_one_by_one():
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def in_fp64_if_needed(function: Any, leaves: Sequence[Any], returned: Sequence[Tensor]) -> Any:
+    """Return a function that calls another one within ``in_fp64``; the same if that changes nothing.
+
+    Args:
+        function: of PyTorch.
+        leaves: what it is given, out of lists and dicts.
+        returned: the tensors that it returned.
+    """
+    given = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    is_special = function in (F.scaled_dot_product_attention, attention, Tensor.float, Tensor.type, *_GROUPED)
+    asks = is_special or any(x is torch.float32 for x in leaves) or any(x.dtype is not torch.float64 for x in given)
+    if not asks and (given or not any(x.is_floating_point() for x in returned)):
+        return function
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with all_in_fp64():
+            return function(*args, **kwargs)
+
+    return called
 
 
 def _has(dtype: torch.dtype, values: Iterable[Any]) -> bool:

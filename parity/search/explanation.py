@@ -21,7 +21,7 @@ from parity.mistakes.catalogue import hypotheses, is_our_own
 from parity.mistakes.codes import CODES, UNEXPLAINED, finding
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.layers import unused_parameters
-from parity.mistakes.under import outputs_under, tensors_under
+from parity.mistakes.under import Passes, outputs_under
 from parity.numerics.errors import Deviations, in_fp32
 from parity.numerics.golden import in_fp64
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, tensors_of
@@ -144,6 +144,7 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
     prepared = failure.prepared
     observed = _observed(failure)
     outputs = [one for one in observed if one[0].kind == "output"]
+    passes = Passes(prepared)
     for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace)):
         if budget.spent():
             return
@@ -152,7 +153,7 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
             tensors: Tensors = {("output", name): x for name, x in computed.items()}
             return all(one.away <= PRESENT for one in _shown(mistake, outputs, failure.golden, tensors))
 
-        tensors = tensors_under(prepared, (mistake,), only_if=is_in_outputs)
+        tensors = passes.under((mistake,), is_in_outputs)
         shown = [] if tensors is None else list(_shown(mistake, observed, failure.golden, tensors))
         if shown and all(one.away <= PRESENT for one in shown):
             yield max(shown, key=lambda one: one.worth)
@@ -316,8 +317,10 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
     # What a filter finds in a loud error, and the search has not confirmed, is a part of another mistake's.
-    # A loud error's cause helps where it is tried.
-    quiet, among = ((), screened.helping) if is_loud(of_drawn) else (by_filter, None)
+    # A loud error's cause helps where it is tried, also where gradients are what is loud.
+    quiet = () if is_loud(of_drawn) else by_filter
+    by_gradients = outputs_tell_little(of_drawn) and is_loud(of_drawn, of_drawn.results)
+    among = screened.helping if is_loud(of_drawn) or by_gradients else None
     filtered = dataclasses.replace(of_drawn, among=among)
     known_by_filter = quiet or tuple(in_time(lambda: local_filter_findings(filtered)))
     if known_by_filter or on_probe is None or of_drawn.prepared.clock.ended:

@@ -65,9 +65,9 @@ class Explanation:
         return self.left is None
 
 
-def is_loud(failure: Failure) -> bool:
-    """Return whether the norm of an output's error alone is too large."""
-    return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in failure.outputs)
+def is_loud(failure: Failure, among: Sequence[TensorResult] = ()) -> bool:
+    """Return whether the norm of an output's error alone is too large, or that of a tensor among these."""
+    return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in among or failure.outputs)
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.alternatives import SMALL
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
-from parity.mistakes.under import BACKWARD, Outputs, differentiable_outputs, outputs_under, tensors_under
+from parity.mistakes.under import BACKWARD, Outputs, Passes, differentiable_outputs, outputs_under
 from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.result import Kind
@@ -528,7 +528,7 @@ class GradientScreen:
     """
 
     def __init__(self, failure: Failure) -> None:
-        self._prepared = failure.prepared
+        self._passes = Passes(failure.prepared)
         self._golden = failure.golden
         self._candidate = {key: x.double() for key, x in failure.candidate.items()}
         self._tolerances = {one.key: one.tolerance_relative_l2 for one in failure.results}
@@ -549,7 +549,7 @@ class GradientScreen:
         for combination in while_it_lasts(combinations, budget):
             # A mistake made at one of several places, or with another number, may be a part of what is wrong.
             most = _PARTIAL if any(one.place or one.tuned for one in combination) else _HELPS
-            tensors = tensors_under(self._prepared, combination, only_if=partial(self._are_near, most))
+            tensors = self._passes.under(combination, partial(self._are_near, most))
             if tensors is not None:
                 share = _mean(self._errors(tensors)) / max(_mean(self._before), TINY)
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:

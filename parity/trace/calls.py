@@ -35,9 +35,14 @@ class Misfit(RuntimeError):
 
 
 @contextmanager
-def tracing(module: nn.Module) -> Iterator[Trace]:
-    """Within the context, add the calls of ``module`` to the trace, which is complete afterwards."""
-    recorder = _Recorder(module)
+def tracing(module: nn.Module, with_graph: bool = False) -> Iterator[Trace]:
+    """Within the context, add the calls of ``module`` to the trace, which is complete afterwards.
+
+    Args:
+        module: whose calls.
+        with_graph: whether tensors are kept with the graph that autograd needs, and not detached.
+    """
+    recorder = _Recorder(module, with_graph)
     with _counting(module, recorder.frames), recorder:
         yield recorder.trace
 
@@ -96,10 +101,11 @@ def _counting(module: nn.Module, frames: _Frames) -> Iterator[None]:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, with_graph: bool) -> None:
         super().__init__()
         self.frames = _Frames()
         self.trace = Trace()
+        self._with_graph = with_graph
         self._numbers: dict[int, Value] = {}
         self._written: dict[int, Call] = {}  # by a tensor's id: the call that last wrote into it through another tensor
         self._alive: list[Tensor] = []  # so that no id is given out again
@@ -149,7 +155,7 @@ class _Recorder(TorchFunctionMode):
         value = Value(len(self.trace.tensors), where.site, where.position, where.returned)
         self._numbers[id(tensor)] = value
         self._alive.append(tensor)
-        self.trace.tensors.append(tensor.detach())
+        self.trace.tensors.append(tensor if self._with_graph else tensor.detach())
         names, name = self._names.get(id(tensor), (None, ""))
         if names is not None:
             names[value.number] = name
@@ -210,7 +216,7 @@ class _Editor(TorchFunctionMode):
             result = result.clone()  # the gradient of an edit may need it as it is
         for one in edits:
             if one.detached is not None:
-                given, named = _without_gradient((args, kwargs), one.detached)
+                given, named = without_gradient((args, kwargs), one.detached)
                 result = func(*given, **named)
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
         if in_place and changed is not None:
@@ -237,7 +243,7 @@ class _Editor(TorchFunctionMode):
         return self._found[value.number]
 
 
-def _without_gradient(arguments: Any, position: int) -> Any:
+def without_gradient(arguments: Any, position: int) -> Any:
     """Return the arguments of a call, with one tensor among them detached."""
     leaves, structure = tree_flatten(arguments)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -141,7 +141,7 @@ class Trace:
 
     Attributes:
         calls: those that return or change tensors.
-        tensors: each value's tensor, detached.
+        tensors: each value's tensor, detached unless it was recorded with its graph.
         parameters: names of the values that are parameters, by number.
         buffers: names of the values that are buffers, by number.
         optimizers: those of ``torch.optim`` that made steps.
@@ -187,7 +187,7 @@ class Trace:
         return self._users.get(value.number, [])
 
     def tensor(self, value: Value) -> Tensor:
-        """Return a value's tensor, detached."""
+        """Return a value's tensor."""
         return self.tensors[value.number]
 
     def parameter(self, value: Any) -> str | None:

@@ -21,10 +21,11 @@ from parity.judge.directions import subtle_hypotheses
 from parity.lab.zoo.catalogue import HOSTS
 from parity.mistakes.catalogue import hypotheses
 from parity.mistakes.hypothesis import Hypothesis
-from parity.mistakes.under import Outputs, outputs_under
+from parity.mistakes.under import Outputs, Passes, outputs_under, tensors_under
 from parity.passes.nominal_clock import Clock, work_of
 from parity.passes.prepare import calls_of, prepare
 from parity.trace.calls import Products, tracing
+from parity.trace.trace import detached, edit
 
 # A trace follows values through writes into a part of their memory.
 
@@ -320,3 +321,78 @@ def test_on_probing_inputs_rows_of_tables_are_scaled_where_only_a_part_is_comput
         for name, output in (whole or {}).items():
             torch.testing.assert_close(by_parts[name], output, equal_nan=True, msg=mistake.name)  # type: ignore[index]
     assert min(moved) < 0.5 * prepared.clock.forward.seconds()
+
+
+@pytest.mark.parametrize("host", ["gelu_mlp", "llama_layer", "model_with_loss"])
+def test_every_mistake_changes_the_gradients_as_in_a_whole_pass(host: str) -> None:
+    kernels, case = te.kernels("cpu"), HOSTS[host]
+    checked = check_case(case, kernels.te)[0]
+    prepared = prepare(case, checked, torch.float32, 0, kernels)
+    passes = Passes(prepared)
+    for mistake in list(hypotheses(prepared, calls_of(prepared).trace))[::3]:
+        by_parts, whole = passes.under((mistake,)), tensors_under(prepared, (mistake,))
+        assert (by_parts is None) == (whole is None), mistake
+        for key, tensor in (whole or {}).items():
+            assert by_parts is not None
+            torch.testing.assert_close(by_parts[key], tensor, equal_nan=True, msg=f"{mistake.name}: {key}")
+
+
+def _without_gradient_in_part(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        size = x.abs().amax(-1, keepdim=True)
+    return x / size
+
+
+def _in_place(x: Tensor) -> Tensor:
+    y = x * 1.0
+    y.mul_(x.sin())
+    y[:, 2] = 0.0
+    return y.exp()
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2.0 * gradient
+
+
+class Between(nn.Module):
+    """A function between two layers, and the sum of both sides."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(4, 4), nn.Linear(4, 4), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return y + self.second(self.between(y))
+
+
+@pytest.mark.parametrize("between", [torch.tanh, _without_gradient_in_part, _in_place, _Doubled.apply])
+@pytest.mark.parametrize("what", ["other weights", "weights without gradient", "another activation", "a detached path"])
+def test_gradients_are_those_of_the_module_however_it_computes(between: Callable[[Tensor], Tensor], what: str) -> None:
+    module = Between(between).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    with tracing(module) as trace:
+        module(x)
+    layer = next(call for call in trace.calls if call.site[0] == "second" and call.name == "linear")
+    name = "first.weight"
+    made = {
+        "other weights": Hypothesis("", "", "", read=lambda parameters: {name: 2.0 * parameters[name]}),
+        "weights without gradient": Hypothesis("", "", "", read=lambda parameters: {name: parameters[name].detach()}),
+        "another activation": Hypothesis("", "", "", (edit(layer, (), torch.sin),)),
+        "a detached path": Hypothesis("", "", "", (detached(layer, layer.inputs[0]),)),
+    }[what]
+    given = {"call": None, "inputs": (x,), "input_names": ("x",), "clock": Clock(), "scales_lookups": False}
+    given |= {"evaluation": False, "cotangents": {"output": torch.randn(3, 4, dtype=torch.float64)}}
+    prepared: Any = SimpleNamespace(reference=module, **given)
+    by_parts, whole = Passes(prepared).under((made,)), tensors_under(prepared, (made,))
+    assert by_parts is not None
+    assert whole is not None
+    assert by_parts.keys() == whole.keys()
+    for key, tensor in whole.items():
+        torch.testing.assert_close(by_parts[key], tensor)
