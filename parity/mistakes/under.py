@@ -537,28 +537,31 @@ class Replay:
         for number, tensor in known.values.items():
             now[number] = tensor
         found: dict[int, Tensor] = {}
-        reached = bytearray(self.calls)
+        to_make = bytearray(self.calls)
+        given_others = {self._place(one.site) for one in known.edits}
 
         def put(number: int, tensor: Tensor) -> None:
             if number in self._trace.read or tensor.shape != self._shapes[number]:
                 raise Misfit("the module may make other calls")
             found[number] = now[number] = tensor
             for reader in self._readers.get(number, ()):
-                reached[reader] = True
+                to_make[reader] = True
+                given_others.add(reader)
 
         for name, tensor in parameters.items():
             if name not in known.parameters or not torch.equal(known.parameters[name], tensor):
                 for number in self._parameters.get(name, ()):
                     put(number, tensor)
         edits_at = grouped(edits, lambda one: self._place(one.site))
-        known_at = {self._place(one.site) for one in known.edits}
-        begins = {self._place(one.site) for one in edits if one not in known.edits}
-        for i, step in enumerate(self._steps):
-            if reached[i] or i in begins:
-                is_given_others = bool(reached[i]) or i in known_at
-                results = self._made(i, edits_at.get(i, ()), now, is_given_others)
-                for number, tensor in zip(step.outputs, results, strict=True):
-                    put(number, tensor)
+        for one in edits:
+            if one not in known.edits:
+                to_make[self._place(one.site)] = True
+        at = to_make.find(True)
+        while at >= 0:
+            results = self._made(at, edits_at.get(at, ()), now, at in given_others)
+            for number, tensor in zip(self._steps[at].outputs, results, strict=True):
+                put(number, tensor)
+            at = to_make.find(True, at + 1)
         return Change(edits, parameters, {**known.values, **found})
 
     def outputs(self, change: Change) -> dict[str, Tensor]:
@@ -616,7 +619,8 @@ class _Step:
         self.writes_unseen = False
         self._given = list(call.args)
         self._places = [(i, x.number) for i, x in enumerate(call.args) if isinstance(x, Value)]
-        self._is_plain = len(self._places) == len(call.inputs)
+        self._lists = [i for i, x in enumerate(call.args) if not isinstance(x, Value) and _holds_values(x)]
+        self._names_values = _holds_values(call.kwargs)
         self._may_write = "out" in call.kwargs or changed_in_place(call.function, (Tensor(),), {}) is not None
 
     def made(self, now: Sequence[Tensor], detached: int | None = None) -> Any:
@@ -624,11 +628,12 @@ class _Step:
         changes one.
         """
         given, named = list(self._given), self.call.kwargs
-        if self._is_plain:
-            for i, number in self._places:
-                given[i] = now[number]
-        else:
-            given, named = mapped((given, named), lambda value: now[value.number], Value)
+        for i, number in self._places:
+            given[i] = now[number]
+        for i in self._lists:
+            given[i] = mapped(given[i], lambda value: now[value.number], Value)
+        if self._names_values:
+            named = mapped(named, lambda value: now[value.number], Value)
         if detached is not None:
             given, named = without_gradient((given, named), detached)
         if not self._may_write:
@@ -638,3 +643,7 @@ class _Step:
         given[0] = given[0].clone()
         self.call.function(*given, **named)
         return given[0]
+
+
+def _holds_values(tree: Any) -> bool:
+    return any(isinstance(leaf, Value) for leaf in tree_leaves(tree))
