@@ -609,6 +609,7 @@ _FINE = 0.002  # constants whose logarithms are so near are the same, if one of 
 _HOPELESS = 0.1  # with a constant known so finely, the right one leaves less than this share of the error
 _WINDOWS = 3  # so many ranges are searched, one beyond the other
 _AS_GOOD = 1.05  # a plainer constant may leave so many times the error that the best one leaves
+_AS_MUCH = 0.9  # but must explain this share of the error's square that the best one explains
 _INDISTINCT = 1.5  # the same if no more is left than a faithful port has
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # if the best constant is beyond this share of the range, the right one may be outside of it
@@ -718,6 +719,11 @@ def _line_search(
 
 
 def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
-    """Return whether a plainer constant leaves as little, or so little that only rounding tells the two apart."""
+    """Return whether a plainer constant leaves as little and explains as much, or leaves so little that only rounding
+    tells the two apart.
+
+    Where noise is most of the error, every constant leaves about as much.
+    """
     leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
-    return share < _AS_GOOD * best[0] or leaves_rounding
+    explains = 1.0 - share**2 >= _AS_MUCH * (1.0 - best[0] ** 2)
+    return (share < _AS_GOOD * best[0] and explains) or leaves_rounding
