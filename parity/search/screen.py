@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.mistakes.alternatives import SMALL
-from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
+from parity.mistakes.hypothesis import Hypothesis, ReadWeights
 from parity.mistakes.under import BACKWARD, Outputs, Passes, differentiable_outputs, outputs_under
 from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
@@ -76,6 +77,15 @@ class Effects:
     def note(self, one: Hypothesis, effects: Sequence[Tensor]) -> None:
         """Note what a mistake does to each tensor, given all its elements."""
         self.known[one] = _sample(effects)
+
+    def multiple(self, one: Hypothesis) -> tuple[float, float]:
+        """Return the factor of a mistake's effect that explains most of the error, and the share that it leaves."""
+        effect = self.known.get(one)
+        square = 0.0 if effect is None else norm_of(effect) ** 2
+        if effect is None or not square:
+            return 0.0, 1.0
+        factor = (effect @ self.error).item() / square
+        return factor, norm_of(self.error - factor * effect) / max(norm_of(self.error), TINY)
 
     def beside(self, first: Hypothesis, known: Sequence[Hypothesis]) -> list[Hypothesis]:
         """Return the mistakes that may hold beside another one: all if that leaves little of the error, else those
@@ -600,10 +610,11 @@ HELPS = 0.9  # a partial explanation must bring the error below this share of wh
 HELPS_LITTLE = 0.999  # the same if the norm of no output's error is too large: what is wrong is below its noise
 _MOST = 6  # mistakes whose constant is looked for
 _ROUNDS = 2  # how often both constants of a pair are looked for: each depends on the other
-_MOST_ALIKE = 2  # how many of these may be of one kind: the right place of a factor may not help most at first
+_MOST_ALIKE = 3  # how many of these may be of one kind: the right place of a factor may not help most at first
 _RANGE = math.log(8.0)  # the constant may be off by this much, either way
 _FAR = math.log(1000.0)  # the same if a known constant points the right way, but explains little
 _STEPS = 30
+_LARGEST_MULTIPLE = 1.5  # of an effect: a constant that does more is farther away, if what it does is about linear
 _NEARBY = math.log(1.25)  # the same if a known constant explains the error: the port's own may lie beside it
 _FINE = 0.002  # constants whose logarithms are so near are the same, if one of them is exact enough
 _HOPELESS = 0.1  # with a constant known so finely, the right one leaves less than this share of the error
@@ -611,6 +622,7 @@ _WINDOWS = 3  # so many ranges are searched, one beyond the other
 _AS_GOOD = 1.05  # a plainer constant may leave so many times the error that the best one leaves
 _AS_MUCH = 0.9  # but must explain this share of the error's square that the best one explains
 _INDISTINCT = 1.5  # the same if no more is left than a faithful port has
+_NUMBER = re.compile(r"-?\d[\d.]*(?:e[+-]?\d+)?")  # in a mistake's name
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # if the best constant is beyond this share of the range, the right one may be outside of it
 _PROMISING_STEPS = 10  # after so many steps a constant that explains has brought the error down to ``EXACT``
@@ -622,20 +634,36 @@ def tuned(
 ) -> list[Ranked]:
     """Return the mistakes that are about a constant and help most, with the constant that leaves the smallest error.
 
-    No more than ``most_alike`` are of one kind.
+    No more than ``most_alike`` are of one kind. A known constant that is farther from the reference's than the port's
+    is leaves more than there was, though a multiple of its effect explains the error.
     """
-    found: list[tuple[Hypothesis, float]] = []
-    alike: Counter[tuple[str, Scope, str]] = Counter()
+    helping: dict[Hashable, list[tuple[float, float, Hypothesis, float]]] = defaultdict(list)
     for share, (one,) in ranked:
-        if one.tuned is not None and one.value is not None and share < HELPS_LITTLE:
-            setting, is_one, _ = one.name.partition("=")  # an optimizer has several
-            kind = one.title, one.scope, setting if is_one else ""
-            alike[kind] += 1
-            if alike[kind] <= most_alike:
-                found.append((one, _RANGE if share < HELPS else _FAR))
+        factor, left = screen.effects.multiple(one)
+        is_near = share >= HELPS and abs(factor) < _LARGEST_MULTIPLE
+        least = min(share, left) if is_near else share
+        if one.tuned is not None and one.value is not None and least < HELPS_LITTLE:
+            off = abs(math.log(max(abs(factor), TINY))) if is_near else 0.0  # from the constant that does as much
+            reach = _RANGE if share < HELPS else _NEARBY if is_near else _FAR
+            what = _but_for_its_number(one), _NUMBER.sub("#", one.name)  # one place may have several numbers
+            helping[what].append((off, least, one, reach))
+    nearest = [min(some, key=lambda entry: entry[:2]) for some in helping.values()]
+    found: list[tuple[Hypothesis, float]] = []
+    alike: Counter[Hashable] = Counter()
+    for _, _, one, reach in sorted(nearest, key=lambda entry: entry[1]):
+        kind = one.title, one.scope, _setting(one)
+        alike[kind] += 1
+        if alike[kind] <= most_alike:
+            found.append((one, reach))
     best = [_line_search(screen, *one, budget) for one in found[:_MOST]]
     # Few are computed in full: one constant of each mistake comes first.
     return [entry for entries in best for entry in entries[:1]] + [entry for entries in best for entry in entries[1:]]
+
+
+def _setting(one: Hypothesis) -> str:
+    """Return which of several settings, as of an optimizer, a mistake is about; an empty text if it has no name."""
+    setting, is_one, _ = one.name.partition("=")
+    return setting if is_one else ""
 
 
 def tuned_pairs(
@@ -709,11 +737,12 @@ def _line_search(
     best = min(tried, key=share)
     power_of_two = round(best / math.log(2.0)) * math.log(2.0)
     one_digit, two_digits, *more = (math.log(float(f"{math.exp(best):.{digits}e}")) for digits in range(_DIGITS))
-    one_over_two_digits = -math.log(float(f"{math.exp(-best):.1e}"))  # as a scale of 1/48
+    inverse = float(f"{math.exp(-best):.1e}")
+    one_over_integer = -math.log(inverse if inverse >= 10.0 else max(round(inverse), 1))  # as a scale of 1/48
     plainest = [one_digit, power_of_two]
     if best > math.log(SMALL):
         plainest.sort(key=share)
-    plain = (*plainest, *sorted((two_digits, one_over_two_digits), key=share), *more)
+    plain = (*plainest, *sorted((two_digits, one_over_integer), key=share), *more)
     chosen = next((number for number in plain if _is_as_good(screen, share(number), tried[best])), best)
     return [tried[number] for number in dict.fromkeys((chosen, best)) if math.isfinite(share(number))]
 

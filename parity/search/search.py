@@ -80,6 +80,7 @@ _FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
 _PARTS_THEMSELVES = 0.7  # of the budget for parts: the rest is for their constants
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
+_TO_VERIFY = 0.1  # of the error's square beyond what rounding costs: what explains less is not computed in full
 _VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell the right one from others
 _LIKELY_PAIRS = 16  # pairs of mistakes, by what each does alone
 _TUNED = 2  # how many of them have their constants looked for
@@ -105,11 +106,13 @@ class _Search:
         failure: the failure to explain.
         screen: ranks hypotheses, before any is computed in full.
         verified: computes a combination in full, each only once.
+        by_gradients: ranks hypotheses by all failed tensors.
     """
 
     failure: Failure
     screen: Screen | GradientScreen
     verified: Callable[[tuple[Hypothesis, ...]], Explanation | None]
+    by_gradients: Callable[[], GradientScreen]
 
 
 @dataclass
@@ -147,7 +150,7 @@ def explanations(
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
-    search = _Search(failure, screen, cache(partial(verified, failure)))
+    search = _Search(failure, screen, cache(partial(verified, failure)), cache(partial(GradientScreen, failure)))
     ranked: list[Ranked] = []
     with_constants: list[Ranked] = []
     tried: set[Hypothesis] = set()
@@ -205,13 +208,27 @@ def _by_stages(
                 at_several = _at_several(known, some, tried)
                 found = _complete(_screened(search, at_several, some, budget.more(_FOR_SEVERAL)), almost)
             for_constants = min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds)
-            fitted = [] if found else tuned(search.screen, some, for_constants)
-            found = found or _complete(_verified(search, fitted, spend), almost)
+            if not found or not is_loud(search.failure):
+                fitted = tuned(search.screen, some, for_constants)
+                better = _verified(search, fitted, spend)
+                if not any(one.complete for one in better):
+                    better = _verified(search, _refitted(search, fitted, spend), spend) + better
+                found = _complete(_clearly_better(better, found), almost) or found
             if found:
                 return found
             with_constants += fitted
     ranked += sorted((entry for some in of_stages for entry in some), key=lambda entry: entry[0])
     return []
+
+
+def _clearly_better(some: list[Explanation], others: list[Explanation]) -> list[Explanation]:
+    """Return those that fit better than others do, by more than rounding; all if there are no others.
+
+    Where an error is below its noise, a mistake with a known constant may pass that is none, before the right one's
+    constant is looked for.
+    """
+    best = min((one.misfit for one in others), default=math.inf)
+    return [one for one in some if not others or (one.complete and AS_WELL * one.misfit < best)]
 
 
 def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Explanation]:
@@ -419,7 +436,7 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
     """Return the explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
     failure, by_gradients = search.failure, outputs_tell_little(search.failure)
-    enough = HELPS if is_loud(failure) or by_gradients else HELPS_LITTLE
+    enough = _enough(failure, _TO_VERIFY)
     helping = [combination for share, combination in ranked if share < enough]
     most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
     with suppress(OutOfTime):
@@ -434,6 +451,42 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
     best = min((one.misfit for one in found if one.complete), default=math.inf)
     # What fits as well, up to rounding, stays in the order of the screen, in which none is first by chance alone.
     return sorted(found, key=lambda one: (not one.complete, max(one.misfit, AS_WELL * best)))
+
+
+def _refitted(search: _Search, fitted: Sequence[Ranked], budget: Budget) -> list[Ranked]:
+    """Return the fitted mistakes that help most with the constants that fit all failed tensors best.
+
+    The screen fits outputs, of one row, and rounding may put the best constant there beside the right one.
+    """
+    if isinstance(search.screen, GradientScreen):
+        return []
+    enough = _enough(search.failure, 1.0 - HELPS**2)
+    helping = {(one[0].title, one[0].scope, one[0].place): one for share, one in reversed(fitted) if share < enough}
+    if not helping or budget.spent():
+        return []
+    screen = search.by_gradients()
+    return [
+        entry
+        for one, *others in helping.values()
+        if not others
+        for entry in sharper(screen, (math.inf, (one,)), budget)  # whatever it leaves
+    ]
+
+
+def _enough(failure: Failure, explained: float) -> float:
+    """Return the share of the error that a mistake leaves which explains so much of the square beyond rounding's."""
+    by_gradients = outputs_tell_little(failure)
+    if not is_loud(failure) and not by_gradients:
+        return HELPS_LITTLE
+    results = [one for one in failure.results if not one.passed and one.finite] if by_gradients else failure.outputs
+    error, noise = (
+        math.hypot(
+            *(x.relative_l2 / max(one.tolerance_relative_l2, TINY) for x, one in zip(some, results, strict=True))
+        )
+        for some in ([one.errors for one in results], [one.expected for one in results])
+    )
+    beyond = max(1.0 - (noise / max(error, TINY)) ** 2, 0.0)
+    return min(math.sqrt(1.0 - explained * beyond), HELPS_LITTLE)
 
 
 def _are_nearly_one(some: tuple[Hypothesis, ...], others: tuple[Hypothesis, ...]) -> bool:
