@@ -622,6 +622,7 @@ _WINDOWS = 3  # so many ranges are searched, one beyond the other
 _AS_GOOD = 1.05  # a plainer constant may leave so many times the error that the best one leaves
 _AS_MUCH = 0.9  # but must explain this share of the error's square that the best one explains
 _INDISTINCT = 1.5  # the same if no more is left than a faithful port has
+_ABOUT_EQUAL = 10  # shares whose logarithms agree to a tenth are; the constant with the likelier effect is first
 _NUMBER = re.compile(r"-?\d[\d.]*(?:e[+-]?\d+)?")  # in a mistake's name
 _DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
 _AT_THE_EDGE = 0.9  # if the best constant is beyond this share of the range, the right one may be outside of it
@@ -637,20 +638,20 @@ def tuned(
     No more than ``most_alike`` are of one kind. A known constant that is farther from the reference's than the port's
     is leaves more than there was, though a multiple of its effect explains the error.
     """
-    helping: dict[Hashable, list[tuple[float, float, Hypothesis, float]]] = defaultdict(list)
+    helping: dict[Hashable, list[tuple[int, float, Hypothesis, float]]] = defaultdict(list)
     for share, (one,) in ranked:
         factor, left = screen.effects.multiple(one)
         is_near = share >= HELPS and abs(factor) < _LARGEST_MULTIPLE
-        least = min(share, left) if is_near else share
+        least = max(min(share, left) if is_near or share < HELPS else share, TINY)
         if one.tuned is not None and one.value is not None and least < HELPS_LITTLE:
-            off = abs(math.log(max(abs(factor), TINY))) if is_near else 0.0  # from the constant that does as much
+            off = abs(math.log(max(abs(factor), TINY)))  # of the constant from the one that does as much as the error
             reach = _RANGE if share < HELPS else _NEARBY if is_near else _FAR
             what = _but_for_its_number(one), _NUMBER.sub("#", one.name)  # one place may have several numbers
-            helping[what].append((off, least, one, reach))
-    nearest = [min(some, key=lambda entry: entry[:2]) for some in helping.values()]
+            helping[what].append((round(_ABOUT_EQUAL * math.log(least)), off, one, reach))
+    nearest = [min(some, key=lambda entry: (entry[3] != _RANGE, *entry[1::-1])) for some in helping.values()]
     found: list[tuple[Hypothesis, float]] = []
     alike: Counter[Hashable] = Counter()
-    for _, _, one, reach in sorted(nearest, key=lambda entry: entry[1]):
+    for _, _, one, reach in sorted(nearest, key=lambda entry: entry[:2]):
         kind = one.title, one.scope, _setting(one)
         alike[kind] += 1
         if alike[kind] <= most_alike:

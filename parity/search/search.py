@@ -90,6 +90,7 @@ _NEARLY_ONE = 0.1  # constants so near are not told both
 AS_WELL = 1.02
 """Explanations whose misfits differ by less fit as well as each other."""
 
+_FAR_BETTER = 1.1  # a fitted constant comes before a known one only if that leaves so many times as much
 _DIGITS = 3  # partial explanations do the same if the shares of the error that they leave agree in so many digits
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
 _BY_A_CONSTANT = 0.01  # the same if its constant was fitted: the best eps or factor takes some of almost any error
@@ -222,13 +223,14 @@ def _by_stages(
 
 
 def _clearly_better(some: list[Explanation], others: list[Explanation]) -> list[Explanation]:
-    """Return those that fit better than others do, by more than rounding; all if there are no others.
+    """Return complete explanations that fit far better than others do, before these; all if there are no others.
 
     Where an error is below its noise, a mistake with a known constant may pass that is none, before the right one's
     constant is looked for.
     """
     best = min((one.misfit for one in others), default=math.inf)
-    return [one for one in some if not others or (one.complete and AS_WELL * one.misfit < best)]
+    better = [one for one in some if not others or (one.complete and _FAR_BETTER * one.misfit < best)]
+    return [*better, *others] if better else []
 
 
 def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Explanation]:
