@@ -235,6 +235,35 @@ def test_another_factor_is_told_with_both(right, scale, title):
     assert result.passed or f"multiply by {right:g}" in result.findings[0].message
 
 
+class Multiplied(nn.Module):
+    """Branches that are added to the stream times one number, as Granite's are."""
+
+    def __init__(self, linear: Any, layers: int, residual: float) -> None:
+        super().__init__()
+        self.layers, self.residual = nn.ModuleList(linear(WIDTH, WIDTH) for _ in range(layers)), residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) * self.residual
+        return x
+
+
+@pytest.mark.parametrize(
+    ("layers", "right", "residual", "precision"),
+    [
+        (2, 0.25, 0.24, "fp8_current"),  # whose noise hides in outputs by how much the number is off
+        (4, 0.25, 0.235, "fp8_current"),
+        (3, 0.4, 0.42, "fp8_current"),
+        (4, 0.25, 0.26, "bf16"),
+        (4, 0.25, 0.26, "fp32"),
+    ],
+)
+def test_a_factor_near_the_references_is_told(layers, right, residual, precision):
+    inputs = normal((512, WIDTH))
+    result = twins(Multiplied, dict(residual=residual), inputs, precision, dict(layers=layers, residual=right))
+    tells_only(result, "factor", f"multiply by {right:g}, as the reference does; the factor is {residual:g}")
+
+
 # Sums that take the norm of a branch's input in the place of the stream.
 
 
