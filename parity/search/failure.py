@@ -106,7 +106,7 @@ def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
 _FEW = 32  # elements
 # A comparison takes so many of the reference's forward passes: golden, the rounding models, the candidate, probing
 # inputs, kernels' freedoms, each with gradients (57 to 426 were measured for decoder layers, most at FP8).
-_PASSES_A_CHECK = 300
+_PASSES_A_CHECK = 400
 # A shorter check counts for so many seconds: small modules have as many mistakes.
 _SHORTEST_CHECK = 1.0
 

@@ -78,14 +78,16 @@ class Effects:
         """Note what a mistake does to each tensor, given all its elements."""
         self.known[one] = _sample(effects)
 
-    def multiple(self, one: Hypothesis) -> tuple[float, float]:
-        """Return the factor of a mistake's effect that explains most of the error, and the share that it leaves."""
-        effect = self.known.get(one)
-        square = 0.0 if effect is None else norm_of(effect) ** 2
-        if effect is None or not square:
-            return 0.0, 1.0
-        factor = (effect @ self.error).item() / square
-        return factor, norm_of(self.error - factor * effect) / max(norm_of(self.error), TINY)
+    def multiples(self, ones: Sequence[Hypothesis]) -> tuple[list[float], float]:
+        """Return the factors of mistakes' effects that together explain most of the error, and the share left.
+
+        An effect that is not known may explain all of it.
+        """
+        if any(one not in self.known for one in ones):
+            return [1.0] * len(ones), 0.0
+        effects, error = torch.stack([self.known[one] for one in ones]).double(), self.error.double()
+        factors = torch.linalg.pinv(effects @ effects.T) @ (effects @ error)
+        return factors.tolist(), norm_of(error - factors @ effects) / max(norm_of(error), TINY)
 
     def beside(self, first: Hypothesis, known: Sequence[Hypothesis]) -> list[Hypothesis]:
         """Return the mistakes that may hold beside another one: all if that leaves little of the error, else those
@@ -614,7 +616,7 @@ _MOST_ALIKE = 3  # how many of these may be of one kind: the right place of a fa
 _RANGE = math.log(8.0)  # the constant may be off by this much, either way
 _FAR = math.log(1000.0)  # the same if a known constant points the right way, but explains little
 _STEPS = 30
-_LARGEST_MULTIPLE = 1.5  # of an effect: a constant that does more is farther away, if what it does is about linear
+_MULTIPLES = 0.4, 1.5  # of the effect of a constant near by, if effects are about linear; else it is farther away
 _NEARBY = math.log(1.25)  # the same if a known constant explains the error: the port's own may lie beside it
 _FINE = 0.002  # constants whose logarithms are so near are the same, if one of them is exact enough
 _HOPELESS = 0.1  # with a constant known so finely, the right one leaves less than this share of the error
@@ -631,34 +633,68 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 def tuned(
-    screen: Screen | GradientScreen, ranked: Sequence[Ranked], budget: Budget, most_alike: int = _MOST_ALIKE
+    screen: Screen | GradientScreen,
+    ranked: Sequence[Ranked],
+    budget: Budget,
+    enough: float,
+    most_alike: int = _MOST_ALIKE,
 ) -> list[Ranked]:
     """Return the mistakes that are about a constant and help most, with the constant that leaves the smallest error.
 
     No more than ``most_alike`` are of one kind. A known constant that is farther from the reference's than the port's
-    is leaves more than there was, though a multiple of its effect explains the error.
+    is leaves more than there was, though a multiple of its effect explains the error; of that, it must leave less than
+    ``enough``.
     """
-    helping: dict[Hashable, list[tuple[int, float, Hypothesis, float]]] = defaultdict(list)
+    by_place: dict[Hashable, list[_Known]] = defaultdict(list)
     for share, (one,) in ranked:
-        factor, left = screen.effects.multiple(one)
-        is_near = share >= HELPS and abs(factor) < _LARGEST_MULTIPLE
-        least = max(min(share, left) if is_near or share < HELPS else share, TINY)
-        if one.tuned is not None and one.value is not None and least < HELPS_LITTLE:
-            off = abs(math.log(max(abs(factor), TINY)))  # of the constant from the one that does as much as the error
-            reach = _RANGE if share < HELPS else _NEARBY if is_near else _FAR
-            what = _but_for_its_number(one), _NUMBER.sub("#", one.name)  # one place may have several numbers
-            helping[what].append((round(_ABOUT_EQUAL * math.log(least)), off, one, reach))
-    nearest = [min(some, key=lambda entry: (entry[3] != _RANGE, *entry[1::-1])) for some in helping.values()]
-    found: list[tuple[Hypothesis, float]] = []
+        found = _known(screen, share, one, enough)
+        if found is not None:
+            # One place may have several numbers, which names tell apart.
+            by_place[_but_for_its_number(one), _NUMBER.sub("#", one.name)].append(found)
+    nearest = [min(some, key=lambda one: (not one.helps, one.off, one.left)) for some in by_place.values()]
     alike: Counter[Hashable] = Counter()
-    for _, _, one, reach in sorted(nearest, key=lambda entry: entry[:2]):
-        kind = one.title, one.scope, _setting(one)
+    to_fit: list[_Known] = []
+    for known in sorted(nearest, key=lambda known: (round(_ABOUT_EQUAL * math.log(max(known.left, TINY))), known.off)):
+        kind = known.mistake.title, known.mistake.scope, _setting(known.mistake)
         alike[kind] += 1
         if alike[kind] <= most_alike:
-            found.append((one, reach))
-    best = [_line_search(screen, *one, budget) for one in found[:_MOST]]
+            to_fit.append(known)
+    best = [_line_search(screen, known.mistake, known.reach, budget) for known in to_fit[:_MOST]]
     # Few are computed in full: one constant of each mistake comes first.
     return [entry for entries in best for entry in entries[:1]] + [entry for entries in best for entry in entries[1:]]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A mistake with a known constant, from which the port's is looked for.
+
+    Attributes:
+        mistake: with that constant.
+        helps: whether it explains a part of the error as it is.
+        left: the share of the error that it leaves, or the best multiple of its effect.
+        off: how far its effect is from the size of the error, as a logarithm.
+        reach: how far the constant may be off, as a logarithm.
+    """
+
+    mistake: Hypothesis
+    helps: bool
+    left: float
+    off: float
+    reach: float
+
+
+def _known(screen: Screen | GradientScreen, share: float, one: Hypothesis, enough: float) -> _Known | None:
+    """Return what a mistake that leaves this share of the error tells; None if its constant is not to be looked for."""
+    if one.tuned is None or one.value is None:
+        return None
+    (factor,), left = screen.effects.multiples([one])
+    nearby, farthest = _MULTIPLES
+    off = abs(math.log(max(abs(factor), TINY)))
+    if share < HELPS:
+        return _Known(one, True, min(share, left), off, _RANGE)
+    if abs(factor) < farthest and left < enough:
+        return _Known(one, False, min(share, left), off, _NEARBY if abs(factor) > nearby else _RANGE)
+    return _Known(one, False, share, off, _FAR) if share < HELPS_LITTLE else None
 
 
 def _setting(one: Hypothesis) -> str:
@@ -668,13 +704,17 @@ def _setting(one: Hypothesis) -> str:
 
 
 def tuned_pairs(
-    screen: Screen | GradientScreen, pairs: Iterable[tuple[Hypothesis, ...]], budget: Budget
+    screen: Screen | GradientScreen, pairs: Iterable[tuple[Hypothesis, ...]], budget: Budget, enough: float
 ) -> list[Ranked]:
     """Return the pairs that are about a constant, with the constants that leave the smallest error,
     searched in turn.
+
+    Multiples of their effects must leave less than ``enough`` of the error.
     """
     found: list[Ranked] = []
     for pair in dict.fromkeys(pair for pair in pairs if any(one.tuned is not None for one in pair)):
+        if screen.effects.multiples(pair)[1] >= enough:
+            continue
         best: Ranked = math.inf, pair
         for _ in range(_ROUNDS):
             for position in range(len(pair)):

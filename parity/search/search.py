@@ -210,7 +210,7 @@ def _by_stages(
                 found = _complete(_screened(search, at_several, some, budget.more(_FOR_SEVERAL)), almost)
             for_constants = min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds)
             if not found or not is_loud(search.failure):
-                fitted = tuned(search.screen, some, for_constants)
+                fitted = tuned(search.screen, some, for_constants, _enough(search.failure, _TO_VERIFY))
                 better = _verified(search, fitted, spend)
                 if not any(one.complete for one in better):
                     better = _verified(search, _refitted(search, fitted, spend), spend) + better
@@ -223,14 +223,23 @@ def _by_stages(
 
 
 def _clearly_better(some: list[Explanation], others: list[Explanation]) -> list[Explanation]:
-    """Return complete explanations that fit far better than others do, before these; all if there are no others.
+    """Return complete explanations that fit better than others do, before these; all if there are no others.
 
     Where an error is below its noise, a mistake with a known constant may pass that is none, before the right one's
-    constant is looked for.
+    constant is looked for. The same mistake with a fitted constant has to fit better than rounding does by chance,
+    another one far better.
     """
-    best = min((one.misfit for one in others), default=math.inf)
-    better = [one for one in some if not others or (one.complete and _FAR_BETTER * one.misfit < best)]
+    if not others:
+        return some
+    titles, best = [_titles(one) for one in others], min(one.misfit for one in others)
+    better = [
+        one for one in some if one.complete and (AS_WELL if _titles(one) in titles else _FAR_BETTER) * one.misfit < best
+    ]
     return [*better, *others] if better else []
+
+
+def _titles(one: Explanation) -> list[str]:
+    return [hypothesis.title for hypothesis in one.hypotheses]
 
 
 def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Explanation]:
@@ -239,7 +248,7 @@ def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Expla
     Else the search goes on, and ``almost`` keeps the first of them. Once there are some, a number that fits and that
     nobody writes leaves nothing wrong by chance.
     """
-    if any(_ends_the_search(one) and not (almost and any(map(is_unusual, one.hypotheses))) for one in found):
+    if any(_ends_the_search(one) and not (almost and _has_unusual(one)) for one in found):
         return found
     if not almost:
         almost += found
@@ -249,6 +258,10 @@ def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Expla
 def _ends_the_search(one: Explanation) -> bool:
     left = one.left
     return left is None or left.errors.relative_l2 <= FAITHFUL * left.expected.relative_l2
+
+
+def _has_unusual(one: Explanation) -> bool:
+    return any(map(is_unusual, one.hypotheses))
 
 
 def is_unusual(one: Hypothesis) -> bool:
@@ -272,7 +285,8 @@ def _in_parts(
     parts = in_parts(search.failure, search.screen, first_order(), known, budget.share(_PARTS_THEMSELVES))
     ranked: list[Ranked] = []
     found = _screened(search, ((part,) for part in parts), ranked, budget.share(_PARTS_THEMSELVES))
-    return found or _verified(search, tuned(search.screen, ranked, budget, most_alike=len(ranked)), budget)
+    enough = _enough(search.failure, _TO_VERIFY)
+    return found or _verified(search, tuned(search.screen, ranked, budget, enough, len(ranked)), budget)
 
 
 def _in_pairs(
@@ -305,7 +319,9 @@ def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budge
     if found:
         return found
     to_be_tuned = [*likely.by_multiples[:_TUNED], *(pair for _, pair in pairs[:_TUNED])]
-    return _verified(search, tuned_pairs(search.screen, to_be_tuned, budget.share(_SPENT_BY_PAIRS)), budget)
+    enough = _enough(search.failure, _TO_VERIFY)
+    best = tuned_pairs(search.screen, to_be_tuned, budget.share(_SPENT_BY_PAIRS), enough)
+    return _verified(search, best, budget)
 
 
 def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> tuple[str, float, float] | None:
@@ -451,8 +467,9 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
             if explanation is not None:
                 found.append(explanation)
     best = min((one.misfit for one in found if one.complete), default=math.inf)
-    # What fits as well, up to rounding, stays in the order of the screen, in which none is first by chance alone.
-    return sorted(found, key=lambda one: (not one.complete, max(one.misfit, AS_WELL * best)))
+    # What fits as well, up to rounding, stays in the order of the screen, in which none is first by chance alone; but
+    # numbers that people write come first.
+    return sorted(found, key=lambda one: (not one.complete, max(one.misfit, AS_WELL * best), _has_unusual(one)))
 
 
 def _refitted(search: _Search, fitted: Sequence[Ranked], budget: Budget) -> list[Ranked]:
