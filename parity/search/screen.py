@@ -651,10 +651,10 @@ def tuned(
         if found is not None:
             # One place may have several numbers, which names tell apart.
             by_place[_but_for_its_number(one), _NUMBER.sub("#", one.name)].append(found)
-    nearest = [min(some, key=lambda one: (not one.helps, one.off, one.left)) for some in by_place.values()]
+    nearest = [min(some, key=lambda one: (not one.helps, *one.off, one.left)) for some in by_place.values()]
     alike: Counter[Hashable] = Counter()
     to_fit: list[_Known] = []
-    for known in sorted(nearest, key=lambda known: (round(_ABOUT_EQUAL * math.log(max(known.left, TINY))), known.off)):
+    for known in sorted(nearest, key=lambda known: (not known.helps, known.about, known.off)):
         kind = known.mistake.title, known.mistake.scope, _setting(known.mistake)
         alike[kind] += 1
         if alike[kind] <= most_alike:
@@ -672,15 +672,20 @@ class _Known:
         mistake: with that constant.
         helps: whether it explains a part of the error as it is.
         left: the share of the error that it leaves, or the best multiple of its effect.
-        off: how far its effect is from the size of the error, as a logarithm.
+        off: whether its effect points away from the error, and how far it is from the error's size, as a logarithm.
         reach: how far the constant may be off, as a logarithm.
     """
 
     mistake: Hypothesis
     helps: bool
     left: float
-    off: float
+    off: tuple[bool, float]
     reach: float
+
+    @property
+    def about(self) -> int:
+        """Return what it leaves, such that shares that are about equal are equal."""
+        return round(_ABOUT_EQUAL * math.log(max(self.left, TINY)))
 
 
 def _known(screen: Screen | GradientScreen, share: float, one: Hypothesis, enough: float) -> _Known | None:
@@ -689,9 +694,9 @@ def _known(screen: Screen | GradientScreen, share: float, one: Hypothesis, enoug
         return None
     (factor,), left = screen.effects.multiples([one])
     nearby, farthest = _MULTIPLES
-    off = abs(math.log(max(abs(factor), TINY)))
+    off = factor < 0.0, abs(math.log(max(abs(factor), TINY)))
     if share < HELPS:
-        return _Known(one, True, min(share, left), off, _RANGE)
+        return _Known(one, True, min(share, left), (False, 0.0), _RANGE)
     if abs(factor) < farthest and left < enough:
         return _Known(one, False, min(share, left), off, _NEARBY if abs(factor) > nearby else _RANGE)
     return _Known(one, False, share, off, _FAR) if share < HELPS_LITTLE else None
