@@ -81,11 +81,13 @@ class Effects:
     def multiples(self, ones: Sequence[Hypothesis]) -> tuple[list[float], float]:
         """Return the factors of mistakes' effects that together explain most of the error, and the share left.
 
-        An effect that is not known may explain all of it.
+        An effect that is not known may explain all of it, and one that overflows explains nothing.
         """
         if any(one not in self.known for one in ones):
             return [1.0] * len(ones), 0.0
         effects, error = torch.stack([self.known[one] for one in ones]).double(), self.error.double()
+        if not bool(effects.isfinite().all()):
+            return [0.0] * len(ones), 1.0
         factors = torch.linalg.pinv(effects @ effects.T) @ (effects @ error)
         return factors.tolist(), norm_of(error - factors @ effects) / max(norm_of(error), TINY)
 

@@ -206,3 +206,21 @@ def test_of_mistakes_that_do_the_same_the_likelier_is_told_and_single_calls_last
         seen.note(one, [does])
     pairs = seen.likely_pairs([call, first, same, other], 4, lambda one, other: True)
     assert pairs.as_they_are[0] == (first, other)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "factors", "left"),
+    [
+        (1.0, 1.0, (-0.4, 3.0), 0.0),
+        (100.0, 1.0, (-0.004, 3.0), 0.0),
+        (1.0, 0.0, (-0.4, 0.0), 0.99),  # an effect that is none explains nothing
+        (1.0, math.inf, (0.0, 0.0), 1.0),  # nor does one that overflows
+    ],
+)
+def test_multiples_of_effects_tell_what_other_constants_would_explain(first, second, factors, left):
+    output, other = torch.eye(500)[:2] * 500**0.5
+    seen, both = Effects.of([-0.4 * output + 3.0 * other]), [named("first"), named("second")]
+    for one, effect in zip(both, (first * output, second * other), strict=True):
+        seen.note(one, [effect])
+    found, rest = seen.multiples(both)
+    assert (*found, rest) == pytest.approx((*factors, left), abs=0.005)
