@@ -204,7 +204,8 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
     yield "# Which mistakes of wrong ports are named"
     yield (
         "Wrong ports, written in TE by hand next to a plain reference, and what parity says of them. The table of rows "
-        "was written before the search that it judges was changed, and without looking at what the search tries. "
+        "was written before the search that it judges was changed, and without looking at what the search tries; the "
+        "table of near constants was written with the search that finds them. "
         + reporting.made_on(te.kernels(settings.backend), settings.commit)
         + f" Seed {settings.seed}. Seconds are processor time of the search for a cause, on a machine that others use."
     )

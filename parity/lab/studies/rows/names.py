@@ -305,5 +305,34 @@ KINDS = (
     _kind("experts shifted by one", "experts", ("experts-permuted", "layers-permuted"), experts_shifted=True),
 )  # fmt: skip
 
-TABLES: Mapping[str, tuple[Row, ...]] = {"constants": CONSTANTS, "partial": PARTIAL, "kinds": KINDS}
+# Near constants: a few per cent above and below the reference's, where no known number is.
+
+NEAR = tuple(
+    _number(host, field, float(f"{getattr(HOSTS[host], field) * share:.3g}"), titles)
+    for host, field, titles in (
+        ("attention", "base", _BASE),
+        ("llama", "base", _BASE),
+        ("attention", "scaled_by", _SCALE),
+        ("llama", "scaled_by", _SCALE),
+        ("window_attention", "scaled_by", _SCALE),
+        ("softcap_attention", "softcap", ("softcap",)),
+        ("gemma", "logits_softcap", ("softcap",)),
+        ("scaled_rope_attention", "factor", _SCALING),
+        ("scaled_rope_attention", "original", _SCALING),
+        ("experts", "router_scale", ("routing-weights", *_FACTOR)),
+        ("granite", "multiplier", _FACTOR),
+        ("granite", "residual", ("factor", "residual-placement")),
+        ("granite", "logits_divided", _FACTOR),
+        ("gemma", "multiplier", _FACTOR),
+        ("loss", "smoothing", ("label-smoothing",)),
+        ("clamped_mlp", "limit", ("activation", "operation")),
+        ("clamped_mlp", "alpha", ("activation", "operation", "factor")),
+        ("quick_mlp", "gelu_steepness", ("activation", "operation", "factor")),
+        ("gelu_mlp", "gelu_constant", ("activation", "operation")),
+    )
+    for share in (1.04, 0.95)
+)
+
+
+TABLES: Mapping[str, tuple[Row, ...]] = {"constants": CONSTANTS, "partial": PARTIAL, "kinds": KINDS, "near": NEAR}
 ROWS = {row.name: row for rows in TABLES.values() for row in rows}
