@@ -210,7 +210,7 @@ def _by_stages(
                 found = _complete(_screened(search, at_several, some, budget.more(_FOR_SEVERAL)), almost)
             for_constants = min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds)
             if not found or not is_loud(search.failure):
-                fitted = tuned(search.screen, some, for_constants, _enough(search.failure, _TO_VERIFY))
+                fitted = tuned(search.screen, some, for_constants, _enough(search.failure))
                 better = _verified(search, fitted, spend)
                 if not any(one.complete for one in better):
                     better = _verified(search, _refitted(search, fitted, spend), spend) + better
@@ -285,7 +285,7 @@ def _in_parts(
     parts = in_parts(search.failure, search.screen, first_order(), known, budget.share(_PARTS_THEMSELVES))
     ranked: list[Ranked] = []
     found = _screened(search, ((part,) for part in parts), ranked, budget.share(_PARTS_THEMSELVES))
-    enough = _enough(search.failure, _TO_VERIFY)
+    enough = _enough(search.failure)
     return found or _verified(search, tuned(search.screen, ranked, budget, enough, len(ranked)), budget)
 
 
@@ -319,7 +319,7 @@ def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budge
     if found:
         return found
     to_be_tuned = [*likely.by_multiples[:_TUNED], *(pair for _, pair in pairs[:_TUNED])]
-    enough = _enough(search.failure, _TO_VERIFY)
+    enough = _enough(search.failure)
     best = tuned_pairs(search.screen, to_be_tuned, budget.share(_SPENT_BY_PAIRS), enough)
     return _verified(search, best, budget)
 
@@ -454,7 +454,7 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
     """Return the explanations among the best of the screened, those that fit best first."""
     found: list[Explanation] = []
     failure, by_gradients = search.failure, outputs_tell_little(search.failure)
-    enough = _enough(failure, _TO_VERIFY)
+    enough = _enough(failure)
     helping = [combination for share, combination in ranked if share < enough]
     most = _VERIFIED_OF_FEW if few_outputs(failure) and not by_gradients else _VERIFIED
     with suppress(OutOfTime):
@@ -480,19 +480,15 @@ def _refitted(search: _Search, fitted: Sequence[Ranked], budget: Budget) -> list
     if isinstance(search.screen, GradientScreen):
         return []
     enough = _enough(search.failure, 1.0 - HELPS**2)
-    helping = {(one[0].title, one[0].scope, one[0].place): one for share, one in reversed(fitted) if share < enough}
+    helping = {(one.title, one.scope, one.place): one for share, (one,) in reversed(fitted) if share < enough}
     if not helping or budget.spent():
         return []
     screen = search.by_gradients()
-    return [
-        entry
-        for one, *others in helping.values()
-        if not others
-        for entry in sharper(screen, (math.inf, (one,)), budget)  # whatever it leaves
-    ]
+    # Whatever the constant leaves that the screen found, another one near it may leave less.
+    return [entry for one in helping.values() for entry in sharper(screen, (math.inf, (one,)), budget)]
 
 
-def _enough(failure: Failure, explained: float) -> float:
+def _enough(failure: Failure, explained: float = _TO_VERIFY) -> float:
     """Return the share of the error that a mistake leaves which explains so much of the square beyond rounding's."""
     by_gradients = outputs_tell_little(failure)
     if not is_loud(failure) and not by_gradients:
