@@ -6,7 +6,7 @@ Where a recorded pass can be made again, only the calls that the mistakes reach 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -264,21 +264,36 @@ class Passes:
             self._outputs = None
 
     def under(
-        self, hypotheses: Sequence[Hypothesis], only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True
+        self,
+        hypotheses: Sequence[Hypothesis],
+        only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
+        wanted: Container[tuple[Kind, str]] | None = None,
     ) -> Tensors | None:
-        """Return all tensors; None if they cannot be computed; arguments as for ``tensors_under``."""
+        """Return the outputs and gradients; None if they cannot be computed.
+
+        Args:
+            hypotheses, only_if: as for ``tensors_under``.
+            wanted: which gradients are needed, by kind and name; others may be left out. None for all.
+        """
         with suppress(Misfit):
-            return self._again(hypotheses, only_if)
+            return self._again(hypotheses, only_if, wanted)
         return tensors_under(self._prepared, hypotheses, only_if=only_if)
 
     def _again(
-        self, hypotheses: Sequence[Hypothesis], only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True
+        self,
+        hypotheses: Sequence[Hypothesis],
+        only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
+        wanted: Container[tuple[Kind, str]] | None = None,
     ) -> Tensors | None:
         if self._outputs is None:
             raise Misfit("gradients are not what they were recorded as")
-        outputs, leaves = self._outputs.again(hypotheses), self._outputs.leaves
+        outputs = self._outputs.again(hypotheses)
+        leaves = {key: x for key, x in self._outputs.leaves.items() if wanted is None or key in wanted}
         if outputs is None or not only_if({name: x.detach() for name, x in outputs.items()}):
             return None
+        tensors: Tensors = {("output", name): x.detach() for name, x in outputs.items()}
+        if not leaves:
+            return tensors
         self._prepared.clock.advance(BACKWARD)
         reached = {name: x for name, x in outputs.items() if x.requires_grad}
         cotangents = [self._prepared.cotangents[name].to(x.dtype) for name, x in reached.items()]
@@ -288,7 +303,6 @@ class Passes:
             )
         except RuntimeError as error:
             raise Misfit("the module may keep other tensors for its gradients") from error
-        tensors: Tensors = {("output", name): x.detach() for name, x in outputs.items()}
         return tensors | {key: or_zero(x, leaves[key]) for key, x in zip(leaves, found, strict=True)}
 
     def _is_faithful(self) -> bool:

@@ -563,7 +563,7 @@ class GradientScreen:
         for combination in while_it_lasts(combinations, budget):
             # A mistake made at one of several places, or with another number, may be a part of what is wrong.
             most = _PARTIAL if any(one.place or one.tuned for one in combination) else _HELPS
-            tensors = self._passes.under(combination, partial(self._are_near, most))
+            tensors = self._passes.under(combination, partial(self._are_near, most), self._failed)
             if tensors is not None:
                 share = _mean(self._errors(tensors)) / max(_mean(self._before), TINY)
                 if math.isfinite(share) and abs(share - 1.0) > CHANGES:
