@@ -38,7 +38,7 @@ from parity.mistakes.rotation import (
     with_positions,
 )
 from parity.numerics.formats import tf32
-from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped, instead
+from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped, instead, ordinal
 
 # Ports that count positions otherwise than the reference.
 
@@ -321,6 +321,19 @@ def _forms(like: Rotation) -> Iterator[Mistake[Rotation]]:
         ),
     }
     yield from titled("rope-layout", layouts)
+    last = like.head_dim - like.rotary
+    if last:
+        right, wrong, start = (
+            (f"the first {like.rotary} channels", "last", last)
+            if like.start == 0
+            else (f"{like.rotary} channels from the {ordinal(like.start + 1)} on", "first", 0)
+        )
+        yield Mistake(
+            "rope-partial",
+            f"rope on the {wrong} channels",
+            f"rotate {right} of a head; the port rotates its {wrong} {like.rotary}",
+            having(start=start),
+        )
     yield Mistake("rope-missing", "rope missing", "pass TE rotary_pos_emb; nothing is rotated", having(times=0))
     for role, lacking in (("query", "key"), ("key", "query")):
         repair, alone = f"rotate both query and key; the {lacking} is not rotated", f"rope on the {role} alone"
@@ -342,6 +355,14 @@ def _other_form(like: Rotation) -> Form:
 def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
     if like.base is None:
         return
+    if like.rotary < like.head_dim:
+        yield Mistake(
+            "rope-base",
+            "rope frequencies of the whole head",
+            f"divide by the rotated channels in base ** (-2 i / {like.rotary}), as TE's RotaryPositionEmbedding"
+            f"({like.rotary}) does; the port divides by the {like.head_dim} of a whole head",
+            partial(_slower, like.base),
+        )
     yield from numbers(partial(_base_instead, like.base), [like.base], ROPE_BASES, subtle=True)
     right, other = f"give TE rotary_percent={like.rotary / like.head_dim:g}", _other_form(like)
     shares: dict[str, Row[Rotation]] = {
@@ -368,6 +389,14 @@ def _base_instead(right: float, base: float) -> Mistake[Rotation]:
         f"give TE rotary_base={right:g}; it rotates with base {base:.4g}",
         _with_frequencies(base),
     )
+
+
+def _slower(base: float, one: Rotation) -> tuple[Edit, ...]:
+    """Return the edits that rotate by the first frequencies of a whole head."""
+    if one.phases is None:
+        return ()
+    of_head = frequencies(base, one.head_dim)[: one.rotary // 2].to(one.angles.device)
+    return one.edits(angles=one.phases[0][:, None] * of_head)
 
 
 def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:

@@ -144,6 +144,7 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
     prepared = failure.prepared
     observed = _observed(failure)
     outputs = [one for one in observed if one[0].kind == "output"]
+    failed = {result.key for result, _ in observed if not result.passed}
     passes = Passes(prepared)
     for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace)):
         if budget.spent():
@@ -153,10 +154,16 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
             tensors: Tensors = {("output", name): x for name, x in computed.items()}
             return all(one.away <= PRESENT for one in _shown(mistake, outputs, failure.golden, tensors))
 
-        tensors = passes.under((mistake,), is_in_outputs)
-        shown = [] if tensors is None else list(_shown(mistake, observed, failure.golden, tensors))
-        if shown and all(one.away <= PRESENT for one in shown):
-            yield max(shown, key=lambda one: one.worth)
+        shown: list[_Shown] = []
+        for wanted in (failed, None):  # most mistakes are not in these, and few gradients are soon computed
+            tensors = passes.under((mistake,), is_in_outputs, wanted)
+            computed = [] if tensors is None else [one for one in observed if one[0].key in tensors]
+            shown = [] if tensors is None else list(_shown(mistake, computed, failure.golden, tensors))
+            if tensors is None or any(one.away > PRESENT for one in shown):
+                break
+        else:
+            if shown:
+                yield max(shown, key=lambda one: one.worth)
 
 
 def _among(failure: Failure, known: Iterable[Hypothesis]) -> Iterator[Hypothesis]:

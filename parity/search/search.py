@@ -30,7 +30,7 @@ from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
 from parity.search.divergence import scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little
-from parity.search.in_full import Explanation, is_loud, row_by_row, verified
+from parity.search.in_full import Explanation, hardly_less, is_loud, row_by_row, verified
 from parity.search.parts import in_parts
 from parity.search.screen import (
     FAITHFUL,
@@ -108,12 +108,45 @@ class _Search:
         screen: ranks hypotheses, before any is computed in full.
         verified: computes a combination in full, each only once.
         by_gradients: ranks hypotheses by all failed tensors.
+        almost: the first explanations that leave a tensor wrong.
     """
 
     failure: Failure
     screen: Screen | GradientScreen
     verified: Callable[[tuple[Hypothesis, ...]], Explanation | None]
     by_gradients: Callable[[], GradientScreen]
+    almost: list[Explanation] = field(default_factory=list)
+
+    def explanation(self, combination: tuple[Hypothesis, ...]) -> Explanation | None:
+        """Return the explanation that a combination is, if it is one.
+
+        Where one mistake leaves a tensor wrong, a second one must make that tensor's error smaller: it may pass because
+        rounding costs more with the second one.
+        """
+        found = self.verified(combination)
+        if found is None:
+            return None
+        for one in self.almost:
+            if one.left is not None and set(_titles(one)) < set(_titles(found)):
+                now = [each for each in found.results if each.key == one.left.key and each.probed == one.left.probed]
+                if any(hardly_less(each, one.left) for each in now):
+                    return None
+        return found
+
+
+@dataclass
+class _OneByOne:
+    """Hold what was tried of single mistakes.
+
+    Attributes:
+        tried: all that were.
+        ranked: those that change anything, with known constants; the best first as soon as none explains the failure.
+        fitted: the same with other constants, which were looked for.
+    """
+
+    tried: set[Hypothesis] = field(default_factory=set)
+    ranked: list[Ranked] = field(default_factory=list)
+    fitted: list[Ranked] = field(default_factory=list)
 
 
 @dataclass
@@ -152,26 +185,23 @@ def explanations(
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
     search = _Search(failure, screen, cache(partial(verified, failure)), cache(partial(GradientScreen, failure)))
-    ranked: list[Ranked] = []
-    with_constants: list[Ranked] = []
-    tried: set[Hypothesis] = set()
-    ordered = partial(_promising_first, first_order)
-    almost: list[Explanation] = []
-    found = _by_stages(search, known, budget, ordered, tried, ranked, with_constants, almost)
+    one_by_one = _OneByOne()
+    found = _by_stages(search, known, budget, partial(_promising_first, first_order), one_by_one)
+    ranked = one_by_one.ranked
     if not found and first_order is not None:
         of_parts = failure.budget(CHECKS_FOR_PARTS)
-        found = _complete(_in_parts(search, first_order, [one for _, (one,) in ranked], of_parts), almost)
+        found = _complete(search, _in_parts(search, first_order, [one for _, (one,) in ranked], of_parts))
         budget = budget.longer_by(of_parts.passed)
     at_least = failure.budget(CHECKS_FOR_PAIRS)
     of_pairs = at_least if at_least.seconds > budget.left else budget
-    found = found or _complete(_in_pairs(search, known, of_pairs, ranked), almost) or almost
+    found = found or _complete(search, _in_pairs(search, known, of_pairs, ranked)) or search.almost
     if screened is not None and not found:
-        fitted = (entry for entry in with_constants if entry[0] < _BY_A_CONSTANT)
+        fitted = (entry for entry in one_by_one.fitted if entry[0] < _BY_A_CONSTANT)
         helping = (entry for entry in (*ranked, *fitted) if entry[1][0].scope != "call")
         best = min(helping, key=lambda entry: entry[0], default=None)
         screened.best = best if best is not None and best[0] < _MOST_OF_IT else None
         help_a_bit = {one for share, (one,) in ranked if share < (HELPS_LITTLE if one.tuned else HELPS)}
-        screened.helping = {(one.title, one.name) for one in known if one in help_a_bit or one not in tried}
+        screened.helping = {(one.title, one.name) for one in known if one in help_a_bit or one not in one_by_one.tried}
     return found
 
 
@@ -184,14 +214,10 @@ def _by_stages(
     known: Sequence[Hypothesis],
     budget: Budget,
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
-    tried: set[Hypothesis],
-    ranked: list[Ranked],
-    with_constants: list[Ranked],
-    almost: list[Explanation],
+    one_by_one: _OneByOne,
 ) -> list[Explanation]:
-    """Try one mistake, of each scope in turn; ``tried`` gets all that are, ``ranked`` those that change anything,
-    ``with_constants`` the tuned ones, ``almost`` the explanations that leave a tensor wrong.
-    """
+    """Try one mistake, of each scope in turn; ``one_by_one`` gets what is tried."""
+    tried = one_by_one.tried
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [
         _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), of_stages[0], ordered)
@@ -202,23 +228,23 @@ def _by_stages(
         for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
             at_one, spend = _shares(budget, number, last)
             before = len(some)
-            found = _complete(_screened(search, ((one,) for one in _untried(stage, tried)), some, at_one), almost)
+            found = _complete(search, _screened(search, ((one,) for one in _untried(stage, tried)), some, at_one))
             if last and len(some) == before:  # everything was tried
                 continue
             if not found:
                 at_several = _at_several(known, some, tried)
-                found = _complete(_screened(search, at_several, some, budget.more(_FOR_SEVERAL)), almost)
+                found = _complete(search, _screened(search, at_several, some, budget.more(_FOR_SEVERAL)))
             for_constants = min(spend, budget.more(_FOR_CONSTANTS), key=lambda part: part.seconds)
             if not found or not is_loud(search.failure):
                 fitted = tuned(search.screen, some, for_constants, _enough(search.failure))
                 better = _verified(search, fitted, spend)
                 if not any(one.complete for one in better):
                     better = _verified(search, _refitted(search, fitted, spend), spend) + better
-                found = _complete(_clearly_better(better, found), almost) or found
+                found = _complete(search, _clearly_better(better, found)) or found
             if found:
                 return found
-            with_constants += fitted
-    ranked += sorted((entry for some in of_stages for entry in some), key=lambda entry: entry[0])
+            one_by_one.fitted += fitted
+    one_by_one.ranked += sorted((entry for some in of_stages for entry in some), key=lambda entry: entry[0])
     return []
 
 
@@ -242,16 +268,16 @@ def _titles(one: Explanation) -> list[str]:
     return [hypothesis.title for hypothesis in one.hypotheses]
 
 
-def _complete(found: list[Explanation], almost: list[Explanation]) -> list[Explanation]:
+def _complete(search: _Search, found: list[Explanation]) -> list[Explanation]:
     """Return explanations if one leaves nothing wrong, or no more than rounding costs of the tensor that fails by most.
 
-    Else the search goes on, and ``almost`` keeps the first of them. Once there are some, a number that fits and that
-    nobody writes leaves nothing wrong by chance.
+    Else the search goes on, and keeps the first of them. Once there are some, a number that fits and that nobody writes
+    leaves nothing wrong by chance.
     """
-    if any(_ends_the_search(one) and not (almost and _has_unusual(one)) for one in found):
+    if any(_ends_the_search(one) and not (search.almost and _has_unusual(one)) for one in found):
         return found
-    if not almost:
-        almost += found
+    if not search.almost:
+        search.almost.extend(found)
     return []
 
 
@@ -405,7 +431,7 @@ def _screened(
         ranked.append(entry)
         if search.screen.is_exact(entry):
             for nearest in (*sharper(search.screen, entry, budget), entry):
-                explanation = search.verified(nearest[1])
+                explanation = search.explanation(nearest[1])
                 if explanation is not None and explanation.complete:
                     return [explanation]
     ranked.sort(key=lambda entry: entry[0])
@@ -463,7 +489,7 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
                 break
             if any(one.complete and _are_nearly_one(one.hypotheses, combination) for one in found):
                 continue
-            explanation = search.verified(combination)
+            explanation = search.explanation(combination)
             if explanation is not None:
                 found.append(explanation)
     best = min((one.misfit for one in found if one.complete), default=math.inf)

@@ -99,12 +99,21 @@ def backwards(x: Tensor, positions: Tensor) -> Tensor:
     return turned(x, -positions)
 
 
-def in_half(x: Tensor, positions: Tensor) -> Tensor:
+def in_half(x: Tensor, positions: Tensor, divisor: int = 8) -> Tensor:
     """Rotate the first half of the channels alone, as ``rotary_percent=0.5`` does."""
-    angles = (positions.double()[..., None] * 10_000.0 ** (-torch.arange(0, 8, 2).double() / 8))[:, None]
+    angles = (positions.double()[..., None] * 10_000.0 ** (-torch.arange(0, 8, 2).double() / divisor))[:, None]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second, rest = x[..., :4], x[..., 4:8], x[..., 8:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+def in_last_half(x: Tensor, positions: Tensor) -> Tensor:
+    return in_half(x.roll(8, -1), positions).roll(-8, -1)
+
+
+def by_frequencies_of_the_head(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate half of the channels, by the first of the frequencies that all of them would have."""
+    return in_half(x, positions, divisor=HEAD_DIM)
 
 
 def interleaved(x: Tensor, positions: Tensor) -> Tensor:
@@ -174,10 +183,23 @@ def test_channels_that_are_turned_twice_backwards_or_in_part_are_told(rotated, t
     tells(attentions(precision, rotated=rotated), title)
 
 
-def test_another_layout_on_all_channels_is_told_as_one_mistake():
+@in_turn(
+    ("right", "wrong", "title", "phrase"),
+    [
+        (in_half, interleaved, "rope-partial", "all of a head's channels, in pairs of the interleaved form"),
+        (in_half, in_last_half, "rope-partial", "rotate the first 8 channels of a head; the port rotates its last 8"),
+        (
+            in_last_half,
+            in_half,
+            "rope-partial",
+            "rotate 8 channels from the 9th on of a head; the port rotates its first 8",
+        ),
+        (in_half, by_frequencies_of_the_head, "rope-base", "divides by the 16 of a whole head"),
+    ],
+)
+def test_a_port_of_a_partial_rotation_that_rotates_otherwise_is_told_so_alone(right, wrong, title, phrase, precision):
     inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
-    result = twins(Attention, dict(rotated=interleaved), inputs, "fp32", right=dict(rotated=in_half))
-    tells_only(result, "rope-partial", "all of a head's channels, in pairs of the interleaved form")
+    tells_only(twins(Attention, dict(rotated=wrong), inputs, precision, right=dict(rotated=right)), title, phrase)
 
 
 # Keys that a port does not rotate: then their bias, which all keys share, gets no gradient but rounding.
