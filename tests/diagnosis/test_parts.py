@@ -165,7 +165,7 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
     made = partial(Hypothesis, title, title, f"repair {title}")
     one = made(value=value, tuned=None if value is None else lambda other: made(value=other))
     tensor: Any = None if left is None else SimpleNamespace(label="d weight", margin=left)
-    return Explanation((one,), tensor, misfit, "output", 0.1, 0.003)
+    return Explanation((one,), tensor, misfit, "output", 0.1, 0.003, ())
 
 
 @pytest.mark.parametrize(
