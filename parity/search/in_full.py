@@ -34,6 +34,7 @@ _EVIDENT = 0.3  # if outputs are left with less than this share, that is enough 
 _HARDLY_LESS, _DEARER = 0.9, 1.5  # an error that is hardly less passes if rounding costs so many times more
 _NEARLY_NOTHING = 0.1  # if less than this share of a tensor's error is left, that is not what failed
 _MOST = 0.5  # the share of the square of an output's error, beyond what the precision costs, that must be explained
+_LITTLE = 0.2  # of the largest margin: so much may be left by single roundings
 _NEARLY_PASSES = 5.0  # what other kernels do differently may be so many times the tolerance
 _SAME = 1e-9
 _MANY, _WORSE = 64, 1.2  # the error of so many elements grows to so many times what it was by no right explanation
@@ -200,7 +201,7 @@ def _judged(
 ) -> Sequence[TensorResult]:
     """Judge the candidate under hypotheses; if hardly more is left than what other kernels may do, or what the side of
     a kink does on which rounding puts a value, that is granted. So is bad luck with single roundings, as at a port's
-    second look, where next to nothing is left.
+    second look, where little is left.
     """
     judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
     if any(result.errors.relative_l2 > _NEARLY_PASSES * result.tolerance_relative_l2 for result in judged):
@@ -217,9 +218,8 @@ def _judged(
     if not all(result.passed for result in judged):
         models = [*models, *_beside_kinks(failure, combination)]
         judged = failure.judge(golden, models, None, granted)
-    if not all(map(partial(_may_be_bad_luck, failure), judged)):
-        return judged
-    for seed in range(LOOKS):
+    worst, before = (max(result.margin for result in some) for some in (judged, failure.results))
+    for seed in range(LOOKS) if worst <= min(STILL_HOPELESS_MARGIN, _LITTLE * before) else ():
         if all(result.passed for result in judged):
             break
         freedom = replace(failure.freedoms[seed % len(failure.freedoms)], jitter=seed)
@@ -227,13 +227,6 @@ def _judged(
         models = [*models, noisy] if noisy is not None else models
         judged = failure.judge(golden, models, None, granted)
     return judged
-
-
-def _may_be_bad_luck(failure: Failure, result: TensorResult) -> bool:
-    """Return whether a tensor passes under hypotheses, or so little of its error is left that noise may make it."""
-    before = next(one for one in failure.results if one.key == result.key)
-    is_little = result.errors.relative_l2 < _NEARLY_NOTHING * before.errors.relative_l2
-    return result.passed or (is_little and result.margin <= STILL_HOPELESS_MARGIN)
 
 
 def _beside_kinks(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tensors]:
