@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from posixpath import commonpath
 from typing import Any
 
@@ -15,28 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parity.mistakes.codes import finding, repairable
-from parity.mistakes.hypothesis import Hypothesis
+from parity.mistakes.hypothesis import Hypothesis, more_like_it
 from parity.mistakes.losses import cross_entropy_hypotheses, label_shift_hypotheses, loss_hypotheses
 from parity.mistakes.operations import factor_hypotheses
 from parity.mistakes.residuals import Residual, residuals
-from parity.mistakes.under import tensors_under
+from parity.mistakes.under import Passes, tensors_under
 from parity.numerics.errors import TINY, norm_of
 from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared
-from parity.result import Finding, TensorResult
+from parity.result import Finding, Kind, TensorResult
 from parity.search.divergence import factor_of, readable, shared_factor
 from parity.search.failure import Budget, Failure, agrees, explains, few_outputs
-from parity.search.in_full import Explanation, verified
+from parity.search.in_full import Explanation, is_far_off, verified
 from parity.search.reruns import run_changed
-from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal
+from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal, unnumbered
 
 # Paths through which a port's gradients do not flow back: in the residual stream, or wherever values fork or join.
 #
 # Outputs are right then. Parameters before that place get wrong gradients, parameters after it the right ones.
 
 
-_NEARLY_NOTHING = 0.1  # a path that explains leaves at most this share of a gradient's error
-_MOST_TRIED = 24  # paths that are tried, the nearest to what fails first
+_LITTLE = 0.3  # a path that explains leaves at most this share of a gradient's error, or what rounding costs
+_MOST_TRIED = 64  # paths that are tried, the nearest to what fails first
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,21 @@ def detached_path_findings(
         trace: of the reference.
         budget: of the search.
     """
+    # Beside a gradient that is far off, one may fail that only needs a second look, taken if all else is right.
+    failed = [result for result in failed if is_far_off(result)] or failed
     names = {result.name for result in failed if result.kind == "weight gradient"}
     # The detached place comes after each parameter whose gradient is wrong; the nearest such place is the likeliest.
     last = max((_first_use(trace, name) for name in names), default=-1)
     together, single = _paths(trace)
     behind = _nearest(single, last)
-    others = _nearest(_forks_and_joins(trace), last)
+    right = {result.name for result in failure.results if result.kind == "weight gradient" and result.passed}
+    others = _forks_and_joins(trace, names, right)
+    passes, wanted = Passes(failure.prepared), {result.key for result in failed}
     for path in [*[*together, *behind][:_MOST_TRIED], *others[:_MOST_TRIED]]:
         if budget.spent():
             return
         hypothesis = Hypothesis("gradient-path-missing", path.described, "", path.edits)
-        if _explains(failure, failed, hypothesis):
+        if _may_explain(failure, failed, passes.under((hypothesis,), wanted=wanted)) and _explains(failure, hypothesis):
             yield repairable(
                 "gradient-path-missing",
                 f"gradients lack what comes back through {path.described}; once the reference's lack it as "
@@ -81,20 +86,24 @@ def detached_path_findings(
             return
 
 
-def _explains(failure: Failure, failed: Sequence[TensorResult], one: Hypothesis) -> bool:
+def _may_explain(failure: Failure, failed: Sequence[TensorResult], golden: Tensors | None) -> bool:
+    """Return whether little is left of what failed, or no more than rounding costs."""
+    if golden is None or all(torch.equal(golden[result.key], failure.golden[result.key]) for result in failed):
+        return False  # nothing comes back through it in the reference, either
+
+    def little_is_left(key: tuple[Kind, str]) -> bool:
+        candidate = failure.candidate[key].double()
+        return norm_of(candidate - golden[key]) <= _LITTLE * norm_of(candidate - failure.golden[key])
+
+    return all(little_is_left(result.key) or agrees(failure, result, golden) for result in failed)
+
+
+def _explains(failure: Failure, one: Hypothesis) -> bool:
     """Return whether every tensor is right without the path, up to what rounding costs with it or, if
     that is more, without it.
     """
-    golden = tensors_under(failure.prepared, (one,))
-    if golden is None or all(torch.equal(golden[key], right) for key, right in failure.golden.items()):
-        return False  # nothing comes back through it in the reference, either
-    if explains(failure, golden):
+    if explains(failure, tensors_under(failure.prepared, (one,))):
         return True
-    for key in (result.key for result in failed):
-        candidate = failure.candidate[key].double()
-        left, before = (torch.linalg.vector_norm(candidate - right[key]) for right in (golden, failure.golden))
-        if left > _NEARLY_NOTHING * before:
-            return False
     explanation = verified(failure, (one,))
     return explanation is not None and explanation.complete
 
@@ -134,21 +143,50 @@ def _nearest(paths: Iterable[_Path], last: int) -> list[_Path]:
     return sorted((path for path in paths if path.after > last), key=lambda path: path.after)
 
 
-def _forks_and_joins(trace: Trace) -> Iterator[_Path]:
-    """Yield what a call and others are given, and what a call is given beside other activations.
+def _forks_and_joins(trace: Trace, wrong: Set[str], right: Set[str]) -> list[_Path]:
+    """Return what a call and others are given, all of it or to this call alone, and what a call is given beside other
+    activations: in calls that differ only in their layer's number, and in each.
 
-    Along a path without either it is all one where something is detached.
+    Along a path without either it is all one where something is detached. What is detached is made from each parameter
+    whose gradient is wrong; the likeliest is made from the fewest whose gradients are right, and of these comes first.
+
+    Args:
+        trace: of the reference.
+        wrong, right: the names of parameters with such gradients.
     """
-    for after, call in enumerate(trace.calls):
+    made_from: dict[int, Set[str]] = defaultdict(set, {number: {name} for number, name in trace.parameters.items()})
+    alike: dict[Hashable, list[tuple[str, tuple[Edit, ...], Set[str]]]] = defaultdict(list)
+
+    def note(what: str, call: Call, value: Value, users: Sequence[Call], *place: Hashable) -> None:
+        where = unnumbered(call.site[0]), *call.site[1:], *place
+        edits = tuple(detached(user, value) for user in users)
+        alike[where].append((f"{what}the {call.described}", edits, made_from[value.number]))
+
+    for call in trace.calls:
+        parameters = set().union(*(made_from[value.number] for value in call.inputs))
+        for value in call.outputs:
+            made_from[value.number] = made_from[value.number] | parameters
+        is_in_place = call.function.__name__.endswith("_")  # it cannot be called again
         activations = (x for x in call.inputs if trace.parameter(x) is None and trace.tensor(x).is_floating_point())
-        given = {value.number: value for value in activations}
-        if call.function.__name__.endswith("_"):  # in place: it cannot be called again
-            continue
+        given = {} if is_in_place else {value.number: value for value in activations}
         for position, value in enumerate(given.values()):
-            forks = len({user.site for user in trace.users(value)}) > 1
-            if forks or len(given) > 1:
+            if len({user.site for user in trace.users(value)}) > 1 or len(given) > 1:
                 operand = f"the {ordinal(position + 1)} operand of " if len(given) > 1 else ""
-                yield _Path(f"{operand}the {call.described}", (detached(call, value),), after)
+                note(operand, call, value, [call], "operand", position)
+        for position, value in enumerate(call.outputs):
+            users = [user for user in trace.users(value) if not user.function.__name__.endswith("_")]
+            if len(users) > 1 and trace.tensor(value).is_floating_point():
+                result = f"the {ordinal(position + 1)} result of " if len(call.outputs) > 1 else "the result of "
+                note(result, call, value, users, position)
+    found: list[tuple[int, _Path]] = []
+    for some in alike.values():
+        for several in [some, *([one] for one in some if len(some) > 1)]:
+            behind = set().union(*(parameters for _, _, parameters in several))
+            if wrong <= behind:
+                edits = tuple(chain.from_iterable(edits for _, edits, _ in several))
+                described = f"{several[0][0]}{more_like_it(len(several))}"
+                found.append((len(behind & right), _Path(described, edits, 0)))
+    return [path for _, path in sorted(found, key=lambda one: one[0])]
 
 
 def _skip(trace: Trace, one: Residual) -> tuple[Edit, ...]:

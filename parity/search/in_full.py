@@ -122,7 +122,7 @@ def _may_explain(failure: Failure, outputs: Mapping[str, Tensor]) -> bool:
     This is asked before there are gradients and models of rounding, which take most of the time.
     """
     most = _HOPELESS if few_outputs(failure) else _HELPS_MUCH
-    for result in filter(_is_far_off, failure.outputs):
+    for result in filter(is_far_off, failure.outputs):
         right, was = outputs.get(result.name), failure.golden[result.key]
         if right is None or right.shape != was.shape:
             return False
@@ -265,13 +265,13 @@ def _is_explained(
     tells = not few_outputs(failure)
     evident = tells and is_loud(failure) and all(s < _EVIDENT for (kind, _), s in share.items() if kind == "output")
 
-    some_far_off = any(_is_far_off(one) for one in before.values() if tells or one.kind != "output")
+    some_far_off = any(is_far_off(one) for one in before.values() if tells or one.kind != "output")
     gradients = [one for one in before.values() if one.kind.endswith("gradient")]
     if not tells and gradients and all(one.passed for one in gradients):  # many mistakes change a single number
         return False
     by_gradients = not tells and any(not one.passed and one.kind != "output" for one in before.values())
     only_rounds = {key for key in before if key[0] != "output" and _is_same(golden[key], failure.golden[key])}
-    moved = [key for key, was in before.items() if key not in only_rounds and _is_far_off(was)]
+    moved = [key for key, was in before.items() if key not in only_rounds and is_far_off(was)]
     others_explained = bool(moved) and all(share[key] < _EVIDENT for key in moved)
 
     def explained(result: TensorResult) -> bool:
@@ -285,7 +285,7 @@ def _is_explained(
             return False
         if not was.passed and left > _HARDLY_LESS and _costs_more(result, was):
             return False
-        if _is_far_off(was) and left > _HELPS_MUCH:
+        if is_far_off(was) and left > _HELPS_MUCH:
             return result.passed and key in only_rounds and others_explained
         if result.passed or (
             _is_small(result) and (left < _NEARLY_NOTHING or (result.kind != "output" and some_far_off))
@@ -314,7 +314,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=_SAME, atol=_SAME * float(other.abs().max())) if other.numel() else True
 
 
-def _is_far_off(result: TensorResult) -> bool:
+def is_far_off(result: TensorResult) -> bool:
     """Return whether a failed error is far too large. A single number may pass beyond its tolerance in norm."""
     return not result.passed and result.errors.relative_l2 > _LOUD * result.tolerance_relative_l2
 
@@ -334,7 +334,7 @@ def _takes_most(was: TensorResult, result: TensorResult) -> bool:
 
 def _helps_as_drawn(failure: Failure, golden: Tensors | None) -> bool:
     """Return whether what explains probing inputs halves what is far too large on the others, gradients included."""
-    far_off = [(one.kind, one.name) for one in failure.results if _is_far_off(one)]
+    far_off = [(one.kind, one.name) for one in failure.results if is_far_off(one)]
     if golden is None:
         return not far_off
     return all(_share_left(failure, key, golden[key]) <= _HELPS_MUCH for key in far_off)

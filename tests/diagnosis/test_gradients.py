@@ -108,9 +108,55 @@ class Halves(nn.Module):
         return torch.cat([first, second.detach() if self.detach else second])
 
 
+class Reader(nn.Module):
+    def __init__(self, linear: Any, detach: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.detach = linear(HIDDEN, FFN), linear(FFN, HIDDEN), detach
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        return x + self.down((self.up(x) * 0.5 + (first.detach() if self.detach else first) * 0.5).relu())
+
+
+class Readers(nn.Module):
+    """Three layers that read what a first one has made, of it detached, as value residuals may be."""
+
+    def __init__(self, linear: Any, detach: bool = False) -> None:
+        super().__init__()
+        self.first, self.layers = linear(HIDDEN, FFN), nn.ModuleList(Reader(linear, detach) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.first(x)
+        for layer in self.layers:
+            x = layer(x, first)
+        return torch.cat((x, first), -1)
+
+
+class Halved(nn.Module):
+    def __init__(self, linear: Any, detach: bool) -> None:
+        super().__init__()
+        self.mix, self.detach = linear(HIDDEN, HIDDEN), detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.mix(x).chunk(2, -1)
+        second = second.detach() if self.detach else second
+        return x + torch.cat((first * second.sin(), second.cos()), -1)
+
+
+class Split(nn.Sequential):
+    """Layers of whose two halves one is detached wherever it is read, as the rotated part of keys may be."""
+
+    def __init__(self, linear: Any, detach: bool = False) -> None:
+        super().__init__(*(Halved(linear, detach) for _ in range(2)))
+
+
 @in_turn(
     ("module", "told"),
-    [(Adapted, "the 1st 'linear' of a;"), (Halves, "the 2nd operand of the 1st 'cat' of the module;")],
+    [
+        (Adapted, "the 1st 'linear' of a;"),
+        (Halves, "the 2nd operand of the 1st 'cat' of the module;"),
+        (Readers, "the 2nd 'mul' of layers.0 and 2 more like it;"),
+        (Split, "the 2nd result of the 1st 'chunk' of 0 and 1 more like it;"),
+    ],
 )
 def test_what_is_detached_where_values_fork_or_join_is_told(module, told, precision):
     result = twins(module, dict(detach=True), normal((64, HIDDEN)), precision)

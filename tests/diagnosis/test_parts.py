@@ -19,6 +19,7 @@ from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis
 from parity.search.explanation import _told
 from parity.search.in_full import Explanation
+from parity.search.search import _Search
 
 BATCH, SEQ, HEADS, GROUPS, HEAD_DIM = 3, 24, 8, 4, 16
 HIDDEN = HEADS * HEAD_DIM
@@ -192,6 +193,21 @@ def test_a_finding_says_what_speaks_against_it(explained, doubts):
     for one, doubt in zip(told, doubts, strict=True):
         assert doubt in one.message
         assert one.name.endswith("(perhaps)") == bool(doubt)
+
+
+@pytest.mark.parametrize(("left", "is_told"), [(0.02, True), (0.05, False), (0.06, False)])
+def test_a_second_mistake_is_told_only_if_it_explains_what_the_first_one_leaves(left, is_told):
+    """With it, rounding may cost so much more that all passes."""
+
+    def judged(error: float) -> Any:
+        return SimpleNamespace(key=("output", "y"), probed=False, errors=SimpleNamespace(relative_l2=error))
+
+    first, second = (explanation(title).hypotheses[0] for title in ("norm-missing", "norm-eps"))
+    almost = replace(explanation("norm-missing"), left=judged(0.05))
+    both = replace(almost, hypotheses=(first, second), left=None, results=(judged(left),))
+    unused: Any = None
+    search = _Search(unused, unused, lambda combination: both, unused, [almost])
+    assert (search.explanation((first, second)) is both) == is_told
 
 
 @pytest.mark.parametrize("number", [5e-6, 2e-5, 1e-12, 20_000.0, 5e5, 0.375, 2**-23, 8192.0, 0.044, 48**-0.5, 1 / 3])
