@@ -104,7 +104,7 @@ def second_look(
     if not all(math.isfinite(tensor.margin) for tensor in judged) or all(tensor.passed for tensor in judged):
         return judged
     tensors, noisy = _not_cleared(tensors, judged), 0
-    if noisy_kernels and not _is_hopeless(judged, noisy, False, rounding):
+    if noisy_kernels and not is_hopeless(judged, noisy, False, rounding):
         other = dataclasses.replace(both[1], kernels=noisy_kernels)
         looked.append(run_model(prepared, rounding, other, chosen=_following(prepared, port)))
         judged = judge(looked, NONE_DRAWN)
@@ -112,14 +112,14 @@ def second_look(
             return judged
     with optimizers_recorded() as optimizers:
         for kinks, freedom in _looks(prepared, both):
-            if freedom.jitter is not None and _is_hopeless(judged, noisy, bool(optimizers), rounding):
+            if freedom.jitter is not None and is_hopeless(judged, noisy, bool(optimizers), rounding):
                 return tensors
             noisy += freedom.jitter is not None
             looked.append(run_model(prepared, rounding, freedom, kinks, _following(prepared, port)))
             judged = judge(looked, NONE_DRAWN)
             if all(tensor.passed for tensor in judged):
                 return judged
-    if _is_hopeless(judged, noisy, bool(optimizers), rounding):
+    if is_hopeless(judged, noisy, bool(optimizers), rounding):
         return tensors
     drawn = drawn_runs(prepared, rounding, DRAWS, port)
     of_outputs = bool(optimizers) and rounding.storage is not torch.float32
@@ -186,7 +186,7 @@ def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
     return HOPELESS_MARGIN if steps or noisy < TELLING_LOOKS else STILL_HOPELESS_MARGIN
 
 
-def _is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool, rounding: Rounding) -> bool:
+def is_hopeless(tensors: Sequence[TensorResult], noisy: int, steps: bool, rounding: Rounding) -> bool:
     """Return whether an error is larger than noise can make it, apart from gradients that are nothing but noise.
 
     A loss that is returned in FP32 is a mean in which roundings cancel: all of them in one run, none in another. So the

@@ -188,6 +188,9 @@ def _made_with(some: list[Activation], scope: Scope, where: str) -> Iterator[Hyp
 
 def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
     right = " or ".join(sorted({one.name for one in found}))
+    # First, since a relu changes nothing of positive numbers, either.
+    repair = f"give TE the reference's activation, {right}; it computes none"
+    yield Mistake("activation", "activation missing", repair, lambda one: (passing_on(one.call, one.x),))
     for name in ACTIVATIONS:
         yield Mistake(
             "activation",
@@ -198,8 +201,6 @@ def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
             value=LEAKY_SLOPE if name == "leaky relu" else None,
             tuned=tunable(_leaky) if name == "leaky relu" else None,
         )
-    repair = f"give TE the reference's activation, {right}; it computes none"
-    yield Mistake("activation", "activation missing", repair, lambda one: (passing_on(one.call, one.x),))
 
 
 def _leaky(slope: float) -> Mistake[Activation]:

@@ -24,6 +24,7 @@ from parity.trace.trace import (
     Trace,
     Value,
     agree,
+    ancestors,
     back,
     binary,
     instead,
@@ -37,6 +38,7 @@ from parity.trace.trace import (
 
 Rearrange = Callable[[Tensor], Tensor]
 
+_OF_A_ROTATION = 16  # values, between what is rotated and the result
 _THROUGH = CASTS | {"dropout", "nan_to_num", "view", "reshape"}  # from probabilities to their product with values
 
 
@@ -429,12 +431,19 @@ def _last_two_exchanged(x: Tensor) -> Tensor:
 
 
 def _earlier_scale(trace: Trace, value: Value) -> float:
-    """Return the number by which a query or key was multiplied before attention; 1 if there is none."""
-    match with_number(trace.producer(back(trace, value, RESHAPES))):
-        case ("mul", _, factor):
-            return factor
-        case ("div", _, divisor):
-            return 1 / divisor
+    """Return the number by which a query or key was multiplied before attention; 1 if there is none.
+
+    It may have been rotated since, which leaves its norm as it is.
+    """
+    size = trace.tensor(value).norm()
+    for made in (back(trace, value, RESHAPES), *ancestors(trace, value, _OF_A_ROTATION)):
+        named = with_number(trace.producer(made))
+        if named is not None and torch.isclose(trace.tensor(made).norm(), size, rtol=1e-6):
+            match named:
+                case ("mul", _, factor):
+                    return factor
+                case ("div", _, divisor):
+                    return 1 / divisor
     return 1.0
 
 

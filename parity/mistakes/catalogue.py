@@ -84,7 +84,7 @@ def _subjects(prepared: Prepared, trace: Trace, unused: Container[str]) -> Itera
     yield norm_places.pre_norm_hypotheses(trace, prepared.reference)
     yield norm_places.branch_norm_hypotheses(trace, prepared.reference)
     yield norm_places.last_norm_hypotheses(trace, prepared.reference)
-    yield norm_places.pooled_norm_hypotheses(trace)
+    yield norm_places.pooled_norm_hypotheses(trace, prepared.reference)
     yield norm_places.extra_norm_hypotheses(trace)
     yield layers.parallel_block_hypotheses(trace)
     yield activations.bias_hypotheses(trace)

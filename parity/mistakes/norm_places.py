@@ -105,9 +105,18 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
             )
 
 
-def pooled_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield the mistake that tokens are picked, or averaged, before they are normed, not afterwards."""
+def pooled_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
+    """Yield the mistakes that tokens are picked, or averaged, on the other side of their norm."""
     for norm in norms(trace):
+        pool, normed = trace.producer(back(trace, norm.x)), _with_parameters_of(module, trace, norm)
+        if pool is not None and normed is not None and pool.inputs and _keeps_channels(trace, pool, pool.inputs[0]):
+            repair = f"average tokens before they are normed, as the reference does in {norm.call.module}"
+            yield Hypothesis(
+                "post-norm",
+                f"norm of {norm.call.module} before pooling",
+                f"{repair}; the port norms each of them",
+                (_of_normed(pool, pool.inputs[0], normed), passing_on(norm.call, norm.x)),
+            )
         pools = _pools(trace, norm.call.outputs[0])
         if pools:
             repair = f"norm all tokens before some are picked, or averaged, as the reference does in {norm.call.module}"

@@ -580,9 +580,9 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
         rivals = [other.hypotheses for other in complete if other is not explanation]
         of_its_own = _not_all(explanation) or _too_much(explanation, failure)
         doubts = of_its_own or _or_else(rivals) or _or_alike(explanation, explained)
+        doubt = doubts + "".join(map(_as_if, explanation.hypotheses))
         # Mistakes with a meaning come first.
         for one in sorted(explanation.hypotheses, key=lambda one: one.scope == "call"):
-            doubt = doubts + _as_if(one)
             gains = _gains(explanation, failure.precision.name)
             told = f"{_together(one, explanation)}{gains} if you {one.repair}{doubt}"
             yield finding(one.title, told, sure=not doubt, repair=one.repair, code=one.code)
@@ -623,7 +623,7 @@ def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str
     if more or one.value is not None or not explanation.complete:
         return ""
     alike = [
-        other.hypotheses[0].name.removeprefix(kind)
+        other.hypotheses[0].name.removeprefix("activation ")
         for other in explained
         if len(other.hypotheses) == 1 and other.complete and other.misfit <= AS_WELL * explanation.misfit
         if other.hypotheses[0].value is None and other.hypotheses[0].name.startswith(kind)

@@ -29,7 +29,7 @@ from parity.search.divergence import factor_of, readable, shared_factor
 from parity.search.failure import Budget, Failure, agrees, explains, few_outputs
 from parity.search.in_full import Explanation, is_far_off, verified
 from parity.search.reruns import run_changed
-from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal, unnumbered
+from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal, parameters_around, unnumbered
 
 # Paths through which a port's gradients do not flow back: in the residual stream, or wherever values fork or join.
 #
@@ -154,18 +154,17 @@ def _forks_and_joins(trace: Trace, wrong: Set[str], right: Set[str]) -> list[_Pa
         trace: of the reference.
         wrong, right: the names of parameters with such gradients.
     """
-    made_from: dict[int, Set[str]] = defaultdict(set, {number: {name} for number, name in trace.parameters.items()})
+    made_from = {call.site: before for call, (before, _) in zip(trace.calls, parameters_around(trace), strict=True)}
     alike: dict[Hashable, list[tuple[str, tuple[Edit, ...], Set[str]]]] = defaultdict(list)
 
     def note(what: str, call: Call, value: Value, users: Sequence[Call], *place: Hashable) -> None:
         where = unnumbered(call.site[0]), *call.site[1:], *place
         edits = tuple(detached(user, value) for user in users)
-        alike[where].append((f"{what}the {call.described}", edits, made_from[value.number]))
+        maker = trace.producer(value)
+        parameters = made_from[maker.site] if maker is not None else set()
+        alike[where].append((f"{what}the {call.described}", edits, parameters))
 
     for call in trace.calls:
-        parameters = set().union(*(made_from[value.number] for value in call.inputs))
-        for value in call.outputs:
-            made_from[value.number] = made_from[value.number] | parameters
         is_in_place = call.function.__name__.endswith("_")  # it cannot be called again
         activations = (x for x in call.inputs if trace.parameter(x) is None and trace.tensor(x).is_floating_point())
         given = {} if is_in_place else {value.number: value for value in activations}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parity.judge.second_look import LOOKS, STILL_HOPELESS_MARGIN
+from parity.judge.second_look import LOOKS, is_hopeless
 from parity.mistakes.hypothesis import Hypothesis
 from parity.mistakes.under import outputs_under, tensors_under
 from parity.numerics.errors import TINY, norm_of
@@ -219,8 +219,8 @@ def _judged(
         models = [*models, *_beside_kinks(failure, combination)]
         judged = failure.judge(golden, models, None, granted)
     worst, before = (max(result.margin for result in some) for some in (judged, failure.results))
-    for seed in range(LOOKS) if worst <= min(STILL_HOPELESS_MARGIN, _LITTLE * before) else ():
-        if all(result.passed for result in judged):
+    for seed in range(LOOKS) if worst <= _LITTLE * before else ():
+        if all(result.passed for result in judged) or is_hopeless(judged, seed, False, failure.precision.rounding):
             break
         freedom = replace(failure.freedoms[seed % len(failure.freedoms)], jitter=seed)
         noisy = tensors_under(failure.prepared, combination, failure.precision, freedom=freedom)

@@ -28,6 +28,7 @@ from parity.mistakes.hypothesis import Hypothesis, Scope, at_places, together
 from parity.mistakes.under import tensors_under
 from parity.numerics.errors import TINY
 from parity.passes.nominal_clock import OutOfTime
+from parity.passes.prepare import calls_of
 from parity.search.divergence import scaled_outputs
 from parity.search.failure import Budget, Failure, few_outputs, outputs_tell_little
 from parity.search.in_full import Explanation, hardly_less, is_loud, row_by_row, verified
@@ -44,7 +45,7 @@ from parity.search.screen import (
     tuned,
     tuned_pairs,
 )
-from parity.trace.trace import grouped
+from parity.trace.trace import grouped, parameters_around
 
 CHECKS_FOR_SEARCH = 6.0
 """The search for hypotheses may take so many times the failed check's cost, of the 20 that a diagnosis may take."""
@@ -92,6 +93,7 @@ AS_WELL = 1.02
 
 _FAR_BETTER = 1.1  # a fitted constant comes before a known one only if that leaves so many times as much
 _DIGITS = 3  # partial explanations do the same if the shares of the error that they leave agree in so many digits
+_LARGEST = {"norm-eps": 0.1}  # the largest number that people write for a mistake with this title
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
 _BY_A_CONSTANT = 0.01  # the same if its constant was fitted: the best eps or factor takes some of almost any error
 _OF_MOST_ROWS = 0.3  # the same for a row's error on average
@@ -291,8 +293,10 @@ def _has_unusual(one: Explanation) -> bool:
 
 
 def is_unusual(one: Hypothesis) -> bool:
-    """Return whether a mistake is about a number that was looked for, and is one that people hardly write."""
-    return one.tuned is not None and one.value is not None and not is_written(one.value)
+    """Return whether a mistake is about a number that was looked for, and is one that people hardly write there."""
+    if one.tuned is None or one.value is None:
+        return False
+    return not is_written(one.value) or one.value > _LARGEST.get(one.title, math.inf)
 
 
 def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
@@ -375,19 +379,40 @@ def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypoth
 
     A budget may not last for every layer of a model. Where gradients are all that tells, it goes least far, so that
     mistakes with a parameter, which their name has, are among those that are near; what no name says a place of is
-    made everywhere, there as well.
+    made everywhere, there as well. Single calls then are in the order of what they may change.
     """
     gradients = [one for one in failure.results if one.kind == "weight gradient" and not one.passed]
     worst = max(gradients, key=lambda one: one.margin, default=None)
     if worst is None:
         return list(known)
     by_name = outputs_tell_little(failure)
+    if by_name and all(one.scope == "call" for one in known):
+        return _by_what_they_change(failure, known)
 
     def near(one: Hypothesis) -> int:
         paths = _PATH.findall(one.name) if by_name else [one.place]
         return max((_shared(path, worst.name) for path in paths), default=len(worst.name))
 
     return sorted(known, key=near, reverse=True)
+
+
+def _by_what_they_change(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return mistakes of single calls, those first that leave right gradients as they are, of these those that most of
+    the wrong ones come back through.
+    """
+    trace = calls_of(failure.prepared).trace
+    around = dict(zip((call.site for call in trace.calls), parameters_around(trace), strict=True))
+    right, wrong = (
+        {one.name for one in failure.results if one.kind == "weight gradient" and one.passed == passed}
+        for passed in (True, False)
+    )
+
+    def order(one: Hypothesis) -> tuple[int, int]:
+        changed = [around[edit.site] for edit in one.edits if edit.site in around]
+        before, after = (set().union(*some) for some in zip(*changed, strict=True)) if changed else (set(), set())
+        return len(right & (before | after)), -len(wrong & before)
+
+    return sorted(known, key=order)
 
 
 def _in_order(

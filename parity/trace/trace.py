@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -418,6 +419,28 @@ def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
                 found[given.number] = given
                 queue.append(given)
     return list(found.values())
+
+
+def parameters_around(trace: Trace) -> list[tuple[Set[str], Set[str]]]:
+    """Return for each call, in order, the names of the parameters that it is computed from, and of those that are used
+    with what is computed from it.
+
+    An error that a call makes changes the gradients of all of these.
+    """
+    made_from: dict[int, Set[str]] = defaultdict(set, {number: {name} for number, name in trace.parameters.items()})
+    before: list[Set[str]] = []
+    for call in trace.calls:
+        before.append(set().union(*(made_from[value.number] for value in call.inputs)))
+        for value in call.outputs:
+            made_from[value.number] = made_from[value.number] | before[-1]
+    used_with: dict[int, Set[str]] = defaultdict(set)
+    after: list[Set[str]] = []
+    for call in reversed(trace.calls):
+        after.append(set().union(*(used_with[value.number] for value in call.outputs)))
+        own = {name for value in call.inputs if (name := trace.parameter(value)) is not None}
+        for value in call.inputs:
+            used_with[value.number] = used_with[value.number] | after[-1] | own
+    return list(zip(before, reversed(after), strict=True))
 
 
 def agree(computed: Tensor, traced: Tensor, relative: float = 1e-5) -> bool:

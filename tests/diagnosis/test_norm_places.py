@@ -279,16 +279,17 @@ class Pooled(nn.Module):
 
 
 @in_turn(
-    ("mistake", "title", "phrase"),
+    ("right", "mistake", "title", "phrase"),
     [
-        ("", "passed", ""),
-        ("pooled", "post-norm", "the port norms what is left of them"),
-        ("unnormed", "norm-missing", "norm1"),
+        ("", "", "passed", ""),
+        ("", "pooled", "post-norm", "the port norms what is left of them"),
+        ("pooled", "", "post-norm", "the port norms each of them"),
+        ("", "unnormed", "norm-missing", "norm1"),
     ],
 )
-def test_norms_of_embeddings_and_before_pooling_are_told(mistake, title, phrase, precision):
+def test_norms_of_embeddings_and_before_pooling_are_told(right, mistake, title, phrase, precision):
     result = compared(
-        lambda: Pooled(nn.Linear, nn.LayerNorm),
+        lambda: Pooled(nn.Linear, nn.LayerNorm, right),
         lambda te: Pooled(te.Linear, te.LayerNorm, mistake),
         normal((2, TOKENS, HIDDEN)),
         precision,

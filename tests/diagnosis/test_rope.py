@@ -126,17 +126,23 @@ def interleaved(x: Tensor, positions: Tensor) -> Tensor:
 
 class Attention(nn.Module):
     def __init__(
-        self, linear: Any, positions: Positions = torch.clone, causal: bool = True, rotated: Rotated = turned
+        self,
+        linear: Any,
+        positions: Positions = torch.clone,
+        causal: bool = True,
+        rotated: Rotated = turned,
+        scales: tuple[float, float] = (1.0, HEAD_DIM**-0.5),  # of queries before they are rotated, and of scores
     ) -> None:
         super().__init__()
+        self.scales = scales
         self.q, self.k, self.v, self.out = (linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
         self.positions, self.causal, self.rotated = positions, causal, rotated
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         positions = self.positions(torch.arange(x.shape[1]).repeat(len(x), 1))
-        q, k = (self.rotated(one, positions) for one in (q, k))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(HEAD_DIM)
+        q, k = (self.rotated(one, positions) for one in (q * self.scales[0], k))
+        scores = q @ k.transpose(-1, -2) * self.scales[1]
         if self.causal:
             scores = scores.masked_fill(torch.ones(SEQ, SEQ, dtype=torch.bool).triu(1), -math.inf)
         return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -200,6 +206,13 @@ def test_channels_that_are_turned_twice_backwards_or_in_part_are_told(rotated, t
 def test_a_port_of_a_partial_rotation_that_rotates_otherwise_is_told_so_alone(right, wrong, title, phrase, precision):
     inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
     tells_only(twins(Attention, dict(rotated=wrong), inputs, precision, right=dict(rotated=right)), title, phrase)
+
+
+def test_a_scale_of_queries_before_their_rotation_is_a_part_of_the_reference_s_softmax_scale():
+    """ESM-2 is such a model."""
+    inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
+    result = twins(Attention, dict(scales=(0.25, 0.25)), inputs, "fp32", right=dict(scales=(0.25, 1.0)))
+    tells(result, "softmax-scale", "softmax_scale=0.25, as the reference has; the port's is 1/head_dim")
 
 
 # Keys that a port does not rotate: then their bias, which all keys share, gets no gradient but rounding.
