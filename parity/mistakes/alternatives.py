@@ -440,6 +440,7 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     yield from joined_otherwise(trace, call)
     yield from _other_elements(trace, call)
     yield from _picked_elsewhere(trace, call)
+    yield from _gathered_elsewhere(trace, call)
     yield from _pooled_elsewhere(trace, call)
     yield from _mean_of_all(trace, call)
     yield from _moved(trace, call)
@@ -633,11 +634,32 @@ def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         places, size = trace.tensor(index[dim]), sizes[dim]
         if places.is_floating_point() or places.dtype is torch.bool or torch.unique(places).numel() == size:
             continue
-        for described, times, plus in (("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)):
+        for described, times, plus in _steps_aside(size):
             picked = again(call, _picking(dim, times, plus, size - 1))
             yield alternative(f"it takes the {described} of dimension {dim}", picked)
         mean = lambda args, kwargs, dim=dim: _picking(dim, 0, 0, 0)((args[0].mean(dim, True), args[1]), kwargs)  # noqa: E731
         yield alternative(f"it is the mean over dimension {dim}", again(call, mean))
+
+
+def _gathered_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
+    """Yield other places than the one of a dimension that ``x.gather(dim, last)`` picks."""
+    if call.name != "gather" or len(call.inputs) != 2:
+        return
+    dim, index, x = argument(call, 1, "dim"), argument(call, 2, "index"), trace.tensor(call.inputs[0])
+    if index != call.inputs[1] or trace.tensor(index).shape[dim] > 1:
+        return
+    last = x.shape[dim] - 1
+    for described, times, plus in _steps_aside(last + 1):
+        moved = lambda index, times=times, plus=plus: (times * index + plus).clamp(0, last)  # noqa: E731
+        picked = lambda was, x, index, moved=moved: x.gather(dim, moved(index))  # noqa: E731
+        yield alternative(f"it takes the {described} of dimension {dim % x.dim()}", picked)
+    mean = lambda was, x, index: x.mean(dim, keepdim=True).expand_as(was)  # noqa: E731
+    yield alternative(f"it is the mean over dimension {dim % x.dim()}", mean)
+
+
+def _steps_aside(size: int) -> tuple[tuple[str, int, int], ...]:
+    """Return other places of a dimension: what each is called, times what the reference's is taken, and plus what."""
+    return ("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)
 
 
 def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any], Tensor]:

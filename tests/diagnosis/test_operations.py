@@ -72,6 +72,14 @@ class LastOfEach(nn.Module):
         return self.linear(x[rows, lengths - 1 + self.off_by] if pooled is None else pooled)
 
 
+class LastGathered(LastOfEach):
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        if self.pool:
+            return super().forward(x, condition)
+        last = torch.tensor([19, 11, 16, 4], device=x.device) + self.off_by
+        return self.linear(x.gather(1, last[:, None, None].expand(-1, 1, WIDTH)).squeeze(1))
+
+
 class Positions(nn.Module):
     """Sines and cosines of positions, whose frequencies a number makes."""
 
@@ -226,6 +234,15 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
         (LastOfEach, dict(off_by=1), "operation", "it takes the next of dimension 1"),
         (LastOfEach, dict(pool="end"), "operation", "it takes the last of dimension 1"),
         (LastOfEach, dict(pool="mean"), "operation", "it is the mean over dimension 1"),
+        (LastGathered, {}, "passed", ""),
+        (
+            LastGathered,
+            dict(off_by=-1),
+            "operation",
+            "'gather' of the module as the reference does; it takes the previous",
+        ),
+        (LastGathered, dict(pool="end"), "operation", "it takes the last of dimension 1"),
+        (LastGathered, dict(pool="mean"), "operation", "it is the mean over dimension 1"),
         (Positions, dict(in_turns=True), "operation", "its parts lie in turns"),
         (Positions, dict(power=6), "operation", "its number is -6 for -5"),
         (Positions, dict(table="reversed"), "operation", "operand is in reverse order along dimension 0"),
