@@ -199,7 +199,7 @@ class _Editor(TorchFunctionMode):
         name = canonical_name(func)
         # Most calls are of functions that no edit is about. Calls are counted by name, so these need not be.
         is_edited = name in self._names
-        if not is_edited and not (self._found and (_writes(func) or "out" in kwargs)):
+        if not is_edited and not (self._found and (writes(func) or "out" in kwargs)):
             return func(*args, **kwargs)
         changed = changed_in_place(func, args, kwargs)
         if changed is not None:
@@ -307,7 +307,7 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
 
 
 @functools.lru_cache(4096)
-def _writes(function: Any) -> bool:
+def writes(function: Any) -> bool:
     """Return whether a function writes to its first argument."""
     name = getattr(function, "__name__", "")
     return bool(name == "__setitem__" or (name.endswith("_") and not name.endswith("__")))
@@ -316,7 +316,7 @@ def _writes(function: Any) -> bool:
 def changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
-    return args[0] if _writes(function) and args and isinstance(args[0], Tensor) else None
+    return args[0] if writes(function) and args and isinstance(args[0], Tensor) else None
 
 
 # Golden's GEMMs, kept so that a pass that differs little from golden need not compute them again in FP64.

@@ -142,6 +142,18 @@ class Halved(nn.Module):
         return x + torch.cat((first * second.sin(), second.cos()), -1)
 
 
+class Shifted(nn.Module):
+    """A second head, which reads all tokens but the last, detached, as heads that predict further ahead may."""
+
+    def __init__(self, linear: Any, detach: bool = False) -> None:
+        super().__init__()
+        self.up, self.first, self.second, self.detach = *(linear(HIDDEN, HIDDEN) for _ in range(3)), detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x).relu()
+        return torch.cat((self.first(x), self.second((x.detach() if self.detach else x)[:-8])))
+
+
 class Split(nn.Sequential):
     """Layers of whose two halves one is detached wherever it is read, as the rotated part of keys may be."""
 
@@ -155,6 +167,7 @@ class Split(nn.Sequential):
         (Adapted, "the 1st 'linear' of a;"),
         (Halves, "the 2nd operand of the 1st 'cat' of the module;"),
         (Readers, "the 2nd 'mul' of layers.0 and 2 more like it;"),
+        (Shifted, "the 1st 'getitem' of the module;"),
         (Split, "the 2nd result of the 1st 'chunk' of 0 and 1 more like it;"),
     ],
 )
