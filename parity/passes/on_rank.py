@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -291,7 +292,12 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
     dropout = tuple(switched_off(pair.candidate)) if pair.parallel.dropout else ()
     check(moved(pair.candidate, dtype=precision.dtype), precision)
     shapes = {name: tuple(x.shape) for name, x in given.weights.items()}
-    declared = expanded_names({name: tuple(split) for name, split in pair.parallel.weights.items()}, shapes)
+    declared: dict[str, Split] = {}
+    for name, split in pair.parallel.weights.items():
+        found = {one: tuple(split) for one in expanded_names({name: split}, shapes) if one in shapes}
+        if not found:
+            raise UserError(_no_parameter(name, shapes))
+        declared |= found
     renamed = _names_in_whole(pair, given.tied) if made.pp > 1 else {}
     held = held_by(pair.candidate, shapes, declared, made, place, renamed)
     if pair.fill is not False:
@@ -300,6 +306,13 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
                 whole = given.weights[held[name].whole].to(parameter.device)
                 parameter.copy_(_as_held(parameter, part(whole, held[name].split, made, place)))
     return BuiltOnRank(pair, held, dropout, random)
+
+
+def _no_parameter(name: str, names: Iterable[str]) -> str:
+    """Say that the candidate has no parameter of a name, and which it may be."""
+    close = get_close_matches(name, names, 1)
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    return f"parity.Parallel(weights=...) names {name!r}, which is no parameter of the candidate{meant}"
 
 
 def _names_in_whole(pair: Pair, tied: Mapping[str, str]) -> dict[str, str]:

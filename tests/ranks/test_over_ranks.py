@@ -66,7 +66,10 @@ def linear(te, ranks, mishap=""):
         inputs=lambda rng: rng.normal(16, 32),
         weights={"weight": "weight", "bias": "bias"},
         call_candidate=call,
-        parallel=parity.Parallel(splits={"x": []} if mishap == "names no input" else {}),
+        parallel=parity.Parallel(
+            splits={"x": []} if mishap == "names no input" else {},
+            weights={"weigth": [over("tp", dim=0)]} if mishap == "names no weight" else {},
+        ),
     )
 
 
@@ -87,6 +90,7 @@ def test_a_mistake_of_the_module_itself_is_told_as_such():
     [
         ("raises", "rank 1 of 2 (tp2) raised: RuntimeError: no memory left"),
         ("dies", "rank 1 of 2"),
+        ("names no weight", "names 'weigth', which is no parameter of the candidate; did you mean 'weight'?"),
         ("names no input", "splits names 'x', but the inputs and outputs are input, output"),
     ],
 )
