@@ -249,7 +249,8 @@ def _trained(
         for number in range(1, steps + 1):
             weights = run.trainee.weights
             held = run.trainee.quantized  # which scales that have settled may have changed before the first step
-            step = step_case(case, number, weights, seed, held) if held or number > 1 else first
+            is_first = number == 1 and (not held or prepared.unlike)  # what it holds would hide that it is another's
+            step = first if is_first else step_case(case, number, weights, seed, held)
             prepared = _prepared(run, step, number, weights)
             one = _make_step(run, step, number, prepared, resuming)
             run.history.append(one.stepped.update.remembered())
@@ -470,8 +471,12 @@ def _diverged(run: _Run, number: int, why: str) -> Result:
 def _is_right_anew(run: _Run, made: _Made, backend: str) -> bool:
     """Return whether a new candidate makes a step right if a backend compiles it, or the pair where that is empty."""
     checked, precision, seed, kernels = run.at
+    whole = run.asked.case
+    case = dataclasses.replace(
+        whole, factory=lambda *at, **size: dataclasses.replace(whole.factory(*at, **size), fill=True)
+    )
     with fresh_caches(), fresh_quantization(), compiled_anew():
-        trainee = Trainee(run.asked.case, checked, made.prepared, precision, seed, kernels, "compile", backend)
+        trainee = Trainee(case, checked, made.prepared, precision, seed, kernels, "compile", backend)
         trainee.settle()
         stepped = trainee.step(made.prepared)
     return run.judge(made.case, _candidate_run(stepped)).result.status == "passed"

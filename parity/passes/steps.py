@@ -69,7 +69,8 @@ def step_case(
             transfer.fill(pair.reference, weights)
         call_reference, call_candidate = losses(pair)
         drawn = _with_inputs_of(pair, size, number, seed)
-        return dataclasses.replace(drawn, call_reference=call_reference, call_candidate=call_candidate)
+        fill = True if number > 1 else pair.fill  # a new candidate has the weights with which the training began
+        return dataclasses.replace(drawn, call_reference=call_reference, call_candidate=call_candidate, fill=fill)
 
     varied = case.vary_constants and weights is None
     return dataclasses.replace(case, factory=factory, vary_constants=varied, probe=False, is_step=True, held=held)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 import parity
 from parity import Training
-from parity.case import registry
+from parity.case import registry, transfer
 from parity.case.case import Rng
 from parity.case.training import Model
 from parity.cpu import cuda
@@ -60,6 +60,36 @@ def test_a_right_training_passes_at_every_step(precision):
 def test_a_training_in_another_way_is_right_as_well(name):
     result = trained(RIGHT[name])
     assert (result.status, result.findings) == ("passed", ())
+
+
+def with_own_weights(host: str, are_loaded: bool = True, training: Declared = plain) -> parity.Case:
+    """Return the case of a host whose candidate keeps the weights that it is built with."""
+
+    def factory(te):
+        pair = case_of(host, training).factory(te)
+        if are_loaded:
+            weights, shapes = dict(pair.reference.named_parameters()), transfer.parameter_shapes(pair.candidate)
+            transfer.fill(pair.candidate, transfer.to_candidate(pair.weights, weights, shapes))
+        return dataclasses.replace(pair, fill=False)
+
+    return parity.Case("own weights", factory, sizes=({},))
+
+
+OWN_WEIGHTS = [("mlp", "fp32", plain), ("quantized in fp8_current", "fp8_current", RIGHT["quantized weights"])]
+
+
+@pytest.mark.parametrize("switch", ["", "resume"])
+@pytest.mark.parametrize(("host", "precision", "training"), OWN_WEIGHTS)
+def test_a_port_that_loads_its_weights_itself_is_trained(host, precision, training, switch):
+    (result,) = parity.compare(with_own_weights(host, True, training), [precision], steps=3, switch=switch)
+    assert (result.status, result.findings, len(result.steps)) == ("passed", (), 3)
+
+
+@pytest.mark.parametrize(("host", "precision", "training"), OWN_WEIGHTS)
+def test_a_port_that_begins_with_other_weights_is_told_at_the_first_step(host, precision, training):
+    (result,) = parity.compare(with_own_weights(host, False, training), [precision], steps=3)
+    assert result.reason.startswith("step 1 ")
+    assert [one.title for one in result.findings] == ["weights-not-as-mapped"]
 
 
 @pytest.mark.parametrize(("lost", "status"), [(0, "passed"), (1, "failed")])
