@@ -311,6 +311,7 @@ class Trainee:
             raise UserError(
                 f"candidate_optimizer must return a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
             )
+        self._parameters = dict(pair.candidate.named_parameters())
         self._stepped = _stepped(pair.candidate, self.optimizer)
         self._scheduler = training.scheduler(self.optimizer) if training.scheduler else None
         if isinstance(self.optimizer, LBFGS):
@@ -397,8 +398,30 @@ class Trainee:
         # this process wrote (``pytorch/_extra_state.py`` of TE 2.20.2).
         with te_variables({"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}):
             (own or WAYS[saved.way].load)(self._module, self.optimizer, saved.file)
+        self._find_replaced()
         if self._scheduler is not None:
             self._scheduler.load_state_dict(saved.schedule)
+
+    def _find_replaced(self) -> None:
+        """Follow parameters that ``load`` has put in the place of others.
+
+        Raises:
+            UserError: if the optimizer still steps the others, or the module has not the same names of parameters any
+                more, as where it has untied some.
+        """
+        parameters, before = dict(self._module.named_parameters()), self._parameters
+        steps = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+        replaced = {name: one for name, one in parameters.items() if one is not before.get(name)}
+        left = [name for name, one in replaced.items() if id(before.get(name)) in steps and id(one) not in steps]
+        wrong = [*(before.keys() - parameters.keys()), *(parameters.keys() - before.keys()), *left]
+        if wrong:
+            raise UserError(
+                f"load= replaces the module's parameters, so that its optimizer steps others, or tied ones are no "
+                f"longer one: {', '.join(sorted(wrong)[:3])}{' and more' if len(wrong) > 3 else ''}; load values into "
+                "the parameters that are there, as load_state_dict does without assign=True"
+            )
+        self._stepped |= {name: one for name, one in replaced.items() if self._stepped[name] is before[name]}
+        self._parameters = parameters
 
     @property
     def state(self) -> State:

@@ -16,7 +16,7 @@ import parity
 from parity import Training
 from parity.case import registry, transfer
 from parity.case.case import Rng
-from parity.case.training import Model
+from parity.case.training import Model, load
 from parity.cpu import cuda
 from parity.lab.studies.rows.optimizers import RECIPES, with_caches
 from parity.lab.studies.rows.trainings import (
@@ -182,6 +182,58 @@ def test_a_pair_s_own_checkpoints_are_those_of_resume_and_of_rollback():
         "resume-safetensors": False,
         "rollback": True,
     }
+
+
+class Tied(torch.nn.Module):
+    """Embeds tokens, and has one weight for that and for its head."""
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(16, 16), head
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids))
+
+
+def untying(module, optimizer, file):
+    load(module, optimizer, file)
+    module.head.weight = torch.nn.Parameter(module.head.weight.detach().clone())
+
+
+def assigning(module, optimizer, file):
+    states = torch.load(file, weights_only=False)
+    module.load_state_dict(states["model"], assign=True)
+    module.head.weight = module.table.weight
+    optimizer.load_state_dict(states["optimizer"])
+
+
+def assigning_to_both(module, optimizer, file):
+    assigning(module, optimizer, file)
+    old = optimizer.param_groups[0]["params"]
+    new = list(module.parameters())
+    optimizer.state.update({one: optimizer.state.pop(other) for one, other in zip(new, old, strict=True)})
+    optimizer.param_groups[0]["params"] = new
+
+
+REPLACING = [(untying, "head.weight"), (assigning, "table.weight"), (assigning_to_both, "")]
+
+
+@pytest.mark.parametrize("switch", ["resume", "rollback"])
+@pytest.mark.parametrize(("own", "told"), REPLACING)
+def test_a_load_may_replace_parameters_if_the_optimizer_steps_the_new_ones(own, told, switch):
+    def factory(te):
+        return parity.Pair(
+            Tied(torch.nn.Linear(16, 16, bias=False)),
+            Tied(te.Linear(16, 16, bias=False)),
+            weights={"table.weight": "table.weight"},
+            inputs=lambda rng: rng.integers(4, 16, high=16),
+            training=Training(load=own),
+        )
+
+    (result,) = parity.compare(parity.Case("tied", factory, sizes=({},)), ["fp32"], steps=4, switch=switch)
+    assert result.status == ("error" if told else "passed")
+    assert not told or f"are no longer one: {told}; load values" in result.reason
 
 
 def test_what_json_does_not_hold_is_told_of_a_file_of_tensors():
