@@ -7,6 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, get_args
@@ -46,22 +47,29 @@ class Rng:
     def __init__(self, seed: int, purpose: str = "inputs") -> None:
         self._generator = torch.Generator().manual_seed(mixed(seed, purpose))
 
-    def normal(self, *shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
-        """Return Gaussian values of the given shape."""
-        drawn = torch.empty(shape, dtype=torch.float32).normal_(generator=self._generator)  # ``draws`` sees the method
+    def normal(self, *shape: int | Sequence[int], std: float = 1.0, mean: float = 0.0) -> Tensor:
+        """Return Gaussian values of the given shape, as numbers or in one tuple."""
+        drawn = torch.empty(_flat(shape), dtype=torch.float32).normal_(
+            generator=self._generator
+        )  # ``draws`` sees the method
         return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # scaling takes longer than a repeated draw
 
-    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+    def uniform(self, *shape: int | Sequence[int], low: float = 0.0, high: float = 1.0) -> Tensor:
         """Return values evenly spread over [low, high)."""
-        return torch.rand(shape, generator=self._generator, dtype=torch.float32) * (high - low) + low
+        return torch.rand(_flat(shape), generator=self._generator, dtype=torch.float32) * (high - low) + low
 
-    def integers(self, *shape: int, low: int = 0, high: int) -> Tensor:
+    def integers(self, *shape: int | Sequence[int], low: int = 0, high: int) -> Tensor:
         """Return int64 values from low to high - 1."""
-        return torch.randint(low, high, shape, generator=self._generator)
+        return torch.randint(low, high, _flat(shape), generator=self._generator)
 
     def permutation(self, n: int) -> Tensor:
         """Return the numbers from 0 to n - 1 in random order, int64."""
         return torch.randperm(n, generator=self._generator)
+
+
+def _flat(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
+    """Return the sizes of a shape that is given as numbers, or in one tuple."""
+    return tuple(chain.from_iterable((one,) if isinstance(one, int) else one for one in shape))
 
 
 # What a user declares: a pair of modules, and the case that builds it at a size.

@@ -75,7 +75,7 @@ def checked_sizes(sizes: object, factory: Callable[..., Pair], besides: Sequence
             raise UserError(f"size {size!r} is not a dict with names as keys")
         if any(are_same(size, other) for other in chosen[:i]):
             raise UserError(f"size {dict(size)!r} is listed twice")
-        _check_accepts(parameters, {**size, **dict.fromkeys(besides)})
+        _check_accepts(parameters, size, besides)
     return tuple(dict(size) for size in chosen)
 
 
@@ -137,15 +137,17 @@ def _parameters_after_te(factory: Callable[..., Any]) -> list[inspect.Parameter]
     return parameters[1:]
 
 
-def _check_accepts(parameters: list[inspect.Parameter], size: Size) -> None:
+def _check_accepts(parameters: list[inspect.Parameter], size: Size, besides: Sequence[str]) -> None:
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
-    missing = [name for name in required if name not in size]
+    missing = [name for name in required if name not in {*size, *besides}]
     if missing:
         raise UserError(f"size {dict(size)!r} lacks {', '.join(missing)}, which the factory requires")
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     accepted = [p.name for p in parameters if p.kind in by_keyword]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if "ranks" in besides and "ranks" not in accepted and not takes_any:
+        raise UserError("the pair is declared with ranks=, so its function needs a parameter of that name: ranks=None")
     unknown = [key for key in size if key == "te" or (key not in accepted and not takes_any)]
     if unknown:
         raise UserError(

@@ -109,6 +109,7 @@ def test_a_function_typed_again_in_a_notebook_replaces_the_case():
         ("mlp", {"sizes": [{"ffn": 8}]}, "lacks hidden, which the factory requires"),
         ("mlp", {"sizes": [{"hidden": 8, "seq": 2}]}, "has seq, which the factory does not take"),
         ("mlp", {"sizes": [{"hidden": 8, "te": 2}]}, "has te, which the factory does not take"),
+        ("mlp", {"ranks": [{"tp": 2}]}, "declared with ranks=, so its function needs a parameter of that name"),
         ("mlp", {"precisions": ["bf61"]}, "unknown precision 'bf61' in precisions; did you mean bf16?"),
         ("mlp", {"precisions": ["int3", "bf16"]}, "unknown precision 'int3' in precisions; there are fp32, bf16"),
         ("mlp", {"precisions": "bf16"}, "precisions must be a list of names"),

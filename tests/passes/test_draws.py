@@ -29,6 +29,11 @@ def test_seeds_and_purposes_give_independent_streams():
     assert correlations.abs().max() < 0.15
 
 
+def test_a_shape_may_be_one_tuple():
+    assert torch.equal(Rng(7).normal((4, 8)), Rng(7).normal(4, 8))
+    assert Rng(7).integers((2, 3), high=5).shape == Rng(7).uniform([2, 3]).shape == (2, 3)
+
+
 def test_tensors_of_one_stream_differ():
     rng = Rng(0)
     assert not torch.equal(rng.normal(8), rng.normal(8))
