@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.case.case import Case, Training, mixed
+from parity.case.case import Case, Rng, Training, mixed
 from parity.case.training import reference_optimizer
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
@@ -46,6 +46,7 @@ from parity.result import Finding, Result, Status, Step, Switch, as_printable, l
 from parity.search.steps import (
     Before,
     Setting,
+    changed_early,
     diverging,
     gradients_explained,
     guesses_of_any_step,
@@ -252,7 +253,7 @@ def _trained(
             is_first = number == 1 and (not held or prepared.unlike)  # what it holds would hide that it is another's
             step = first if is_first else step_case(case, number, weights, seed, held)
             prepared = _prepared(run, step, number, weights)
-            one = _make_step(run, step, number, prepared, resuming)
+            one = _before_clipping(_make_step(run, step, number, prepared, resuming), run.trainee.training.clip)
             run.history.append(one.stepped.update.remembered())
             judged = run.judge(step, _candidate_run(one.stepped)).result
             _note(run, number, judged, prepared, one.stepped)
@@ -550,7 +551,9 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
         before = Before(now, run.weights, run.gradients, golden_of)
         guesses += guesses_of_later_steps(number, prepared.golden.weight_gradients, before)
     found = gradients_explained(run.limits, candidate, guesses)
-    if found is None and (shares := shares_made(prepared, made.stepped.calls, candidate)):
+    if found is None and made.stepped.clipping.is_early:
+        found = changed_early(number)
+    elif found is None and (shares := shares_made(prepared, made.stepped.calls, candidate)):
         found = micro_batches_explained(number, run.limits, shares)
     worst = f", first {judged.worst.label}" if judged.worst else ""
     found = found or unexplained(number, worst, is_first_and_own=number == 1 and not run.trainee.is_plain)
@@ -579,14 +582,8 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
     """Return why the optimizer's step is not the reference's; None if it is."""
     trainee, precision = run.trainee, run.asked.precision
     training = trainee.training
-    expected = 1.0 if training.clip is None else _clipping(training.clip, stepped)
-    if abs(stepped.clipped - expected) > _CLIPPING * expected:
-        return repairable(
-            "gradient-clipping",
-            f"gradients are multiplied by {stepped.clipped:.4g} before the optimizer gets them, but the reference "
-            f"multiplies them by {expected:.4g}",
-            "clip to the same largest norm, and take the norm of the same gradients",
-        )
+    if told := _of_clipping(len(run.history), stepped, training.clip):
+        return told
     run.is_narrow = run.is_narrow and holds(precision.dtype, stepped.update)
     dtype = precision.dtype if run.is_narrow else torch.float32
     right = run.replay.step(stepped.update)
@@ -624,8 +621,49 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
     return None
 
 
-def _clipping(largest: float, stepped: Stepped) -> float:
-    """Return by what clipping to the largest norm multiplies the candidate's gradients."""
-    gradients = (x.double() for (kind, _), x in stepped.tensors.items() if kind == "weight gradient")
-    norm = sum(float(x.square().sum()) for x in gradients) ** 0.5
-    return min(1.0, largest / (norm + 1e-6))
+def _before_clipping(made: _Made, clip: float | None) -> _Made:
+    """Return a step with its gradients as they were before they were clipped without ``clip_grad_norm_``: those that
+    the optimizer gets have the largest norm then. Multiplying them has rounded them once more.
+    """
+    stepped, clipping = made.stepped, made.stepped.clipping
+    golden = _norm(made.prepared.golden.weight_gradients.values())
+    own = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
+    norm = _norm(own.values())
+    if not clip or clipping.is_seen or golden <= clip or abs(norm - clip) > _CLIPPING * clip:
+        return made
+    scale = norm / clipping.of_added / golden  # of the loss
+    power = 2.0 ** round(math.log2(scale))
+    factor = clipping.of_added * (power if abs(scale - power) <= _CLIPPING * power else scale)
+    tensors, summed = dict(stepped.tensors), dict(stepped.summed)
+    for name, x in own.items():
+        rounding = torch.finfo(x.dtype).eps / 12**0.5 * Rng(0, f"clipped {name}").normal(*x.shape).to(x.device)
+        tensors["weight gradient", name] = x / factor
+        summed["weight gradient", name] = summed.get(("weight gradient", name), 0.0) + rounding * (x / factor).float()
+    clipping = dataclasses.replace(clipping, factor=factor, lowest=factor, highest=factor)
+    return dataclasses.replace(
+        made, stepped=dataclasses.replace(stepped, tensors=tensors, summed=summed, clipping=clipping)
+    )
+
+
+def _of_clipping(number: int, stepped: Stepped, clip: float | None) -> Finding | None:
+    """Return how a step's clipping differs from the reference's; None if it does not."""
+    clipping = stepped.clipping
+    gradients = (x for (kind, _), x in stepped.tensors.items() if kind == "weight gradient")
+    expected = 1.0 if clip is None else min(1.0, clip / (_norm(gradients) + 1e-6))
+    is_one_number = clipping.highest - clipping.lowest <= _CLIPPING * abs(clipping.factor)
+    if abs(clipping.factor - expected) <= _CLIPPING * expected and (is_one_number or not clipping.is_early):
+        return None
+    if clipping.is_early:
+        return changed_early(number)
+    by = f"{clipping.factor:.4g}" if is_one_number else f"numbers from {clipping.lowest:.2g} to {clipping.highest:.2g}"
+    return repairable(
+        "gradient-clipping",
+        f"gradients are multiplied by {by} before the optimizer gets them, but the reference multiplies "
+        f"{'them' if is_one_number else 'all of them'} by {expected:.4g}",
+        "clip to the same largest norm, and take the norm of the same gradients",
+    )
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of all tensors together."""
+    return sum(float(x.double().square().sum()) for x in tensors) ** 0.5

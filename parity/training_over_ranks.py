@@ -138,7 +138,7 @@ class TraineeOverRanks:
         unreached = unreached_by([one.ran for one in step])
         apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))
         noise = self._noise(step)
-        return Stepped(tensors, unreached, step[0].clipped, update, self._scaling(step), noise, apart=apart)
+        return Stepped(tensors, unreached, step[0].clipping, update, self._scaling(step), noise, apart=apart)
 
     def lost_state(self) -> Finding | None:
         """Return what ranks lost when the training was saved and loaded before the last step; None if nothing."""
@@ -402,7 +402,8 @@ class TraineeOverRanks:
         if clip is None:
             return None
         told = wrong_norm([one.ran.norm for one in self._made], self._wholes, self.made)
-        made = [clip / one.clipped if one.clipped < 1.0 - _CLIPPING else None for one in self._made]
+        factors = [one.clipping.factor for one in self._made]
+        made = [clip / factor if factor < 1.0 - _CLIPPING else None for factor in factors]
         return told or wrong_norm(made, self._wholes, self.made, _CLIPPING)
 
     def _of_weights(self) -> Finding | None:

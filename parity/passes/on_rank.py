@@ -27,7 +27,17 @@ from parity.case.weight_map import WeightMap
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, named_outputs, run, with_inputs
 from parity.passes.prepare import build_as_declared
-from parity.passes.steps import Batch, Named, Resumption, Stepped, Trainee, gathered, is_interrupted, is_rounded
+from parity.passes.steps import (
+    Batch,
+    Clipping,
+    Named,
+    Resumption,
+    Stepped,
+    Trainee,
+    gathered,
+    is_interrupted,
+    is_rounded,
+)
 from parity.ranks.layout import (
     AXES,
     AxisName,
@@ -381,7 +391,7 @@ class StepOnRank:
         loss_over: axes over which ranks have parts of the loss, and whether these are means.
         weights: those that its module held before the step, by name.
         after: those that it holds afterwards.
-        clipped: by what its gradients were multiplied before its optimizer saw them.
+        clipping: what was done to its gradients before its optimizer saw them.
         followed: what its optimizer steps: the weights before and after, and the gradients that it was given, by name.
         owned: which elements of each parameter it keeps something of, as an optimizer does that steps them.
         apart: parameters that are not what the optimizer's copies of them are, rounded.
@@ -396,7 +406,7 @@ class StepOnRank:
     loss_over: Mapping[AxisName, bool]
     weights: Named
     after: Named
-    clipped: float
+    clipping: Clipping
     followed: Mapping[str, tuple[Tensor, Tensor, Tensor]]
     owned: Named
     apart: tuple[str, ...]
@@ -522,7 +532,7 @@ class TraineeOnRank(Trainee):
             self._loss_over(),
             weights,
             _on_cpu(self.weights),
-            stepped.clipped,
+            stepped.clipping,
             followed,
             owned,
             stepped.apart,

@@ -152,6 +152,27 @@ class Update:
         return Update(before, gradients, after, {}, self.kept_in, self.is_whole)
 
 
+@dataclass(frozen=True)
+class Clipping:
+    """Tell how the gradients that an optimizer got differ from those that backward passes have added up.
+
+    Attributes:
+        factor: by what all were multiplied, by least squares.
+        lowest, highest: the least and the largest such factor of any parameter by itself.
+        is_early: whether backward passes were added to gradients that had been clipped, or changed in another way.
+        is_seen: whether ``clip_grad_norm_`` has changed them: of gradients that are clipped in another way, only the
+            result is known.
+        of_added: their norm, in relation to that of what backward passes have left, in a step of the port's own.
+    """
+
+    factor: float
+    lowest: float
+    highest: float
+    is_early: bool = False
+    is_seen: bool = True
+    of_added: float = 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class Stepped:
     """One training step of the candidate.
@@ -159,7 +180,7 @@ class Stepped:
     Attributes:
         tensors: the loss and all gradients, before they are clipped, in the reference's layout.
         unreached: TE's parameters that got no gradient.
-        clipped: by what all gradients were multiplied before the optimizer saw them.
+        clipping: what was done to them before the optimizer saw them.
         update: what the optimizer did.
         scaling: what delayed scaling kept of each tensor before and after the step.
         summed: noise as large as what sums over micro-batches lose of gradients that are held in 16 bits.
@@ -173,7 +194,7 @@ class Stepped:
 
     tensors: Tensors
     unreached: tuple[str, ...]
-    clipped: float
+    clipping: Clipping
     update: Update
     scaling: tuple[tuple[Kept, Kept], ...] = ()
     summed: Tensors = field(default_factory=dict)
@@ -529,13 +550,13 @@ class Trainee:
             seen.moved = self._moved()
         if len(seen.used) != 1:
             raise UserError(
-                f"a training step must call optimizer.step() once, and this one called it {len(seen.used)} times; "
-                "compare that many steps, with one batch each"
+                "a training step must call optimizer.step() once, with a closure that is called once if it has any, "
+                f"and this one called it {len(seen.used)} times; compare that many steps, with one batch each"
             )
         if self._scheduler is not None:
             self._scheduler.step()
         used = seen.used[0]
-        raw = seen.raw or used
+        raw = used | seen.raw
         inputs = named_inputs(kwargs or args, prepared.input_names)
         tensors: Tensors = {("output", "output"): loss.detach().reshape(())}
         leaves = {name: x for name, x in inputs.items() if x.is_floating_point()}
@@ -561,7 +582,7 @@ class Trainee:
             *(
                 tensors,
                 tuple(frozen),
-                _factor(used, raw),
+                _clipping(used, raw, seen),
                 update,
                 moves,
                 noise,
@@ -595,31 +616,74 @@ class Trainee:
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
-        """Within the context, keep the gradients that the optimizer sees, and what they were before clipping."""
-        seen = _Seen([], {})
+        """Within the context, keep the gradients that the optimizer sees, and what they would be without clipping."""
+        seen = _Seen([])
         within = 0  # a class's step may call that of the class below it, and PyTorch calls hooks for both
 
-        def keep(*_: Any) -> None:
+        def take() -> None:
+            now = _copied(self._stepped)
+            seen.add_later(now)
+            seen.used.append(now)
+            seen.moved = self._moved()
+
+        def keep(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal within
             within += 1
-            if within == 1:
-                seen.used.append(_copied(self._stepped))
-                seen.moved = self._moved()
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if within > 1:
+                return None
+            if closure is None:
+                take()
+                return None
+
+            def closed() -> Any:  # the gradients are made in it
+                loss = closure()
+                take()
+                return loss
+
+            return ((args[0], closed, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"closure": closed})
 
         def leave(*_: Any) -> None:
             nonlocal within
             within -= 1
 
-        def clip(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            seen.raw = seen.raw or _copied(self._stepped)
-            return original(*args, **kwargs)
+        def clip(original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            own = {id(one) for one in parameters}
+            clipped = {name: one for name, one in self._stepped.items() if id(one) in own}
+            before = _copied(clipped)
+            seen.add_later(before)
+            result = original(parameters, *args, **kwargs)
+            for name in seen.clip(before, _copied(clipped)):
+                hooks.append(self._module.get_parameter(name).register_hook(partial(add, name)))
+            return result
 
-        hooks = self.optimizer.register_step_pre_hook(keep), self.optimizer.register_step_post_hook(leave)
-        with ExitStack() as stack:
+        def add(name: str, _: Tensor) -> None:
+            gradient = state.gradient(self._stepped[name])
+            seen.later.add(name)
+            if gradient is None or not bool(gradient.any()):  # set to zero since it was clipped
+                seen.raw.pop(name, None)
+
+        def begin(name: str, parameter: nn.Parameter, _: Tensor) -> None:
+            if name in seen.sizes and parameter.grad is not None:
+                seen.between.append((seen.sizes[name], _size(parameter.grad)))
+
+        def end(name: str, parameter: nn.Parameter) -> None:
+            if (gradient := state.gradient(parameter)) is not None:
+                seen.sizes[name] = _size(gradient)
+
+        hooks = [self.optimizer.register_step_pre_hook(keep), self.optimizer.register_step_post_hook(leave)]
+        for name, one in self._module.named_parameters() if self.training.candidate_step else ():
+            if one.requires_grad and one.is_leaf:
+                hooks.append(one.register_post_accumulate_grad_hook(partial(end, name)))
+                if not hasattr(one, "main_grad"):  # to which TE has added by then
+                    hooks.append(one.register_hook(partial(begin, name, one)))
+        try:
+            with exchanged(CLIP, clip):
+                yield seen
+        finally:
             for hook in hooks:
-                stack.callback(hook.remove)
-            stack.enter_context(exchanged(CLIP, clip))
-            yield seen
+                hook.remove()
 
     def _followed_weights(self) -> Named:
         """Return the weights that the optimizer steps, which may be FP32 copies of the module's."""
@@ -791,9 +855,45 @@ def sums_in_16_bits(module: nn.Module) -> Iterator[dict[str, Lost]]:
 
 @dataclass
 class _Seen:
+    """Hold what a step did to the gradients that the optimizer steps.
+
+    Attributes:
+        used: those that the optimizer saw, in each of its steps.
+        raw: those that were clipped, as they would be without.
+        left: what the last clipping left of them.
+        later: names of those to which a backward pass was added since.
+        is_early: whether a backward pass was added to gradients that had been clipped by ``clip_grad_norm_``.
+        sizes: norms of what backward passes have left, in a step of the port's own.
+        between: pairs of such a norm and that of the same gradient before another backward pass is added to it.
+        moved: as in ``Stepped``.
+    """
+
     used: list[Named]
-    raw: Named
+    raw: Named = field(default_factory=dict)
+    left: Named = field(default_factory=dict)
+    later: set[str] = field(default_factory=set)
+    is_early: bool = False
+    sizes: Named = field(default_factory=dict)
+    between: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     moved: tuple[str, ...] = ()
+
+    def add_later(self, now: Named) -> None:
+        """Add what backward passes have added since the last clipping to what gradients would be without any."""
+        for name in self.later & self.raw.keys() & now.keys():
+            self.raw[name] += (now[name] - self.left[name]).to(self.raw[name])
+            self.left[name], self.is_early = now[name], True
+        self.later.clear()
+
+    def clip(self, before: Named, after: Named) -> list[str]:
+        """Keep what a clipping has changed, and return what it is the first to change.
+
+        One to infinity, which logs the norm, changes nothing.
+        """
+        changed = [name for name, x in after.items() if name in self.raw or not torch.equal(x, before[name])]
+        self.left |= {name: after[name] for name in changed}
+        new = [name for name in changed if name not in self.raw]
+        self.raw |= {name: before[name].clone() for name in new}
+        return new
 
 
 def _are_one(x: Tensor, y: Tensor | None) -> bool:
@@ -805,7 +905,7 @@ def _standing_still(optimizer: Optimizer) -> Iterator[None]:
     """Within the context, the optimizer makes no steps; afterwards it has the settings that it had."""
     own, attributes = [dict(group) for group in optimizer.param_groups], vars(optimizer)
     step = attributes.get("step")  # a schedule replaces the class's own
-    attributes["step"] = lambda *_, **__: None
+    attributes["step"] = lambda closure=None, *_, **__: closure() if closure is not None else None
     try:
         yield
     finally:
@@ -911,11 +1011,21 @@ def followed_places(name: str, shape: tuple[int, ...], all_of_them: bool = False
     return Rng(0, f"elements of {name}").integers(FOLLOWED, high=count)
 
 
-def _factor(used: Named, raw: Named) -> float:
+def _clipping(used: Named, raw: Named, seen: _Seen) -> Clipping:
     """Return by what gradients were multiplied."""
-    along = sum(float((x.double() * raw[name].double()).sum()) for name, x in used.items() if name in raw)
-    own = sum(float(x.double().square().sum()) for x in raw.values())
-    return along / own if own else 1.0
+    along = {name: float((x.double() * raw[name].double()).sum()) for name, x in used.items() if name in raw}
+    own = {name: float(x.double().square().sum()) for name, x in raw.items()}
+    factors = [along.get(name, 0.0) / size for name, size in own.items() if size]
+    factor = sum(along.values()) / sum(own.values()) if factors else 1.0
+    lowest, highest = min(factors, default=1.0), max(factors, default=1.0)
+    added = sum(float(x.square()) for x in seen.sizes.values()) ** 0.5
+    got = sum(float(x.double().square().sum()) for x in used.values()) ** 0.5 if added else 1.0
+    is_early = seen.is_early or any(now > 0.0 and abs(now - left) > 1e-3 * left for left, now in seen.between)
+    return Clipping(factor, lowest, highest, is_early, bool(seen.raw), got / (added or 1.0) or 1.0)
+
+
+def _size(gradient: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(own_part(gradient.detach()), dtype=torch.float64)
 
 
 def _recomputed(te: ModuleType, call: Callable[..., Any] | None) -> Callable[..., Any]:

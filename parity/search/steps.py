@@ -258,6 +258,16 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
     )
 
 
+def changed_early(number: int) -> Finding:
+    """Return the finding of a step that clips gradients in the midst of its micro-batches."""
+    return repairable(
+        "gradient-clipping",
+        f"in step {number} gradients are clipped, or changed in another way, before those of all micro-batches are "
+        "added to them",
+        "clip once in each step, after the last backward pass",
+    )
+
+
 def diverging(number: int, why: str, own: Sequence[float] | None) -> Finding:
     """Return the finding of a training whose numbers have outgrown what can be judged.
 

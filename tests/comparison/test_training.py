@@ -122,6 +122,119 @@ def test_a_port_may_step_fp32_copies_of_its_own(precision):
     assert (result.status, result.findings) == ("passed", ())
 
 
+# Gradients are clipped in many ways.
+
+
+LARGEST = 0.1
+
+
+def by_norm(parameters: list[Tensor]) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, LARGEST)
+
+
+def each_by_norm(parameters: list[Tensor]) -> None:
+    for one in parameters:
+        by_norm([one])
+
+
+def logged(parameters: list[Tensor]) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, float("inf"))
+
+
+def by_torch_s_parts(parameters: list[Tensor]) -> None:
+    norm = torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    torch.nn.utils.clip_grads_with_norm_(parameters, LARGEST, norm)
+
+
+def by_hand(parameters: list[Tensor]) -> None:
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    norm = torch.stack([x.square().sum() for x in gradients]).sum().sqrt()
+    for x in gradients:
+        x.mul_((LARGEST / norm).clamp(max=1.0))
+
+
+def untouched(parameters: list[Tensor]) -> None:
+    pass
+
+
+def clipping(each, last, scale: float = 1.0, is_closure: bool = False):
+    """Return a step over four micro-batches that does something to gradients after each, and after all of them."""
+
+    def own(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        def gradients() -> Tensor:
+            optimizer.zero_grad()
+            losses = [model.loss(part) / 4 for part in x.chunk(4)]
+            for loss in losses:
+                (scale * loss).backward()
+                each(model.parameters())
+            for one in model.parameters():
+                one.grad = None if one.grad is None else one.grad / scale
+            last(model.parameters())
+            return torch.stack([loss.detach() for loss in losses]).sum()
+
+        if is_closure:
+            return optimizer.step(gradients)
+        loss = gradients()
+        optimizer.step()
+        return loss
+
+    return own
+
+
+@pytest.mark.parametrize(
+    ("each", "last", "clip"),
+    [
+        (logged, untouched, None),
+        (logged, by_norm, LARGEST),
+        (logged, by_hand, LARGEST),
+        (untouched, by_torch_s_parts, LARGEST),
+        (untouched, by_hand, LARGEST),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_delayed"])
+@pytest.mark.parametrize("way", [{}, {"is_closure": True}, {"scale": 128.0}])
+def test_a_port_may_clip_in_its_own_way(each, last, clip, precision, way):
+    result = trained(stepping(clipping(each, last, **way), clip=clip), precision, steps=2)
+    assert (result.status, result.findings) == ("passed", ())
+
+
+EARLY = "before those of all micro-batches are added"
+CLIPPED_WRONGLY = [
+    (by_norm, untouched, None, EARLY),
+    (by_norm, by_norm, LARGEST, EARLY),
+    (by_hand, untouched, None, EARLY),
+    (by_hand, by_hand, LARGEST, EARLY),
+    (untouched, by_hand, 2 * LARGEST, ""),
+    (untouched, by_norm, 2 * LARGEST, "are multiplied by 0.0"),
+    (untouched, each_by_norm, LARGEST, "by numbers from 0.0"),
+    (untouched, untouched, LARGEST, "by 1 before"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("each", "last", "clip", "told"), CLIPPED_WRONGLY)
+def test_wrong_clipping_is_told(each, last, clip, told, precision):
+    result = trained(stepping(clipping(each, last), clip=clip), precision, steps=2)
+    assert result.status == "failed"
+    assert result.findings[0].title == "gradient-clipping" or not told
+    assert told in result.findings[0].message
+
+
+def test_a_closure_that_is_called_twice_is_an_error():
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            return super().step(closure)
+
+    def make(kind):
+        return lambda model: kind(model.parameters(), lr=0.01)
+
+    own = clipping(untouched, untouched, is_closure=True)
+    result = trained(stepping(own, optimizer=make(torch.optim.SGD), candidate_optimizer=make(Twice)))
+    assert result.status == "error"
+    assert "with a closure that is called once" in result.reason
+
+
 @pytest.mark.parametrize("gpu", ["hopper", "blackwell"])
 @pytest.mark.parametrize("precision", RECIPES)
 @pytest.mark.parametrize("name", OF_QUANTIZED)
