@@ -98,7 +98,7 @@ def guesses_of_any_step(
             )
         )
     largest = max((float(x.abs().max()) for x in candidate.values() if x.numel()), default=0.0)
-    if any(bool((x.abs() > largest).any()) for x in golden.values()):
+    if _is_threshold(largest, candidate, golden):
         guesses.append(
             Guess(
                 "gradient-clipping",
@@ -110,6 +110,18 @@ def guesses_of_any_step(
             )
         )
     return guesses
+
+
+def _is_threshold(largest: float, candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> bool:
+    """Return whether the elements that should be larger than the candidate's largest all are as large as that, and
+    the smaller ones follow the right ones: gradients that nearly vanish are below any of the right ones as well.
+    """
+    right = torch.cat([x.double().flatten() for x in golden.values()])
+    own = torch.cat([candidate[name].double().flatten() for name in golden]).to(right.device)
+    beyond, below = right.abs() > 1.1 * largest, right.abs() < 0.9 * largest
+    at = own[beyond].abs() >= 0.99 * largest
+    along = torch.nn.functional.cosine_similarity(own[below], right[below], 0)
+    return int(at.sum()) >= max(2, 0.9 * len(at)) and (not bool(below.any()) or float(along) > 0.5)
 
 
 def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Before) -> list[Guess]:

@@ -31,7 +31,7 @@ from parity.lab.studies.rows.trainings import (
     too_fast,
 )
 from parity.result import Result, from_json, to_json
-from parity.search.steps import Guess, diverging, gradients_explained
+from parity.search.steps import Guess, diverging, gradients_explained, guesses_of_any_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, of two layers
 
@@ -417,6 +417,22 @@ def test_a_factor_that_explains_nothing_is_not_named():
 
     assert explained(noisy, 1.01) is None
     assert explained({"weight": 4 * noisy["weight"]}, 4.04).title == "loss-scale"
+
+
+@pytest.mark.parametrize(
+    ("made", "is_told"),
+    [
+        (lambda x: x.clamp(-0.1, 0.1), True),
+        (lambda x: x.clamp(-1e-9, 1e-9), True),
+        (lambda x: 1e-9 * x, False),
+        (lambda x: x.abs().clamp(max=1e-9) * Rng(1).normal(1000), False),
+        (lambda x: torch.where(x.abs() > 0.1, 0.1, x.flip(0).clamp(-0.1, 0.1)), False),
+    ],
+)
+def test_elements_are_clipped_where_many_are_at_the_threshold_and_the_others_right(made, is_told):
+    golden = {"weight": 0.1 * Rng(0).normal(1000)}
+    guesses = guesses_of_any_step(1, {"weight": made(golden["weight"])}, golden, {"weight": 1.0})
+    assert ("gradient-clipping" in {one.title for one in guesses}) is is_told
 
 
 def test_a_mistake_of_a_single_pass_is_told_as_such():
