@@ -618,7 +618,7 @@ _PERIODS = (2, 4, 8, 16, 32, 64, 128)
 
 
 def where_the_error_is(failure: Failure) -> Iterator[Finding]:
-    """Yield one finding for each of the worst tensors, the outputs first."""
+    """Yield one finding for each of the worst tensors, the outputs first; the first says what to do."""
     known = "known mistake that was tried" if failure.prepared.clock.ended else "known mistake"
     failed = [result for result in failure.results if not result.passed and result.finite]
     failed.sort(key=lambda result: (result.kind != "output", -result.margin))
@@ -626,18 +626,16 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
     tells = [result for result in failure.results if result.kind != "output" or result.numel != 1]
     passed = [result.label for result in tells if result.passed]
     step = _next_step(failure)
-    for result in failed[:_MOST_TENSORS]:
+    more = f" and {len(passed) - _MOST_RIGHT} more" if len(passed) > _MOST_RIGHT else ""
+    others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
+    for number, result in enumerate(failed[:_MOST_TENSORS]):
         key = result.key
         error = failure.candidate[key].double() - failure.golden[key]
         places = list(_places(error, failure.golden[key]))
         where = "; ".join(places) if places else "spread evenly over all its elements"
-        more = f" and {len(passed) - _MOST_RIGHT} more" if len(passed) > _MOST_RIGHT else ""
-        others = f". These are right: {', '.join(passed[:_MOST_RIGHT])}{more}" if passed else ""
-        yield repairable(
-            "unexplained",
-            f"no {known} explains the error of {result.label}, {_size(result)}. The error is {where}{others}",
-            step,
-        )
+        either = " either" if number else ""
+        told = f"no {known} explains the error of {result.label}{either}, {_size(result)}. The error is {where}"
+        yield finding("unexplained", told if number else f"{told}{others}; {step}", repair=step)
 
 
 def _next_step(failure: Failure) -> str:
