@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_leaves
 
 from parity.case.case import MakeOptimizer, Pair, Rng, Training, signed_as_call
@@ -45,6 +46,23 @@ def candidate_optimizer(training: Training, te: ModuleType) -> MakeOptimizer:
         return made
 
     return training.candidate_optimizer or training.optimizer or fused_adam
+
+
+def schedule_of(training: Training, optimizer: Optimizer) -> LRScheduler | None:
+    """Return the schedule of an optimizer's learning rate; None if there is none.
+
+    Raises:
+        UserError: if ``scheduler`` makes something else.
+    """
+    if training.scheduler is None:
+        return None
+    made = training.scheduler(optimizer)
+    if not callable(getattr(made, "step", None)):
+        raise UserError(
+            f"a training's scheduler must return a schedule with a method step, such as "
+            f"torch.optim.lr_scheduler.StepLR(optimizer, step_size=10), not {type(made).__name__}"
+        )
+    return made
 
 
 class Model:

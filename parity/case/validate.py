@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from parity.case import transfer
-from parity.case.case import Case, Pair, Rng, Size, are_same, draw_inputs
+from parity.case.case import Case, Pair, Rng, Size, Training, are_same, draw_inputs
 from parity.case.map_check import check_map, other_names
 from parity.case.weight_map import WeightMapError, names
 from parity.te.attention_backend import BACKENDS, AttentionBackend, checked_choice, has_attention
@@ -367,6 +370,32 @@ def _check_pair(pair: Any) -> None:
             raise UserError(f"{role} must be a function, not {_type_name(function)}")
     if pair.fill not in (True, False, None):
         raise UserError(f"fill must be True, False or None, not {pair.fill!r}")
+    _check_training(pair.training)
+
+
+_ADAMW = "lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)"
+_EXAMPLES = {
+    "optimizer": _ADAMW,
+    "candidate_optimizer": _ADAMW,
+    "scheduler": "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)",
+}
+
+
+def _check_training(training: Any) -> None:
+    """Refuse what is no function, or takes parameters in place of a module, as PyTorch's optimizers do."""
+    if not isinstance(training, Training):
+        raise UserError(f"training must be a parity.Training, not {_type_name(training)}")
+    for name, function in vars(training).items():
+        made = function.func if isinstance(function, partial) else function
+        is_class = isinstance(made, type) and issubclass(made, Optimizer)
+        takes_parameters = is_class and "params" in inspect.signature(made).parameters
+        if name != "clip" and (takes_parameters or not (function is None or callable(function))):
+            example = f" such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
+            given = f"the class {made.__name__}, which takes parameters" if is_class else _type_name(function)
+            raise UserError(f"{name} of a training must be a function{example}, not {given}")
+    clip = training.clip
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
+        raise UserError(f"clip of a training must be a number above 0, or None, not {clip!r}")
 
 
 def _check_plain(pair: Pair) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from parity.case.case import Case, mixed
-from parity.case.training import reference_optimizer
+from parity.case.training import reference_optimizer, schedule_of
 from parity.case.validate import CheckedSize
 from parity.passes.all_passes import Tensors, golden_tensors
 from parity.passes.prepare import Prepared
@@ -230,7 +230,7 @@ def of_reference(
     module, training = copy.deepcopy(first.reference), case.build(kernels.te, checked.size).training
     module.to(torch.float64 if computed is None else torch.float32)
     optimizer = reference_optimizer(training)(module)
-    schedule = training.scheduler(optimizer) if training.scheduler else None
+    schedule = schedule_of(training, optimizer)
     course, amaxes = Course(weights=[_followed(module)]), first.past.before
     for number in range(1, steps + 1):
         weights = {name: one.detach().clone() for name, one in module.named_parameters()}

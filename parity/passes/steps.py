@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_map_only
 
 from parity.case import transfer
 from parity.case.case import Case, MakeOptimizer, Pair, Rng, draw_inputs
-from parity.case.training import WAYS, Model, candidate_optimizer, losses, own_part, plain_step, reference_optimizer
+from parity.case.training import (
+    WAYS,
+    Model,
+    candidate_optimizer,
+    losses,
+    own_part,
+    plain_step,
+    reference_optimizer,
+    schedule_of,
+)
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.cpu.float8 import fp8_dtype, is_float8_tensor
@@ -329,12 +338,11 @@ class Trainee:
             (own or switches.compiled_by_torch(backend or switches.backends(kernels)[-1]))(pair.candidate)
         self.optimizer = candidate_optimizer(training, kernels.te)(pair.candidate)
         if not isinstance(self.optimizer, Optimizer):
-            raise UserError(
-                f"candidate_optimizer must return a torch.optim.Optimizer, not {type(self.optimizer).__name__}"
-            )
+            own = "candidate_optimizer" if training.candidate_optimizer else "optimizer"
+            raise UserError(f"{own} must return a torch.optim.Optimizer, not {type(self.optimizer).__name__}")
         self._parameters = dict(pair.candidate.named_parameters())
         self._stepped = _stepped(pair.candidate, self.optimizer)
-        self._scheduler = training.scheduler(self.optimizer) if training.scheduler else None
+        self._scheduler = schedule_of(training, self.optimizer)
         if isinstance(self.optimizer, LBFGS):
             raise UserError(
                 "torch.optim.LBFGS computes the loss several times in a step, which is not compared: give the pair "
@@ -543,6 +551,12 @@ class Trainee:
         self._model.calls.clear()
         with self._watched() as seen, sums_in_16_bits(self._module) as lost:
             loss = step(self._model, self.optimizer, *args, **kwargs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"a training step must return its loss, a tensor that holds one number, such as model.loss(*inputs) "
+                f"is, not {shape}"
+            )
         calls = tuple(tree_map_only(Tensor, Tensor.detach, self._model.calls))
         self._model.calls.clear()
         if self._replayed and not seen.used:  # the graph has stepped the optimizer, and its gradients are still there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -503,6 +504,44 @@ def test_an_optimizer_is_one_of_torch(make):
     result = trained(lambda te: Training(**{make: lambda model: "Adam"}))
     assert result.status == "error"
     assert "torch.optim.Optimizer, not str" in result.reason
+
+
+ADAMW = torch.optim.AdamW
+ONE = ADAMW([torch.nn.Parameter(torch.ones(1))])
+NO_FUNCTIONS = [
+    ({"optimizer": ADAMW}, "optimizer of a training must be a function such as lambda model: .*, not the class AdamW"),
+    ({"candidate_optimizer": partial(ADAMW, lr=1e-3)}, "candidate_optimizer of .* not the class AdamW"),
+    ({"optimizer": ONE}, "optimizer of a training must be a function .*, not AdamW"),
+    ({"scheduler": torch.optim.lr_scheduler.StepLR(ONE, 1)}, "function such as lambda optimizer: .*, not StepLR"),
+    ({"candidate_step": {}}, "candidate_step of a training must be a function, not dict"),
+    ({"clip": "1"}, "a number above 0, or None, not '1'"),
+    ({"clip": 0}, "a number above 0, or None, not 0"),
+]
+
+
+@pytest.mark.parametrize(("declared", "told"), NO_FUNCTIONS)
+def test_what_a_training_is_made_of_are_functions(declared, told):
+    with pytest.raises(parity.UserError, match=told):
+        trained(lambda te: Training(**declared))
+
+
+@pytest.mark.parametrize("returned", [None, 0.5, torch.ones(2), (torch.ones(()),)])
+def test_a_step_returns_its_loss(returned):
+    def own(model: Model, optimizer: Optimizer, x: Tensor) -> Any:
+        step(model, optimizer, x)
+        return returned
+
+    result = trained(stepping(own))
+    assert result.status == "error"
+    assert result.reason.startswith("a training step must return its loss, a tensor that holds one number")
+    assert type(returned).__name__ in result.reason or "shape (2,)" in result.reason
+
+
+@pytest.mark.parametrize("returned", [None, 0.5])
+def test_a_schedule_has_steps(returned):
+    result = trained(lambda te: Training(scheduler=lambda optimizer: returned))
+    assert result.status == "error"
+    assert "must return a schedule with a method step" in result.reason
 
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True, "3"])
