@@ -218,6 +218,7 @@ Own = TypeVar("Own", bound="Trainee")
 # What a training keeps, by what it is and by name, as digests of its bytes.
 State = dict[str, dict[str, bytes]]
 SCALES, HISTORIES = "FP8 scales", "amax histories"
+BUFFERS, UNSAVED_BUFFERS = "buffers", "buffers that no state_dict holds"
 COPIES = "the copies of weights that the optimizer steps"
 
 
@@ -457,10 +458,15 @@ class Trainee:
         """Return what the module and its optimizer keep, as digests of its bytes."""
         found: State = {
             "weights": {name: digest(one) for name, one in self._module.named_parameters()},
-            "buffers": {name: digest(one) for name, one in self._module.named_buffers()},
+            BUFFERS: {},
+            UNSAVED_BUFFERS: {},
             SCALES: {},
             HISTORIES: {},
         }
+        for name, one in self._module.named_buffers():
+            path, _, last = name.rpartition(".")
+            is_saved = last not in self._module.get_submodule(path)._non_persistent_buffers_set
+            found[BUFFERS if is_saved else UNSAVED_BUFFERS][name] = digest(one)
         for slot in slots(self._module):
             found[SCALES][slot.name] = digest(slot.scale)
             found[HISTORIES][slot.name] = digest(slot.history)

@@ -16,7 +16,7 @@ from parity.judge.steps import Deviation, Replay, deviations
 from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
 from parity.mistakes.codes import NO_CODE, Code, repairable
 from parity.passes.micro_batches import Made
-from parity.passes.steps import COPIES, HISTORIES, SCALES, Named, Resumption, Update
+from parity.passes.steps import BUFFERS, COPIES, HISTORIES, SCALES, Named, Resumption, Update
 from parity.result import Finding
 
 # Gradients that are not those of this step: what else they could be, tried in this order.
@@ -727,11 +727,12 @@ def lost_state(number: int, resumed: Resumption) -> Finding | None:
     differing, moments, is_same = resumed.differing, resumed.moments, resumed.is_same
     lost = {what: _other(names, resumed.restored.get(what, {})) for what, names in resumed.saved.items()}
     lost = {what: names for what, names in lost.items() if names}
-    if is_same and not {SCALES, HISTORIES} & lost.keys():
+    if is_same and not {SCALES, HISTORIES, BUFFERS} & lost.keys():
         return None
     what = ", ".join(differing[:3]) + (" and more" if len(differing) > 3 else "")
     if not differing:
-        what = f"its optimizer's {', '.join(moments) or 'weights'}" if not is_same else "the scales of later steps"
+        later = "the scales of later steps" if {SCALES, HISTORIES} & lost.keys() else "what evaluation may read"
+        what = f"its optimizer's {', '.join(moments) or 'weights'}" if not is_same else later
     beginning = (
         f"step {number}, the first after the training was saved and loaded, differs from that of the uninterrupted "
         f"training in {what}"
@@ -751,6 +752,8 @@ def _advice(lost: Mapping[str, list[str]]) -> str:
     advice = []
     if {SCALES, HISTORIES} & lost.keys():
         advice.append("save and load _extra_state of each module's state_dict, which has TE's FP8 scales and histories")
+    if BUFFERS in lost:
+        advice.append("save and load the buffers of the module's state_dict, such as the statistics of a BatchNorm")
     if COPIES in lost:
         advice.append("save the FP32 copies that the optimizer steps, which its state_dict does not hold")
     if any(what.startswith("the optimizer's") for what in lost):

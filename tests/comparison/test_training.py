@@ -350,6 +350,46 @@ def test_a_load_may_replace_parameters_if_the_optimizer_steps_the_new_ones(own, 
     assert not told or f"are no longer one: {told}; load values" in result.reason
 
 
+class Normed(torch.nn.Module):
+    """Normalizes what a layer returns over the batch, and counts its calls in a buffer that it does not save."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, torch.nn.BatchNorm1d(64)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(self.layer(x))
+
+
+def without_statistics(module, optimizer, file):
+    load(module, optimizer, file)
+    module.norm.reset_running_stats()
+
+
+@pytest.mark.parametrize("switch", KEPT)
+@pytest.mark.parametrize("own", [None, without_statistics])
+def test_running_statistics_are_restored(own, switch):
+    parts = ("layer.weight", "layer.bias", "norm.weight", "norm.bias")
+
+    def factory(te):
+        return parity.Pair(
+            Normed(torch.nn.Linear(64, 64)),
+            Normed(te.Linear(64, 64)),
+            weights={name: name for name in parts},
+            inputs=lambda rng: rng.normal(16, 64),
+            training=Training(load=own),
+        )
+
+    (result,) = parity.compare(parity.Case("normed", factory, sizes=({},)), ["fp32"], steps=4, switch=switch)
+    is_lost = own is not None and switch in ("resume", "rollback")
+    assert [one.title for one in result.findings] == ["state-not-saved"] * is_lost, result.reason
+    if is_lost:
+        assert "what evaluation may read" in result.findings[0].message
+        assert "not restored: buffers (norm.running_mean, norm.running_var and 1 more)" in result.findings[0].message
+
+
 def test_what_json_does_not_hold_is_told_of_a_file_of_tensors():
     def make(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
