@@ -346,18 +346,23 @@ def clear(module: nn.Module) -> None:
             main_grad.zero_()
 
 
+# The cosine of a gradient and what it was before it was rounded to 16 bits and multiplied by a number is beyond this.
+_HANDED_OVER = 0.999
+
+
 def gradient(parameter: Any) -> Tensor | None:
     """Return a parameter's gradient, wherever it is; None if none arrived.
 
     A parameter that PyTorch uses as well, as a tied embedding does, has one part in ``main_grad`` and one in ``grad``.
-    A port's own hook may have handed ``main_grad`` over to ``grad``.
+    A port may have handed ``main_grad`` over to ``grad``, and clipped or unscaled it there.
     """
     grad, main_grad = parameter.grad, getattr(parameter, "main_grad", None)
     if not (getattr(parameter, "grad_added_to_main_grad", False) and isinstance(main_grad, Tensor)):
         return grad
     if grad is None or torch.equal(grad, main_grad.to(grad.dtype)):
         return main_grad
-    return main_grad + grad
+    along = torch.nn.functional.cosine_similarity(grad.flatten().to(main_grad), main_grad.flatten(), 0)
+    return grad if abs(float(along)) > _HANDED_OVER else main_grad + grad
 
 
 def _added_to_main_grad(module: nn.Module) -> Iterator[Any]:

@@ -199,6 +199,40 @@ def test_a_port_may_clip_in_its_own_way(each, last, clip, precision, way):
     assert (result.status, result.findings) == ("passed", ())
 
 
+def handed_over(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    for one in model.parameters():
+        one.main_grad.zero_()
+        one.grad_added_to_main_grad, one.zero_out_wgrad = False, True
+    loss = model.loss(x)
+    loss.backward()
+    for one in model.parameters():
+        if one.grad_added_to_main_grad:
+            one.grad = one.main_grad.to(one.dtype, copy=True)
+    by_norm(model.parameters())
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("own", [None, handed_over])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_in_main_grad_are_clipped_where_the_optimizer_reads_them(own, precision):
+    def factory(te):
+        candidate = te.Linear(64, 64, fuse_wgrad_accumulation=True)
+        for one in candidate.parameters():
+            one.main_grad = torch.zeros(one.shape)
+        return parity.Pair(
+            torch.nn.Linear(64, 64),
+            candidate,
+            weights={"weight": "weight", "bias": "bias"},
+            inputs=lambda rng: rng.normal(16, 64),
+            training=Training(candidate_step=own, clip=LARGEST),
+        )
+
+    (result,) = parity.compare(parity.Case("main_grad", factory, sizes=({},)), [precision], steps=2)
+    assert (result.status, result.findings) == ("passed", ())
+
+
 EARLY = "before those of all micro-batches are added"
 CLIPPED_WRONGLY = [
     (by_norm, untouched, None, EARLY),
