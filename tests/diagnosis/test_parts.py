@@ -17,9 +17,12 @@ from torch import Tensor, nn
 import parity
 from parity.mistakes.alternatives import is_written
 from parity.mistakes.hypothesis import Hypothesis
+from parity.numerics.freedom import FUSED, UNFUSED
+from parity.search import in_full
 from parity.search.explanation import _told
 from parity.search.in_full import Explanation
 from parity.search.search import _Search
+from parity.te import PRECISIONS
 
 BATCH, SEQ, HEADS, GROUPS, HEAD_DIM = 3, 24, 8, 4, 16
 HIDDEN = HEADS * HEAD_DIM
@@ -208,6 +211,24 @@ def test_a_second_mistake_is_told_only_if_it_explains_what_the_first_one_leaves(
     unused: Any = None
     search = _Search(unused, unused, lambda combination: both, unused, [almost])
     assert (search.explanation((first, second)) is both) == is_told
+
+
+@pytest.mark.parametrize(("before", "looks", "passes"), [(20.0, 3, True), (20.0, 99, False), (4.0, 3, False)])
+def test_what_a_mistake_leaves_by_bad_luck_is_looked_at_again_where_it_is_little(monkeypatch, before, looks, passes):
+    def judged(golden: Any, models: Any, candidate: Any = None, granted: Any = ()) -> list[Any]:
+        margin = 0.9 if len(models) > looks else 1.3
+        errors = SimpleNamespace(relative_l2=0.01 * margin)
+        fields = dict(kind="weight gradient", numel=4096, errors=errors, tolerance_relative_l2=0.01, expected=errors)
+        check = SimpleNamespace(statistic="norm", margin=margin)
+        return [SimpleNamespace(margin=margin, passed=margin <= 1.0, checks=[check], finite=True, **fields)]
+
+    monkeypatch.setattr(in_full, "tensors_under", lambda *args, **kwargs: {})
+    monkeypatch.setattr(in_full, "_beside_kinks", lambda *args: [])
+    failed = [SimpleNamespace(margin=before)]
+    precision, freedoms = PRECISIONS["bf16"], (FUSED, UNFUSED)
+    failure: Any = SimpleNamespace(judge=judged, precision=precision, freedoms=freedoms, prepared=None, results=failed)
+    (result,) = in_full._judged(failure, (), {}, [{}])
+    assert result.passed == passes
 
 
 @pytest.mark.parametrize("number", [5e-6, 2e-5, 1e-12, 20_000.0, 5e5, 0.375, 2**-23, 8192.0, 0.044, 48**-0.5, 1 / 3])
