@@ -269,6 +269,20 @@ def split_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     if len(set(shapes)) == 1 and len(differing) == 1:
         dim, count = differing[0], len(shapes)
         yield alternative("its parts lie in turns", lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1))
+    if differing == [x.dim() - 1]:
+        for heads in (-3, -2) if x.dim() > 3 else ():
+            yield alternative(
+                f"it cuts its parts from all of dimension {x.dim() + heads} together, not from each",
+                lambda was, x, heads=heads: _split_before_heads(was, x, heads),
+            )
+
+
+def _split_before_heads(parts: Sequence[Tensor], x: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """Return parts of the same sizes, cut from the last dimension before it was divided into heads."""
+    count = x.shape[heads]
+    whole = x.movedim(heads, -2).flatten(-2)
+    lying = whole.split([count * part.shape[-1] for part in parts], -1)
+    return tuple(part.unflatten(-1, (count, -1)).movedim(-2, heads) for part in lying)
 
 
 def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]) -> tuple[Tensor, ...]:

@@ -80,6 +80,23 @@ class LastGathered(LastOfEach):
         return self.linear(x.gather(1, last[:, None, None].expand(-1, 1, WIDTH)).squeeze(1))
 
 
+class Latent(nn.Module):
+    """Two parts of each of four heads, as of keys and values that are made together."""
+
+    def __init__(self, linear: Any, together: bool = False) -> None:
+        super().__init__()
+        self.up, self.out, self.together = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH), together
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.together:
+            parts = x.split([WIDTH // 4, 3 * WIDTH // 4], -1)
+            keys, values = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
+        else:
+            keys, values = x.unflatten(-1, (4, -1)).transpose(1, 2).split([WIDTH // 16, 3 * WIDTH // 16], -1)
+        return self.out(torch.cat((2.0 * keys, values.sin()), -1).transpose(1, 2).flatten(2))
+
+
 class Positions(nn.Module):
     """Sines and cosines of positions, whose frequencies a number makes."""
 
@@ -234,6 +251,8 @@ OF_LEAKY, OF_ROLL, OF_MEAN = (
         (LastOfEach, dict(off_by=1), "operation", "it takes the next of dimension 1"),
         (LastOfEach, dict(pool="end"), "operation", "it takes the last of dimension 1"),
         (LastOfEach, dict(pool="mean"), "operation", "it is the mean over dimension 1"),
+        (Latent, {}, "passed", ""),
+        (Latent, dict(together=True), "operation", "it cuts its parts from all of dimension 1 together, not from each"),
         (LastGathered, {}, "passed", ""),
         (
             LastGathered,
