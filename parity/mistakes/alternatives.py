@@ -672,7 +672,7 @@ def _gathered_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _steps_aside(size: int) -> tuple[tuple[str, int, int], ...]:
-    """Return other places of a dimension: what each is called, times what the reference's is taken, and plus what."""
+    """Return other places of a dimension: the name of each, and by what the reference's is multiplied, and what is added."""
     return ("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)
 
 

@@ -44,7 +44,7 @@ _MOST_TRIED = 64  # paths that are tried, the nearest to what fails first
 @dataclass(frozen=True)
 class _Path:
     """A path that is detached: how a message ends after ``lacks what comes back through``, the edits,
-    and after how many calls.
+    and after how many calls; 0 where paths are not ordered by that.
     """
 
     described: str
