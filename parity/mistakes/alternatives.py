@@ -672,7 +672,7 @@ def _gathered_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _steps_aside(size: int) -> tuple[tuple[str, int, int], ...]:
-    """Return other places of a dimension: the name of each, and by what the reference's is multiplied, and what is added."""
+    """Return other places of a dimension: each one's name, and the factor and summand that make it of the right one."""
     return ("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)
 
 
