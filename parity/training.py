@@ -38,7 +38,7 @@ from parity.passes.micro_batches import shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
-from parity.passes.steps import Named, Stepped, Trainee, Update, is_interrupted, step_case
+from parity.passes.steps import Named, Stepped, Trainee, Update, is_interrupted, norm_together, step_case
 from parity.passes.switches import NotCaptured, backends, compiled_anew
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
@@ -626,9 +626,9 @@ def _before_clipping(made: _Made, clip: float | None) -> _Made:
     the optimizer gets have the largest norm then. Multiplying them has rounded them once more.
     """
     stepped, clipping = made.stepped, made.stepped.clipping
-    golden = _norm(made.prepared.golden.weight_gradients.values())
+    golden = norm_together(made.prepared.golden.weight_gradients.values())
     own = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
-    norm = _norm(own.values())
+    norm = norm_together(own.values())
     if not clip or clipping.is_seen or golden <= clip or abs(norm - clip) > _CLIPPING * clip:
         return made
     scale = norm / clipping.of_added / golden  # of the loss
@@ -649,7 +649,7 @@ def _of_clipping(number: int, stepped: Stepped, clip: float | None) -> Finding |
     """Return how a step's clipping differs from the reference's; None if it does not."""
     clipping = stepped.clipping
     gradients = (x for (kind, _), x in stepped.tensors.items() if kind == "weight gradient")
-    expected = 1.0 if clip is None else min(1.0, clip / (_norm(gradients) + 1e-6))
+    expected = 1.0 if clip is None else min(1.0, clip / (norm_together(gradients) + 1e-6))
     is_one_number = clipping.highest - clipping.lowest <= _CLIPPING * abs(clipping.factor)
     if abs(clipping.factor - expected) <= _CLIPPING * expected and (is_one_number or not clipping.is_early):
         return None
@@ -662,8 +662,3 @@ def _of_clipping(number: int, stepped: Stepped, clip: float | None) -> Finding |
         f"{'them' if is_one_number else 'all of them'} by {expected:.4g}",
         "clip to the same largest norm, and take the norm of the same gradients",
     )
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    """Return the norm of all tensors together."""
-    return sum(float(x.double().square().sum()) for x in tensors) ** 0.5

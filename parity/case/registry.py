@@ -146,8 +146,11 @@ def _check_accepts(parameters: list[inspect.Parameter], size: Size, besides: Seq
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     accepted = [p.name for p in parameters if p.kind in by_keyword]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if "ranks" in besides and "ranks" not in accepted and not takes_any:
-        raise UserError("the pair is declared with ranks=, so its function needs a parameter of that name: ranks=None")
+    for name in besides:
+        if name not in accepted and not takes_any:
+            raise UserError(
+                f"the pair is declared with {name}=, so its function needs a parameter of that name: {name}=None"
+            )
     unknown = [key for key in size if key == "te" or (key not in accepted and not takes_any)]
     if unknown:
         raise UserError(

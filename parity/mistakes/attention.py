@@ -14,6 +14,7 @@ from torch import Tensor
 from parity.mistakes.hypothesis import Mistake
 from parity.mistakes.masks import HIDDEN, Bias, hidden_keys
 from parity.numerics.blocked_attention import are_too_many_scores
+from parity.numerics.errors import norm_of
 from parity.numerics.golden import SDPA
 from parity.trace.trace import (
     CASTS,
@@ -435,15 +436,15 @@ def _earlier_scale(trace: Trace, value: Value) -> float:
 
     It may have been rotated since, which leaves its norm as it is.
     """
-    size = trace.tensor(value).norm()
-    for made in (back(trace, value, RESHAPES), *ancestors(trace, value, _OF_A_ROTATION)):
-        named = with_number(trace.producer(made))
-        if named is not None and torch.isclose(trace.tensor(made).norm(), size, rtol=1e-6):
-            match named:
-                case ("mul", _, factor):
-                    return factor
-                case ("div", _, divisor):
-                    return 1 / divisor
+    moved = back(trace, value, RESHAPES)
+    size = norm_of(trace.tensor(moved))
+    for made in (moved, *ancestors(trace, moved, _OF_A_ROTATION)):
+        x = trace.tensor(made)
+        match with_number(trace.producer(made)):
+            case ("mul" | "div" as name, _, number) if made == moved or (
+                x.is_floating_point() and math.isclose(norm_of(x), size, rel_tol=1e-6)
+            ):
+                return number if name == "mul" else 1 / number
     return 1.0
 
 

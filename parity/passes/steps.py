@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -1038,10 +1038,15 @@ def _clipping(used: Named, raw: Named, seen: _Seen) -> Clipping:
     factors = [along.get(name, 0.0) / size for name, size in own.items() if size]
     factor = sum(along.values()) / sum(own.values()) if factors else 1.0
     lowest, highest = min(factors, default=1.0), max(factors, default=1.0)
-    added = sum(float(x.square()) for x in seen.sizes.values()) ** 0.5
-    got = sum(float(x.double().square().sum()) for x in used.values()) ** 0.5 if added else 1.0
+    added = norm_together(seen.sizes.values())
+    got = norm_together(used.values()) if added else 1.0
     is_early = seen.is_early or any(now > 0.0 and abs(now - left) > 1e-3 * left for left, now in seen.between)
     return Clipping(factor, lowest, highest, is_early, bool(seen.raw), got / (added or 1.0) or 1.0)
+
+
+def norm_together(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of all tensors together."""
+    return sum(float(x.double().square().sum()) for x in tensors) ** 0.5
 
 
 def _size(gradient: Tensor) -> Tensor:

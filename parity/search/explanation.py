@@ -145,6 +145,8 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
     observed = _observed(failure)
     outputs = [one for one in observed if one[0].kind == "output"]
     failed = {result.key for result, _ in observed if not result.passed}
+    # Most mistakes are not in what failed, of which the gradients are sooner computed than all.
+    in_turn = (failed, None) if len(failed) < len(observed) else (None,)
     passes = Passes(prepared)
     for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace)):
         if budget.spent():
@@ -155,7 +157,7 @@ def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
             return all(one.away <= PRESENT for one in _shown(mistake, outputs, failure.golden, tensors))
 
         shown: list[_Shown] = []
-        for wanted in (failed, None):  # most mistakes are not in these, and few gradients are soon computed
+        for wanted in in_turn:
             tensors = passes.under((mistake,), is_in_outputs, wanted)
             computed = [] if tensors is None else [one for one in observed if one[0].key in tensors]
             shown = [] if tensors is None else list(_shown(mistake, computed, failure.golden, tensors))

@@ -200,7 +200,7 @@ def test_a_finding_says_what_speaks_against_it(explained, doubts):
 
 @pytest.mark.parametrize(("left", "is_told"), [(0.02, True), (0.05, False), (0.06, False)])
 def test_a_second_mistake_is_told_only_if_it_explains_what_the_first_one_leaves(left, is_told):
-    """With it, rounding may cost so much more that all passes."""
+    """Look at the tensor that the first leaves wrong: rounding may cost so much more with both that all passes."""
 
     def judged(error: float) -> Any:
         return SimpleNamespace(key=("output", "y"), probed=False, errors=SimpleNamespace(relative_l2=error))
