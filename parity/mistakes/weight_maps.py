@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -141,7 +142,7 @@ def readings(left: Side, right: Side, of: Mapped) -> Iterator[Reading]:
     yield from _other_terms(left, right, of.shapes, of.heads)
     yield from _other_terms_of_te(left, right, of.candidate_shapes, of.heads)
     is_unused = all(name in of.unused for name in names(right))
-    yield from _unused(left, right) if is_unused else _not_copied(left, right, of.shapes)
+    yield from _unused(left, right, of.shapes) if is_unused else _not_copied(left, right, of.shapes)
     yield from _other_values(left, right, of.shapes, of.heads)
 
 
@@ -335,13 +336,18 @@ def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
             yield Reading("weight-not-copied", f"not copied ({value:g})", repair, held)
 
 
-def _unused(left: Side, right: Side) -> Iterator[Reading]:
-    """Yield a constant without a gradient: nothing uses the parameter."""
+def _unused(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
+    """Yield a constant without a gradient: nothing uses the parameter.
+
+    That leaves out a factor if it is 1, and a table that is added if it is 0; a factor is a vector.
+    """
     where = describe(right)
     if _is_bias(left):
         yield Reading("bias-dropped", "unused (0)", f"add {where}, which the candidate does not use", torch.zeros_like)
         return
-    for value in (1.0, 0.0):
+    shape = shape_of(left, shapes)
+    is_vector = math.prod(shape) == max(shape, default=1)
+    for value in (1.0, 0.0) if is_vector else (0.0, 1.0):
         repair = f"use {where}: the candidate computes as if it were {value:g}, and no gradient reaches it"
         constant = partial(torch.full_like, fill_value=value)
         yield Reading("no-gradient", f"unused ({value:g})", repair, constant)
@@ -468,6 +474,7 @@ def weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
     for entries in _misread(of):
         yield from (_hypothesis([entry], of.shapes) for entry in entries)
     yield from (_exchanged([exchange], of.shapes) for exchange in _exchanges(of))
+    yield from (_used_twice([exchange], of.shapes) for exchange in _with_unused(of))
 
 
 def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
@@ -488,6 +495,9 @@ def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
     for exchanges in grouped(_exchanges(of), lambda one: one.kind).values():
         if len(exchanges) > 1:
             yield _exchanged(exchanges, of.shapes)
+    for exchanges in grouped(_with_unused(of), lambda one: one.kind).values():
+        if len(exchanges) > 1:
+            yield _used_twice(exchanges, of.shapes)
 
 
 def _misread(of: Mapped) -> Iterator[list[_Misread]]:
@@ -619,6 +629,27 @@ def _exchanges(of: Mapped) -> Iterator[_Exchange]:
     for entry, other in combinations(entries, 2):
         if shape_of(entry[0], of.shapes) == shape_of(other[0], of.shapes):
             yield _Exchange(*entry, *other)
+
+
+def _with_unused(of: Mapped) -> Iterator[_Exchange]:
+    """Yield the exchanges of which the candidate uses the second parameter alone."""
+    for one in _exchanges(of):
+        for each in (one, _Exchange(one.other_left, one.other_right, one.left, one.right)):
+            first, second = (all(name in of.unused for name in names(x)) for x in (each.right, each.other_right))
+            if first and not second:
+                yield each
+
+
+def _used_twice(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:
+    """Return the mistake that the port computes with the second parameter where it should with the first, too."""
+    uses = [f"{describe(one.right)} where the candidate uses {describe(one.other_right)} again" for one in exchanges]
+    where = ", ".join(describe(one.right) for one in exchanges).replace('"', "")
+    other = describe(exchanges[0].other_right).replace('"', "")
+    read = filled_from([(one.left, one.other_left, unchanged) for one in exchanges], shapes)
+    scope: Scope = "all" if exchanges[0].is_likely else "call"
+    return Hypothesis(
+        "no-gradient", f"{where} unused for {other}", f"use {', and '.join(uses)}", read=read, scope=scope
+    )
 
 
 def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:

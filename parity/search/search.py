@@ -452,15 +452,35 @@ def _screened(
 
     ``ranked`` gets every combination that changes anything, the best first.
     """
-    for entry in search.screen.shares(combinations, budget):
+    entries = search.screen.shares(combinations, budget)
+    for entry in entries:
         ranked.append(entry)
         if search.screen.is_exact(entry):
             for nearest in (*sharper(search.screen, entry, budget), entry):
                 explanation = search.explanation(nearest[1])
                 if explanation is not None and explanation.complete:
-                    return [explanation]
+                    return _best_of_its_place(search, explanation, nearest, entries)
     ranked.sort(key=lambda entry: entry[0])
     return _verified(search, ranked, budget)
+
+
+def _best_of_its_place(
+    search: _Search, found: Explanation, entry: Ranked, entries: Iterable[Ranked]
+) -> list[Explanation]:
+    """Return a complete explanation, after those that fit better among the mistakes in the same calls, which come next.
+
+    Where rounding hides much, the first of them to pass may be near the right one alone.
+    """
+    sites = _sites(entry[1])
+    beside = takewhile(lambda other: _sites(other[1]) == sites, entries if sites else ())
+    likelier = [combination for share, combination in beside if AS_WELL * share < entry[0]]
+    others = [search.explanation(combination) for combination in likelier[:_VERIFIED]]
+    better = [one for one in others if one is not None and one.complete and AS_WELL * one.misfit < found.misfit]
+    return [*sorted(better, key=lambda one: one.misfit), found]
+
+
+def _sites(combination: tuple[Hypothesis, ...]) -> list[object]:
+    return [edit.site for one in combination for edit in one.edits]
 
 
 def _at_several(

@@ -41,9 +41,16 @@ class Patches(nn.Module):
     """Class tokens in front of patches, and a table of positions that is added, as in ViT."""
 
     def __init__(
-        self, linear: Any, tokens: int = 1, roll: int = 0, adds: bool = True, patch_rows: slice | None = None
+        self,
+        linear: Any,
+        tokens: int = 1,
+        roll: int = 0,
+        adds: bool = True,
+        patch_rows: slice | None = None,
+        norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        self.norm = norm(HIDDEN) if norm else nn.Identity()
         self.token = nn.Parameter(torch.randn(1, tokens, HIDDEN))
         self.table = nn.Parameter(torch.randn(1, SEQ + tokens, HIDDEN))
         self.linear = linear(HIDDEN, HIDDEN)
@@ -55,7 +62,7 @@ class Patches(nn.Module):
             return self.linear(torch.cat((token, x + self.table[:, self.patch_rows]), 1))
         x = torch.cat((token, x), 1)
         table = self.table.roll(self.roll, 1) if self.roll else self.table
-        return self.linear(x + table if self.adds else x)
+        return self.linear(self.norm(x + table if self.adds else x))
 
 
 class Distances(nn.Module):
@@ -110,6 +117,12 @@ def test_positions_that_begin_elsewhere_and_types_that_are_not_added_are_told(po
 )
 def test_a_table_that_is_added_otherwise_is_told(port, title):
     tells(twins(Patches, port, normal((2, SEQ, HIDDEN))), title)
+
+
+def test_a_table_that_is_left_out_before_a_norm_is_not_told_as_ones():
+    norm = dict(norm=nn.LayerNorm)
+    result = twins(Patches, norm | dict(adds=False), normal((2, SEQ, HIDDEN)), right=norm)
+    tells_only(result, "no-gradient", "as if it were 0")
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

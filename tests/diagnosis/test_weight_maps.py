@@ -525,3 +525,27 @@ class Rotated(nn.Module):
 )
 def test_frequencies_of_another_base_are_told_by_the_base(port, title, phrase, precision):
     tells(twins(Rotated, port, normal((2, 24, WIDTH)), precision), title, phrase)
+
+
+# A parameter that is used where another one is due.
+
+
+class QueryKeyNorms(nn.Module):
+    """Products of queries and keys, each with a norm of its own."""
+
+    def __init__(self, linear: Any, same: bool = False) -> None:
+        super().__init__()
+        self.query, self.key = linear(HIDDEN, HIDDEN), linear(HIDDEN, HIDDEN)
+        self.query_norm, self.key_norm = nn.RMSNorm(HIDDEN, eps=1e-5), nn.RMSNorm(HIDDEN, eps=1e-5)
+        self.same = same
+
+    def forward(self, x: Tensor) -> Tensor:
+        key_norm = self.query_norm if self.same else self.key_norm
+        return self.query_norm(self.query(x)) * key_norm(self.key(x))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+@pytest.mark.parametrize(("same", "title"), [(False, "passed"), (True, "no-gradient")])
+def test_a_norm_that_is_used_for_both_queries_and_keys_is_told(same, title, precision):
+    phrase = 'use "key_norm.weight" where the candidate uses "query_norm.weight" again' if same else ""
+    tells_only(twins(QueryKeyNorms, dict(same=same), normal((2, 32, HIDDEN)), precision), title, phrase)
