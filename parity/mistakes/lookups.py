@@ -7,9 +7,9 @@ token's row; T5 looks up buckets of distances.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 import torch
 import torch.nn.functional as F
@@ -259,21 +259,26 @@ def _grid_turned(before: int) -> Mistake[Addition]:
 
 def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
     """Yield T5's buckets with other settings, where the index is T5's bucket of each distance."""
-    if index.dim() < 2 or rows < 8:
+    if index.dim() < 2 or rows < 8 or not torch.equal(index[..., 1:, 1:], index[..., :-1, :-1]):
         return
     queries, keys = index.shape[-2:]
     distances = torch.arange(keys) - torch.arange(queries)[:, None]
+    each = torch.arange(1 - queries, keys)  # once, and its bucket: the first column upwards, then the first row
+    there = torch.cat((index[..., :, 0].flip(-1), index[..., 0, 1:]), -1)
 
-    def buckets(settings: tuple[bool, int, int]) -> Tensor:
+    def buckets(settings: tuple[bool, int, int], distances: Tensor = distances) -> Tensor:
         both_directions, farthest, count = settings
-        return buckets_of(distances, count, farthest, both_directions).expand(index.shape).to(index)
+        return buckets_of(distances, count, farthest, both_directions).to(index)
 
-    counts = (rows, rows // 2) if rows >= 16 else (rows,)
-    known = [setting for setting in product((True, False), _FARTHEST, counts) if setting[1] > setting[2] // 2]
-    right = next((settings for settings in known if torch.equal(buckets(settings), index)), None)
+    def known(farthest: Iterable[int]) -> Iterator[tuple[bool, int, int]]:
+        counts = (rows, rows // 2) if rows >= 16 else (rows,)
+        return (setting for setting in product((True, False), farthest, counts) if setting[1] > setting[2] // 2)
+
+    tried = chain(known(_FARTHEST), known(range(max(_FARTHEST))))
+    right = next((settings for settings in tried if bool((buckets(settings, each) == there).all())), None)
     if right is None:
         return
-    for settings in known:
+    for settings in known((right[1], *(one for one in _FARTHEST if one != right[1]))):
         both_directions, farthest, count = settings
         described = f"of distances in {'both directions' if both_directions else 'one direction'} up to {farthest}"
         described += f", {count} in number" if count != right[2] else ""
@@ -281,5 +286,5 @@ def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
             "attention-bias",
             f"buckets {described}",
             f"make the buckets of relative positions as the reference does; the port's are those {described}",
-            lambda one, settings=settings: one.edits(lambda index: buckets(settings)),  # type: ignore[misc]
+            lambda one, settings=settings: one.edits(lambda index: buckets(settings).expand(index.shape)),  # type: ignore[misc]
         )

@@ -68,14 +68,16 @@ class Patches(nn.Module):
 class Distances(nn.Module):
     """Attention whose scores have a bias by T5's buckets."""
 
-    def __init__(self, core: Any, both_directions: bool = True, buckets: int = 16) -> None:
+    def __init__(self, core: Any, both_directions: bool = True, buckets: int = 16, farthest: int = 128) -> None:
         super().__init__()
         self.bias = nn.Embedding(16, HEADS)
-        self.core, self.both_directions, self.buckets = core, both_directions, buckets
+        self.core, self.both_directions, self.buckets, self.farthest = core, both_directions, buckets, farthest
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         distances = torch.arange(SEQ) - torch.arange(SEQ)[:, None]
-        bias = self.bias(buckets_of(distances, self.buckets, 128, self.both_directions)).permute(2, 0, 1)[None]
+        bias = self.bias(buckets_of(distances, self.buckets, self.farthest, self.both_directions)).permute(2, 0, 1)[
+            None
+        ]
         return self.core(query, key, value, bias)
 
 
@@ -138,9 +140,11 @@ def test_a_table_that_special_tokens_do_not_get_is_told(first, phrase, tokens):
 @pytest.mark.parametrize(
     ("right", "port", "phrase"),
     [
-        (True, dict(both_directions=False), "in one direction"),
-        (False, dict(both_directions=True), "in both directions"),
-        (True, dict(buckets=8), "in both directions up to 128, 8 in number."),
+        (dict(), dict(both_directions=False), "in one direction"),
+        (dict(both_directions=False), dict(both_directions=True), "in both directions"),
+        (dict(), dict(buckets=8), "in both directions up to 128, 8 in number."),
+        (dict(farthest=20), dict(both_directions=False), "in one direction up to 20"),
+        (dict(farthest=20), dict(farthest=128), "in both directions up to 128"),
     ],
 )
 def test_other_buckets_are_told(right, port, phrase):
@@ -151,9 +155,9 @@ def test_other_buckets_are_told(right, port, phrase):
         def with_bias(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
             return core(query, key, value, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
 
-        return Distances(with_bias, **{"both_directions": right, **port})
+        return Distances(with_bias, **right | port)
 
-    result = compared(lambda: Distances(written_out, right), candidate, normal(*[(2, SEQ, HEADS, 16)] * 3))
+    result = compared(lambda: Distances(written_out, **right), candidate, normal(*[(2, SEQ, HEADS, 16)] * 3))
     tells(result, "attention-bias", phrase)
 
 
