@@ -777,11 +777,15 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
             yield f"it takes {each} in a row of dimension {dim}", slice(start * each, (start + 1) * each)
 
 
+_TRANSPOSES = ("transpose", "T", "mT", "swapaxes")
+_MOVES = (*_TRANSPOSES, "permute")
+
+
 def _moved(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     """Yield dimensions that stay or change places otherwise, and elements that are moved the other way."""
-    if call.name in ("transpose", "T", "mT", "swapaxes") and len(call.inputs) == 1:
+    if call.name in _TRANSPOSES and len(call.inputs) == 1:
         yield alternative("it is left out", lambda was, x: x)
-    if call.name in ("transpose", "T", "mT", "swapaxes", "permute") and len(call.inputs) == 1:
+    if call.name in _MOVES and len(call.inputs) == 1:
         yield alternative("it is a view, which moves no element", lambda was, x: x.reshape(was.shape))
     if call.name == "permute":
         rank = trace.tensor(call.outputs[0]).dim()
@@ -858,11 +862,15 @@ def _reshaped(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     sizes = apart[dim : dim + parts]
     if parts < 2 or whole[:dim] + whole[dim + 1 :] != apart[:dim] + apart[dim + parts :]:
         return
+    is_moved_next = any(user.name in _MOVES for user in trace.users(call.outputs[0]))
     for order in _orders(parts):
         if [i for i in order if sizes[i] > 1] == [i for i in range(parts) if sizes[i] > 1]:
             continue
         lying = tuple(sizes[i] for i in order)
-        told = f"as {_sized(lying)}, not {_sized(sizes)}"
+        in_order = f"with its parts in the order {_counted(order)}"
+        told = f"as {_sized(lying)}, not {_sized(sizes)}" if lying != sizes else in_order
+        if lying == sizes and is_moved_next:  # that moves it otherwise
+            continue
         if whole is before:
             back = tuple(order.index(i) for i in range(parts))
             yield alternative(
