@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,22 +214,48 @@ def test_a_second_mistake_is_told_only_if_it_explains_what_the_first_one_leaves(
     assert (search.explanation((first, second)) is both) == is_told
 
 
-@pytest.mark.parametrize(("before", "looks", "passes"), [(20.0, 3, True), (20.0, 99, False), (4.0, 3, False)])
-def test_what_a_mistake_leaves_by_bad_luck_is_looked_at_again_where_it_is_little(monkeypatch, before, looks, passes):
-    def judged(golden: Any, models: Any, candidate: Any = None, granted: Any = ()) -> list[Any]:
-        margin = 0.9 if len(models) > looks else 1.3
-        errors = SimpleNamespace(relative_l2=0.01 * margin)
-        fields = dict(kind="weight gradient", numel=4096, errors=errors, tolerance_relative_l2=0.01, expected=errors)
-        check = SimpleNamespace(statistic="norm", margin=margin)
-        return [SimpleNamespace(margin=margin, passed=margin <= 1.0, checks=[check], finite=True, **fields)]
+def judged_gradient(error: float, margin: float) -> Any:
+    """Return a gradient's result with a tolerance of 0.01, as much of it as judging a hypothesis reads."""
+    errors = SimpleNamespace(relative_l2=error)
+    fields = dict(kind="weight gradient", key=("weight gradient", "w"), numel=4096, finite=True, expected=errors)
+    check = SimpleNamespace(statistic="norm", margin=margin)
+    passed = margin <= 1.0
+    return SimpleNamespace(
+        errors=errors, margin=margin, passed=passed, tolerance_relative_l2=0.01, checks=[check], **fields
+    )
+
+
+def passes_in_the_end(before: Any, judge: Callable[..., list[Any]]) -> bool:
+    """Return whether a gradient passes under a hypothesis."""
+    precision, freedoms = PRECISIONS["bf16"], (FUSED, UNFUSED)
+    failure: Any = SimpleNamespace(judge=judge, precision=precision, freedoms=freedoms, prepared=None, results=[before])
+    (result,) = in_full._judged(failure, (), {}, [{}])
+    passed: bool = result.passed
+    return passed
+
+
+@pytest.mark.parametrize(
+    ("error", "margin", "looks", "passes"),
+    [(0.2, 20.0, 3, True), (0.2, 20.0, 99, False), (0.2, 4.0, 3, False), (0.014, 20.0, 3, False)],
+)
+def test_what_a_mistake_leaves_by_bad_luck_is_looked_at_again_where_it_is_little(
+    monkeypatch, error, margin, looks, passes
+):
+    def judge(golden: Any, models: Any, candidate: Any = None, granted: Any = ()) -> list[Any]:
+        left = 0.9 if len(models) > looks else 1.3
+        return [judged_gradient(0.01 * left, left)]
 
     monkeypatch.setattr(in_full, "tensors_under", lambda *args, **kwargs: {})
     monkeypatch.setattr(in_full, "_beside_kinks", lambda *args: [])
-    failed = [SimpleNamespace(margin=before)]
-    precision, freedoms = PRECISIONS["bf16"], (FUSED, UNFUSED)
-    failure: Any = SimpleNamespace(judge=judged, precision=precision, freedoms=freedoms, prepared=None, results=failed)
-    (result,) = in_full._judged(failure, (), {}, [{}])
-    assert result.passed == passes
+    assert passes_in_the_end(judged_gradient(error, margin), judge) == passes
+
+
+@pytest.mark.parametrize(("error", "passes"), [(1.0, True), (0.5, False)])
+def test_the_side_of_a_kink_may_move_a_gradient_far_but_not_by_what_was_wrong_with_it(monkeypatch, error, passes):
+    monkeypatch.setattr(in_full, "tensors_under", lambda *args, **kwargs: {})
+    monkeypatch.setattr(in_full, "_beside_kinks", lambda *args: [{}])
+    judge = lambda golden, models, *rest: [judged_gradient(0.08, 0.9 if len(models) > 1 else 8.0)]  # noqa: E731
+    assert passes_in_the_end(judged_gradient(error, 100.0 * error), judge) == passes
 
 
 @pytest.mark.parametrize("number", [5e-6, 2e-5, 1e-12, 20_000.0, 5e5, 0.375, 2**-23, 8192.0, 0.044, 48**-0.5, 1 / 3])
