@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
