@@ -443,48 +443,56 @@ def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     yield from everywhere_and_somewhere(mistakes, biases(trace), lambda one: one.name)
 
 
-# Activations that are clamped to a range, such as queries, keys and values by OLMo's ``clip_qkv``.
+# Activations that are clamped at both ends, as queries, keys and values by OLMo's ``clip_qkv``, or at the upper end
+# alone, as the gates of gpt-oss.
 
 
 @dataclass(frozen=True, eq=False)
 class Clamp:
-    """``call`` returns ``x`` between ``-limit`` and ``limit``."""
+    """``call`` returns ``x`` up to ``limit`` and, if ``both`` ends are clamped, from ``-limit`` on."""
 
     call: Call
     x: Value
     limit: float
+    both: bool
 
-    def edits(self, limit: float) -> tuple[Edit, ...]:
-        """Return the edits that clamp to another limit; empty if it is the same."""
-        if math.isclose(limit, self.limit):
+    def edits(self, limit: float, both: bool) -> tuple[Edit, ...]:
+        """Return the edits that clamp otherwise; empty if it is the same."""
+        if math.isclose(limit, self.limit) and both == self.both:
             return ()
-        clamped = lambda was, x: x.clone() if math.isinf(limit) else torch.clamp(x, -limit, limit)  # noqa: E731
+        clamped = lambda was, x: x.clamp(-limit if both else -math.inf, limit)  # noqa: E731
         return (edit(self.call, (self.x,), clamped),)
 
 
 def clamp_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield another limit, or none, for all activations that are clamped to the same one."""
+    """Yield another limit, none, or other ends, for all activations that are clamped alike."""
     found = filter(None, (_clamp(trace, call) for call in trace.calls))
-    for right, alike in grouped(found, lambda one: one.limit).items():
-        another = partial(_limit_instead, right)
-        yield from everywhere_and_somewhere(chain([another(math.inf)], numbers(another, [right])), alike)
+    for right, alike in grouped(found, lambda one: (one.limit, one.both)).items():
+        limit, both = right
+        another = partial(_clamped_otherwise, right, both)
+        known = another(math.inf), _clamped_otherwise(right, not both, limit)
+        yield from everywhere_and_somewhere(chain(known, numbers(another, [limit])), alike)
 
 
 def _clamp(trace: Trace, call: Call) -> Clamp | None:
-    """Return the clamp that a call computes, if it limits activations to a range that is symmetric about 0."""
+    """Return the clamp that a call computes, if it limits activations."""
     if call.name not in ("clamp", "clip") or not call.args or not isinstance(call.args[0], Value):
         return None
     given = dict(zip(("min", "max"), call.args[1:], strict=False)) | call.kwargs
     low, high = given.get("min"), given.get("max")
     x = trace.tensor(call.args[0])
-    if not isinstance(low, int | float) or not isinstance(high, int | float) or not x.is_floating_point():
+    if not isinstance(low, int | float | None) or not isinstance(high, int | float) or not x.is_floating_point():
         return None
-    return Clamp(call, call.args[0], float(high)) if x.dim() > 1 and high > 0.0 and low == -high else None
+    known = high > 0.0 and low in (None, -high)
+    return Clamp(call, call.args[0], float(high), low is not None) if x.dim() > 1 and known else None
 
 
-def _limit_instead(right: float, limit: float) -> Mistake[Clamp]:
+def _clamped_otherwise(right: tuple[float, bool], both: bool, limit: float) -> Mistake[Clamp]:
+    def ends(limit: float, both: bool) -> str:
+        return f"between -{limit:.4g} and {limit:.4g}" if both else f"to at most {limit:.4g}"
+
     name, what = "clamp missing", "none are clamped"
     if math.isfinite(limit):
-        name, what = f"clamp to {limit:.4g}", f"they are clamped to {limit:.4g}"
-    repair = f"clamp activations between -{right:g} and {right:g}, as the reference does; {what}"
-    return Mistake("operation", name, repair, having(limit=limit))
+        name, what = f"clamp {ends(limit, both)}", f"they are clamped {ends(limit, both)}"
+    repair = f"clamp activations {ends(*right)}, as the reference does; {what}"
+    return Mistake("operation", name, repair, having(limit=limit, both=both))

@@ -184,10 +184,21 @@ def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") ->
 
 
 def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors) -> float:
-    """Return the distance to another rounding, over the distance to the precision's own."""
-    candidate = failure.candidate[result.key].double()
-    to_own, to_other = (norm_of(candidate - tensors[result.key].double()) for tensors in (own, other))
-    return to_other / to_own if to_own > 0 else 1.0
+    """Return the distance to another rounding, over the distance to the precision's own.
+
+    That is of the whole tensor or, if this is more, of the median row that the two roundings make different: one token
+    for which rounding chooses another expert may be most of a tensor's error.
+    """
+    candidate, rounded, right = (
+        x.double().flatten(0, -2) if x.dim() > 1 else x.double()[None]
+        for x in (failure.candidate[result.key], other[result.key], own[result.key])
+    )
+    pairs = (candidate - right, candidate - rounded, rounded - right)
+    to_own, to_other, apart = (torch.linalg.vector_norm(x, dim=-1) for x in pairs)
+    of_rows = (to_other / to_own)[(apart > 0.0) & (to_own > 0.0)]
+    if not len(of_rows):
+        return 1.0
+    return max(norm_of(to_other) / norm_of(to_own), of_rows.median().item())
 
 
 def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors, times: float = 1.0) -> bool:

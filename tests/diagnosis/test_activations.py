@@ -98,10 +98,10 @@ def test_tes_gelu_is_told_as_the_one_that_te_computes():
 class Clamped(nn.Module):
     """Two linear layers, whose results are clamped as OLMo clamps queries, keys and values."""
 
-    def __init__(self, linear: Any, limit: float, in_place: bool = False) -> None:
+    def __init__(self, linear: Any, limit: float, in_place: bool = False, both: bool = True) -> None:
         super().__init__()
         self.first, self.second = linear(64, 128), linear(128, 64)
-        self.limit, self.in_place = limit, in_place
+        self.limit, self.in_place, self.both = limit, in_place, both
 
     def forward(self, x: Tensor) -> Tensor:
         return self.clamped(self.second(self.clamped(self.first(x))))
@@ -110,6 +110,8 @@ class Clamped(nn.Module):
         if self.in_place:
             x.clamp_(min=-self.limit, max=self.limit)
             return x
+        if not self.both:
+            return x.clamp(max=self.limit)
         return x if math.isinf(self.limit) else x.clamp(-self.limit, self.limit)
 
 
@@ -119,12 +121,25 @@ class Clamped(nn.Module):
         (False, 0.5, "passed", ""),
         (True, 0.5, "passed", ""),
         (False, math.inf, "operation", "none are clamped"),
-        (True, 0.75, "operation", "they are clamped to 0.75"),
+        (True, 0.75, "operation", "they are clamped between -0.75 and 0.75"),
     ],
 )
 def test_another_range_of_clamped_activations_is_told(in_place, limit, title, told):
     result = compared(lambda: Clamped(nn.Linear, 0.5, in_place), lambda te: Clamped(te.Linear, limit), normal((64, 64)))
     tells_only(result, title, f"clamp activations between -0.5 and 0.5, as the reference does; {told}")
+
+
+@pytest.mark.parametrize(
+    ("both", "told"),
+    [
+        (True, "between -0.5 and 0.5, as the reference does; they are clamped to at most 0.5"),
+        (False, "to at most 0.5, as the reference does; they are clamped between -0.5 and 0.5"),
+    ],
+)
+def test_activations_that_are_clamped_at_other_ends_are_told(both, told):
+    right, wrong = (lambda linear, both=both: Clamped(linear, 0.5, both=both) for both in (both, not both))
+    result = compared(lambda: right(nn.Linear), lambda te: wrong(te.Linear), normal((64, 64)))
+    tells_only(result, "operation", f"clamp activations {told}")
 
 
 class Embedded(nn.Module):

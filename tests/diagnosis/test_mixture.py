@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import parity
 from parity.case.weight_map import stack
+from parity.search.precision_mistakes import _share
 
 HIDDEN = 64
 
@@ -476,3 +478,16 @@ class InGroups(nn.Module):
 )
 def test_other_scores_or_biases_of_groups_are_told(port, title, phrase):
     tells(twins(InGroups, port, normal((2, 24, OF_EIGHT)), "fp32"), title, phrase)
+
+
+@pytest.mark.parametrize(("rows", "is_nearer"), [(range(1), False), (range(64), True)])
+def test_one_token_of_another_expert_does_not_tell_of_another_rounding(rows, is_nearer):
+    """Compare with a rounding under which the same token gets another expert, or which all tokens have."""
+    key = ("output", "y")
+    own, other = torch.zeros(64, 16), torch.full((64, 16), 1e-3)
+    other[0] = 1.0
+    candidate = 1e-4 * torch.randn(64, 16)
+    candidate[list(rows)] += other[list(rows)]
+    failure: Any = SimpleNamespace(candidate={key: candidate})
+    result: Any = SimpleNamespace(key=key)
+    assert (_share(failure, result, {key: other}, {key: own}) < 0.5) == is_nearer
