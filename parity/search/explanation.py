@@ -40,7 +40,7 @@ from parity.search.divergence import (
 )
 from parity.search.failure import Budget, Failure, few_outputs, in_time, on_probes, outputs_tell_little
 from parity.search.gradients import detached_path_findings, gradient_findings, loss_explanations, partly_scaled_findings
-from parity.search.in_full import Explanation, is_loud, verified
+from parity.search.in_full import Explanation, is_far_off, is_loud, verified
 from parity.search.misplaced import (
     exchange_findings,
     misread_hypotheses,
@@ -357,6 +357,8 @@ _CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, out of the search's budg
 _CLOSE = 1.5
 """An explanation that fits up to this many times worse than the best is reported, too: they cannot be told apart."""
 
+_TELLING = 64  # a tensor of so many numbers that is far off is not explained by just any two mistakes
+
 
 def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
     """Return every known cause that explains a failure, the best first; none for a comparison that passed.
@@ -580,7 +582,7 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
     complete = [explanation for explanation in kinds.values() if explanation.complete]
     for explanation in (*complete, *(one for one in kinds.values() if not one.complete)):
         rivals = [other.hypotheses for other in complete if other is not explanation]
-        of_its_own = _not_all(explanation) or _too_much(explanation, failure)
+        of_its_own = _not_all(explanation) or _too_much(explanation, failure) or _as_any_two(explanation, failure)
         doubts = of_its_own or _or_else(rivals) or _or_alike(explanation, explained)
         doubt = doubts + "".join(map(_as_if, explanation.hypotheses))
         # Mistakes with a meaning come first.
@@ -616,6 +618,13 @@ def _too_much(explanation: Explanation, failure: Failure) -> str:
     if explanation.misfit <= FAITHFUL or few_outputs(failure):
         return ""
     return f"; {explanation.misfit:.3g} times what {failure.precision.name} costs is left, so this may not be quite it"
+
+
+def _as_any_two(explanation: Explanation, failure: Failure) -> str:
+    """Say that two mistakes may pass by chance: no tensor of many numbers is far off. Else return an empty text."""
+    if len(explanation.hypotheses) < 2 or any(one.numel >= _TELLING and is_far_off(one) for one in failure.results):
+        return ""
+    return "; two of very many mistakes may explain so small an error by chance, so these may not be the ones"
 
 
 def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str:

@@ -199,6 +199,18 @@ def test_a_finding_says_what_speaks_against_it(explained, doubts):
         assert one.name.endswith("(perhaps)") == bool(doubt)
 
 
+@pytest.mark.parametrize(("numel", "error", "is_sure"), [(4096, 0.03, True), (4096, 0.019, False), (1, 0.3, False)])
+def test_two_mistakes_are_doubted_where_no_tensor_of_many_numbers_is_far_off(numel, error, is_sure):
+    both = tuple(explanation(title).hypotheses[0] for title in ("norm-missing", "norm-eps"))
+    failed = SimpleNamespace(
+        numel=numel, passed=False, errors=SimpleNamespace(relative_l2=error), tolerance_relative_l2=0.01
+    )
+    golden = {("output", "output"): torch.zeros(4, 64)}
+    failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden, results=[failed])
+    told = _told([replace(explanation("norm-missing"), hypotheses=both)], failure)
+    assert [one.sure for one in told] == [is_sure, is_sure]
+
+
 @pytest.mark.parametrize(("left", "is_told"), [(0.02, True), (0.05, False), (0.06, False)])
 def test_a_second_mistake_is_told_only_if_it_explains_what_the_first_one_leaves(left, is_told):
     """Look at the tensor that the first leaves wrong: rounding may cost so much more with both that all passes."""
