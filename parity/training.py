@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parity.case.case import Case, Rng, Training, mixed
+from parity.case.case import Case, Pair, Rng, Training, mixed
 from parity.case.training import reference_optimizer
+from parity.case.transfer import counterparts
 from parity.case.validate import CheckedSize
 from parity.case.weight_map import names
 from parity.comparison import Judged, error_of, explain_at, judge_at, noting, unless_raised, without_cause
@@ -31,14 +33,14 @@ from parity.judge.asked import Asked, CandidateRun
 from parity.judge.judge import thinned
 from parity.judge.limits import Table
 from parity.judge.over_ranks import NO_RANKS, ended
-from parity.judge.steps import Replay, deviations, holds, not_as, wrong_scaling
+from parity.judge.steps import Replay, deviations, holds, multiple_moved, not_as, wrong_scaling
 from parity.mistakes.codes import Code, repairable
 from parity.passes.courses import Beside, Without, of_reference, side_by_side
-from parity.passes.micro_batches import shares_made
+from parity.passes.micro_batches import buffers_read, shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
-from parity.passes.steps import Named, Stepped, Trainee, Update, is_interrupted, norm_together, step_case
+from parity.passes.steps import Buffers, Named, Stepped, Trainee, Update, is_interrupted, norm_together, step_case
 from parity.passes.switches import NotCaptured, backends, compiled_anew
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
@@ -54,7 +56,9 @@ from parity.search.steps import (
     listed,
     lost_state,
     micro_batches_explained,
+    moved_otherwise,
     optimizer_explained,
+    read_after_change,
     stale_transposes,
     unexplained,
 )
@@ -103,6 +107,9 @@ class _Run:
         amaxes: of each operand the largest magnitude that delayed scaling has seen.
         is_narrow: whether the precision's dtype holds all weights that the optimizer made.
         weights: the weights before the previous step; None at the first.
+        begun: the candidate's buffers before the first step.
+        moved: the reference's buffers that a forward pass has changed so far.
+        buffers: what both have of them before the step.
         worst: of each tensor the verdict with the largest margin.
         notes: what is to be said of the whole training.
     """
@@ -122,6 +129,9 @@ class _Run:
     amaxes: dict[int, Tensor] = field(default_factory=dict)
     is_narrow: bool = True
     weights: Named | None = None
+    begun: Named = field(default_factory=dict)
+    moved: Named = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=Buffers)
     worst: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -129,6 +139,10 @@ class _Run:
     def at(self) -> tuple[CheckedSize, Precision, int, Kernels]:
         """Return where each step is compared: its size, precision, seed and kernels."""
         return self.checked, self.asked.precision, self.asked.seed, self.asked.kernels
+
+    def case_of(self, number: int, weights: Named | None, held: Mapping[str, Tensor] = MappingProxyType({})) -> Case:
+        """Return the case of a step, with the buffers that the candidate has before the step that is made now."""
+        return step_case(self.asked.case, number, weights, self.asked.seed, held, self.buffers)
 
     def judge(self, step: Case, made: CandidateRun | None = None) -> Judged:
         """Return the verdict on the loss and gradients of a step; a new candidate computes them unless it is given."""
@@ -158,6 +172,7 @@ class _Made:
         case: the step as a case, whose output is the loss.
         prepared: the reference, with the weights that the candidate had before the step.
         stepped: what the candidate computed.
+        buffers: the candidate's, before the step.
         beside: the same step without a graph or offloading, if that is compared.
         lost: what saving and loading lost before the step.
     """
@@ -166,6 +181,7 @@ class _Made:
     case: Case
     prepared: Prepared
     stepped: Stepped
+    buffers: Named = field(default_factory=dict)
     beside: Beside | None = None
     lost: Finding | None = None
 
@@ -245,15 +261,17 @@ def _trained(
     try:
         trainee, without = _begin(asked, checked, prepared, steps, switch, resuming, made)
         replay = _replay(prepared, trainee.training)
-        run = _Run(asked, checked, steps, switch, diagnosis, trainee, without, replay)
+        run = _Run(asked, checked, steps, switch, diagnosis, trainee, without, replay, begun=trainee.buffers)
         run.notes += without.notes if without else []
         for number in range(1, steps + 1):
-            weights = run.trainee.weights
+            weights, run.buffers = run.trainee.weights, _buffers(run, prepared)
             held = run.trainee.quantized  # which scales that have settled may have changed before the first step
             is_first = number == 1 and (not held or prepared.unlike)  # what it holds would hide that it is another's
-            step = first if is_first else step_case(case, number, weights, seed, held)
+            step = first if is_first else run.case_of(number, weights, held)
             prepared = _prepared(run, step, number, weights)
-            one = _before_clipping(_make_step(run, step, number, prepared, resuming), run.trainee.training.clip)
+            buffers = run.trainee.buffers
+            one = _make_step(run, step, number, prepared, resuming)
+            one = _before_clipping(dataclasses.replace(one, buffers=buffers), run.trainee.training.clip)
             run.history.append(one.stepped.update.remembered())
             judged = run.judge(step, _candidate_run(one.stepped)).result
             _note(run, number, judged, prepared, one.stepped)
@@ -267,6 +285,26 @@ def _trained(
     if switch == "offload" and _offloads_nothing(run.trainee):
         return asked.result("skipped", reason=_NOT_OFFLOADED)
     return run.result("passed", reason=judged.reason, notes=judged.notes)
+
+
+def _buffers(run: _Run, before: Prepared) -> Buffers:
+    """Return what the candidate's training has changed of its buffers, and which of the reference's are given that:
+    those that its own forward pass changes, as it does running statistics.
+
+    Args:
+        run: the training.
+        before: the previous step; at the first step, the same.
+    """
+    run.moved |= before.golden.buffers
+    changed = {
+        name: x for name, x in run.trainee.buffers.items() if name not in run.begun or not _is_as(x, run.begun[name])
+    }
+    given = counterparts(before.weights, changed, run.moved)
+    return Buffers(changed, {right: changed[own] for own, right in given.items()})
+
+
+def _is_as(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
 
 
 def _offloads_nothing(trainee: Trainee | TraineeOverRanks) -> bool:
@@ -362,7 +400,7 @@ def _make_step_beside(
         raise _Ended(run.result("failed", reason=reason, findings=(told,))) from error
     beside = (Beside if run.switch == "offload" else Replayed)(number, stepped, computed, without)
     if not beside.differing or beside.is_reproducible:
-        return _Made(number, step, prepared, stepped, beside)
+        return _Made(number, step, prepared, stepped, beside=beside)
     what = _WITHOUT[run.switch]
     run.notes.append(
         f"from step {number} on, the training without {what} is not the same to the bit when it is made again, so that "
@@ -389,7 +427,7 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
     scaled = wrong_scaling(stepped.scaling, multiplied, trainee.is_plain)
     if judged.status != "passed":
         return _with_cause(run, made, judged, scaled)
-    wrong = scaled or _of_optimizer(run, stepped, prepared)
+    wrong = scaled or _of_buffers(run, made) or _of_optimizer(run, stepped, prepared)
     return dataclasses.replace(judged, findings=(wrong,)) if wrong else judged
 
 
@@ -473,9 +511,13 @@ def _is_right_anew(run: _Run, made: _Made, backend: str) -> bool:
     """Return whether a new candidate makes a step right if a backend compiles it, or the pair where that is empty."""
     checked, precision, seed, kernels = run.at
     whole = run.asked.case
-    case = dataclasses.replace(
-        whole, factory=lambda *at, **size: dataclasses.replace(whole.factory(*at, **size), fill=True)
-    )
+
+    def factory(*at: Any, **size: Any) -> Pair:
+        pair = dataclasses.replace(whole.factory(*at, **size), fill=True)
+        run.buffers.give(pair)
+        return pair
+
+    case = dataclasses.replace(whole, factory=factory)
     with fresh_caches(), fresh_quantization(), compiled_anew():
         trainee = Trainee(case, checked, made.prepared, precision, seed, kernels, "compile", backend)
         trainee.settle()
@@ -538,14 +580,24 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
     now = prepared_weights(prepared)
 
     def golden_of(number: int, weights: Named) -> Mapping[str, Tensor]:
-        other = step_case(run.asked.case, number, weights, seed)
+        other = run.case_of(number, weights)
         return prepare(other, checked, precision.dtype, seed, kernels).golden.weight_gradients
 
     held = {name: x for name, x in prepared.candidate_weights.items() if is_quantized(x)}
-    alone = run.judge(step_case(run.asked.case, number, now if held or number > 1 else None, seed, held))
+    alone = run.judge(run.case_of(number, now if held or number > 1 else None, held))
     if alone.result.status != "passed":
         told = explain_at(alone, run.diagnosis)
         return dataclasses.replace(judged, findings=told.findings, notes=(*judged.notes, *told.notes))
+    is_computed_again = run.switch == "recompute"
+    if (len(made.stepped.calls) > 1 or is_computed_again) and (read := buffers_read(prepared)):
+        if is_computed_again:
+            return dataclasses.replace(judged, findings=(read_after_change(number, read),))
+        reason = (
+            f"step {number} calls the candidate {len(made.stepped.calls)} times, and its forward pass reads buffers "
+            f"that it changes, {listed(read)}, so that no pass of the reference over the whole batch computes the "
+            "same: call it once in a step, or leave these buffers as they are during the training"
+        )
+        return dataclasses.replace(judged, status="error", reason=reason)
     guesses = guesses_of_any_step(number, candidate, prepared.golden.weight_gradients, run.limits)
     if run.weights is not None:
         before = Before(now, run.weights, run.gradients, golden_of)
@@ -576,6 +628,24 @@ def _of_graph(replayed: Replayed, judged: Result, explained: Callable[[], Result
 def prepared_weights(prepared: Prepared) -> Named:
     """Return the reference's weights of a prepared step."""
     return {name: parameter.detach().clone() for name, parameter in prepared.reference.named_parameters()}
+
+
+def _of_buffers(run: _Run, made: _Made) -> Finding | None:
+    """Return which buffer a forward pass moves by a multiple of what the reference's moves it by; None if none.
+
+    Nothing is known of a step that calls the candidate several times, or computes it again in its backward pass.
+    """
+    before, after, right = made.buffers, made.stepped.buffers, made.prepared.golden.buffers
+    held = dict(made.prepared.reference.named_buffers())
+    if len(made.stepped.calls) != 1 or run.switch == "recompute":
+        return None
+    own = {name: x for name, x in after.items() if name in right or not _is_as(x, before.get(name, x))}
+    for name, of in counterparts(made.prepared.weights, own, right).items():
+        if name in before and own[name].is_floating_point():
+            factor = multiple_moved((before[name], own[name]), (held[of], right[of]))
+            if factor != 1.0:
+                return moved_otherwise(made.number, name, of, factor)
+    return None
 
 
 def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | None:

@@ -98,6 +98,17 @@ class TraineeOverRanks:
         return transfer.to_reference(self._pair.weights, held, self._shapes)
 
     @property
+    def buffers(self) -> Named:
+        """Return the buffers that all ranks hold alike before the next step; none after the last."""
+        step = self._steps[self._next] if self._next < len(self._steps) else ()
+        every = [one.buffers for one in step]
+        return {
+            name: x
+            for name, x in (every[0].items() if every else ())
+            if all(name in one and torch.equal(one[name], x) for one in every)
+        }
+
+    @property
     def quantized(self) -> Named:
         """Return nothing: weights that ranks hold quantized are put together by their values."""
         return {}

@@ -86,6 +86,37 @@ def gradients_to_candidate(
     return to_candidate(linear, gradients, candidate_shapes)
 
 
+def counterparts(
+    weights: WeightMap, candidate: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Return which of the reference's buffers each of the candidate's should equal, where that can be told.
+
+    That is the one of its name; else that of the module whose parameters the map gives to the candidate's; else the
+    only one of its shape, where it is the only one too.
+
+    Args:
+        weights: the map, which has parameters alone.
+        candidate: its buffers, by name.
+        reference: likewise.
+    """
+    of_module: dict[str, set[str]] = {}
+    for left, right in weights.items():
+        for own in map(_holder, names(right)):
+            of_module.setdefault(own, set()).update(map(_holder, names(left)))
+    found = {}
+    for name, buffer in candidate.items():
+        path, _, last = name.rpartition(".")
+        mapped = [f"{one}.{last}".removeprefix(".") for one in of_module.get(path, ())]
+        named = [one for one in (name, *(mapped if len(mapped) == 1 else ())) if one in reference]
+        alike = [one for one, x in reference.items() if x.shape == buffer.shape]
+        is_only_one = sum(x.shape == buffer.shape for x in candidate.values()) == 1 and buffer.numel() > 1
+        if named and named[0] in alike:
+            found[name] = named[0]
+        elif not named and len(alike) == 1 and is_only_one:
+            found[name] = alike[0]
+    return found
+
+
 def _linear(weights: WeightMap) -> dict[Side, Side]:
     return {linear_part(left): linear_part(right) for left, right in weights.items()}
 

@@ -175,6 +175,36 @@ def holds(dtype: torch.dtype, update: Update) -> bool:
     return all(torch.equal(x.to(dtype).double(), x) for x in update.after.values())
 
 
+# Judge what a forward pass does to a buffer that it changes, such as running statistics.
+
+
+# A multiple of fewer elements than this fits whatever is wrong with them.
+_FEWEST_MOVED = 16
+# Of a multiple's difference from 1. Errors of NVFP4 are about a tenth, and their squares add a hundredth to a variance,
+# so that a difference counts from a hundredth of the buffer on.
+_MULTIPLE, _OF_BUFFER = 0.1, 0.01
+
+
+def multiple_moved(own: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> float:
+    """Return by which multiple of the right move a buffer has moved, if that explains nine tenths of the difference;
+    else 1.
+
+    Args:
+        own: the buffer before and after.
+        right: likewise; where it began with other numbers, nothing is known.
+    """
+    (was, now), (begun, due) = ((x.double().cpu() for x in both) for both in (own, right))
+    if due.numel() < _FEWEST_MOVED or not was.shape == now.shape == due.shape:
+        return 1.0
+    least = max(torch.finfo(own[1].dtype).eps, _OF_BUFFER) * float(due.norm())
+    moved, step = now - was, due - begun
+    off, size = float((moved - step).norm()), float(step.norm())
+    factor = float((moved * step).sum()) / size**2 if size else 1.0
+    is_all = float((moved - factor * step).norm()) <= 0.1 * off
+    begins_alike = float((was - begun).norm()) <= torch.finfo(own[0].dtype).eps * float(begun.norm())
+    return factor if begins_alike and is_all and off > least and abs(factor - 1.0) > _MULTIPLE else 1.0
+
+
 # Judge delayed scaling by itself: what a step writes into each amax history, and the scale that follows from it. TE
 # records the largest magnitude of each tensor that it quantizes, appends it to the tensor's history after the pass, and
 # computes the next pass's scale of that history (``_amax_and_scale_update`` in ``pytorch/quantization.py`` and

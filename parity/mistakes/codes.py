@@ -114,6 +114,7 @@ _TITLES = {
     "PAR612": ("training-diverges",),
     "PAR613": ("offload-out-of-step",),
     "PAR614": ("offload-stale-tensor", "offload-differs"),
+    "PAR615": ("buffer-moved-otherwise",),
     "PAR701": ("reduction-missing",),
     "PAR702": ("reduced-twice", "averaged-over-ranks"),
     "PAR703": ("bias-on-every-rank",),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from parity.case.case import Case, mixed
 from parity.case.training import reference_optimizer, schedule_of
@@ -21,7 +21,7 @@ from parity.case.validate import CheckedSize
 from parity.passes.all_passes import Tensors, golden_tensors
 from parity.passes.prepare import Prepared
 from parity.passes.prepare import prepare as prepared_step
-from parity.passes.steps import SCALES, Batch, Named, Stepped, Trainee, digest, followed_places, step_case
+from parity.passes.steps import SCALES, Batch, Buffers, Named, Stepped, Trainee, digest, followed_places, step_case
 from parity.result import label_of
 from parity.te.attention_backend import BACKENDS, AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization
@@ -231,15 +231,17 @@ def of_reference(
     module.to(torch.float64 if computed is None else torch.float32)
     optimizer = reference_optimizer(training)(module)
     schedule = schedule_of(training, optimizer)
-    course, amaxes = Course(weights=[_followed(module)]), first.past.before
+    course, amaxes, buffers = Course(weights=[_followed(module)]), first.past.before, dict[str, Tensor]()
     for number in range(1, steps + 1):
         weights = {name: one.detach().clone() for name, one in module.named_parameters()}
-        step = step_case(case, number, None if number == 1 else weights, seed)
+        own = Buffers(reference=buffers)
+        step = step_case(case, number, None if number == 1 else weights, seed, buffers=own)
         prepared = prepared_step(step, checked, precision.dtype, seed, kernels)
         if computed is not None and precision.warmup_passes:
             prepared.past.is_followed, prepared.past.before = True, amaxes
         tensors = golden_tensors(prepared) if computed is None else computed(prepared, number)
         amaxes = prepared.past.after_step()
+        buffers = {**buffers, **prepared.golden.buffers}
         for name, one in module.named_parameters():
             gradient = tensors.get(("weight gradient", name))
             one.grad = None if gradient is None else gradient.to(one)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parity.case.training import MicroBatch
 from parity.numerics.golden import in_fp64
-from parity.passes.one_pass import Arguments, Pass, as_arguments, run
+from parity.passes.one_pass import Arguments, Pass, as_arguments, restored_buffers, run
 from parity.passes.prepare import Prepared, cast
 from parity.user_error import UserError
 
@@ -37,6 +37,11 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
     Raises:
         UserError: if the reference's loss is not a weighted sum of its micro-batches' losses.
     """
+    if read := buffers_read(prepared):
+        raise UserError(
+            f"the forward pass reads buffers that it changes, {', '.join(read[:3])}, so that a micro-batch does not "
+            "compute what its part of the whole batch does: leave out the switch micro-batches"
+        )
     tensors = [x for x in tree_leaves(prepared.inputs) if isinstance(x, Tensor)]
     for dim in (0, 1):
         size = next((x.shape[dim] for x in tensors if x.dim() > dim), 0)
@@ -52,6 +57,24 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
         "the reference's loss is not a weighted sum of the losses of its micro-batches, along the first or the second "
         "dimension of its inputs; split these in a step of your own: training=parity.Training(candidate_step=...)"
     )
+
+
+def buffers_read(prepared: Prepared) -> list[str]:
+    """Return the buffers that the reference's forward pass changes, if another pass after it computes something else:
+    then calls of one step depend on each other.
+    """
+    moved = prepared.golden.buffers
+    if not moved:
+        return []
+    held = dict(prepared.reference.double().named_buffers())
+    with restored_buffers(prepared.reference):
+        with torch.no_grad():
+            for name, x in moved.items():
+                held[name].copy_(x)
+        again = _golden(prepared, cast(prepared.inputs, torch.float64))
+    golden = _flat(prepared.golden)
+    is_same = again is not None and bool((_flat(again) - golden).norm() <= _EXACT * golden.norm())
+    return [] if is_same else list(moved)
 
 
 def _parts(inputs: Any, dim: int, size: int) -> list[Any]:

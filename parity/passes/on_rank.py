@@ -400,6 +400,7 @@ class StepOnRank:
         scaling: what delayed scaling kept of each tensor before and after.
         summed: noise as large as what sums over micro-batches lose.
         resumed: how the step differs from the same without interruption, if the training was loaded before it.
+        buffers: its module's, before the step.
     """
 
     ran: OnRank
@@ -415,6 +416,7 @@ class StepOnRank:
     scaling: tuple[tuple[Kept, Kept], ...]
     summed: Named
     resumed: Resumption | None = None
+    buffers: Named = field(default_factory=dict)
 
 
 @fresh_caches()
@@ -440,12 +442,14 @@ def steps_on_rank(given: GivenSteps) -> list[StepOnRank]:
         steps = []
         for number, whole in enumerate(given.batches, 1):
             before = _on_cpu(trainee.weights), trainee.settings
+            buffers = _on_cpu(trainee.buffers)
             batch = trainee.part_of(whole)
             if is_interrupted(given.switch, number, len(given.batches)):
                 trainee, stepped, resumed = trainee.resumed(given.switch, anew, batch)
-                steps.append(trainee.of_rank(*before, stepped, resumed))
+                made = trainee.of_rank(*before, stepped, resumed)
             else:
-                steps.append(trainee.of_rank(*before, trainee.step(batch)))
+                made = trainee.of_rank(*before, trainee.step(batch))
+            steps.append(dataclasses.replace(made, buffers=buffers))
         return steps
 
 

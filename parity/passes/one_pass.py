@@ -35,6 +35,7 @@ class Pass:
         changed_inputs: names of the inputs that hold other values after the forward pass.
         detached_outputs: names of the outputs that require no gradient.
         numbers: the Python numbers and booleans that the module also returned, by their place: ``[1]``, ``['loss']``.
+        buffers: those that the pass changed, as it left them.
     """
 
     outputs: dict[str, Tensor]
@@ -45,6 +46,7 @@ class Pass:
     changed_inputs: tuple[str, ...] = ()
     detached_outputs: tuple[str, ...] = ()
     numbers: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -131,7 +133,7 @@ def run(
     state.clear(module)
     given = _Given({}, [])
     args, kwargs = _differentiable(as_arguments(inputs), names, given)
-    with _restored_buffers(module):
+    with restored_buffers(module) as moved_buffers:
         with forward_context or nullcontext():
             returned = _call(module, call, (args, kwargs))
         outputs = named_outputs(returned)
@@ -143,6 +145,7 @@ def run(
         if differentiated:
             torch.autograd.backward([outputs[name] for name in reached], [backward[name] for name in reached])
             after_backward()
+        buffers = moved_buffers()
     leaves = given.leaves if differentiated else {}
     parameters = module.named_parameters() if differentiated else ()
     trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -156,6 +159,7 @@ def run(
         changed_inputs=changed,
         detached_outputs=tuple(name for name in outputs if name not in reached),
         numbers=_numbers(returned),
+        buffers=buffers,
     )
 
 
@@ -193,7 +197,7 @@ def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Contain
 def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
     """Return the outputs of a forward pass by name; arguments as for ``run``, and left as they were as well."""
     fresh = tree_map_only(Tensor, torch.clone, inputs)
-    with _restored_buffers(module):
+    with restored_buffers(module):
         return named_outputs(_call(module, call, as_arguments(fresh)))
 
 
@@ -204,18 +208,38 @@ def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Argumen
 
 
 @contextmanager
-def _restored_buffers(module: nn.Module) -> Iterator[None]:
+def restored_buffers(module: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
     """Restore the buffers afterwards: a pass must not see what another left, such as a BatchNorm's mean
-    or a call counter.
+    or a call counter. Hand out what returns copies of those that have changed so far.
+
+    A module may write to a buffer, or put another tensor in its place.
     """
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    before = [
+        (f"{path}.{key}".removeprefix("."), part, key, buffer, None if buffer is None else buffer.clone())
+        for path, part in module.named_modules()
+        for key, buffer in part._buffers.items()
+    ]
+
+    def moved() -> dict[str, Tensor]:
+        return {
+            name: now.detach().clone()
+            for name, part, key, _, value in before
+            if (now := part._buffers.get(key)) is not None and (value is None or not _are_equal(now, value))
+        }
+
     try:
-        yield
+        yield moved
     finally:
         with torch.no_grad():
-            for buffer, value in before:
-                if not torch.equal(buffer, value):  # written to, it could not be differentiated through any more
-                    buffer.copy_(value)
+            for _, part, key, buffer, value in before:
+                if part._buffers.get(key) is not buffer:
+                    part._buffers[key] = buffer
+                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                    buffer.copy_(value)  # only then: once written to, it could not be differentiated through any more
+
+
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
 
 
 def or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from parity.cpu.float8 import fp8_dtype, is_float8_tensor
 from parity.passes import switches
 from parity.passes.all_passes import Tensors, with_weights
 from parity.passes.micro_batches import micro_batches
-from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero
+from parity.passes.one_pass import Arguments, as_arguments, named_inputs, or_zero, restored_buffers
 from parity.passes.prepare import Prepared, build, rounded_inputs
 from parity.ranks.layout import Parallel
 from parity.result import Switch, label_of
@@ -51,11 +51,39 @@ if TYPE_CHECKING:
 
 Named = dict[str, Tensor]
 
+
+@dataclass(frozen=True)
+class Buffers:
+    """Hold buffers before a step, as a new pair is to have them.
+
+    Attributes:
+        candidate: all of the candidate's, by name.
+        reference: those that a forward pass changes, such as running statistics, as the candidate has them.
+    """
+
+    candidate: Mapping[str, Tensor] = field(default_factory=dict)
+    reference: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def give(self, pair: Pair) -> None:
+        """Copy them into a pair's buffers of these names."""
+        for module, some in ((pair.candidate, self.candidate), (pair.reference, self.reference)):
+            held = dict(module.named_buffers())
+            with torch.no_grad():
+                for name, x in some.items():
+                    if name in held and held[name].shape == x.shape:
+                        held[name].copy_(x)
+
+
 # The comparison of one step: the pair with the weights that the candidate has before it, and the loss as its output.
 
 
 def step_case(
-    case: Case, number: int, weights: Named | None, seed: int, held: Mapping[str, Tensor] = MappingProxyType({})
+    case: Case,
+    number: int,
+    weights: Named | None,
+    seed: int,
+    held: Mapping[str, Tensor] = MappingProxyType({}),
+    buffers: Buffers = Buffers(),
 ) -> Case:
     """Return the case of one training step, which is compared like any other: its output is the loss.
 
@@ -65,6 +93,7 @@ def step_case(
         weights: the reference's parameters before the step, as the candidate has them; None for those of its build.
         seed: the run's seed.
         held: the candidate's quantized parameters before the step.
+        buffers: those of both before the step.
     """
 
     def factory(te: ModuleType, **size: Any) -> Pair:
@@ -76,6 +105,7 @@ def step_case(
             )
         if weights is not None:
             transfer.fill(pair.reference, weights)
+        buffers.give(pair)
         call_reference, call_candidate = losses(pair)
         drawn = _with_inputs_of(pair, size, number, seed)
         fill = True if number > 1 else pair.fill  # a new candidate has the weights with which the training began
@@ -199,6 +229,7 @@ class Stepped:
         stale: TE's FP8 parameters whose transposed copy was another tensor's before the step.
         unmade: TE's FP8 parameters whose transposed copy was so, whether TE knows it or not, and was not made again by
             the graphs of a captured step.
+        buffers: the candidate's buffers after the step.
     """
 
     tensors: Tensors
@@ -212,6 +243,7 @@ class Stepped:
     apart: tuple[str, ...] = ()
     stale: tuple[str, ...] = ()
     unmade: tuple[str, ...] = ()
+    buffers: Named = field(default_factory=dict)
 
 
 Own = TypeVar("Own", bound="Trainee")
@@ -368,7 +400,8 @@ class Trainee:
 
         def once() -> None:
             args, kwargs = as_arguments(_leaves(self._prepared.inputs))
-            step(self._model, self.optimizer, *args, **kwargs)
+            with restored_buffers(self._module):
+                step(self._model, self.optimizer, *args, **kwargs)
             self._module.zero_grad(set_to_none=True)
             state.clear(self._module)
 
@@ -383,7 +416,8 @@ class Trainee:
             switches.NotCaptured: if it cannot be captured.
         """
         args, kwargs = as_arguments(_leaves(self._prepared.inputs))
-        step = switches.captured(self._capture, self._model, self.optimizer, args, kwargs)
+        with restored_buffers(self._module):
+            step = switches.captured(self._capture, self._model, self.optimizer, args, kwargs)
         self._is_captured = True
         if step is not None:
             self._replayed, self.is_plain = step, False
@@ -506,6 +540,11 @@ class Trainee:
         return {name: x.clone() for name, x in self._to_reference(_held(self._module)).items()}
 
     @property
+    def buffers(self) -> Named:
+        """Return copies of the module's buffers."""
+        return {name: one.detach().clone() for name, one in self._module.named_buffers()}
+
+    @property
     def quantized(self) -> Named:
         """Return copies of the parameters that the module holds quantized, by their names there."""
         return {name: one.detach().clone() for name, one in self._module.named_parameters() if state.is_quantized(one)}
@@ -612,6 +651,7 @@ class Trainee:
                 stale,
             ),
             unmade,
+            self.buffers,
         )
 
     def _stale_copies(self) -> dict[str, bytes]:

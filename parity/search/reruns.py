@@ -7,12 +7,13 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from parity.case.transfer import counterparts
 from parity.mistakes.codes import CODES, repairable
 from parity.mistakes.under import tensors_under
 from parity.numerics.errors import TINY, difference, margin, measure, norm_of, relative_l2
@@ -186,15 +187,16 @@ _ROUNDING_OF_FREQUENCIES, _ROUNDING_OF_BASES = 2e-2, 5e-3  # buffers may be of 1
 def buffer_findings(failure: Failure) -> Iterator[Finding]:
     """Yield a finding if the outputs agree when the candidate's buffers hold what the reference's hold.
 
-    A buffer belongs to the reference's of its name; else to the only one of its shape, where it is the only one too.
+    ``counterparts`` says which belongs to which.
     """
     right = dict(failure.prepared.reference.named_buffers())
     bases: list[tuple[float, float] | None] = []
 
     def copied(module: nn.Module) -> Iterator[str]:
-        for name, buffer in module.named_buffers():
-            of = _counterpart(name, dict(module.named_buffers()), right)
-            if of is not None and not torch.equal(buffer, right[of].to(buffer)):
+        own = dict(module.named_buffers())
+        for name, of in counterparts(failure.prepared.weights, own, right).items():
+            buffer = own[name]
+            if not torch.equal(buffer, right[of].to(buffer)):
                 bases.append(_bases_of_rope(buffer, right[of]))
                 with torch.no_grad():
                     buffer.copy_(right[of])
@@ -232,16 +234,6 @@ def _bases_of_rope(one: Tensor, other: Tensor) -> tuple[float, float] | None:
         rounded = (float(f"{base:.{digits}g}") for digits in range(1, 7))
         found.append(next((one for one in rounded if math.isclose(one, base, rel_tol=_ROUNDING_OF_BASES)), base))
     return found[0], found[1]
-
-
-def _counterpart(name: str, own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> str | None:
-    """Return the reference's buffer that a buffer of the candidate should equal; None if that cannot be told."""
-    shape = own[name].shape
-    if name in right:
-        return name if right[name].shape == shape else None
-    alike = [other for other, value in right.items() if value.shape == shape]
-    is_only_one = sum(value.shape == shape for value in own.values()) == 1
-    return alike[0] if len(alike) == 1 and is_only_one and shape.numel() > 1 else None
 
 
 # Rows of the outputs that an input hides, as a padding mask hides tokens; a port may compute anything there.

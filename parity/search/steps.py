@@ -280,6 +280,37 @@ def changed_early(number: int) -> Finding:
     )
 
 
+def moved_otherwise(number: int, name: str, of: str, factor: float) -> Finding:
+    """Return the finding of a step whose forward pass moves a buffer by a multiple of what it should.
+
+    Args:
+        number: of the step.
+        name: the candidate's buffer.
+        of: the reference's.
+        factor: the multiple.
+    """
+    buffer = name if name == of else f"{name} (the reference's {of})"
+    told = f"moves the buffer {buffer} {factor_in_words(factor)} times as far as the reference's does"
+    if abs(factor) < 0.01:
+        told = f"leaves the buffer {buffer} as it is, which the reference's moves"
+    return repairable(
+        "buffer-moved-otherwise",
+        f"in step {number} the forward pass {told}, from the same value and with the same inputs",
+        "give both modules the same momentum or decay, and let each pass update such statistics once",
+    )
+
+
+def read_after_change(number: int, read: Sequence[str]) -> Finding:
+    """Return the finding of a step whose backward pass computes a forward pass again that has changed what it reads."""
+    return repairable(
+        "state-between-steps",
+        f"step {number} computes the forward pass again in the backward pass, and the second time it reads the buffers "
+        f"that the first has changed: {listed(read)}",
+        "let the forward pass read a copy from before it changes them, and change them once a step, such as after the "
+        "optimizer's step, or leave such modules out of checkpointing",
+    )
+
+
 def diverging(number: int, why: str, own: Sequence[float] | None) -> Finding:
     """Return the finding of a training whose numbers have outgrown what can be judged.
 

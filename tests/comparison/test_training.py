@@ -424,6 +424,129 @@ def test_running_statistics_are_restored(own, switch):
         assert "not restored: buffers (norm.running_mean, norm.running_var and 1 more)" in result.findings[0].message
 
 
+# Buffers that a forward pass reads and changes.
+
+
+class Scaled(torch.nn.Module):
+    """Divides what it is given by a running mean, which it then moves, in place or not."""
+
+    def __init__(
+        self, layer: torch.nn.Module, momentum: float = 0.5, in_place: bool = True, name: str = "mean"
+    ) -> None:
+        super().__init__()
+        self.layer, self.momentum, self.in_place, self.name = layer, momentum, in_place, name
+        self.register_buffer(name, torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.get_buffer(self.name)
+        returned = self.layer(x / mean.clone().to(x.dtype))
+        now = mean.lerp((1.0 + x.detach().abs().mean(0)).to(mean.dtype), self.momentum)
+        if self.in_place:
+            mean.copy_(now)
+        else:
+            setattr(self, self.name, now)
+        return returned
+
+
+class Counting(torch.nn.Module):
+    """Divides what it returns by how often it was called."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
+class Normalized(torch.nn.Module):
+    """Normalizes what it returns over the batch."""
+
+    def __init__(self, layer: torch.nn.Module, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.layer, self.norm = layer, torch.nn.BatchNorm1d(64, momentum=momentum, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def with_buffers(reference: Any, candidate: Any, **training: Any) -> parity.Case:
+    """Return the case of a linear layer in a module with buffers, one for each side."""
+
+    def factory(te):
+        return parity.Pair(
+            reference(torch.nn.Linear(64, 64)),
+            candidate(te.Linear(64, 64)),
+            weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
+            inputs=lambda rng: rng.normal(16, 64),
+            training=Training(**training),
+        )
+
+    return parity.Case("buffers", factory, sizes=({},))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_delayed"])
+@pytest.mark.parametrize("make", [Scaled, partial(Scaled, in_place=False), Counting, Normalized])
+@pytest.mark.parametrize("switch", ["", "resume", "rollback"])
+def test_the_reference_has_the_buffers_that_earlier_steps_have_changed(make, precision, switch):
+    (result,) = parity.compare(with_buffers(make, make), [precision], steps=4, switch=switch)
+    assert (result.status, result.reason, result.findings) == ("passed", "", ())
+
+
+@pytest.mark.parametrize("switch", ["resume-dcp", "resume-safetensors", "graph", "offload"])
+def test_buffers_that_a_forward_pass_changes_are_so_in_other_ways_of_training(switch):
+    (result,) = parity.compare(with_buffers(Scaled, Scaled), ["bf16"], steps=4, switch=switch)
+    assert (result.status, result.reason, result.findings) == ("passed", "", ())
+
+
+def test_buffers_may_have_other_names_in_the_candidate():
+    other = partial(Scaled, name="statistics")
+    (result,) = parity.compare(with_buffers(Scaled, other), ["bf16"], steps=3)
+    assert (result.status, result.reason) == ("passed", "")
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "told"),
+    [
+        (Normalized, partial(Normalized, momentum=0.9), "moves the buffer norm.running_mean 9 times as far"),
+        (Normalized, partial(Normalized, momentum=0.0), "leaves the buffer norm.running_mean as it is"),
+        (Scaled, partial(Scaled, momentum=0.25), "moves the buffer mean 1/2 times as far"),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
+def test_a_buffer_that_a_pass_moves_by_another_share_is_told(reference, candidate, told, precision):
+    (result,) = parity.compare(with_buffers(reference, candidate), [precision], steps=3)
+    assert [one.title for one in result.findings] == ["buffer-moved-otherwise"], result.reason
+    assert told in result.findings[0].message
+
+
+def test_a_pass_that_is_computed_again_reads_the_buffers_that_it_has_changed():
+    (result,) = parity.compare(with_buffers(Scaled, Scaled), ["fp8_delayed"], steps=2, switch="recompute")
+    assert [one.title for one in result.findings] == ["state-between-steps"]
+    assert "the second time it reads the buffers that the first has changed: mean" in result.findings[0].message
+
+
+def test_micro_batches_that_read_what_earlier_ones_have_changed_are_not_judged():
+    def in_halves(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for part in x.chunk(2):
+            loss = model.loss(part) / 2
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    own = with_buffers(Counting, Counting, candidate_step=in_halves)
+    (result,) = parity.compare(own, ["fp32"], steps=2)
+    assert (result.status, result.findings) == ("error", ())
+    assert "calls the candidate 2 times, and its forward pass reads buffers that it changes, calls" in result.reason
+    (result,) = parity.compare(with_buffers(Counting, Counting), ["fp32"], steps=2, switch="micro-batches")
+    assert "leave out the switch micro-batches" in result.reason
+
+
 def test_what_json_does_not_hold_is_told_of_a_file_of_tensors():
     def make(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

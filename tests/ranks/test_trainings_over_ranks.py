@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 import parity
-from parity.lab.studies.rows.ranks import DP, SP, TP, TP_DP
+from parity.lab.studies.rows.ranks import DP, SP, TP, TP_DP, add_up
 from parity.lab.studies.rows.trained_over_ranks import RIGHT, STEPS, SWITCHES, WRONG, case_of
 from parity.ranks.layout import degrees
 
@@ -82,6 +84,41 @@ def test_copies_that_an_optimizer_steps_and_does_not_save_are_told():
 def test_what_ranks_cannot_do_together_is_refused():
     with pytest.raises(parity.UserError, match=r"knows resume, .*recompute, and not 'graph'"):
         parity.compare(case_of("trained"), ["bf16"], ranks=DP, steps=3, switch="graph")
+
+
+class Counting(torch.nn.Module):
+    """Divides what it returns by how often it was called."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) / self.calls.to(x.dtype)
+
+
+def counted(te: Any, ranks: Any) -> parity.Pair:
+    """Return a layer whose calls are counted, which data parallel ranks train."""
+    along = {"input": [parity.over("dp")], "output": [parity.over("dp")]}
+
+    def finish(module: torch.nn.Module) -> None:
+        add_up(list(module.parameters()), ranks.dp.group)
+
+    return parity.Pair(
+        Counting(torch.nn.Linear(64, 64)),
+        Counting(te.Linear(64, 64)),
+        inputs=lambda rng: rng.normal(32, 64),
+        weights={"layer.weight": "layer.weight", "layer.bias": "layer.bias"},
+        parallel=parity.Parallel(along, finish=finish),
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed"])
+def test_buffers_that_a_forward_pass_changes_alike_on_all_ranks_are_the_reference_s(precision):
+    (result,) = parity.compare(parity.Case("counted", counted, sizes=({},)), [precision], ranks=DP, steps=3)
+    assert (result.status, result.reason, result.findings) == ("passed", "", ())
 
 
 def test_small_weights_in_fp16_are_rounded_to_its_even_grid():
