@@ -86,6 +86,10 @@ _NOT_OFFLOADED = (
     "TransformerEngine offloads nothing of this candidate, so there is nothing to compare: no module of its own in it "
     "saves anything; say how it is offloaded by parity.Training(offload=...)"
 )
+_NOT_OWN = (
+    "the pair's own save= and load= are for the switches resume and rollback, and {} would not call them: it writes "
+    "and reads that format itself"
+)
 _WITHOUT: dict[str, str] = {"graph": "graphs", "offload": "offloading"}
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
@@ -260,6 +264,8 @@ def _trained(
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
     try:
         trainee, without = _begin(asked, checked, prepared, steps, switch, resuming, made)
+        if switch in ("resume-dcp", "resume-safetensors") and (trainee.training.save or trainee.training.load):
+            return asked.result("skipped", reason=_NOT_OWN.format(switch))
         replay = _replay(prepared, trainee.training)
         run = _Run(asked, checked, steps, switch, diagnosis, trainee, without, replay, begun=trainee.buffers)
         run.notes += without.notes if without else []

@@ -38,7 +38,7 @@ from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
 from parity.passes.prepare import Prepared, build
-from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, steps_elements
+from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, rates, steps_elements
 from parity.ranks.layout import Degrees, Whole, part, places
 from parity.result import Finding, Result, Switch
 from parity.search.over_ranks import explained_over_ranks
@@ -145,6 +145,7 @@ class TraineeOverRanks:
             {},
             {key: dtype for one in step for key, dtype in one.kept_in.items()},
             self._are_whole,
+            rates(self.settings),
         )
         unreached = unreached_by([one.ran for one in step])
         apart = tuple(sorted({one.ran.held[name].whole for one in step for name in one.apart}))

@@ -393,6 +393,13 @@ def _check_training(training: Any) -> None:
             example = f" such as {_EXAMPLES[name]}" if name in _EXAMPLES else ""
             given = f"the class {made.__name__}, which takes parameters" if is_class else _type_name(function)
             raise UserError(f"{name} of a training must be a function{example}, not {given}")
+    try:
+        inspect.signature(training.scheduler or (lambda optimizer: None)).bind(None)
+    except TypeError as error:
+        raise UserError(
+            f"scheduler of a training must be a function such as {_EXAMPLES['scheduler']}, which is called with the "
+            f"optimizer alone; {getattr(training.scheduler, '__name__', training.scheduler)} cannot be: {error}"
+        ) from error
     clip = training.clip
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
         raise UserError(f"clip of a training must be a number above 0, or None, not {clip!r}")

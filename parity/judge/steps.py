@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +57,15 @@ class Deviation:
         return self.share <= ARITHMETIC + self.rounding
 
 
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """Hold what an optimizer steps with: its state, the settings of its groups, and gradients by name."""
+
+    state: _State
+    settings: list[dict[str, Any]]
+    gradients: Named
+
+
 class Replay:
     """The reference's optimizer over the followed elements of each parameter, step after step, in FP64.
 
@@ -84,6 +93,7 @@ class Replay:
             raise UserError(f"a training's optimizer must be a torch.optim.Optimizer, not {type(made).__name__}")
         self.optimizer = edit(made)
         self._scheduler = scheduler(self.optimizer) if scheduler else None
+        self._taken = _Taken({}, [], {})
 
     def step(self, update: Update) -> Named:
         """Return the weights that this optimizer makes of the weights and gradients of a step.
@@ -92,13 +102,12 @@ class Replay:
         cancels. So where its step is not the candidate's, each element is the nearest to the candidate's of what it
         makes of these gradients and of gradients that are a few FP32 roundings larger or smaller.
         """
-        before = self._state()
-        right = self._made(update, 1.0)
+        right = self._made(update)
         if not all(one.is_right for one in deviations(update, right, torch.float32)):
-            chosen = self._state()
+            chosen, taken = self._state(), self._taken
             for factor in (1.0 - _ROUNDINGS, 1.0 + _ROUNDINGS):
-                self._restore(before)
-                self._take_nearer(self._made(update, factor), update.after, right, chosen)
+                self._restore(taken.state)
+                self._take_nearer(self._made_again(update, taken, factor), update.after, right, chosen)
             self._restore(chosen)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -124,16 +133,56 @@ class Replay:
         self.optimizer.state.clear()
         self.optimizer.state.update({parameter: copy.deepcopy(kept) for parameter, kept in state.items()})
 
-    def _made(self, update: Update, factor: float) -> Named:
-        """Return what the optimizer makes of the gradients times a factor."""
+    def _made(self, update: Update) -> Named:
+        """Return what the optimizer makes of the gradients."""
+        self._give(update, {name: x.to(self.parameters[name].device) for name, x in update.gradients.items()})
+        last_hook = self.optimizer.register_step_pre_hook(self._take)
+        self.optimizer.step()
+        last_hook.remove()
+        return self._weights()
+
+    def _made_again(self, update: Update, taken: _Taken, factor: float) -> Named:
+        """Return what it makes in the same step of gradients times a factor.
+
+        Its hooks do not run again: one may step a schedule, or have changed the gradients that were taken.
+        """
+        self._give(update, {name: factor * x for name, x in taken.gradients.items()})
+        optimizer, now = self.optimizer, [dict(group) for group in self.optimizer.param_groups]
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        try:
+            self._set(taken.settings)
+            optimizer.step()
+        finally:
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+            self._set(now)
+        return self._weights()
+
+    def _set(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Return the learning rate of each parameter in the last step, by its name."""
+        of = {id(one): name for name, one in self.parameters.items()}
+        groups = zip(self.optimizer.param_groups, self._taken.settings, strict=False)
+        return {of[id(one)]: float(own["lr"]) for group, own in groups if "lr" in own for one in group["params"]}
+
+    def _take(self, *_: Any) -> None:
+        """Keep what the optimizer steps with, as its other hooks leave it."""
+        gradients = {name: one.grad.clone() for name, one in self.parameters.items() if one.grad is not None}
+        self._taken = _Taken(self._state(), [dict(group) for group in self.optimizer.param_groups], gradients)
+
+    def _give(self, update: Update, gradients: Named) -> None:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                gradient = update.gradients[name].to(parameter.device)
                 parameter.grad = None  # of the shape that the parameter had
-                shape = self._shapes[name] if update.is_whole else gradient.shape
+                shape = self._shapes[name] if update.is_whole else update.gradients[name].shape
                 parameter.data = update.before[name].to(parameter.device, copy=True).view(shape)
-                parameter.grad = (factor * gradient).view(shape)
-        self.optimizer.step()
+                parameter.grad = gradients[name].clone().view(shape)
+
+    def _weights(self) -> Named:
         return {name: one.detach().flatten().clone() for name, one in self.parameters.items() if one.requires_grad}
 
 

@@ -173,6 +173,7 @@ class Update:
         moments: what the optimizer keeps for each element, by its name there.
         kept_in: the dtypes in which it keeps them.
         is_whole: whether it has all elements, as an optimizer's that does not step each by itself.
+        rates: the learning rate of each parameter.
     """
 
     before: Named
@@ -181,6 +182,7 @@ class Update:
     moments: dict[str, Named]
     kept_in: dict[str, torch.dtype]
     is_whole: bool = False
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     def remembered(self) -> Update:
         """Return what the failure of a later step is explained by: a few of the elements, without moments."""
@@ -188,7 +190,7 @@ class Update:
             {name: x[: None if self.is_whole else REMEMBERED].clone() for name, x in named.items()}
             for named in (self.before, self.gradients, self.after)
         )
-        return Update(before, gradients, after, {}, self.kept_in, self.is_whole)
+        return Update(before, gradients, after, {}, self.kept_in, self.is_whole, self.rates)
 
 
 @dataclass(frozen=True)
@@ -442,6 +444,11 @@ class Trainee:
         Args:
             way: a key of ``checkpoints.WAYS``; a pair's own ``save`` and ``load`` are for ``resume``.
         """
+        if self._scheduler is not None and not hasattr(self._scheduler, "state_dict"):
+            raise UserError(
+                f"the schedule that scheduler= returns, {type(self._scheduler).__name__}, has no state_dict, so that "
+                "its training cannot be resumed: give it state_dict and load_state_dict, as PyTorch's schedules have"
+            )
         file = BytesIO()
         own = self.training.save if way == "resume" else None
         (own or WAYS[way].save)(self._module, self.optimizer, file)
@@ -631,6 +638,7 @@ class Trainee:
             self._moments(),
             self._kept_in(),
             self._are_whole,
+            seen.rates,
         )
         frozen = (name for name, one in self._module.named_parameters() if not one.requires_grad or name not in raw)
         now = kept(self._module)
@@ -682,6 +690,7 @@ class Trainee:
 
         def take() -> None:
             now = _copied(self._stepped)
+            seen.rates = rates(self.settings)
             seen.add_later(now)
             seen.used.append(now)
             seen.moved = self._moved()
@@ -862,6 +871,11 @@ class Trainee:
         return transfer.gradients_to_reference(self._pair.weights, tensors, self._shapes)
 
 
+def rates(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the learning rates among an optimizer's settings for each parameter."""
+    return {name: float(some["lr"]) for name, some in settings.items() if "lr" in some}
+
+
 def _are_same(some: Named, others: Named) -> bool:
     return some.keys() == others.keys() and all(torch.equal(x, others[name]) for name, x in some.items())
 
@@ -926,6 +940,7 @@ class _Seen:
         sizes: norms of what backward passes have left, in a step of the port's own.
         between: pairs of such a norm and that of the same gradient before another backward pass is added to it.
         moved: as in ``Stepped``.
+        rates: the learning rate of each parameter, by the reference's names.
     """
 
     used: list[Named]
@@ -936,6 +951,7 @@ class _Seen:
     sizes: Named = field(default_factory=dict)
     between: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     moved: tuple[str, ...] = ()
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     def add_later(self, now: Named) -> None:
         """Add what backward passes have added since the last clipping to what gradients would be without any."""

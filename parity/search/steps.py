@@ -456,7 +456,11 @@ def optimizer_explained(
     largest = max(one.share for one in wrong)
     if narrow and largest <= sum(_eps(kept) for kept in narrow.values()):
         return _narrow_moments(narrow, largest)
-    for setting in (*_of_the_candidate(own, settings), *_settings(own)):
+    for setting in (*_of_the_candidate(own, settings), None, *_settings(own)):
+        if setting is None:
+            if told := _other_rates(history, wrong, own):
+                return told
+            continue
         try:
             replay = replayed(setting)
             made = [replay.step(update) for update in history]
@@ -478,6 +482,16 @@ def optimizer_explained(
                 "take another optimizer, or step FP32 copies; TE's FusedSGD, for one, does not step BF16 parameters"
             )
         return repairable("optimizer", f"the candidate's optimizer does not step {listed(left_out)}", repair)
+    factors = [one.along for one in wrong]
+    number, worst = len(history), max(wrong, key=lambda one: one.share)
+    are_known = all(_is_multiple(one) and one.rounding < 0.5 * abs(one.along - 1.0) for one in wrong)
+    if are_known and max(factors) - min(factors) <= _UNLIKE * abs(factors[0] - 1.0):
+        return repairable(
+            "optimizer",
+            f"step {number}{_of(wrong, own)} is {factor_in_words(factors[0])} times the step that the reference's "
+            "optimizer makes with the same gradients",
+            "compare the learning rates, and when their schedules take a step",
+        )
     if narrow:
         return _narrow_moments(narrow, largest)
     off = {one.name for one in wrong}
@@ -490,24 +504,45 @@ def optimizer_explained(
             "differs from its steps of the parts",
             "let it step the parts of such a parameter one by one, or fuse the reference's parameters as well",
         )
-    factors = [one.along for one in wrong]
-    alike = max(factors) - min(factors) <= 1e-3 * abs(factors[0]) and all(
-        abs(one.share - abs(one.along - 1.0)) <= 1e-3 for one in wrong
-    )
-    number, worst = len(history), max(wrong, key=lambda one: one.share)
-    if alike:
-        return repairable(
-            "optimizer",
-            f"step {number}{_of(wrong, own)} is {factor_in_words(factors[0])} times the step that the reference's "
-            "optimizer makes with the same gradients",
-            "compare the learning rates, and when their schedules take a step",
-        )
     differ = "1 parameter differs" if len(wrong) == 1 else f"{len(wrong)} parameters differ"
     return repairable(
         "optimizer",
         f"in step {number} the candidate's optimizer makes a different step than the reference's with the same "
         f"gradients: {differ}, {worst.name} by {worst.share:.2g} of its step",
         "compare the two optimizers and their arguments",
+    )
+
+
+# Of a factor's difference from 1: what it may leave of a deviation, and how far those of two parameters may be apart.
+_UNLIKE = 0.1
+
+
+def _is_multiple(one: Deviation) -> bool:
+    """Return whether a step is the right one times a number, up to the rounding of the weights."""
+    left = max(one.share**2 - (one.along - 1.0) ** 2, 0.0) ** 0.5
+    return left <= _UNLIKE * one.share + one.rounding
+
+
+def _other_rates(history: Sequence[Update], wrong: Sequence[Deviation], own: Replay) -> Finding | None:
+    """Return which learning rates of the last step are not the reference's, if these explain the deviations."""
+    for update in history:
+        own.step(update)
+    rates = history[-1].rates
+    if not all(rates.get(one.name) and own.rates.get(one.name) for one in wrong):
+        return None
+    told = []
+    for one in wrong:
+        rate, right = rates[one.name], own.rates[one.name]
+        is_as = _is_multiple(one) and abs(one.along - rate / right) <= _UNLIKE * abs(rate / right - 1.0) + one.rounding
+        if rate == right or not (is_as or one.rounding > 0.5):  # of a step that is mostly lost, nothing else is known
+            return None
+        told.append(f"{rate:.4g}, the reference's {right:.4g}")
+    each = list(dict.fromkeys(told))
+    whose = _of(wrong, own) or " of some parameters" * (len(each) > 1)
+    return repairable(
+        "optimizer",
+        f"in step {len(history)} the learning rate{whose} is {'; or '.join(each[:2])}",
+        "compare the learning rates, and when their schedules take a step",
     )
 
 

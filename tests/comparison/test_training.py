@@ -330,6 +330,7 @@ def test_a_pair_s_own_checkpoints_are_those_of_resume_and_of_rollback():
         "resume-safetensors": False,
         "rollback": True,
     }
+    assert told("resume-dcp").startswith("the pair's own save= and load= are for the switches resume and rollback")
 
 
 class Tied(torch.nn.Module):
@@ -710,6 +711,11 @@ NO_FUNCTIONS = [
     ({"candidate_optimizer": partial(ADAMW, lr=1e-3)}, "candidate_optimizer of .* not the class AdamW"),
     ({"optimizer": ONE}, "optimizer of a training must be a function .*, not AdamW"),
     ({"scheduler": torch.optim.lr_scheduler.StepLR(ONE, 1)}, "function such as lambda optimizer: .*, not StepLR"),
+    (
+        {"scheduler": torch.optim.lr_scheduler.StepLR},
+        "called with the optimizer alone; StepLR cannot be: missing .* 'step_size'",
+    ),
+    ({"scheduler": lambda: None}, "called with the optimizer alone; <lambda> cannot be: too many positional"),
     ({"candidate_step": {}}, "candidate_step of a training must be a function, not dict"),
     ({"clip": "1"}, "a number above 0, or None, not '1'"),
     ({"clip": 0}, "a number above 0, or None, not 0"),
@@ -739,6 +745,45 @@ def test_a_schedule_has_steps(returned):
     result = trained(lambda te: Training(scheduler=lambda optimizer: returned))
     assert result.status == "error"
     assert "must return a schedule with a method step" in result.reason
+
+
+def stepping_in_a_hook(ahead: int, lr: float = 1e-3) -> Any:
+    """Return what makes an optimizer that steps its own schedule, which warms up and is some steps ahead."""
+
+    def make(model: torch.nn.Module) -> Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1 + ahead) / 4, 1.0))
+        optimizer.register_step_post_hook(lambda *_: schedule.step())
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize(("ahead", "rate"), [(0, ""), (1, "0.0005"), (2, "0.00075"), (3, "0.001")])
+def test_a_schedule_may_step_in_a_hook_of_the_optimizer(ahead, rate):
+    made = Training(optimizer=stepping_in_a_hook(0), candidate_optimizer=stepping_in_a_hook(ahead))
+    result = trained(lambda te: made, steps=5)
+    told = f"in step 1 the learning rate is {rate}, the reference's 0.00025"
+    assert [told in one.message for one in result.findings] == [True] * bool(ahead), result.findings
+
+
+def test_a_learning_rate_that_is_another_is_told_before_moments_in_16_bits():
+    made = Training(optimizer=stepping_in_a_hook(0, 0.1), candidate_optimizer=stepping_in_a_hook(1, 0.1))
+    result = trained(lambda te: made, "bf16")
+    assert "in step 1 the learning rate is 0.05, the reference's 0.025" in result.findings[0].message
+
+
+def test_a_schedule_that_is_resumed_has_a_state():
+    class Halving:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    assert trained(lambda te: Training(scheduler=Halving)).passed
+    result = trained(lambda te: Training(scheduler=Halving), switch="resume")
+    assert result.reason.startswith("the schedule that scheduler= returns, Halving, has no state_dict")
 
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True, "3"])
