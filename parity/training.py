@@ -93,6 +93,8 @@ _NOT_OWN = (
 _WITHOUT: dict[str, str] = {"graph": "graphs", "offload": "offloading"}
 # By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
+# The cosine of gradients and the right ones, at least, where all are multiplied by one number: NVFP4 loses a tenth.
+_ALONG = 0.98
 
 
 @dataclass
@@ -604,7 +606,8 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
             "same: call it once in a step, or leave these buffers as they are during the training"
         )
         return dataclasses.replace(judged, status="error", reason=reason)
-    guesses = guesses_of_any_step(number, candidate, prepared.golden.weight_gradients, run.limits)
+    of_added = made.stepped.clipping.of_added
+    guesses = guesses_of_any_step(number, candidate, prepared.golden.weight_gradients, run.limits, of_added)
     if run.weights is not None:
         before = Before(now, run.weights, run.gradients, golden_of)
         guesses += guesses_of_later_steps(number, prepared.golden.weight_gradients, before)
@@ -698,18 +701,24 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
 
 
 def _before_clipping(made: _Made, clip: float | None) -> _Made:
-    """Return a step with its gradients as they were before they were clipped without ``clip_grad_norm_``: those that
-    the optimizer gets have the largest norm then. Multiplying them has rounded them once more.
+    """Return a step with its gradients as they were before they were multiplied without ``clip_grad_norm_``: where
+    those that the optimizer gets have the largest norm, or where backward passes had left the right one. Multiplying
+    them has rounded them once more.
     """
     stepped, clipping = made.stepped, made.stepped.clipping
     golden = norm_together(made.prepared.golden.weight_gradients.values())
     own = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
     norm = norm_together(own.values())
-    if not clip or clipping.is_seen or golden <= clip or abs(norm - clip) > _CLIPPING * clip:
+    if clipping.is_seen or not golden or not norm:
         return made
     scale = norm / clipping.of_added / golden  # of the loss
-    power = 2.0 ** round(math.log2(scale))
-    factor = clipping.of_added * (power if abs(scale - power) <= _CLIPPING * power else scale)
+    if clip is not None and golden > clip and abs(norm - clip) <= _CLIPPING * clip:
+        power = 2.0 ** round(math.log2(scale))
+        factor = clipping.of_added * (power if abs(scale - power) <= _CLIPPING * power else scale)
+    elif abs(scale - 1.0) <= _CLIPPING < abs(clipping.of_added - 1.0) and _are_along(own, made.prepared):
+        factor = clipping.of_added
+    else:
+        return made
     tensors, summed = dict(stepped.tensors), dict(stepped.summed)
     for name, x in own.items():
         rounding = torch.finfo(x.dtype).eps / 12**0.5 * Rng(0, f"clipped {name}").normal(*x.shape).to(x.device)
@@ -721,20 +730,34 @@ def _before_clipping(made: _Made, clip: float | None) -> _Made:
     )
 
 
+def _are_along(gradients: Named, prepared: Prepared) -> bool:
+    """Return whether gradients are the right ones times a number, up to what any precision loses of them."""
+    right = prepared.golden.weight_gradients
+    along = sum(float((x.double() * right[name].to(x.device)).sum()) for name, x in gradients.items())
+    return along > _ALONG * norm_together(gradients.values()) * norm_together(right.values())
+
+
 def _of_clipping(number: int, stepped: Stepped, clip: float | None) -> Finding | None:
     """Return how a step's clipping differs from the reference's; None if it does not."""
     clipping = stepped.clipping
-    gradients = (x for (kind, _), x in stepped.tensors.items() if kind == "weight gradient")
-    expected = 1.0 if clip is None else min(1.0, clip / (norm_together(gradients) + 1e-6))
+    gradients = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
+    expected = 1.0 if clip is None else min(1.0, clip / (norm_together(gradients.values()) + 1e-6))
     is_one_number = clipping.highest - clipping.lowest <= _CLIPPING * abs(clipping.factor)
     if abs(clipping.factor - expected) <= _CLIPPING * expected and (is_one_number or not clipping.is_early):
         return None
     if clipping.is_early:
         return changed_early(number)
+    made_so = [
+        f", so that their {what} is {clip:g}"
+        for order, what in ((1.0, "L1 norm"), (math.inf, "largest element"))
+        if clip is not None
+        and is_one_number
+        and abs(clipping.factor * norm_together(gradients.values(), order) - clip) <= _CLIPPING * clip
+    ]
     by = f"{clipping.factor:.4g}" if is_one_number else f"numbers from {clipping.lowest:.2g} to {clipping.highest:.2g}"
     return repairable(
         "gradient-clipping",
-        f"gradients are multiplied by {by} before the optimizer gets them, but the reference multiplies "
-        f"{'them' if is_one_number else 'all of them'} by {expected:.4g}",
+        f"gradients are multiplied by {by} before the optimizer gets them{''.join(made_so)}, but the reference "
+        f"multiplies {'them' if is_one_number else 'all of them'} by {expected:.4g}",
         "clip to the same largest norm, and take the norm of the same gradients",
     )

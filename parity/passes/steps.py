@@ -1100,9 +1100,10 @@ def _clipping(used: Named, raw: Named, seen: _Seen) -> Clipping:
     return Clipping(factor, lowest, highest, is_early, bool(seen.raw), got / (added or 1.0) or 1.0)
 
 
-def norm_together(tensors: Iterable[Tensor]) -> float:
+def norm_together(tensors: Iterable[Tensor], order: float = 2.0) -> float:
     """Return the norm of all tensors together."""
-    return sum(float(x.double().square().sum()) for x in tensors) ** 0.5
+    norms = [float(torch.linalg.vector_norm(x.double(), order)) for x in tensors]
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), order)) if norms else 0.0
 
 
 def _size(gradient: Tensor) -> Tensor:

@@ -59,7 +59,11 @@ class Before:
 
 
 def guesses_of_any_step(
-    number: int, candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor], limits: Mapping[str, float]
+    number: int,
+    candidate: Mapping[str, Tensor],
+    golden: Mapping[str, Tensor],
+    limits: Mapping[str, float],
+    of_added: float = 1.0,
 ) -> list[Guess]:
     """Return what wrong gradients may be in any step.
 
@@ -68,8 +72,16 @@ def guesses_of_any_step(
         candidate: the candidate's weight gradients.
         golden: the right ones.
         limits: bounds on their relative errors, by name.
+        of_added: as in ``Clipping``.
     """
     factor = scale_of(candidate, golden)
+    scaled = f"the loss that step {number} differentiates is {factor_in_words(factor)} times the reference's"
+    if abs(of_added - 1.0) > 0.01:
+        scaled = (
+            f"backward passes of step {number} leave {factor_in_words(factor / of_added)} times the reference's "
+            f"gradients, which are then multiplied by {factor_in_words(of_added)}, so that the optimizer gets "
+            f"{factor_in_words(factor)} times the right ones"
+        )
     guesses = [
         Guess("", "", "", lambda: golden),  # the loss alone is wrong
         Guess(
@@ -80,18 +92,18 @@ def guesses_of_any_step(
         ),
         Guess(
             "loss-scale",
-            f"the loss that step {number} differentiates is {factor_in_words(factor)} times the reference's",
-            "divide the loss by what it is averaged over once, whatever the number of micro-batches, and undo a loss "
-            "scale before the gradients are used",
+            scaled,
+            "divide the loss by what it is averaged over once, whatever the number of micro-batches, undo a loss scale "
+            "before the gradients are used, and clip to the reference's norm",
             lambda: {name: factor * x for name, x in golden.items()},
         ),
     ]
     factors = {name: scale_of({name: candidate[name]}, {name: x}) for name, x in golden.items()}
-    if scaled := some_scaled(number, factors, limits, golden):
+    if of_some := some_scaled(number, factors, limits, golden):
         guesses.append(
             Guess(
                 "gradient-scale",
-                scaled,
+                of_some,
                 "look for code that scales, zeroes or reduces these gradients by themselves, such as a hook or a "
                 "norm of each, and for parameters that no gradient reaches",
                 lambda: {name: factors[name] * x for name, x in golden.items()},

@@ -233,13 +233,27 @@ def test_gradients_in_main_grad_are_clipped_where_the_optimizer_reads_them(own, 
     assert (result.status, result.findings) == ("passed", ())
 
 
+def by_another_norm(parameters: list[Tensor], order: float) -> None:
+    norm = torch.linalg.vector_norm(torch.cat([one.grad.float().flatten() for one in parameters]), order)
+    for one in parameters:
+        one.grad.mul_(LARGEST / norm)
+
+
+def test_what_is_clipped_and_what_backward_passes_leave_are_told_apart():
+    result = trained(stepping(clipping(untouched, by_hand, scale=128.0), clip=2 * LARGEST))
+    assert "leave 128 times the reference's gradients, which are then multiplied by" in result.findings[0].message
+
+
 EARLY = "before those of all micro-batches are added"
 CLIPPED_WRONGLY = [
     (by_norm, untouched, None, EARLY),
     (by_norm, by_norm, LARGEST, EARLY),
     (by_hand, untouched, None, EARLY),
     (by_hand, by_hand, LARGEST, EARLY),
-    (untouched, by_hand, 2 * LARGEST, ""),
+    (untouched, by_hand, 2 * LARGEST, "are multiplied by 0.0"),
+    (untouched, by_hand, None, "but the reference multiplies them by 1"),
+    (untouched, partial(by_another_norm, order=1.0), LARGEST, "so that their L1 norm is 0.1"),
+    (untouched, partial(by_another_norm, order=float("inf")), LARGEST, "so that their largest element is 0.1"),
     (untouched, by_norm, 2 * LARGEST, "are multiplied by 0.0"),
     (untouched, each_by_norm, LARGEST, "by numbers from 0.0"),
     (untouched, untouched, LARGEST, "by 1 before"),
@@ -251,7 +265,7 @@ CLIPPED_WRONGLY = [
 def test_wrong_clipping_is_told(each, last, clip, told, precision):
     result = trained(stepping(clipping(each, last), clip=clip), precision, steps=2)
     assert result.status == "failed"
-    assert result.findings[0].title == "gradient-clipping" or not told
+    assert result.findings[0].title == "gradient-clipping"
     assert told in result.findings[0].message
 
 
