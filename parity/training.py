@@ -95,6 +95,7 @@ _WITHOUT: dict[str, str] = {"graph": "graphs", "offload": "offloading"}
 _CLIPPING = 1e-2
 # The cosine of gradients and the right ones, at least, where all are multiplied by one number: NVFP4 loses a tenth.
 _ALONG = 0.98
+_FEWEST_MULTIPLIED = 16
 
 
 @dataclass
@@ -279,7 +280,9 @@ def _trained(
             prepared = _prepared(run, step, number, weights)
             buffers = run.trainee.buffers
             one = _make_step(run, step, number, prepared, resuming)
-            one = _before_clipping(dataclasses.replace(one, buffers=buffers), run.trainee.training.clip)
+            one = _before_clipping(
+                dataclasses.replace(one, buffers=buffers), trainee.training.clip, isinstance(trainee, Trainee)
+            )
             run.history.append(one.stepped.update.remembered())
             judged = run.judge(step, _candidate_run(one.stepped)).result
             _note(run, number, judged, prepared, one.stepped)
@@ -700,10 +703,15 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
     return None
 
 
-def _before_clipping(made: _Made, clip: float | None) -> _Made:
+def _before_clipping(made: _Made, clip: float | None, is_whole: bool) -> _Made:
     """Return a step with its gradients as they were before they were multiplied without ``clip_grad_norm_``: where
     those that the optimizer gets have the largest norm, or where backward passes had left the right one. Multiplying
     them has rounded them once more.
+
+    Args:
+        made: the step.
+        clip: the largest norm.
+        is_whole: whether the optimizer gets what backward passes have left, and not a sum over ranks.
     """
     stepped, clipping = made.stepped, made.stepped.clipping
     golden = norm_together(made.prepared.golden.weight_gradients.values())
@@ -714,8 +722,9 @@ def _before_clipping(made: _Made, clip: float | None) -> _Made:
     scale = norm / clipping.of_added / golden  # of the loss
     if clip is not None and golden > clip and abs(norm - clip) <= _CLIPPING * clip:
         power = 2.0 ** round(math.log2(scale))
-        factor = clipping.of_added * (power if abs(scale - power) <= _CLIPPING * power else scale)
-    elif abs(scale - 1.0) <= _CLIPPING < abs(clipping.of_added - 1.0) and _are_along(own, made.prepared):
+        is_power = is_whole and abs(scale - power) <= _CLIPPING * power
+        factor = clipping.of_added * power if is_power else _multiplied_by(own, made.prepared)
+    elif is_whole and abs(scale - 1.0) <= _CLIPPING < abs(clipping.of_added - 1.0) and _are_along(own, made.prepared):
         factor = clipping.of_added
     else:
         return made
@@ -728,6 +737,22 @@ def _before_clipping(made: _Made, clip: float | None) -> _Made:
     return dataclasses.replace(
         made, stepped=dataclasses.replace(stepped, tensors=tensors, summed=summed, clipping=clipping)
     )
+
+
+def _multiplied_by(gradients: Named, prepared: Prepared) -> float:
+    """Return by what right gradients were multiplied, as the one tells it that is the nearest to one number's multiple;
+    a number or two are always.
+    """
+    least, found = math.inf, 1.0
+    for name, x in gradients.items():
+        right = prepared.golden.weight_gradients[name].double()
+        own, size = x.to(right), float(right.square().sum())
+        factor = float((own * right).sum()) / size if size else 0.0
+        left = float((own - factor * right).norm()) / (abs(factor) * size**0.5) if factor else math.inf
+        left += right.numel() ** -0.5 if right.numel() < _FEWEST_MULTIPLIED else 0.0
+        if left < least:
+            least, found = left, factor
+    return found
 
 
 def _are_along(gradients: Named, prepared: Prepared) -> bool:

@@ -248,6 +248,9 @@ class TraineeOverRanks:
             wholes = with_limits(self._wholes, judged, prepared)
             found = explained_over_ranks(wholes, self.made, prepared.candidate_weights)
             if found:
+                of_gradients = all(one.passed for one in judged.tensors if one.kind != "weight gradient")
+                if of_gradients and any(one.clipping.is_changed_after for one in self._made):
+                    return self._clipped_before_reduction()
                 return replace(found[0], message=step + found[0].message)
             if not replicas_apart(self._wholes):
                 return self._of_shares(judged, prepared) or self._of_reduction(judged)
@@ -297,6 +300,10 @@ class TraineeOverRanks:
                 "reduce the averages over dp before they are multiplied",
             )
         factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
+        clip, left = self.training.clip, [self._made[rank].clipping.added for rank in ranks]
+        for largest in (clip, clip / len(ranks)) if clip is not None else ():  # added up, or averaged
+            if all(abs(f * norm - largest) <= _SHARES * largest for f, norm in zip(factors, left, strict=True)):
+                return self._clipped_before_reduction()
         if all(abs(factor - 1.0) < _SHARES for factor in factors):
             return None
         told = " and ".join(
@@ -308,6 +315,14 @@ class TraineeOverRanks:
             f"{told}; the mean of the ranks' means is not the mean over all tokens if ranks have different numbers of "
             "them",
             "reduce the number of tokens that count over dp, and divide each rank's sum by it",
+        )
+
+    def _clipped_before_reduction(self) -> Finding:
+        return repairable(
+            "gradient-clipping",
+            f"in step {self._next} ranks clip their own gradients before these are reduced, so that the norm by which "
+            "they are clipped is not that of all gradients",
+            "clip once in each step, after gradients are reduced",
         )
 
     def unexplained(self, judged: Result, prepared: Prepared) -> Finding:

@@ -204,6 +204,9 @@ class Clipping:
         is_seen: whether ``clip_grad_norm_`` has changed them: of gradients that are clipped in another way, only the
             result is known.
         of_added: their norm, in relation to that of what backward passes have left, in a step of the port's own.
+        added: the norm of what backward passes have left, in such a step; else 0.
+        is_changed_after: whether gradients that ``clip_grad_norm_`` has changed were changed again before the optimizer
+            got them, as by ranks that add them up.
     """
 
     factor: float
@@ -212,6 +215,8 @@ class Clipping:
     is_early: bool = False
     is_seen: bool = True
     of_added: float = 1.0
+    added: float = 0.0
+    is_changed_after: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -1097,7 +1102,9 @@ def _clipping(used: Named, raw: Named, seen: _Seen) -> Clipping:
     added = norm_together(seen.sizes.values())
     got = norm_together(used.values()) if added else 1.0
     is_early = seen.is_early or any(now > 0.0 and abs(now - left) > 1e-3 * left for left, now in seen.between)
-    return Clipping(factor, lowest, highest, is_early, bool(seen.raw), got / (added or 1.0) or 1.0)
+    is_changed_after = any(name in used and not torch.equal(x, used[name]) for name, x in seen.left.items())
+    of_added = got / (added or 1.0) or 1.0
+    return Clipping(factor, lowest, highest, is_early, bool(seen.raw), of_added, added, is_changed_after)
 
 
 def norm_together(tensors: Iterable[Tensor], order: float = 2.0) -> float:

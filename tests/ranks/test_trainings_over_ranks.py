@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,6 +120,54 @@ def counted(te: Any, ranks: Any) -> parity.Pair:
 def test_buffers_that_a_forward_pass_changes_alike_on_all_ranks_are_the_reference_s(precision):
     (result,) = parity.compare(parity.Case("counted", counted, sizes=({},)), [precision], ranks=DP, steps=3)
     assert (result.status, result.reason, result.findings) == ("passed", "", ())
+
+
+CLIP = 0.1
+
+
+def clipped(te: Any, ranks: Any, is_early: bool, by_hand: bool) -> parity.Pair:
+    """Return a layer that data parallel ranks train, which clip gradients before they add them up, or after."""
+    along = {"input": [parity.over("dp")], "output": [parity.over("dp")]}
+
+    def clip(parameters: list[torch.Tensor]) -> None:
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        if not by_hand:
+            torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+            return
+        norm = torch.stack([x.float().square().sum() for x in gradients]).sum().sqrt()
+        for x in gradients:
+            x.mul_((CLIP / norm).clamp(max=1.0))
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model.loss(x)
+        loss.backward()
+        if is_early:
+            clip(model.parameters())
+        add_up(model.parameters(), ranks.dp.group)
+        if not is_early:
+            clip(model.parameters())
+        optimizer.step()
+        return loss
+
+    return parity.Pair(
+        torch.nn.Linear(64, 64),
+        te.Linear(64, 64),
+        inputs=lambda rng: rng.normal(32, 64),
+        weights={"weight": "weight", "bias": "bias"},
+        parallel=parity.Parallel(along),
+        training=parity.Training(clip=CLIP, candidate_step=step),
+    )
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_gradients_are_clipped_after_ranks_have_added_them_up(is_early, by_hand, precision):
+    case = parity.Case("clipped", partial(clipped, is_early=is_early, by_hand=by_hand), sizes=({},))
+    (result,) = parity.compare(case, [precision], ranks=DP, steps=2)
+    assert [one.title for one in result.findings] == ["gradient-clipping"] * is_early, result.reason
+    assert not is_early or "ranks clip their own gradients before these are reduced" in result.findings[0].message
 
 
 def test_small_weights_in_fp16_are_rounded_to_its_even_grid():
