@@ -683,6 +683,7 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
             dtype,
             trainee.settings,
             _fused(prepared),
+            stepped.written,
         )
     if stepped.apart:
         return repairable(
@@ -717,6 +718,8 @@ def _before_clipping(made: _Made, clip: float | None, is_whole: bool) -> _Made:
     golden = norm_together(made.prepared.golden.weight_gradients.values())
     own = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
     norm = norm_together(own.values())
+    if clipping.is_seen and is_whole and abs(norm * clipping.after - golden) <= _CLIPPING * golden:
+        return _with_gradients_before(made, own, 1.0 / clipping.after)  # a loss scale is undone after clipping
     if clipping.is_seen or not golden or not norm:
         return made
     scale = norm / clipping.of_added / golden  # of the loss
@@ -728,12 +731,22 @@ def _before_clipping(made: _Made, clip: float | None, is_whole: bool) -> _Made:
         factor = clipping.of_added
     else:
         return made
+    return _with_gradients_before(made, own, factor)
+
+
+def _with_gradients_before(made: _Made, own: Named, factor: float) -> _Made:
+    """Return a step with its gradients as they were before they were multiplied by a number."""
+    if factor == 1.0:
+        return made
+    stepped, clipping = made.stepped, made.stepped.clipping
     tensors, summed = dict(stepped.tensors), dict(stepped.summed)
     for name, x in own.items():
         rounding = torch.finfo(x.dtype).eps / 12**0.5 * Rng(0, f"clipped {name}").normal(*x.shape).to(x.device)
         tensors["weight gradient", name] = x / factor
         summed["weight gradient", name] = summed.get(("weight gradient", name), 0.0) + rounding * (x / factor).float()
-    clipping = dataclasses.replace(clipping, factor=factor, lowest=factor, highest=factor)
+    lowest, highest = (clipping.lowest, clipping.highest) if clipping.is_seen else (1.0, 1.0)
+    by = clipping.factor if clipping.is_seen else 1.0
+    clipping = dataclasses.replace(clipping, factor=factor * by, lowest=factor * lowest, highest=factor * highest)
     return dataclasses.replace(
         made, stepped=dataclasses.replace(stepped, tensors=tensors, summed=summed, clipping=clipping)
     )
@@ -784,5 +797,5 @@ def _of_clipping(number: int, stepped: Stepped, clip: float | None) -> Finding |
         "gradient-clipping",
         f"gradients are multiplied by {by} before the optimizer gets them{''.join(made_so)}, but the reference "
         f"multiplies {'them' if is_one_number else 'all of them'} by {expected:.4g}",
-        "clip to the same largest norm, and take the norm of the same gradients",
+        "clip to the same largest norm, and take the norm of the same gradients, after a loss scale is undone",
     )

@@ -207,6 +207,7 @@ class Clipping:
         added: the norm of what backward passes have left, in such a step; else 0.
         is_changed_after: whether gradients that ``clip_grad_norm_`` has changed were changed again before the optimizer
             got them, as by ranks that add them up.
+        after: their norm when the optimizer got them, in relation to that after the clipping.
     """
 
     factor: float
@@ -217,6 +218,7 @@ class Clipping:
     of_added: float = 1.0
     added: float = 0.0
     is_changed_after: bool = False
+    after: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,6 +239,7 @@ class Stepped:
         unmade: TE's FP8 parameters whose transposed copy was so, whether TE knows it or not, and was not made again by
             the graphs of a captured step.
         buffers: the candidate's buffers after the step.
+        written: TE's parameters that something wrote to after the optimizer's step.
     """
 
     tensors: Tensors
@@ -251,6 +254,7 @@ class Stepped:
     stale: tuple[str, ...] = ()
     unmade: tuple[str, ...] = ()
     buffers: Named = field(default_factory=dict)
+    written: tuple[str, ...] = ()
 
 
 Own = TypeVar("Own", bound="Trainee")
@@ -665,6 +669,7 @@ class Trainee:
             ),
             unmade,
             self.buffers,
+            tuple(name for name, one in self._stepped.items() if seen.versions.get(name, one._version) != one._version),
         )
 
     def _stale_copies(self) -> dict[str, bytes]:
@@ -720,6 +725,7 @@ class Trainee:
         def leave(*_: Any) -> None:
             nonlocal within
             within -= 1
+            seen.versions = {name: one._version for name, one in self._stepped.items()}
 
         def clip(original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -946,6 +952,7 @@ class _Seen:
         between: pairs of such a norm and that of the same gradient before another backward pass is added to it.
         moved: as in ``Stepped``.
         rates: the learning rate of each parameter, by the reference's names.
+        versions: how often each parameter has been written to when the optimizer has stepped it.
     """
 
     used: list[Named]
@@ -957,6 +964,7 @@ class _Seen:
     between: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     moved: tuple[str, ...] = ()
     rates: Mapping[str, float] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
 
     def add_later(self, now: Named) -> None:
         """Add what backward passes have added since the last clipping to what gradients would be without any."""
@@ -1104,7 +1112,9 @@ def _clipping(used: Named, raw: Named, seen: _Seen) -> Clipping:
     is_early = seen.is_early or any(now > 0.0 and abs(now - left) > 1e-3 * left for left, now in seen.between)
     is_changed_after = any(name in used and not torch.equal(x, used[name]) for name, x in seen.left.items())
     of_added = got / (added or 1.0) or 1.0
-    return Clipping(factor, lowest, highest, is_early, bool(seen.raw), of_added, added, is_changed_after)
+    left = norm_together(seen.left.values())
+    after = norm_together(used[name] for name in seen.left if name in used) / left if left else 1.0
+    return Clipping(factor, lowest, highest, is_early, bool(seen.raw), of_added, added, is_changed_after, after or 1.0)
 
 
 def norm_together(tensors: Iterable[Tensor], order: float = 2.0) -> float:

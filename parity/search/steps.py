@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -437,11 +437,13 @@ class Setting:
         told: what the port's optimizer does.
         edit: gives the reference's optimizer that setting.
         code: the port's setting and the reference's, as arguments of the optimizer, if they are numbers.
+        claims: the setting's value, by its name in groups of parameters, if it is guessed.
     """
 
     told: str
     edit: Callable[[Optimizer], Optimizer]
     code: Code = NO_CODE
+    claims: Mapping[str, Any] = field(default_factory=dict)
 
 
 def optimizer_explained(
@@ -451,6 +453,7 @@ def optimizer_explained(
     dtype: torch.dtype,
     settings: Mapping[str, Mapping[str, Any]],
     fused: Mapping[str, Sequence[str]],
+    written: Sequence[str] = (),
 ) -> Finding:
     """Return what is wrong with an optimizer's last step.
 
@@ -461,6 +464,7 @@ def optimizer_explained(
         dtype: in which the candidate's optimizer holds its weights.
         settings: of the candidate's optimizer for each parameter, by its name in the reference.
         fused: the candidate's parameters that hold several of the reference's, with the names of these.
+        written: the candidate's parameters that something wrote to after the optimizer's step.
     """
     own = replayed(None)
     # Moments in 16 bits are a fact, and explain what their rounding costs before any setting that would fit as well.
@@ -479,6 +483,15 @@ def optimizer_explained(
         except Exception:  # it is an optimizer that cannot have this setting
             continue
         if all(_fits(update, after, dtype) for update, after in zip(history, made, strict=True)):
+            for key, value in setting.claims.items():
+                if said := {some[key] for some in settings.values() if key in some} - {value}:
+                    return repairable(
+                        "optimizer",
+                        f"the candidate's optimizer steps as with {key}={_number(value)}, though its {key} is "
+                        f"{_number(next(iter(said)))}",
+                        "look at whether its state, such as moments and counts of steps, is kept from step to step, "
+                        "and what else changes gradients or weights",
+                    )
             return repairable(
                 "optimizer",
                 f"{setting.told}; with this setting, the reference's optimizer makes the candidate's steps",
@@ -496,13 +509,24 @@ def optimizer_explained(
         return repairable("optimizer", f"the candidate's optimizer does not step {listed(left_out)}", repair)
     factors = [one.along for one in wrong]
     number, worst = len(history), max(wrong, key=lambda one: one.share)
+    if written:
+        return repairable(
+            "optimizer",
+            f"in step {number} something writes to {listed(written)} after the optimizer's step, and {worst.name} is "
+            f"off what the reference's optimizer makes of it, by {worst.share:.2g} of its step",
+            "let nothing but the optimizer change weights",
+        )
     are_known = all(_is_multiple(one) and one.rounding < 0.5 * abs(one.along - 1.0) for one in wrong)
     if are_known and max(factors) - min(factors) <= _UNLIKE * abs(factors[0] - 1.0):
+        rates, right = history[-1].rates, own.rates
+        is_same = all(one.name in rates and rates[one.name] == right.get(one.name) for one in wrong)
         return repairable(
             "optimizer",
             f"step {number}{_of(wrong, own)} is {factor_in_words(factors[0])} times the step that the reference's "
-            "optimizer makes with the same gradients",
-            "compare the learning rates, and when their schedules take a step",
+            f"optimizer makes with the same gradients{', though the learning rate is the same' if is_same else ''}",
+            "look at what else changes the step or the weights, such as a hook or an average"
+            if is_same
+            else "compare the learning rates, and when their schedules take a step",
         )
     if narrow:
         return _narrow_moments(narrow, largest)
@@ -697,6 +721,7 @@ def _settings(own: Replay) -> Iterator[Setting]:
                         f"the candidate's optimizer has {name}={value:g}, the reference's {first['betas'][i]:g}",
                         _with(betas=betas),
                         Code((f"betas={betas}",), (f"betas={tuple(first['betas'])}",)),
+                        {"betas": betas},
                     )
         for one, other in ((0.9, 0.999), (0.9, 0.95), (0.9, 0.98)):
             if (one, other) != tuple(first["betas"]):
@@ -723,7 +748,8 @@ def _settings(own: Replay) -> Iterator[Setting]:
 def _numbered(key: str, value: Any, right: Any) -> Setting:
     """Return a setting that is a number, or several, in the place of the reference's."""
     told = f"the candidate's optimizer has {key}={_number(value)}, the reference's {_number(right)}"
-    return Setting(told, _with(**{key: value}), Code((f"{key}={_number(value)}",), (f"{key}={_number(right)}",)))
+    code = Code((f"{key}={_number(value)}",), (f"{key}={_number(right)}",))
+    return Setting(told, _with(**{key: value}), code, {key: value})
 
 
 def _with(**settings: Any) -> Callable[[Optimizer], Optimizer]:

@@ -244,6 +244,25 @@ def test_what_is_clipped_and_what_backward_passes_leave_are_told_apart():
     assert "leave 128 times the reference's gradients, which are then multiplied by" in result.findings[0].message
 
 
+def clipping_scaled_ones(model: Model, optimizer: Optimizer, x: Tensor, largest: float) -> Tensor:
+    optimizer.zero_grad()
+    loss = model.loss(x)
+    (128.0 * loss).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+    for one in model.parameters():
+        one.grad = None if one.grad is None else one.grad / 128.0
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("largest", "is_right"), [(128 * LARGEST, True), (LARGEST, False)])
+def test_gradients_may_be_clipped_before_their_loss_scale_is_undone(largest, is_right, precision):
+    own = partial(clipping_scaled_ones, largest=largest)
+    result = trained(stepping(own, clip=LARGEST), precision, steps=2)
+    assert [one.title for one in result.findings] == ["gradient-clipping"] * (not is_right), result.reason
+
+
 EARLY = "before those of all micro-batches are added"
 CLIPPED_WRONGLY = [
     (by_norm, untouched, None, EARLY),
@@ -759,6 +778,49 @@ def test_a_schedule_has_steps(returned):
     result = trained(lambda te: Training(scheduler=lambda optimizer: returned))
     assert result.status == "error"
     assert "must return a schedule with a method step" in result.reason
+
+
+def forgetting(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = step(model, optimizer, x)
+    optimizer.state.clear()
+    return loss
+
+
+def shrinking(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = step(model, optimizer, x)
+    with torch.no_grad():
+        model.module.fc1_weight.mul_(0.999)
+    return loss
+
+
+def averaged(model: torch.nn.Module) -> Optimizer:
+    optimizer = momentum(model)
+    averages = [one.detach().clone() for one in model.parameters()]
+
+    def average(*_: Any) -> None:
+        for one, other in zip(model.parameters(), averages, strict=True):
+            one.data.copy_(other.lerp_(one.detach(), 0.5))
+
+    optimizer.register_step_post_hook(average)
+    return optimizer
+
+
+def momentum(model: torch.nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("training", "told"),
+    [
+        (dict(candidate_step=forgetting), "steps as with momentum=0, though its momentum is 0.9"),
+        (dict(candidate_step=shrinking), "something writes to fc1_weight after the optimizer's step"),
+        (dict(candidate_optimizer=averaged), "though the learning rate is the same"),
+    ],
+)
+def test_what_changes_steps_beside_the_optimizer_is_not_called_a_setting_of_it(training, told):
+    result = trained(lambda te: Training(optimizer=momentum, **training))
+    assert [one.title for one in result.findings] == ["optimizer"]
+    assert told in result.findings[0].message
 
 
 def stepping_in_a_hook(ahead: int, lr: float = 1e-3) -> Any:
