@@ -300,7 +300,7 @@ def _trained(
 
 def _buffers(run: _Run, before: Prepared) -> Buffers:
     """Return what the candidate's training has changed of its buffers, and which of the reference's are given that:
-    those that its own forward pass changes, as it does running statistics.
+    those that its own forward pass changes, as it does running statistics, and those that no call changes.
 
     Args:
         run: the training.
@@ -310,8 +310,16 @@ def _buffers(run: _Run, before: Prepared) -> Buffers:
     changed = {
         name: x for name, x in run.trainee.buffers.items() if name not in run.begun or not _is_as(x, run.begun[name])
     }
+    by_step: set[str] = set()
+    if isinstance(run.trainee, Trainee) and run.switch != "graph":  # whose replays are no calls
+        by_step = changed.keys() - run.trainee.moved_in_calls
+    if by_step and not run.buffers.by_step:
+        told = f"the training step changes buffers besides calling the candidate, {listed(sorted(by_step))}"
+        run.notes.append(f"{told}; the reference gets them as they are, like weights")
+    held = dict(before.reference.named_buffers())
     given = counterparts(before.weights, changed, run.moved)
-    return Buffers(changed, {right: changed[own] for own, right in given.items()})
+    given |= counterparts(before.weights, {name: changed[name] for name in by_step}, held)
+    return Buffers(changed, {right: changed[own] for own, right in given.items()}, bool(by_step))
 
 
 def _is_as(x: Tensor, y: Tensor) -> bool:
@@ -609,7 +617,7 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
             "same: call it once in a step, or leave these buffers as they are during the training"
         )
         return dataclasses.replace(judged, status="error", reason=reason)
-    of_added = made.stepped.clipping.of_added
+    of_added = made.stepped.clipping.of_added / (made.stepped.clipping.factor or 1.0)  # before they were clipped
     guesses = guesses_of_any_step(number, candidate, prepared.golden.weight_gradients, run.limits, of_added)
     if run.weights is not None:
         before = Before(now, run.weights, run.gradients, golden_of)

@@ -62,6 +62,13 @@ def schedule_of(training: Training, optimizer: Optimizer) -> LRScheduler | None:
             f"a training's scheduler must return a schedule with a method step, such as "
             f"torch.optim.lr_scheduler.StepLR(optimizer, step_size=10), not {type(made).__name__}"
         )
+    try:
+        inspect.signature(made.step).bind()
+    except TypeError as error:
+        raise UserError(
+            f"a training's schedule is stepped without arguments, and that of {type(made).__name__} cannot be: "
+            f"{error}; let a hook of the optimizer step it, or the training step"
+        ) from error
     return made
 
 

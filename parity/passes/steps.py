@@ -59,10 +59,12 @@ class Buffers:
     Attributes:
         candidate: all of the candidate's, by name.
         reference: those that a forward pass changes, such as running statistics, as the candidate has them.
+        by_step: whether the training step changes some by itself, such as averages of weights.
     """
 
     candidate: Mapping[str, Tensor] = field(default_factory=dict)
     reference: Mapping[str, Tensor] = field(default_factory=dict)
+    by_step: bool = False
 
     def give(self, pair: Pair) -> None:
         """Copy them into a pair's buffers of these names."""
@@ -316,6 +318,7 @@ class Trainee:
         optimizer: its optimizer.
         is_plain: whether its steps are parity's own, without any trick.
         journal: what TE's offloading does, once the candidate is told to offload.
+        moved_in_calls: the buffers that calls of the candidate have changed so far.
     """
 
     _between_ranks: Parallel | None = None  # what a plain step does between ranks
@@ -359,7 +362,9 @@ class Trainee:
         self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
         self.training = training = pair.training
         self._module = pair.candidate
-        around = partial(precision.autocast, kernels, group)
+        self.moved_in_calls: set[str] = set()
+        autocast = partial(precision.autocast, kernels, group)
+        around = partial(_called, pair.candidate, self.moved_in_calls, autocast)
         call = _recomputed(kernels.te, pair.call_candidate) if switch == "recompute" else pair.call_candidate
         self._model = Model(
             pair.candidate, call, training.loss, around, precision.new_recipe(), switches.cuda_of(kernels)
@@ -384,6 +389,7 @@ class Trainee:
         if not isinstance(self.optimizer, Optimizer):
             own = "candidate_optimizer" if training.candidate_optimizer else "optimizer"
             raise UserError(f"{own} must return a torch.optim.Optimizer, not {type(self.optimizer).__name__}")
+        self._optimizers = list(_with_inner(self.optimizer))
         self._parameters = dict(pair.candidate.named_parameters())
         self._stepped = _stepped(pair.candidate, self.optimizer)
         self._scheduler = schedule_of(training, self.optimizer)
@@ -808,7 +814,7 @@ class Trainee:
 
     def _kept_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
         """Return what the optimizer keeps of a parameter, which may be None where another rank steps it."""
-        return self.optimizer.state.get(parameter) or {}
+        return next((one.state[parameter] for one in self._optimizers if one.state.get(parameter)), {})
 
     def _apart(self) -> tuple[str, ...]:
         """Return the parameters that are not what the optimizer's copies of them are, to an ulp.
@@ -842,7 +848,9 @@ class Trainee:
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's settings for each parameter, by its name in the reference."""
-        groups = {id(one): group for group in self.optimizer.param_groups for one in group["params"]}
+        groups: dict[int, dict[str, Any]] = {}
+        for group in (group for one in reversed(self._optimizers) for group in one.param_groups):
+            groups |= {id(one): {**groups.get(id(one), {}), **group} for one in group["params"]}
         found = {}
         for left, right in self._pair.weights.items():
             own = next((self._stepped[name] for name in names(right) if name in self._stepped), None)
@@ -868,7 +876,8 @@ class Trainee:
         }
 
     def _unscaled(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
-        read = getattr(self.optimizer, "get_unscaled_state", None)  # TE's FusedAdam may hold it in FP8
+        owner = next((one for one in self._optimizers if one.state.get(parameter)), self.optimizer)
+        read = getattr(owner, "get_unscaled_state", None)  # TE's FusedAdam may hold it in FP8
         own = (read(parameter, key) if read else value).detach()
         return _divided_as(parameter, own).reshape(parameter.shape).double()
 
@@ -1003,6 +1012,26 @@ def _standing_still(optimizer: Optimizer) -> Iterator[None]:
             attributes["step"] = step
         for group, before in zip(optimizer.param_groups, own, strict=True):
             group.update(before)
+
+
+@contextmanager
+def _called(module: nn.Module, moved: set[str], around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Within the context, a call of the module, note in ``moved`` which buffers it changes."""
+    before = {name: (one, one._version) for name, one in module.named_buffers()}
+    with around():
+        yield
+    for name, one in module.named_buffers():
+        if name not in before or before[name][0] is not one or before[name][1] != one._version:
+            moved.add(name)
+
+
+def _with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Yield an optimizer, and those that it holds and lets make its steps."""
+    yield optimizer
+    for value in vars(optimizer).values():
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(one, Optimizer) and one is not optimizer:
+                yield from _with_inner(one)
 
 
 def _stepped(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

@@ -79,7 +79,7 @@ def guesses_of_any_step(
     if abs(of_added - 1.0) > 0.01:
         scaled = (
             f"backward passes of step {number} leave {factor_in_words(factor / of_added)} times the reference's "
-            f"gradients, which are then multiplied by {factor_in_words(of_added)}, so that the optimizer gets "
+            f"gradients, which are then multiplied by {factor_in_words(of_added)}, so that they are "
             f"{factor_in_words(factor)} times the right ones"
         )
     guesses = [

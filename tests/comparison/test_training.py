@@ -535,6 +535,34 @@ def test_buffers_that_a_forward_pass_changes_are_so_in_other_ways_of_training(sw
     assert (result.status, result.reason, result.findings) == ("passed", "", ())
 
 
+class Centered(torch.nn.Module):
+    """Subtracts an average that its training step moves."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer("average", torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) - self.average.to(x.dtype)
+
+
+def averaging(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
+    loss = step(model, optimizer, x)
+    with torch.no_grad():
+        model.module.average.lerp_(model.module.layer.bias.to(model.module.average), 0.5)
+    return loss
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("switch", ["", "resume"])
+def test_buffers_that_the_training_step_changes_are_the_reference_s(precision, switch):
+    case = with_buffers(Centered, Centered, candidate_step=averaging)
+    (result,) = parity.compare(case, [precision], steps=4, switch=switch)
+    assert (result.status, result.reason, result.findings) == ("passed", "", ())
+    assert any(note.startswith("the training step changes buffers") for note in result.notes)
+
+
 def test_buffers_may_have_other_names_in_the_candidate():
     other = partial(Scaled, name="statistics")
     (result,) = parity.compare(with_buffers(Scaled, other), ["bf16"], steps=3)
@@ -778,6 +806,45 @@ def test_a_schedule_has_steps(returned):
     result = trained(lambda te: Training(scheduler=lambda optimizer: returned))
     assert result.status == "error"
     assert "must return a schedule with a method step" in result.reason
+
+
+class Both(torch.optim.Optimizer):
+    """Steps matrices by one optimizer and all others by another."""
+
+    def __init__(self, make: Any, module: torch.nn.Module) -> None:
+        self.parts = [
+            make([one for one in module.parameters() if (one.dim() > 1) is is_matrix]) for is_matrix in (False, True)
+        ]
+        super().__init__(list(module.parameters()), {})
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.parts:
+            one.step()
+
+    def state_dict(self) -> Any:
+        return {"parts": [one.state_dict() for one in self.parts]}
+
+    def load_state_dict(self, state: Any) -> None:
+        for one, own in zip(self.parts, state["parts"], strict=True):
+            one.load_state_dict(own)
+
+
+@pytest.mark.parametrize("switch", ["", "resume"])
+def test_master_weights_may_be_those_of_optimizers_in_an_optimizer(switch):
+    def training(te):
+        make = partial(te.optimizers.FusedAdam, lr=1e-3, weight_decay=0.01, master_weights=True)
+        return Training(
+            optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),
+            candidate_optimizer=partial(Both, make),
+        )
+
+    result = trained(training, "bf16", switch=switch)
+    assert (result.status, result.reason, result.findings) == ("passed", "", ())
+
+
+def test_a_schedule_that_asks_for_a_metric_is_an_error_that_says_so():
+    result = trained(lambda te: Training(scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau))
+    assert "is stepped without arguments, and that of ReduceLROnPlateau cannot be" in result.reason
 
 
 def forgetting(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
