@@ -40,8 +40,9 @@ from parity.passes.micro_batches import buffers_read, shares_made
 from parity.passes.modes import usual_modes
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
-from parity.passes.steps import Buffers, Named, Stepped, Trainee, Update, is_interrupted, norm_together, step_case
+from parity.passes.steps import Buffers, Named, Stepped, Trainee, Update, is_interrupted, step_case
 from parity.passes.switches import NotCaptured, backends, compiled_anew
+from parity.passes.watched import norm_together
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
 from parity.result import Finding, Result, Status, Step, Switch, as_printable, label_of_way

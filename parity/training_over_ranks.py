@@ -37,8 +37,9 @@ from parity.passes.all_passes import Tensors
 from parity.passes.micro_batches import shares_made
 from parity.passes.on_rank import GivenSteps, StepOnRank, steps_on_rank
 from parity.passes.one_pass import as_arguments, named_inputs, with_inputs
+from parity.passes.optimized import followed_places, rates, steps_elements
 from parity.passes.prepare import Prepared, build
-from parity.passes.steps import Named, Stepped, Update, batch_of, followed_places, rates, steps_elements
+from parity.passes.steps import Named, Stepped, Update, batch_of
 from parity.ranks.layout import Degrees, Whole, part, places
 from parity.result import Finding, Result, Switch
 from parity.search.over_ranks import explained_over_ranks

@@ -19,9 +19,10 @@ from parity.case.case import Case, mixed
 from parity.case.training import reference_optimizer, schedule_of
 from parity.case.validate import CheckedSize
 from parity.passes.all_passes import Tensors, golden_tensors
+from parity.passes.optimized import followed_places
 from parity.passes.prepare import Prepared
 from parity.passes.prepare import prepare as prepared_step
-from parity.passes.steps import SCALES, Batch, Buffers, Named, Stepped, Trainee, digest, followed_places, step_case
+from parity.passes.steps import SCALES, Batch, Buffers, Named, Stepped, Trainee, digest, step_case
 from parity.result import label_of
 from parity.te.attention_backend import BACKENDS, AttentionBackend, attention_backends
 from parity.te.state import fresh_caches, fresh_quantization

@@ -26,18 +26,10 @@ from parity.case.validate import CheckedSize
 from parity.case.weight_map import WeightMap
 from parity.passes.modes import usual_modes
 from parity.passes.one_pass import Pass, named_inputs, named_outputs, run, with_inputs
+from parity.passes.optimized import Named, gathered, is_rounded
 from parity.passes.prepare import build_as_declared
-from parity.passes.steps import (
-    Batch,
-    Clipping,
-    Named,
-    Resumption,
-    Stepped,
-    Trainee,
-    gathered,
-    is_interrupted,
-    is_rounded,
-)
+from parity.passes.steps import Batch, Resumption, Stepped, Trainee, is_interrupted
+from parity.passes.watched import Clipping
 from parity.ranks.layout import (
     AXES,
     AxisName,
@@ -508,7 +500,7 @@ class TraineeOnRank(Trainee):
             stepped: the step, which has just been made.
             resumed: how it differs from the same without interruption.
         """
-        kept_by = {name for name, one in self._stepped.items() if self.optimizer.state.get(one)}
+        kept_by = {name for name, one in self._optimized.stepped.items() if self.optimizer.state.get(one)}
         owned = {name: self._places[name] for name in kept_by} | {name: at for name, (_, at) in self._slices.items()}
         scale = float(self._given.made.dp) if self._of_pair.parallel.averages else 1.0
         tensors = {kind: {n: x for (k, n), x in stepped.tensors.items() if k == kind} for kind, _ in stepped.tensors}
@@ -554,7 +546,7 @@ class TraineeOnRank(Trainee):
         parallel ranks. A copy is told by its size and values.
         """
         parameters, count = dict(self._of_pair.candidate.named_parameters()), self._given.made.dp
-        known = {id(one) for one in (*parameters.values(), *self._stepped.values())}
+        known = {id(one) for one in (*parameters.values(), *self._optimized.stepped.values())}
         copies = [one for group in self.optimizer.param_groups for one in group["params"] if id(one) not in known]
         found: dict[str, tuple[nn.Parameter, Tensor]] = {}
         for name, parameter in parameters.items() if copies else ():

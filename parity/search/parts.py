@@ -155,7 +155,8 @@ def _score(first_order: FirstOrder, one: Hypothesis) -> tuple[float, _Way | None
 
     Of so many parts some explain a share by chance, which is taken off.
     """
-    elements = first_order.elements(one) if len(first_order.error) else None
+    found = first_order.elements(one) if len(first_order.error) else None
+    elements = {slot: x for slot, x in (found or {}).items() if x.numel()}  # an expert may get no token
     if not elements:
         return 0.0, None
     error, tried = first_order.error.to(next(iter(elements.values())).device), 0
@@ -276,7 +277,7 @@ def _derivatives(failure: Failure, outputs: Outputs, one: Hypothesis) -> _Deriva
         found.append(dict(zip(leaves, gradients, strict=True)))
     if not all(bool(x.isfinite().all()) for some in found for x in some.values()):
         return None
-    return {slot: (found[0][slot], found[1][slot]) for slot in found[0]}
+    return {slot: (none, found[1][slot]) for slot, none in found[0].items() if none.numel()} or None
 
 
 # Ways to divide a mistake's place: by the modules that make the calls, along a dimension of what these return, or both.
