@@ -532,11 +532,13 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
             factor = factor_of(failure, result)
             if factor is None or failure.golden[result.key].numel() < 2:
                 return
-            yield finding(
-                "output-scale",
-                f"{result.label} is {readable(factor)} times what it should be, and otherwise right; look for a "
-                "scale that is applied twice or not at all",
+            told = (
+                f"is {readable(factor)} times what it should be, and otherwise right; look for a scale that is applied "
+                "twice or not at all"
             )
+            if factor == 0.0:
+                told = "is 0 throughout; look for equal terms that cancel, and for what is not computed at all"
+            yield finding("output-scale", f"{result.label} {told}")
 
 
 def whole_scale_findings(failure: Failure) -> Iterator[Finding]:

@@ -314,11 +314,13 @@ def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
     if factor is None or len(alike) < 2 or abs(factor - 1.0) < _SCALED:
         return
     where = commonpath([result.name.replace(".", "/") for result in alike]).replace("/", ".")
-    yield repairable(
+    repair = f"look for what scales the gradient behind {where or 'these'}, or that of a branch"
+    yield finding(
         "gradient-scale",
         f"{len(alike)} of {len(failed)} wrong gradients, {alike[0].label} among them, are {readable(factor)} times "
-        "what they should be, and otherwise right; this also makes the gradients before them wrong",
-        f"look for what scales the gradient behind {where or 'these'}, or that of a branch",
+        f"what they should be, and otherwise right; this would make the gradients before them wrong as well; {repair}",
+        sure=False,  # whether it explains the others is not known
+        repair=repair,
     )
 
 

@@ -275,9 +275,12 @@ def _derivatives(failure: Failure, outputs: Outputs, one: Hypothesis) -> _Deriva
             return None
         gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         found.append(dict(zip(leaves, gradients, strict=True)))
+    none, every = found
     if not all(bool(x.isfinite().all()) for some in found for x in some.values()):
         return None
-    return {slot: (none, found[1][slot]) for slot, none in found[0].items() if none.numel()} or None
+    if any(x.shape != every[slot].shape for slot, x in none.items()):  # tokens go to other experts under the mistake
+        return None
+    return {slot: (x, every[slot]) for slot, x in none.items() if x.numel()} or None
 
 
 # Ways to divide a mistake's place: by the modules that make the calls, along a dimension of what these return, or both.

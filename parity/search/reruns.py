@@ -245,6 +245,7 @@ def _bases_of_rope(one: Tensor, other: Tensor) -> tuple[float, float] | None:
 _HIDES = -1e3  # a key is hidden if its score's bias is below this
 _NEARLY_RIGHT = 2.0  # if the rows that are kept are within so many tolerances, another run is worth it
 _MOST = 0.5  # share of the square of an output's error
+_FAR_MORE = 4.0  # times the square of the error that rows have which are not hidden
 
 
 def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
@@ -270,7 +271,7 @@ def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
     """
     for name, kept in _kept_rows(failure):
         shares = [_share_outside(failure, output, rows) for output, rows in kept.items()]
-        if shares and min(shares) > _MOST:
+        if shares and min(shares) > _MOST and all(_tells(failure, output, rows) for output, rows in kept.items()):
             yield repairable(
                 "hidden-rows",
                 f"{min(shares):.0%} of the outputs' error is in rows that the input {name} masks, where a port may "
@@ -304,9 +305,9 @@ def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:
     """Yield the tokens that a mask, a bias of scores, or lengths may hide, ``[batch, seq]`` or ``[tokens]``."""
     by_token = x.flatten(1, -2).transpose(1, 2).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
     found: list[Tensor] = []
-    if x.dtype is torch.bool or (not x.is_floating_point() and bool(((x == 0) | (x == 1)).all())):
-        found = [by_token.bool().all(-1), (by_token == 0).all(-1)]
-    elif x.is_floating_point() and bool(((x == 0) | (x == 1)).all()):
+    if x.dtype is torch.bool:
+        found = [by_token.all(-1), (~by_token).all(-1)]
+    elif bool(((x == 0) | (x == 1)).all()):  # 1 for what is seen, as in Hugging Face's models
         found = [(by_token == 0).all(-1)]
     elif x.is_floating_point() and bool(((x == 0) | (x < _HIDES)).all()):
         found = [(by_token < _HIDES).all(-1)]
@@ -339,6 +340,15 @@ def _is_nearly_right(failure: Failure, output: str, rows: Tensor) -> bool:
 def _share_outside(failure: Failure, output: str, rows: Tensor) -> float:
     error = _error(failure, output)
     return 1.0 - (norm_of(error * rows) / max(norm_of(error), TINY)) ** 2
+
+
+def _tells(failure: Failure, output: str, rows: Tensor) -> bool:
+    """Return whether rows that are not kept have far more error each than the others, which are not all 0: an id of
+    documents divides rows like a mask, and what is 0 for padding already agrees there.
+    """
+    share, hidden = _share_outside(failure, output, rows), 1.0 - rows.double().mean().item()
+    is_far_more = share * (1.0 - hidden) > _FAR_MORE * (1.0 - share) * hidden
+    return is_far_more and norm_of(failure.golden["output", output] * rows) > 0.0
 
 
 def _error(failure: Failure, output: str) -> Tensor:
