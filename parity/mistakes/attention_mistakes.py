@@ -173,6 +173,8 @@ def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mist
     another = partial(_scale, right)
     for described, scale in named.items():
         yield replace(_scale(right, scale, described), value=scale, tuned=tunable(another))
+    if not any(math.isclose(right**2, scale) for scale in named.values()):
+        yield another(right**2, f"its square, {right**2:.4g}, as if both queries and scores were scaled")
     yield from numbers(another, [right], subtle=True)
 
 

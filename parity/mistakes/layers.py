@@ -358,7 +358,7 @@ def unused_norm_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hyp
     """Yield the mistake that norms are left out whose weights get no gradient in the port; arguments as above."""
     bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
     if bare:
-        named, more = _listed([norm.call.module for norm in bare])
+        named, more = _listed(list(dict.fromkeys(norm.call.module for norm in bare)))
         yield Hypothesis(
             "norm-missing",
             f"norms of {named} left out",

@@ -104,7 +104,9 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
             return None
         drawn = _as_drawn(failure.on_drawn, combination, golden_as_drawn)
     shown = max(judged, key=lambda result: _shows(before[result.kind, result.name]))
-    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in judged]
+    # A tensor that is 0 under the hypotheses has no relative error.
+    known = [result for result in judged if math.isfinite(result.expected.relative_l2)]
+    misfits = [result.errors.relative_l2 / max(result.expected.relative_l2, TINY) for result in known] or [math.inf]
     return Explanation(
         combination,
         max((one for one in (*judged, *drawn) if not one.passed), key=lambda one: one.margin, default=None),

@@ -495,3 +495,10 @@ class Uniform(nn.Module):
 def test_the_scale_of_nearly_uniform_attention_is_told_by_its_gradients(scale):
     result = twins(Uniform, dict(scale=scale), normal((2, SEQ, HIDDEN)), "fp8_current")
     tells(result, "softmax-scale", "softmax_scale=0.01562, as the reference has")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8_current"])
+def test_a_scale_that_is_applied_twice_is_told(precision):
+    twice = dict(scale=0.11**2)
+    result = twins(Uniform, twice, normal((2, SEQ, HIDDEN)), precision, right=dict(scale=0.11))
+    tells_only(result, "softmax-scale", "the port's is its square, 0.0121, as if both queries and scores were scaled")
