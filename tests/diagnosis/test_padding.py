@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ports import compared, in_turn, tells, tells_only
+from ports import compared, in_turn, tells, tells_only, twins
 from torch import Tensor, nn
 
 import parity
@@ -257,3 +257,27 @@ def test_a_wrong_port_is_told_that_most_of_its_error_is_where_tokens_are_hidden_
     tells(result, "hidden-rows")
     assert "unexplained" in [finding.title for finding in result.findings]
     tells(with_hidden_rows(as_padding, "fp32", zeroed=True, softmax_scale=0.2), "softmax-scale")
+
+
+# An input that divides rows as a mask does: ids of documents that are packed.
+
+
+class Packed(nn.Module):
+    """A linear layer of tokens, with the document that each is of; the port adds what no known mistake does."""
+
+    def __init__(self, linear: Any, wave: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.wave = linear(64, 64), wave
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        y = self.linear(x) * (1.0 + 0.0 * documents[..., None])
+        return y + self.wave * (7.0 * y.flip(-1)).sin() if self.wave else y
+
+
+def test_the_ids_of_documents_are_no_mask():
+    def inputs(rng: Any) -> tuple[Tensor, Tensor]:
+        return rng.normal(2, 32, 64), (torch.arange(32) > 19).long().expand(2, -1).contiguous()
+
+    result = twins(Packed, dict(wave=0.3), inputs)
+    assert not result.passed
+    assert "hidden-rows" not in [one.title for one in result.findings]
