@@ -37,6 +37,7 @@ _MOST = 0.5  # the share of the square of an output's error, beyond what the pre
 _LITTLE = 0.2  # of the largest margin: so much may be left by single roundings
 _NEARLY_PASSES = 5.0  # what other kernels do differently may be so many times the tolerance
 _SAME = 1e-9
+_FEW = 16  # the rounding of a gradient of fewer numbers may be as large as what was wrong with it
 _MANY, _WORSE = 64, 1.2  # the error of so many elements grows to so many times what it was by no right explanation
 _LOUD = 2.0  # an error beyond so many times the tolerance is far too large
 
@@ -263,8 +264,9 @@ def _is_explained(
     nothing of the rest. Where some tensor was far off, a gradient need not pass whose error is no larger than rounding:
     what beyond its norm is unlikely of it, a second look may put down to chance. A gradient that passes may be 0 under
     the hypotheses, as of a key's bias: its error is small in itself then, and not relative to it. A gradient that the
-    hypotheses do not change, as that of a bias before a mean in the place of one token, may round as they make it. An
-    error that is as large as before, and passes because rounding costs more under the hypotheses, is not explained.
+    hypotheses do not change, as that of a bias before a mean in the place of one token, may round as they make it; if
+    all others are explained, so may one of a few numbers, such as a temperature of each head. An error that is as large
+    as before, and passes because rounding costs more under the hypotheses, is not explained.
     """
     share = {
         key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
@@ -280,7 +282,8 @@ def _is_explained(
         return False
     by_gradients = not tells and any(not one.passed and one.kind != "output" for one in before.values())
     only_rounds = {key for key in before if key[0] != "output" and _is_same(golden[key], failure.golden[key])}
-    moved = [key for key, was in before.items() if key not in only_rounds and is_far_off(was)]
+    by_chance = only_rounds | {key for key, was in before.items() if key[0] != "output" and was.numel < _FEW}
+    moved = [key for key, was in before.items() if key not in by_chance and is_far_off(was)]
     others_explained = bool(moved) and all(share[key] < _EVIDENT for key in moved)
 
     def explained(result: TensorResult) -> bool:
@@ -295,7 +298,7 @@ def _is_explained(
         if not was.passed and left > _HARDLY_LESS and _costs_more(result, was):
             return False
         if is_far_off(was) and left > _HELPS_MUCH:
-            return result.passed and key in only_rounds and others_explained
+            return result.passed and key in by_chance and others_explained
         if result.passed or (
             _is_small(result) and (left < _NEARLY_NOTHING or (result.kind != "output" and some_far_off))
         ):
