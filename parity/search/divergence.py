@@ -642,10 +642,10 @@ def where_the_error_is(failure: Failure) -> Iterator[Finding]:
 
 def _next_step(failure: Failure) -> str:
     """Say how to narrow down an error that nothing explains."""
-    if all(result.passed for result in failure.outputs):
+    if all(result.passed for result in failure.outputs) and not few_outputs(failure):
         return (
             "look at what the backward pass alone does, such as detach(), hooks, recomputation or an autograd function "
-            "of your own: the outputs pass"
+            "of your own: the outputs pass, so that they would hardly show a mistake of the forward pass"
         )
     if failure.precision.name != "fp32":
         return (
