@@ -57,6 +57,8 @@ def operation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         yield from _all_otherwise(trace, calls, (LEFT_OUT,))
     for calls in _there_and_back(trace):
         yield from _all_otherwise(trace, calls, (LEFT_OUT, OTHER_WAY))
+    for calls in _in_turns(trace):
+        yield from _all_otherwise(trace, calls)
     for calls in _in_loops(trace):
         yield from _all_otherwise(trace, calls)
 
@@ -82,7 +84,8 @@ def _in_loops(trace: Trace) -> Iterator[list[Call]]:
 
     def kind(calls: Sequence[Call]) -> tuple[object, ...]:
         call = calls[0]
-        shapes = tuple(tuple(trace.tensor(x).shape) for x in (*call.inputs, *call.outputs))
+        # The first dimension may be that of an expert's tokens.
+        shapes = tuple(tuple(trace.tensor(x).shape[1:]) for x in (*call.inputs, *call.outputs))
         others = tree_map_only(Value, lambda value: None, (call.args, call.kwargs))
         of_parameters = tuple(trace.parameter(x) is not None for x in call.inputs)
         path, invocation = call.site[:2]
@@ -109,6 +112,18 @@ def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
     """Yield calls that move elements and move them back, as for Swin's shifted windows."""
     moving = [calls for calls in alike(trace) if calls[0].name in ("roll", "flip")]
     yield from _several(grouped(moving, _layer).values())
+
+
+def _in_turns(trace: Trace) -> Iterator[list[Call]]:
+    """Yield calls that take every second element, or third, of a tensor: gates and ups of all experts, in GPT-OSS."""
+
+    def step(calls: Sequence[Call]) -> int:
+        index = calls[0].args[1]
+        last = index[-1] if isinstance(index, tuple) and index else index
+        return last.step if isinstance(last, slice) and isinstance(last.step, int) else 1
+
+    taken = [calls for calls in alike(trace) if calls[0].name == "getitem" and step(calls) > 1]
+    yield from _several(grouped(taken, lambda calls: (_layer(calls), step(calls))).values())
 
 
 def _several(groups: Iterable[Sequence[Sequence[Call]]]) -> Iterator[list[Call]]:

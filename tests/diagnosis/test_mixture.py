@@ -491,3 +491,30 @@ def test_one_token_of_another_expert_does_not_tell_of_another_rounding(rows, is_
     failure: Any = SimpleNamespace(candidate={key: candidate})
     result: Any = SimpleNamespace(key=key)
     assert (_share(failure, result, {key: other}, {key: own}) < 0.5) == is_nearer
+
+
+# Gates and ups of which each expert's take turns, as in GPT-OSS.
+
+
+class InTurns(nn.Module):
+    """Experts in a loop, each with so many tokens; gates and ups take turns, or are halves."""
+
+    def __init__(self, linear: Any, halves: bool = False) -> None:
+        super().__init__()
+        self.first = linear(HIDDEN, HIDDEN)
+        self.experts = nn.Parameter(0.1 * torch.randn(3, HIDDEN, 2 * FFN))
+        self.halves = halves
+
+    def forward(self, x: Tensor) -> Tensor:
+        of_experts = self.first(x).split([24, 0, 40])
+        return torch.cat([self.gated(some @ one) for some, one in zip(of_experts, self.experts, strict=True)])
+
+    def gated(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, -1) if self.halves else (both[..., ::2], both[..., 1::2])
+        return gate.sigmoid() * up
+
+
+@pytest.mark.parametrize(("halves", "title"), [(False, "passed"), (True, "operation")])
+def test_gates_and_ups_of_all_experts_that_are_halves_are_told(halves, title):
+    result = twins(InTurns, dict(halves=halves), normal((TOKENS, HIDDEN)))
+    tells_only(result, title, f"it takes {FFN} in a row of dimension 1" if halves else "")
