@@ -340,10 +340,14 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
         repair = "look for detach, no_grad, or a tensor that is created anew; nothing flows back there"
         yield repairable("gradient-scale", f"{which} is 0", repair)
         return
+    repair = f"divide by {readable(factor)}, which may be a loss scale or a number of tokens or ranks"
+    if len(failed) < len(gradients):  # a loss scale would multiply all of them
+        repair = (
+            "look for what scales or reduces these gradients by themselves, such as a hook, or a bias or weight that is "
+            "used once too often"
+        )
     yield repairable(
-        "gradient-scale",
-        f"{which} is {readable(factor)} times what it should be, and otherwise right",
-        f"divide by {readable(factor)}, which may be a loss scale or a number of tokens or ranks",
+        "gradient-scale", f"{which} is {readable(factor)} times what it should be, and otherwise right", repair
     )
 
 
