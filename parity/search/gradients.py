@@ -343,8 +343,8 @@ def _scaled(failure: Failure, failed: Sequence[TensorResult], trace: Trace, budg
     repair = f"divide by {readable(factor)}, which may be a loss scale or a number of tokens or ranks"
     if len(failed) < len(gradients):  # a loss scale would multiply all of them
         repair = (
-            "look for what scales or reduces these gradients by themselves, such as a hook, or a bias or weight that is "
-            "used once too often"
+            "look for what scales or reduces these gradients by themselves, such as a hook, or a bias or weight that "
+            "is used once too often"
         )
     yield repairable(
         "gradient-scale", f"{which} is {readable(factor)} times what it should be, and otherwise right", repair
