@@ -440,7 +440,8 @@ def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         repair = f"add the whole bias of the fused layer; {lacks} is left out"
         left_out = lambda one, third=third: one.without_third(trace, third)  # noqa: E731
         mistakes.append(Mistake("bias-dropped", name, repair, left_out))
-    yield from everywhere_and_somewhere(mistakes, biases(trace), lambda one: one.name)
+    alike = lambda one: (unnumbered(one.name),)  # noqa: E731
+    yield from everywhere_and_somewhere(mistakes, biases(trace), lambda one: one.name, alike)
 
 
 # Activations that are clamped at both ends, as queries, keys and values by OLMo's ``clip_qkv``, or at the upper end

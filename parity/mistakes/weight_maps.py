@@ -143,9 +143,6 @@ def readings(left: Side, right: Side, of: Mapped) -> Iterator[Reading]:
     yield from _other_terms_of_te(left, right, of.candidate_shapes, of.heads)
     is_unused = all(name in of.unused for name in names(right))
     yield from _unused(left, right, of.shapes) if is_unused else _not_copied(left, right, of.shapes)
-    if _is_bias(left) and not is_unused:
-        once = f"add {describe(right)} once; the port adds it twice"
-        yield Reading("factor", "added twice", once, lambda packed: 2.0 * packed)
     yield from _other_values(left, right, of.shapes, of.heads)
 
 

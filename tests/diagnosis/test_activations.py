@@ -175,3 +175,26 @@ class Embedded(nn.Module):
 )
 def test_an_activation_that_the_reference_does_not_have_is_told_with_its_place(port, title, phrase, precision):
     tells(twins(Embedded, port, normal((4, 24, 64), (4, 64)), precision), title, phrase)
+
+
+class Deep(nn.Module):
+    """Layers of two linear layers each; the first of each may add its bias twice."""
+
+    def __init__(self, linear: Any, layers: int = 9, twice: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = (nn.ModuleList(linear(64, 64) for _ in range(layers)) for _ in range(2))
+        for one in self.up:
+            nn.init.normal_(one.bias, std=0.3)
+        self.twice = twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            y = up(x)
+            x = x + down((y + up.bias if self.twice else y).tanh())
+        return x
+
+
+def test_a_bias_that_is_added_twice_in_each_of_many_layers_is_told():
+    """Plant it in one of two biases of each layer: there are too many to try each alone."""
+    result = twins(Deep, dict(twice=True), normal((2, 32, 64)))
+    tells_only(result, "bias-added-twice", "the port adds it twice in up.#.bias")

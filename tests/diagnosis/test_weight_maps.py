@@ -549,23 +549,3 @@ class QueryKeyNorms(nn.Module):
 def test_a_norm_that_is_used_for_both_queries_and_keys_is_told(same, title, precision):
     phrase = 'use "key_norm.weight" where the candidate uses "query_norm.weight" again' if same else ""
     tells_only(twins(QueryKeyNorms, dict(same=same), normal((2, 32, HIDDEN)), precision), title, phrase)
-
-
-class AddedTwice(nn.Module):
-    """Two linear layers, of which the first may add its bias twice."""
-
-    def __init__(self, linear: Any, twice: bool = False) -> None:
-        super().__init__()
-        self.first, self.second = linear(HIDDEN, HIDDEN), linear(HIDDEN, HIDDEN)
-        nn.init.normal_(self.first.bias)
-        self.twice = twice
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        return self.second((y + self.first.bias if self.twice else y).tanh())
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_bias_that_is_added_twice_is_told(precision):
-    result = twins(AddedTwice, dict(twice=True), normal((2, 32, HIDDEN)), precision)
-    tells_only(result, "factor", 'add "first.bias" once; the port adds it twice')
