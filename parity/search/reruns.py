@@ -305,9 +305,9 @@ def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:
     """Yield the tokens that a mask, a bias of scores, or lengths may hide, ``[batch, seq]`` or ``[tokens]``."""
     by_token = x.flatten(1, -2).transpose(1, 2).flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
     found: list[Tensor] = []
-    if x.dtype is torch.bool:
-        found = [by_token.all(-1), (~by_token).all(-1)]
-    elif bool(((x == 0) | (x == 1)).all()):  # 1 for what is seen, as in Hugging Face's models
+    if x.dtype is torch.bool or (not x.is_floating_point() and bool(((x == 0) | (x == 1)).all())):
+        found = [by_token.bool().all(-1), (by_token == 0).all(-1)]
+    elif x.is_floating_point() and bool(((x == 0) | (x == 1)).all()):
         found = [(by_token == 0).all(-1)]
     elif x.is_floating_point() and bool(((x == 0) | (x < _HIDES)).all()):
         found = [(by_token < _HIDES).all(-1)]
