@@ -38,6 +38,7 @@ from parity.mistakes.codes import Code, repairable
 from parity.passes.courses import Beside, Without, of_reference, side_by_side
 from parity.passes.micro_batches import buffers_read, shares_made
 from parity.passes.modes import usual_modes
+from parity.passes.one_pass import are_equal
 from parity.passes.prepare import Prepared, prepare
 from parity.passes.refusals import NothingToJudge
 from parity.passes.steps import Buffers, Named, Stepped, Trainee, Update, is_interrupted, step_case
@@ -309,7 +310,7 @@ def _buffers(run: _Run, before: Prepared) -> Buffers:
     """
     run.moved |= before.golden.buffers
     changed = {
-        name: x for name, x in run.trainee.buffers.items() if name not in run.begun or not _is_as(x, run.begun[name])
+        name: x for name, x in run.trainee.buffers.items() if name not in run.begun or not are_equal(x, run.begun[name])
     }
     by_step: set[str] = set()
     if isinstance(run.trainee, Trainee) and run.switch != "graph":  # whose replays are no calls
@@ -321,10 +322,6 @@ def _buffers(run: _Run, before: Prepared) -> Buffers:
     given = counterparts(before.weights, changed, run.moved)
     given |= counterparts(before.weights, {name: changed[name] for name in by_step}, held)
     return Buffers(changed, {right: changed[own] for own, right in given.items()}, bool(by_step))
-
-
-def _is_as(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and torch.equal(x, y)
 
 
 def _offloads_nothing(trainee: Trainee | TraineeOverRanks) -> bool:
@@ -660,7 +657,7 @@ def _of_buffers(run: _Run, made: _Made) -> Finding | None:
     held = dict(made.prepared.reference.named_buffers())
     if len(made.stepped.calls) != 1 or run.switch == "recompute":
         return None
-    own = {name: x for name, x in after.items() if name in right or not _is_as(x, before.get(name, x))}
+    own = {name: x for name, x in after.items() if name in right or not are_equal(x, before.get(name, x))}
     for name, of in counterparts(made.prepared.weights, own, right).items():
         if name in before and own[name].is_floating_point():
             factor = multiple_moved((before[name], own[name]), (held[of], right[of]))

@@ -224,7 +224,7 @@ def restored_buffers(module: nn.Module) -> Iterator[Callable[[], dict[str, Tenso
         return {
             name: now.detach().clone()
             for name, part, key, _, value in before
-            if (now := part._buffers.get(key)) is not None and (value is None or not _are_equal(now, value))
+            if (now := part._buffers.get(key)) is not None and (value is None or not are_equal(now, value))
         }
 
     try:
@@ -238,7 +238,8 @@ def restored_buffers(module: nn.Module) -> Iterator[Callable[[], dict[str, Tenso
                     buffer.copy_(value)  # only then: once written to, it could not be differentiated through any more
 
 
-def _are_equal(x: Tensor, y: Tensor) -> bool:
+def are_equal(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors have the same shape and numbers."""
     return x.shape == y.shape and torch.equal(x, y)
 
 
