@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, combinations, islice, permutations, takewhile
+from itertools import chain, combinations, islice, permutations, product, takewhile
 
 import torch
 from torch import Tensor
@@ -625,19 +625,22 @@ def _common(one: str, other: str) -> int:
 
 
 def _exchanges(of: Mapped) -> Iterator[_Exchange]:
-    entries = [(left, right) for left, right in of.weights.items() if any(names(left))]
-    for entry, other in combinations(entries, 2):
+    for entry, other in combinations(_entries(of), 2):
         if shape_of(entry[0], of.shapes) == shape_of(other[0], of.shapes):
             yield _Exchange(*entry, *other)
 
 
 def _with_unused(of: Mapped) -> Iterator[_Exchange]:
     """Yield the exchanges of which the candidate uses the second parameter alone."""
-    for one in _exchanges(of):
-        for each in (one, _Exchange(one.other_left, one.other_right, one.left, one.right)):
-            first, second = (all(name in of.unused for name in names(x)) for x in (each.right, each.other_right))
-            if first and not second:
-                yield each
+    entries = _entries(of)
+    unused = [entry for entry in entries if all(name in of.unused for name in names(entry[1]))]
+    for entry, other in product(unused, [one for one in entries if one not in unused]):
+        if shape_of(entry[0], of.shapes) == shape_of(other[0], of.shapes):
+            yield _Exchange(*entry, *other)
+
+
+def _entries(of: Mapped) -> list[_MapEntry]:
+    return [(left, right) for left, right in of.weights.items() if any(names(left))]
 
 
 def _used_twice(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from parity.numerics.freedom import FUSED, UNFUSED
 from parity.search import in_full
 from parity.search.explanation import _told
 from parity.search.in_full import Explanation
-from parity.search.search import _Search
+from parity.search.search import _best_of_its_place, _Search
 from parity.te import PRECISIONS
 
 BATCH, SEQ, HEADS, GROUPS, HEAD_DIM = 3, 24, 8, 4, 16
@@ -209,6 +209,28 @@ def test_two_mistakes_are_doubted_where_no_tensor_of_many_numbers_is_far_off(num
     failure: Any = SimpleNamespace(precision=SimpleNamespace(name="bf16"), golden=golden, results=[failed])
     told = _told([replace(explanation("norm-missing"), hypotheses=both)], failure)
     assert [one.sure for one in told] == [is_sure, is_sure]
+
+
+@pytest.mark.parametrize(
+    ("misfits", "told"),
+    [
+        ({"first": 1.12, "second": 1.0}, ["second", "first"]),
+        ({"first": 1.0, "second": 1.12}, ["first"]),
+        ({"first": 1.12, "elsewhere": 1.0, "second": 1.0}, ["first"]),  # what is made in another call comes later
+    ],
+)
+def test_of_the_mistakes_in_one_call_the_one_that_fits_best_comes_first(misfits, told):
+    def made(name: str) -> Explanation:
+        site = "another" if name == "elsewhere" else "call"
+        one = Hypothesis("operation", name, name, (cast(Any, SimpleNamespace(site=site)),))
+        return replace(explanation("norm-eps", misfit=misfits[name]), hypotheses=(one,))
+
+    first, *others = (made(name) for name in misfits)
+    by_name = {one.hypotheses[0].name: one for one in others}
+    search: Any = SimpleNamespace(explanation=lambda combination: by_name[combination[0].name])
+    entries = [(0.1 * one.misfit, one.hypotheses) for one in others]
+    found = _best_of_its_place(search, first, (0.1 * first.misfit, first.hypotheses), entries)
+    assert [one.hypotheses[0].name for one in found] == told
 
 
 @pytest.mark.parametrize(("left", "is_told"), [(0.02, True), (0.05, False), (0.06, False)])
