@@ -62,6 +62,7 @@ from parity.passes.refusals import (
     remarks,
 )
 from parity.result import PROBED, Result, TensorResult, as_printable
+from parity.shown import raised, said
 from parity.te import Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend, NotOffered, attention_backends
 from parity.te.devices import classify
@@ -70,7 +71,7 @@ from parity.trace import effects
 from parity.trace.digests import checksum
 from parity.trace.effects import Disturbed, RandomState, undisturbed
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
-from parity.user_error import INTERRUPTS, UserError, raised, said
+from parity.user_error import INTERRUPTS, UserError
 
 NOT_SEARCHED = "the cause was not searched for, as diagnose=False or --parity-diagnosis=no asks"
 

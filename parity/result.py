@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from parity.user_error import printable
+from parity.shown import printable
 
 Kind = Literal["output", "probed output", "input gradient", "weight gradient"]
 PROBED: Kind = "probed output"
@@ -96,6 +96,22 @@ class Finding:
     def advice(self) -> str:
         """Return what reports call the repair; ``PAR5xx`` say where an error is, not why, so theirs is a next step."""
         return "next step" if self.code.startswith("PAR5") else "repair"
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Hold lines of a user's code, for a repair that can be written as a change of lines.
+
+    Attributes:
+        now: the lines as they are; there may be none, since a default is not written.
+        then: the lines as they should be.
+    """
+
+    now: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()
+
+
+NO_CODE = Code()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from parity.judge.judge import thinned
 from parity.judge.limits import Table
 from parity.judge.over_ranks import NO_RANKS, ended
 from parity.judge.steps import Replay, deviations, holds, multiple_moved, not_as, wrong_scaling
-from parity.mistakes.codes import Code, repairable
+from parity.mistakes.codes import repairable
 from parity.passes.courses import Beside, Without, of_reference, side_by_side
 from parity.passes.micro_batches import buffers_read, shares_made
 from parity.passes.modes import usual_modes
@@ -46,7 +46,7 @@ from parity.passes.switches import NotCaptured, backends, compiled_anew
 from parity.passes.watched import norm_together
 from parity.ranks.launch import RanksFailed
 from parity.ranks.layout import Degrees
-from parity.result import Finding, Result, Status, Step, Switch, as_printable, label_of_way
+from parity.result import Code, Finding, Result, Status, Step, Switch, as_printable, label_of_way
 from parity.search.steps import (
     Before,
     Setting,

@@ -18,7 +18,8 @@ from parity import reading
 from parity.conversion.plan import Made, Plan, Step, is_extra_state
 from parity.machine import files
 from parity.progress import Following, followed
-from parity.user_error import UserError, one_line
+from parity.shown import one_line
+from parity.user_error import UserError
 
 # Read a file, or the files that an index names. Tensors are maps of the files: what is not looked at is not read.
 

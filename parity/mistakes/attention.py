@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from parity.mistakes.hypothesis import Mistake
-from parity.mistakes.masks import HIDDEN, Bias, hidden_keys
 from parity.numerics.blocked_attention import are_too_many_scores
 from parity.numerics.errors import norm_of
 from parity.numerics.golden import SDPA
@@ -33,6 +32,24 @@ from parity.trace.trace import (
     users,
     with_number,
 )
+
+# What is added to scores, and where it hides a key.
+
+
+HIDDEN = -1e30
+"""Added to the score of a hidden key. Not -inf, so that a query that sees no key weighs all alike and is not NaN."""
+
+_HIDES = -5000.0
+"""A key is hidden if no more than this is added to its score: no weight is left of it. BERT's masks add -10,000, which
+FP16 holds; a bias by distance, which is no mask, reaches this value only at 10,000 keys."""
+
+Bias = Callable[[Tensor], Tensor]
+
+
+def hidden_keys(bias: Tensor) -> Tensor:
+    """Return where what is added to the scores hides a key."""
+    return bias <= _HIDES
+
 
 # Attention in a trace, called or written out: its queries, keys and values, its scale and its mask.
 

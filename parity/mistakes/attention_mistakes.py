@@ -24,6 +24,7 @@ from parity.mistakes.attention import (
     distinct_heads,
     head_count_mistakes,
     heads_of,
+    hidden_keys,
     traced_bias,
 )
 from parity.mistakes.hypothesis import (
@@ -39,7 +40,7 @@ from parity.mistakes.hypothesis import (
     titled,
     within,
 )
-from parity.mistakes.masks import band_instead, band_of, hidden_keys, hiding_too, mask_mistakes
+from parity.mistakes.masks import band_instead, band_of, hiding_too, mask_mistakes
 from parity.trace.trace import (
     CASTS,
     JOINS,

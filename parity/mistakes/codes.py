@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from parity.result import Finding
+from parity.result import NO_CODE, Code, Finding
 
 _TITLES = {
     "PAR001": ("not-finite",),
@@ -136,22 +134,6 @@ _TITLES = {
 
 CODES = {title: code for code, titles in _TITLES.items() for title in titles}
 """The code of each title."""
-
-
-@dataclass(frozen=True)
-class Code:
-    """Hold lines of a user's code, for a repair that can be written as a change of lines.
-
-    Attributes:
-        now: the lines as they are; there may be none, since a default is not written.
-        then: the lines as they should be.
-    """
-
-    now: tuple[str, ...] = ()
-    then: tuple[str, ...] = ()
-
-
-NO_CODE = Code()
 
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))

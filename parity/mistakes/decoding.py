@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mistakes.attention import Attention, Rearrange, attentions, traced_bias
+from parity.mistakes.attention import HIDDEN, Attention, Bias, Rearrange, attentions, hidden_keys, traced_bias
 from parity.mistakes.hypothesis import Hypothesis, on_tensors
-from parity.mistakes.masks import HIDDEN, Bias, hidden_keys
 from parity.mistakes.rotation import Rotation, rotations, with_positions
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, Trace

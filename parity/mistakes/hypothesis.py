@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from parity.mistakes.codes import NO_CODE, Code
+from parity.result import NO_CODE, Code
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, ordinal
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from parity.mistakes.alternatives import numbers, tunable
+from parity.mistakes.attention import HIDDEN, Bias, hidden_keys
 from parity.mistakes.hypothesis import Mistake
 from parity.numerics.blocked_attention import Band, distance_of
 from parity.trace.trace import Edit
@@ -69,16 +70,6 @@ def _slopes(bias: Tensor) -> Tensor | None:
 
 
 # Attention masks: which band of keys each query sees, which keys are padding, and what ports make of them.
-
-
-HIDDEN = -1e30
-"""Added to the score of a hidden key. Not -inf, so that a query that sees no key weighs all alike and is not NaN."""
-
-_HIDES = -5000.0
-"""A key is hidden if no more than this is added to its score: no weight is left of it. BERT's masks add -10,000, which
-FP16 holds; a bias by distance, which is no mask, reaches this value only at 10,000 keys."""
-
-Bias = Callable[[Tensor], Tensor]
 
 
 class Masked(Protocol):
@@ -376,11 +367,6 @@ def _sparing(band: Band, padded: bool) -> Bias:
         return torch.where(hidden_keys(changed).all(-1, keepdim=True), bias, changed)
 
     return sparing
-
-
-def hidden_keys(bias: Tensor) -> Tensor:
-    """Return where what is added to the scores hides a key."""
-    return bias <= _HIDES
 
 
 def _hiding(hidden: Callable[[Tensor], Tensor]) -> Bias:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parity.mistakes.alternatives import LARGE_NORM_EPS, NORM_EPS, numbers
-from parity.mistakes.codes import NO_CODE, Code
 from parity.mistakes.hypothesis import (
     Hypothesis,
     Mistake,
@@ -25,6 +24,7 @@ from parity.mistakes.hypothesis import (
     short,
     titled,
 )
+from parity.result import NO_CODE, Code
 from parity.trace.trace import (
     RESHAPES,
     Call,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity.mistakes.attention import Attention, as_it_is, attentions
+from parity.mistakes.attention import HIDDEN, Attention, Bias, as_it_is, attentions
 from parity.mistakes.hypothesis import Hypothesis, everywhere_and_somewhere
-from parity.mistakes.masks import HIDDEN, Bias, segment_mistakes
+from parity.mistakes.masks import segment_mistakes
 from parity.mistakes.reads import made_again
 from parity.trace.trace import (
     JOINS,

@@ -33,8 +33,8 @@ from parity.case.weight_map import (
     shape_of,
     unpack,
 )
-from parity.mistakes.codes import NO_CODE, Code
 from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
+from parity.result import NO_CODE, Code
 from parity.trace.trace import grouped, unnumbered
 
 # Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong.

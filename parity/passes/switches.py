@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from parity.case.training import Model
 from parity.cpu import cuda as emulated_cuda
+from parity.shown import said
 from parity.trace.whose import is_of_te
-from parity.user_error import UserError, said
+from parity.user_error import UserError
 
 if TYPE_CHECKING:
     from parity.te import Kernels

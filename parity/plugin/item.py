@@ -19,7 +19,7 @@ from parity.machine.process import withheld
 from parity.plugin import alone, ending
 from parity.plugin.ending import Entry, time_limit
 from parity.plugin.options import Options, Workplace, of
-from parity.user_error import raised
+from parity.shown import raised
 
 if TYPE_CHECKING:
     from parity.case.case import Case

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parity.machine.process import end_with_parent
-from parity.user_error import raised
+from parity.shown import raised
 
 IMPORTED_BEFORE = ("parity.ranks.te_on_cpu",)
 _BEGUN = ()  # what a rank sends before it calls the function

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from parity.judge.pictures import FirstWrong, first_wrong
-from parity.mistakes.attention import Attention, attentions, traced_bias
+from parity.mistakes.attention import Attention, attentions, hidden_keys, traced_bias
 from parity.mistakes.decoding import decoding_hypotheses, later_in_rows, not_reset_hypothesis, positions_of
 from parity.mistakes.hypothesis import Hypothesis, in_part
-from parity.mistakes.masks import hidden_keys, is_of_sequences, lengths_of, segments_instead
+from parity.mistakes.masks import is_of_sequences, lengths_of, segments_instead
 from parity.mistakes.packed import Packed, packed_attentions
 from parity.mistakes.rotation import Rotation, counted_from, rotations
 from parity.mistakes.under import outputs_under

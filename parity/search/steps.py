@@ -14,10 +14,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from parity.judge.steps import Deviation, Replay, deviations
 from parity.mistakes.alternatives import MOMENTA, OPTIMIZER_EPS, WEIGHT_DECAYS
-from parity.mistakes.codes import NO_CODE, Code, repairable
+from parity.mistakes.codes import repairable
 from parity.passes.micro_batches import Made
 from parity.passes.steps import BUFFERS, COPIES, HISTORIES, SCALES, Named, Resumption, Update
-from parity.result import Finding
+from parity.result import NO_CODE, Code, Finding
 
 # Gradients that are not those of this step: what else they could be, tried in this order.
 

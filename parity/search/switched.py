@@ -26,9 +26,9 @@ from parity.passes.one_pass import Arguments, as_arguments
 from parity.passes.steps import Batch, Trainee, digest
 from parity.passes.switches import DIFFERENTIATED, GENERATED, TRACED, Exchange, Journal, NotCaptured
 from parity.result import Finding
+from parity.shown import raised
 from parity.te.state import is_quantized
 from parity.trace.whose import Owner, is_of_te, module_of, users_line, whose
-from parity.user_error import raised
 
 # CUDA graphs: what a graph keeps from its capture is given back what it was at the capture.
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from parity.result import DeviceError
-from parity.user_error import said
+from parity.shown import said
 
 _CPU = torch.device("cpu")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
-from parity.user_error import one_line
+from parity.shown import one_line
 
 # What modules remember from one call to the next, besides parameters and buffers: attributes that a call changes.
 

@@ -19,7 +19,7 @@ from traceback import FrameSummary, StackSummary
 from types import FrameType
 from typing import Any
 
-from parity.user_error import advised, said
+from parity.shown import advised, said
 
 # Who has written the code that runs.
 

@@ -21,7 +21,7 @@ from parity.cpu.cuda import emulated
 from parity.judge import limits
 from parity.judge.band import Band, Left
 from parity.judge.limits import Difference, OfPrecision
-from parity.mistakes.codes import Code, finding
+from parity.mistakes.codes import finding
 from parity.plugin.options import Options
 from parity.plugin.recorder import Recorder
 from parity.report import changes, earlier, environment, failure, markdown, numbers, record
@@ -30,7 +30,7 @@ from parity.report.earlier import Asked
 from parity.report.environment import Environment
 from parity.report.markdown import MOST_RESULTS, Curve, Digest, digest, left, over_seeds, repair, write
 from parity.report.record import Item, Record, Uncollected, draw_matrix
-from parity.result import Check, Finding, Result, Step
+from parity.result import Check, Code, Finding, Result, Step
 
 # The markdown that is drawn from a run's record, and from what changed since another.
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import parity
+from parity.shown import raised
 from parity.te.devices import cuda_is_cpu_without_gpu
-from parity.user_error import raised
 
 TOLD = "this machine has no GPU: take the device of a tensor that is there (x.device)"
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes machines without a GPU")

@@ -23,8 +23,9 @@ from parity.lab.campaign import made
 from parity.passes.prepare import forget
 from parity.report import environment
 from parity.report.numbers import plural, short
+from parity.shown import one_line
 from parity.te import PRECISIONS, Backend, Precision, why_unavailable
-from parity.user_error import UserError, one_line
+from parity.user_error import UserError
 
 # What is said of limits that differ from the packaged ones, when a table is made.
 

@@ -23,8 +23,8 @@ from parity import te
 from parity.numerics.formats import tf32, tf32_truncated
 from parity.report import environment
 from parity.report.numbers import markdown_table
+from parity.shown import one_line
 from parity.te import Kernels
-from parity.user_error import one_line
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from torch import Tensor
 from parity import te
 from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_hyper_connections, calls_of_layers
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
+from parity.shown import one_line
 from parity.te.devices import cuda_works
-from parity.user_error import UserError, one_line
+from parity.user_error import UserError
 
 # Kernels of the CPU's that no call of the table makes, each with the reason.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parity.lab.flops import linear
 from parity.lab.throughput.record import Peak, Spread, Times
-from parity.user_error import one_line
+from parity.shown import one_line
 
 Mark = TypeVar("Mark")
 

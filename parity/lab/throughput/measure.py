@@ -36,9 +36,9 @@ from parity.lab.throughput.workload import (
 )
 from parity.passes import memory
 from parity.report import environment
+from parity.shown import one_line
 from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, why_unavailable
 from parity.te.devices import cuda_works
-from parity.user_error import one_line
 
 # One workload: a row for each implementation, whatever becomes of the others.
 

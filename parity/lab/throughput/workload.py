@@ -27,9 +27,10 @@ from parity.numerics.golden import in_fp64
 from parity.passes import one_pass
 from parity.passes.prepare import build, cast, rounded_inputs, share_rounded_weights, vary_constants
 from parity.reference import CoreAttention
+from parity.shown import one_line
 from parity.te import PRECISIONS, Kernels
 from parity.te.state import moved
-from parity.user_error import UserError, one_line
+from parity.user_error import UserError
 
 # The attention that a plain module is timed with: PyTorch's fused one, as whoever cares for speed would have written.
 #
