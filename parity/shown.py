@@ -21,6 +21,11 @@ _ENTITY = re.compile("&(?=#?[0-9A-Za-z]+;)")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
+def written(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, in the way people write it: 160000, not 1.6e+05."""
+    return f"{float(f'{value:.{digits}g}'):.7g}"
+
+
 def printable(value: str) -> str:
     """Return the text with Python's escapes in the place of what a terminal obeys or a file cannot hold."""
     if value.isprintable():

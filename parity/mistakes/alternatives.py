@@ -182,7 +182,7 @@ def _numbers(call: Call) -> Iterator[Mistake[Call]]:
     def with_another(value: float) -> Mistake[Call]:
         other = math.copysign(value, number)
         compute = lambda was, x: function(other, x) if is_left else function(x, other)  # noqa: E731
-        return alternative(f"its number is {other:.4g} for {number:.4g}", compute)
+        return alternative(f"its number is {other:.4g} instead of {number:.4g}", compute)
 
     off_by_one = (abs(number) - 1, abs(number) + 1) if float(number).is_integer() and abs(number) > _FEW else ()
     yield from numbers(with_another, [abs(number)], off_by_one)
@@ -197,7 +197,7 @@ def _parameters(call: Call) -> Iterator[Mistake[Call]]:
 
     def with_another(value: float) -> Mistake[Call]:
         compute = lambda was, x: getattr(functional, call.name)(x, value)  # noqa: E731
-        return alternative(f"its {name} is {value:.4g} for {number:.4g}", compute)
+        return alternative(f"its {name} is {value:.4g} instead of {number:.4g}", compute)
 
     yield alternative("it is relu", lambda was, x: x.relu())
     if number > 0.0:

@@ -38,6 +38,7 @@ from parity.mistakes.rotation import (
     with_positions,
 )
 from parity.numerics.formats import tf32
+from parity.shown import written
 from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped, instead, ordinal
 
 # Ports that count positions otherwise than the reference.
@@ -385,8 +386,8 @@ def _frequencies(like: Rotation) -> Iterator[Mistake[Rotation]]:
 def _base_instead(right: float, base: float) -> Mistake[Rotation]:
     return Mistake(
         "rope-base",
-        f"rope base={base:.4g}",
-        f"give TE rotary_base={right:g}; it rotates with base {base:.4g}",
+        f"rope base={written(base)}",
+        f"give TE rotary_base={written(right, 7)}; it rotates with base {written(base)}",
         _with_frequencies(base),
     )
 

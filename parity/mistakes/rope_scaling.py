@@ -28,6 +28,7 @@ from parity.mistakes.alternatives import (
 )
 from parity.mistakes.hypothesis import Mistake
 from parity.mistakes.rotation import Rotation, frequencies
+from parity.shown import written
 from parity.trace.trace import Edit
 
 _SAME = 1e-3  # relative tolerance of ratios of frequencies that were read off angles
@@ -172,8 +173,8 @@ def _of_factor_and_mscale(repair: str, factor: float) -> Mistake[Rotation]:
 
 def _of_length(repair: str, length: float) -> Mistake[Rotation]:
     return _mistake(
-        f"rope scaling from an original length of {length:.4g}",
-        f"{repair}; it takes {length:.4g} for the length that the model was first trained with",
+        f"rope scaling from an original length of {written(length)}",
+        f"{repair}; it takes {written(length)} for the length that the model was first trained with",
         lambda scaling: replace(scaling, kept=_llama3_kept(scaling.plain, length)).frequencies,
     )
 
@@ -186,11 +187,11 @@ def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
     lengths = [own] if own is not None else of_yarn[:1]
 
     def like_llama3(length: float) -> Mistake[Rotation]:
-        what = f"Llama 3's scaling by {like.factor:.4g} from an original length of {length:.4g}"
+        what = f"Llama 3's scaling by {like.factor:.4g} from an original length of {written(length)}"
         return _of_kind(what, repair, lambda scaling: _llama3_kept(scaling.plain, length), amplitude=1.0)
 
     def like_yarn(length: float) -> Mistake[Rotation]:
-        what = f"YaRN's scaling by {like.factor:.4g} from an original length of {length:.4g}"
+        what = f"YaRN's scaling by {like.factor:.4g} from an original length of {written(length)}"
         return _of_kind(what, repair, lambda scaling: _yarn_kept(scaling.plain, scaling.base, length))
 
     if own is None:
@@ -225,12 +226,13 @@ def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
         if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:
             continue
         plain = frequencies(usual, rotary)
-        what = f"frequencies of base {usual:g} that are all divided by {factor:.4g}"
+        what = f"frequencies of base {written(usual, 7)} that are all divided by {factor:.4g}"
 
         def edits(one: Rotation, divided: Tensor = plain / factor) -> tuple[Edit, ...]:
             return _rotated_by(one, divided) if one.rotary == 2 * len(divided) else ()
 
-        repair = f"rotate with frequencies of base {base:.6g}, which is {usual:g} enlarged for longer sequences (NTK)"
+        enlarged = f"base {written(base, 7)}, which is {written(usual, 7)} enlarged for longer sequences (NTK)"
+        repair = f"rotate with frequencies of {enlarged}"
         yield Mistake("rope-scaling", f"rope with {what}", f"{repair}; it has {what}", edits)
 
 
@@ -240,7 +242,7 @@ def _agrees(kept: Tensor, like: Scaling) -> bool:
 
 def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
     """Yield scaled frequencies, where the reference has plain ones."""
-    repair = f"rotate with the plain frequencies of base {base:g}, as the reference does"
+    repair = f"rotate with the plain frequencies of base {written(base, 7)}, as the reference does"
 
     def like_llama3(factor: float) -> Mistake[Rotation]:
         return _scaled_like("Llama 3's", factor, lambda plain: _llama3_kept(plain, LLAMA3_LENGTHS[0]), repair)
@@ -249,7 +251,7 @@ def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
     for length in YARN_LENGTHS:
 
         def like_yarn(factor: float, length: float = length) -> Mistake[Rotation]:
-            name = f"YaRN's, of an original length of {length:g},"
+            name = f"YaRN's, of an original length of {written(length)},"
             return _scaled_like(name, factor, lambda plain: _yarn_kept(plain, base, length), repair)
 
         yield from numbers(like_yarn, usual=YARN_FACTORS)

@@ -14,6 +14,7 @@ from torch import Tensor
 from parity.mistakes.alternatives import GRID_ROPE_BASES, ROPE_BASES, numbers
 from parity.mistakes.attention import seeming_attentions
 from parity.mistakes.hypothesis import Mistake, rounded_to
+from parity.shown import written
 from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, ancestors, instead, once_a_trace
 
 # Rotary position embeddings in a trace.
@@ -468,8 +469,8 @@ def _base_instead(right: float, base: float) -> Mistake[Rotation]:
             steps[of_axis] = steps[of_axis][0] * of_base
         return grid.angles(grid.rows, grid.columns, steps)
 
-    repair = f"give the frequencies of rows and columns the base {right:g}; the port's is {base:.4g}"
-    return Mistake("rope-base", f"rope base={base:.4g} of both axes", repair, partial(_edits, angles))
+    repair = f"give the frequencies of rows and columns the base {written(right, 7)}; the port's is {written(base)}"
+    return Mistake("rope-base", f"rope base={written(base)} of both axes", repair, partial(_edits, angles))
 
 
 def _edits(angles: Callable[[Grid], Tensor], rotation: Rotation) -> tuple[Edit, ...]:

@@ -21,6 +21,7 @@ from parity.passes.all_passes import Tensors
 from parity.passes.one_pass import named_inputs
 from parity.result import Finding, Kind, TensorResult
 from parity.search.failure import Failure, tolerance_of
+from parity.shown import written
 from parity.te.state import own_recipes
 from parity.trace.digests import switched_off
 from parity.trace.effects import other_numbers
@@ -210,8 +211,9 @@ def buffer_findings(failure: Failure) -> Iterator[Finding]:
         own, wanted = bases[0]
         yield repairable(
             "rope-base",
-            f"the candidate agrees if it has the reference's buffers; {names} has the frequencies of base {own:.6g}",
-            f"give its rotary embedding the reference's base, {wanted:.6g}",
+            f"the candidate agrees if it has the reference's buffers; {names} has the frequencies of base "
+            f"{written(own, 6)}",
+            f"give its rotary embedding the reference's base, {written(wanted, 6)}",
         )
         return
     yield repairable(

@@ -438,13 +438,13 @@ class WithRotatedValues(WithNumbers):
     ("number", "value", "title", "phrase", "size"),
     [
         ("eps", 5e-6, "norm-eps", "it computes with eps=5e-06", 0.01),
-        ("base", 20_000.0, "rope-base", "it rotates with base 2e+04", 1.0),
+        ("base", 20_000.0, "rope-base", "it rotates with base 20000", 1.0),
         ("window", 10, "window", "it sees 10", 1.0),
         ("window", 5, "window", "it sees 5", 1.0),
         ("softcap", 20.0, "softcap", "the port has 20", 1.0),
         ("scale", 0.2, "softmax-scale", "the port's is 0.2", 1.0),
         # As near to the reference's as no known number is.
-        ("base", 10_400.0, "rope-base", "it rotates with base 1.04e+04", 1.0),
+        ("base", 10_400.0, "rope-base", "it rotates with base 10400", 1.0),
         ("softcap", 31.0, "softcap", "the port has 31", 1.0),
         ("scale", 0.26, "softmax-scale", "the port's is 0.26", 1.0),
         ("scale", 0.237, "softmax-scale", "the port's is 0.237", 1.0),

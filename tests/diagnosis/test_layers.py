@@ -213,13 +213,13 @@ def test_layers_of_two_kinds_pass(precision):
         (
             dict(bases=(1e4, 1e4)),
             "rope-base",
-            "give TE rotary_base=1e+06; it rotates with base 1e+04 in layers.1",
+            "give TE rotary_base=1000000; it rotates with base 10000 in layers.1",
             "layers.0",
         ),
         (
             dict(bases=(1e6, 1e6)),
             "rope-base",
-            "give TE rotary_base=10000; it rotates with base 1e+06 in layers.0",
+            "give TE rotary_base=10000; it rotates with base 1000000 in layers.0",
             "layers.1",
         ),
         (dict(zero_centered=(False, True)), "gamma-shift", "1.k_norm.weight", "layer_norm"),

@@ -57,9 +57,9 @@ def test_rope_in_layers_that_have_none_is_told_with_these_layers(right, port, ph
 @in_turn(
     ("port", "phrase"),
     [
-        ((1e4, 1e4), "rotary_base=1e+06; it rotates with base 1e+04 in layers.1"),
-        ((1e6, 1e6), "rotary_base=10000; it rotates with base 1e+06 in layers.0"),
-        ((1e4, 5e5), "rotary_base=1e+06; it rotates with base 5e+05 in layers.1"),
+        ((1e4, 1e4), "rotary_base=1000000; it rotates with base 10000 in layers.1"),
+        ((1e6, 1e6), "rotary_base=10000; it rotates with base 1000000 in layers.0"),
+        ((1e4, 5e5), "rotary_base=1000000; it rotates with base 500000 in layers.1"),
         ((1e6, 1e4), "the rotary_pos_emb that the reference has there; each has that of the one before it"),
     ],
 )
@@ -278,7 +278,7 @@ class Llama(nn.Module):
     ("base", "qkv_format", "title", "phrase"),
     [
         (10_000.0, "bshd", "passed", ""),
-        (500_000.0, "bshd", "rope-base", "rotary_base=500000; it rotates with base 1e+04"),
+        (500_000.0, "bshd", "rope-base", "rotary_base=500000; it rotates with base 10000"),
         (10_000.0, "sbhd", "sequence-first", ""),  # though the tables have the sequence's length
     ],
 )

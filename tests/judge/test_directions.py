@@ -42,7 +42,7 @@ def compared(host: str, precision: str, mistake: Mistake | None = None, seed: in
     ("host", "name"),
     [
         ("attention", "softmax scale 0.275"),
-        ("attention", "rope base=1.1e+04"),
+        ("attention", "rope base=11000"),
         ("scaled_rope_attention", "rope scaling by 8.8"),
         ("experts", "routing weights not normalised"),
         ("gelu_mlp", "norm variance over n - 1, not n"),
