@@ -28,7 +28,7 @@ def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
     """Yield what a port's slopes may be instead, each with the change from the reference's bias to that port's.
 
     Args:
-        bias: ``[..., heads, queries, keys]`` without what hides keys; nothing is found if it is not ALiBi's.
+        bias: ``[..., heads, queries, keys]``; nothing is found if it is not ALiBi's.
     """
     slopes = _slopes(bias)
     if slopes is None:
@@ -59,10 +59,15 @@ def papers_slopes(heads: int) -> Tensor:
 
 def _slopes(bias: Tensor) -> Tensor | None:
     """Return each head's rise from key to key, ``[heads]`` in FP64; None if it is not the same for all keys."""
-    if bias.dim() < 3 or bias.shape[-3] < 2 or bias.shape[-1] < 3:
+    if bias.dim() < 3 or bias.shape[-3] < 2:
         return None
-    last = bias[(0,) * (bias.dim() - 3)][:, -1].double()  # the last query sees the nearest keys in any mask
-    steps = last[:, 1:] - last[:, :-1]
+    shown = ~hidden_keys(bias).any(-3).flatten(0, -2)
+    # Of the queries that see most keys the last one: also where a bias falls on both sides, all keys are before it.
+    last = len(shown) - 1 - int(shown.sum(-1).flip(0).argmax())
+    keys = shown[last].nonzero().squeeze(1)
+    if len(keys) < 3:
+        return None
+    steps = bias.movedim(-3, 0).flatten(1, -2)[:, last, keys].double().diff() / keys.diff()
     slopes = steps[:, :1]
     if bool((slopes <= 0.0).any()) or not bool(((steps - slopes).abs() <= _EXACT * slopes).all()):
         return None
@@ -222,7 +227,7 @@ def _other_biases(bias: Tensor) -> Iterator[Mistake[Masked]]:
         yield biased(f"bias of {described}", f"{right}; the port has that of {described}", reverse)
     for described, move in _moved_heads(bias).items():
         yield biased(f"bias of {described}", f"{right}; the heads of the port have that of {described}", move)
-    for described, change in other_slopes(without_hiding(bias)):
+    for described, change in other_slopes(bias):
         slopes = f"give TE the reference's slopes as alibi_slopes; the port has {described}"
         yield biased(f"slopes {described}", slopes, change)
 

@@ -177,14 +177,21 @@ OWN_SLOPES = 2.0 ** (-8.0 * torch.arange(1.0, 7.0) / 6)  # of six heads: the pap
 
 
 class Alibi(nn.Module):
-    """Causal; scores rise by each head's slope from one key to the next."""
+    """Causal; scores rise by each head's slope from one key to the next. Keys may be padded, on the left or right."""
+
+    def __init__(self, slopes: Tensor = OWN_SLOPES, padded: slice = slice(0)) -> None:
+        super().__init__()
+        self.slopes, self.padded = slopes, padded
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         positions = torch.arange(SEQ)
         distance = positions - positions[:, None]
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(16)
-        scores = scores + (OWN_SLOPES[:, None, None] * distance).to(query.dtype)
-        weights = scores.masked_fill(distance > 0, -math.inf).softmax(-1)
+        scores = scores + (self.slopes[:, None, None] * distance).to(query.dtype)
+        hidden = (distance > 0).expand(2, 1, SEQ, SEQ).clone()
+        hidden[0, ..., self.padded] = True
+        hidden &= distance != 0  # a padded query sees itself
+        weights = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1)
         return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
 
 
@@ -210,6 +217,17 @@ def test_tes_own_slopes_in_the_place_of_the_references_are_told(call, title, phr
         call_candidate=lambda core, *heads: core(*heads, core_attention_bias_type="alibi", **call),
     )
     tells_only(result, title, phrase)
+
+
+@in_turn(("padded",), [(slice(0, 5),), (slice(SEQ - 5, SEQ),)])
+def test_other_slopes_are_told_beside_a_padding_mask(padded, precision):
+    result = compared(
+        lambda: Alibi(padded=padded),
+        lambda te: Alibi(papers_slopes(6), padded),
+        normal(*[(2, SEQ, 6, 16)] * 3),
+        precision,
+    )
+    tells_only(result, "attention-bias", "the port has the paper's, which are its default")
 
 
 @pytest.mark.parametrize("heads", [2, 6, 8, 12])
