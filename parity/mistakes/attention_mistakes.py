@@ -40,7 +40,7 @@ from parity.mistakes.hypothesis import (
     titled,
     within,
 )
-from parity.mistakes.masks import band_instead, band_of, hiding_too, mask_mistakes
+from parity.mistakes.masks import band_instead, hiding_too, mask_mistakes, seen_in
 from parity.trace.trace import (
     CASTS,
     JOINS,
@@ -101,7 +101,7 @@ def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attenti
 
     def band(attention: Attention) -> Hashable:
         bias = traced_bias(trace, attention)
-        return bias.shape[-1] == bias.shape[-2], band_of(hidden_keys(bias))
+        return bias.shape[-1] == bias.shape[-2], seen_in(hidden_keys(bias))
 
     return list(grouped(found, band).values())
 
@@ -126,9 +126,9 @@ def _masks_of_others(
 
 def _mask_instead(mask: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Return a mask that stands for another one: a band, or one that all sequences share; None if it is neither."""
-    band, padded = band_of(hidden_keys(mask))
-    if band is not None:
-        return band_instead(band, padded)
+    seen = seen_in(hidden_keys(mask))
+    if seen.band is not None:
+        return band_instead(seen)
     shared = mask[:1]
     return (lambda bias: shared.to(bias).expand(bias.shape)) if bool((mask == shared).all()) else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -96,19 +96,13 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; see ``hidden_keys``.
     """
     hidden = hidden_keys(bias)
-    band, padded = band_of(hidden)
+    seen = seen_in(hidden)
+    band, padded = seen.band, seen.padded
     yield from _of_a_cache(band, *hidden.shape[-2:])
-    if band is not None:
-        for other, title, name, repair in _other_bands(band, *hidden.shape[-2:]):
-            yield _mask_mistake(title, name, repair, band_instead(other, padded))
-            if other.right < band.right:  # queries that would see nothing may have been spared
-                yield _mask_mistake(title, f"{name}, but where no key is left", repair, _sparing(other, padded))
-        own = _own_key(band, *hidden.shape[-2:])
-        moved, keys = _moved_by(band, -own), hidden.shape[-1]
-        window = partial(_window_instead, band, own, padded, keys)
-        yield from numbers(window, [moved.left], _other_windows(moved, keys))
+    yield from _of_another_band(seen, *hidden.shape[-2:])
     if bool(hidden.any()):
-        if band is None or math.isfinite(band.left) or (padded and math.isfinite(band.right)):
+        besides = padded or seen.of_sequences
+        if band is None or math.isfinite(band.left) or (besides and math.isfinite(band.right)):
             repair = "give TE the reference's mask; the port hides no key"
             yield _mask_mistake("mask", "mask missing", repair, without_hiding)
         if not padded and hidden.shape[-1] == hidden.shape[-2] and not torch.equal(hidden, hidden.mT):
@@ -134,6 +128,28 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         ):
             yield _mask_mistake("mask-polarity", f"padding mask inverted{name}", repair, change)
     yield from segment_mistakes(bias)
+
+
+def _of_another_band(seen: Seen, queries: int, keys: int) -> Iterator[Mistake[Masked]]:
+    """Yield other bands than a mask's."""
+    band = seen.band
+    if band is None:
+        return
+    for other, title, name, repair in _other_bands(band, queries, keys):
+        instead = band_instead(replace(seen, band=other))
+        yield _mask_mistake(title, name, repair, instead)
+        if other.right < band.right:  # queries that would see nothing may have been spared
+            yield _mask_mistake(title, f"{name}, but where no key is left", repair, _sparing(instead))
+    own = _own_key(band, queries, keys)
+    moved = _moved_by(band, -own)
+
+    def window(size: float) -> Mistake[Masked]:
+        left = min(max(round(size), 1), keys)
+        other = _moved_by(Band(left, 0 if moved.right == 0 else left), own)
+        repair = f"{_right_window(moved)}; in the port, it sees {left}"
+        return _mask_mistake("window", f"window of {left}", repair, band_instead(replace(seen, band=other)))
+
+    yield from numbers(window, [moved.left], _other_windows(moved, keys))
 
 
 def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
@@ -250,22 +266,56 @@ def _moved_heads(bias: Tensor) -> dict[str, Bias]:
     }
 
 
-def band_of(hidden: Tensor) -> tuple[Band | None, bool]:
-    """Return the band that a mask leaves visible, None if it is no band, and whether there are padded keys besides.
+@dataclass(frozen=True)
+class Seen:
+    """Say which keys the queries of a mask see.
+
+    Attributes:
+        band: from how many before a query's own to how many after it; None if the mask is no band.
+        padded: whether there are padded keys besides, which no query sees.
+        of_sequences: whether there are several sequences, and a query sees the band of its own one alone.
+    """
+
+    band: Band | None
+    padded: bool = False
+    of_sequences: bool = False
+
+
+def seen_in(hidden: Tensor) -> Seen:
+    """Return what a mask ``[..., queries, keys]`` shows; padding and sequences may differ from batch to batch."""
+    padding = hidden.all(-2, keepdim=True).expand_as(hidden)
+    for padded in dict.fromkeys((False, bool(padding.any()))):
+        band = _band_beside(padding if padded else torch.zeros_like(hidden), hidden)
+        if band is not None:
+            return Seen(band, padded)
+    band = _band_beside(_apart(hidden) | padding, hidden) if hidden.shape[-2] == hidden.shape[-1] else None
+    return Seen(band, bool(padding.any()), band is not None)
+
+
+def _band_beside(others: Tensor, hidden: Tensor) -> Band | None:
+    """Return the band that hides, together with ``others``, what a mask does; None if there is none."""
+    distance = distance_of(range(hidden.shape[-2]), range(hidden.shape[-1]), hidden.device).expand_as(hidden)
+    seen = distance[~hidden & ~others]
+    left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
+    for band in (Band(math.inf, math.inf), Band(math.inf, right), Band(left, math.inf), Band(left, right)):
+        if bool((_hidden_by(band, hidden) | others).eq(hidden).all()):
+            return band
+    return None
+
+
+def _apart(hidden: Tensor) -> Tensor:
+    """Return where query and key are of different sequences: a token begins one if no later one sees, or is seen by,
+    an earlier one.
 
     Args:
-        hidden: ``[..., queries, keys]``.
+        hidden: ``[..., seq, seq]``.
     """
-    queries, keys = hidden.shape[-2:]
-    distance = distance_of(range(queries), range(keys), hidden.device).expand_as(hidden)
-    everywhere = hidden.all(-2, keepdim=True).expand_as(hidden)
-    for padded in (torch.zeros_like(hidden), everywhere):
-        seen = distance[~hidden & ~padded]
-        left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
-        for band in (Band(math.inf, math.inf), Band(math.inf, right), Band(left, math.inf), Band(left, right)):
-            if bool((_hidden_by(band, hidden) | padded).eq(hidden).all()):
-                return band, bool(padded.any())
-    return None, bool(everywhere.any())
+    tokens = torch.arange(hidden.shape[-1], device=hidden.device)
+    linked = ~(hidden & hidden.mT)
+    first = torch.where(linked.any(-1), linked.int().argmax(-1), tokens)  # that each sees, or is seen by
+    first_of_later = first.flip(-1).cummin(-1).values.flip(-1)
+    number = (first_of_later >= tokens).cumsum(-1)
+    return number[..., :, None] != number[..., None, :]
 
 
 def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, str, str, str]]:
@@ -321,26 +371,19 @@ def _other_windows(band: Band, keys: int) -> Iterator[float]:
     yield from (size for size in sizes if 1 <= size < keys)
 
 
-def _window_instead(band: Band, own: int, padded: bool, keys: int, size: float) -> Mistake[Masked]:
-    """Return the mistake of a window of ``size`` keys before a query's own; on both sides if later keys are seen."""
-    right = _moved_by(band, -own)
-    left = min(max(round(size), 1), keys)
-    other = _moved_by(Band(left, 0 if right.right == 0 else left), own)
-    repair = f"{_right_window(right)}; in the port, it sees {left}"
-    return _mask_mistake("window", f"window of {left}", repair, band_instead(other, padded))
-
-
 def _right_window(band: Band) -> str:
     left, right = (-1 if math.isinf(side) else f"{side:g}" for side in (band.left, band.right))
     return f"give TE window_size=({left}, {right}), the number of keys that a query sees before and after its own"
 
 
-def band_instead(band: Band, padded: bool) -> Bias:
-    """Return a bias that hides what a band does, and padding if there is some."""
+def band_instead(seen: Seen) -> Bias:
+    """Return a bias that hides what a band does, and the padding and the other sequences of the mask itself."""
 
     def hidden(bias: Tensor) -> Tensor:
-        of_band = _hidden_by(band, bias)
-        return of_band | _padding(bias) if padded else of_band
+        assert seen.band is not None
+        of_band = _hidden_by(seen.band, bias)
+        of_band = of_band | _padding(bias) if seen.padded else of_band
+        return of_band | _apart(hidden_keys(bias)) if seen.of_sequences else of_band
 
     return _hiding(hidden)
 
@@ -352,9 +395,9 @@ def _hidden_by(band: Band, like: Tensor) -> Tensor:
 def _with_padding_seen(bias: Tensor) -> Tensor:
     """Show padded keys to the queries whose band they are in, or to all if the others are no band."""
     hidden = hidden_keys(bias)
-    band, _ = band_of(hidden)
-    if band is not None:
-        return band_instead(band, padded=False)(bias)
+    seen = seen_in(hidden)
+    if seen.band is not None and not seen.of_sequences:
+        return band_instead(replace(seen, padded=False))(bias)
     return without_hiding(bias).masked_fill(hidden & ~_padding(bias), HIDDEN)
 
 
@@ -364,9 +407,7 @@ def _beyond(like: Tensor, length: Tensor) -> Tensor:
     return (queries[:, None] >= length) | (keys >= length)
 
 
-def _sparing(band: Band, padded: bool) -> Bias:
-    instead = band_instead(band, padded)
-
+def _sparing(instead: Bias) -> Bias:
     def sparing(bias: Tensor) -> Tensor:
         changed = instead(bias)
         return torch.where(hidden_keys(changed).all(-1, keepdim=True), bias, changed)
@@ -405,7 +446,8 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; at most ``HIDDEN`` where a key is hidden.
     """
     hidden = hidden_keys(bias)
-    if band_of(hidden)[0] is not None or not bool(hidden.any()):
+    seen = seen_in(hidden)
+    if (seen.band is not None and not seen.of_sequences) or not bool(hidden.any()):
         return
     right = 'give TE the reference\'s mask, attn_mask_type="arbitrary" and attention_mask (True means hidden)'
     alone = f"{right}; the port has the causal one alone"
@@ -413,10 +455,20 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
     lengths = lengths_of(hidden)
     if lengths is not None:
         yield from _other_segments(lengths, bool((hidden | ~_future(hidden)).all()))
+    elif seen.of_sequences:
+        across = f"{right}; the port has one sequence, across all borders"
+        yield _mask_mistake("mask", "one sequence, across all borders", across, _hiding(_across_borders))
     if bool(_padded_before(hidden).any()):
         name = "padding before sequences taken for padding after them"
         after = f"{right}; the port takes padding to follow a sequence, and counts as many tokens from the first"
         yield _mask_mistake("padding-mask", name, after, _hiding(_as_padded_after))
+
+
+def _across_borders(bias: Tensor) -> Tensor:
+    """Return what is hidden if all sequences are one; what each query sees of its own, and padding, stay."""
+    hidden = hidden_keys(bias)
+    seen = seen_in(hidden)
+    return _hidden_by(seen.band, bias) | _padding(bias) if seen.of_sequences and seen.band else hidden
 
 
 def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake[Masked]]:

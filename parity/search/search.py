@@ -94,6 +94,7 @@ AS_WELL = 1.02
 _FAR_BETTER = 1.1  # a fitted constant comes before a known one only if that leaves so many times as much
 _DIGITS = 3  # partial explanations do the same if the shares of the error that they leave agree in so many digits
 _LARGEST = {"norm-eps": 0.1}  # the largest number that people write for a mistake with this title
+_WHOLE = ("window",)  # titles of mistakes whose number a search rounds to a whole one
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
 _BY_A_CONSTANT = 0.01  # the same if its constant was fitted: the best eps or factor takes some of almost any error
 _OF_MOST_ROWS = 0.3  # the same for a row's error on average
@@ -296,7 +297,8 @@ def is_unusual(one: Hypothesis) -> bool:
     """Return whether a mistake is about a number that was looked for, and is one that people hardly write there."""
     if one.tuned is None or one.value is None:
         return False
-    return not is_written(one.value) or one.value > _LARGEST.get(one.title, math.inf)
+    value = round(one.value) if one.title in _WHOLE else one.value
+    return not is_written(value) or value > _LARGEST.get(one.title, math.inf)
 
 
 def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:

@@ -152,7 +152,6 @@ def packed(lengths, mask="padding_causal"):
     ("call", "title", "phrase"),
     [
         (packed(LENGTHS), "passed", ""),
-        (packed(LENGTHS, "padding"), "mask", "sequences that are not causal."),
         (packed((8, 11, 3, 10)), "mask", "sequence 1 beginning at 8."),
         (packed((19, 3, 10)), "mask", "no border before sequence 1."),
         (packed((12, 10, 7, 3)), "mask", "the sequences' lengths longest first."),
@@ -162,6 +161,45 @@ def test_packed_sequences_of_other_lengths_are_told(call, title, phrase):
     result = masked(Reference(PACKED), call)
     tells_only(result, title, phrase)
     assert result.passed or "cu_seqlens=[0, 7, 19, 22, 32]" in result.findings[0].message
+
+
+def test_packed_sequences_that_are_not_causal_are_told():
+    result = masked(Reference(PACKED), packed(LENGTHS, "padding"))
+    tells_only(result, "mask", 'give TE attn_mask_type="causal" (or "padding_causal"); later keys are attended to.')
+
+
+# Documents of their own lengths in each row of the batch, the first of which ends with padding, under a band.
+
+
+DOCUMENTS = torch.stack((SEGMENT, torch.arange(SEQ) // 13))
+SAME = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None])[:, None]
+PADDED = torch.stack((torch.arange(SEQ) >= SEQ - 4, torch.zeros(SEQ, dtype=torch.bool)))[:, None, None]
+LOCAL = SAME & (DISTANCE.abs() <= 4)
+
+
+def arbitrary(visible: Tensor) -> dict[str, Any]:
+    """Return what gives TE's attention a mask that shows these keys."""
+    return dict(attn_mask_type="arbitrary", call=lambda core, *heads: core(*heads, attention_mask=~visible))
+
+
+@pytest.mark.parametrize("padding", [torch.zeros_like(PADDED), PADDED], ids=["whole", "padded"])
+@in_turn(
+    ("right", "port", "title", "phrase"),
+    [
+        (LOCAL, LOCAL, "passed", ""),
+        (LOCAL, SAME, "window", "window_size=(4, 4), the number of keys that a query sees before and after its own; "),
+        (LOCAL, SAME & (DISTANCE.abs() <= 6), "window", "in the port, it sees 6."),
+        (LOCAL, LOCAL & CAUSAL, "window", "in the port, it sees none after its own."),
+        (LOCAL, DISTANCE.abs() <= 4, "mask", "the port has one sequence, across all borders."),
+        (SAME & CAUSAL, CAUSAL, "mask", ""),
+        (SAME & CAUSAL, SAME, "mask", "later keys are attended to."),
+        (SAME & CAUSAL, SAME & CAUSAL & (DISTANCE >= -5), "window", "in the port, it sees 5."),
+        (SAME, SAME & CAUSAL, "mask", "its layers hide later keys by default."),
+    ],
+)
+def test_another_band_is_told_within_documents(right, port, title, phrase, precision, padding):
+    result = masked(Reference(right & ~padding), precision=precision, **arbitrary(port & ~padding))
+    tells_only(result, title, phrase)
 
 
 @pytest.mark.parametrize("chunk", [4, 7, 9, 16])
