@@ -38,19 +38,20 @@ from parity.user_error import UserError
 if TYPE_CHECKING:
     from parity.te import Kernels, Precision
 
-# Inputs of a jittered pass in FP32, with the noise of anything that is stored in FP32.
+# Noise on the FP32 inputs of a jittered pass, as large as that on any tensor that is stored in FP32.
 #
-# A norm of the inputs rounds their mean and its root to FP32 before it stores anything, and another order of sums
-# changes both. If the mean outweighs what varies, one such rounding decides a whole row.
+# A norm rounds the mean and the root that it computes of its inputs to FP32 before it stores anything, and both depend
+# on the order of the sums. If the mean is much larger than the deviations from it, one such rounding changes a whole
+# row.
 
 
 _STEP = torch.finfo(torch.float32).eps
 
 
 def jittered(inputs: Any, rounding: Rounding, freedom: Freedom) -> Any:
-    """Return inputs, or cotangents, in FP32 with noise of up to two roundoffs; unchanged in a pass without jitter.
+    """Return FP32 inputs or cotangents with noise of up to two roundoffs, or unchanged in a pass without jitter.
 
-    Whole numbers stay, since floating-point flags and positions are compared with them.
+    Whole numbers stay exact, because code compares floating-point flags and positions with them.
     """
     if freedom.jitter is None or rounding.storage is not torch.float32:
         return inputs
@@ -65,10 +66,10 @@ def jittered(inputs: Any, rounding: Rounding, freedom: Freedom) -> Any:
     return tree_map_only(Tensor, jitter, inputs)
 
 
-# The passes that a comparison takes besides golden: the rounding model's and the candidate's, as named tensors.
+# The passes of a comparison besides golden, which are the rounding model's and the candidate's, as named tensors.
 
 
-# TE concatenates the three (``pytorch/module/layernorm_linear.py`` of 2.20.2, ``noop_cat``).
+# TE concatenates these three weights (``noop_cat`` in ``pytorch/module/layernorm_linear.py`` of 2.20.2).
 _SEPARATE_QKV = re.compile(r"(query|key|value)_weight$")
 
 Tensors = dict[tuple[Kind, str], Tensor]
@@ -76,13 +77,13 @@ Tensors = dict[tuple[Kind, str], Tensor]
 
 @dataclass
 class Recalled:
-    """Hold what successive calls of one candidate show.
+    """What calls of one candidate before and after its pass tell about the state that it keeps.
 
     Attributes:
         changed: names of the attributes that its pass changed, without those of TE's own modules.
-        before: its outputs on other inputs of the user's, in a call before the pass; empty if probing inputs follow the
+        before: its outputs on other inputs of the pair, in a call before the pass; empty if probing inputs follow the
             pass, or scales come from earlier passes.
-        after: its outputs on these inputs, in a call after the pass; empty if ``before`` is.
+        after: its outputs on the same other inputs, in a call after the pass; empty if ``before`` is.
     """
 
     changed: list[str] = field(default_factory=list)
@@ -99,12 +100,12 @@ def tensors_of(ran: Pass) -> Tensors:
 
 
 def golden_tensors(prepared: Prepared) -> Tensors:
-    """Return golden, on the inputs and on the probing inputs."""
+    """Return the golden tensors on the inputs and on the probing inputs."""
     return tensors_of(prepared.golden) | _probed(prepared.probed)
 
 
 def golden_truths(prepared: Prepared) -> dict[tuple[Kind, str], Truth]:
-    """Golden as it is judged against; kept for the next precision."""
+    """Return the golden tensors in the form that judging needs, kept for the next precision."""
     return prepared.cache.get(
         "truths",
         lambda: {key: Truth(tensor) for key, tensor in golden_tensors(prepared).items()},
@@ -117,7 +118,10 @@ def _probed(outputs: dict[str, Tensor]) -> Tensors:
 
 
 def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> Tensors:
-    """Return what ``run_model`` does, kept for the next precision: FP8 recipes with one scale a tensor round alike."""
+    """Return the tensors of ``run_model``, kept because another precision may round alike.
+
+    FP8 recipes with one scale per tensor do.
+    """
 
     def run_and_chosen() -> tuple[Tensors, Chosen]:
         chosen = Chosen()
@@ -128,13 +132,13 @@ def model_tensors(prepared: Prepared, rounding: Rounding, freedom: Freedom) -> T
 
 
 def rounding_chooses(prepared: Prepared, rounding: Rounding) -> bool:
-    """Return whether a run of ``model_tensors`` with this rounding chose other numbers than a run without roundings."""
+    """Return whether a run of ``model_tensors`` with this rounding made other choices than a run without rounding."""
     runs = [chosen for _, chosen in prepared.cache.group("models", rounding).values()]
     return any(run.compared.own and not run.is_as(unrounded_choices(prepared)) for run in runs)
 
 
 def unrounded_choices(prepared: Prepared) -> Chosen:
-    """Return the choices of a run of the model without roundings; kept for the next precision."""
+    """Return the choices of a run of the model without rounding, kept for the next precision."""
 
     def exact() -> Chosen:
         chosen = Chosen()
@@ -145,16 +149,16 @@ def unrounded_choices(prepared: Prepared) -> Chosen:
 
 
 def as_returned(prepared: Prepared, candidate: Tensors) -> Prepared:
-    """Return what is prepared, together with the dtypes that a candidate is known to return."""
+    """Return ``prepared`` with the names of the outputs that a candidate returned in a wider dtype."""
     wide = (key for key, x in candidate.items() if returned_dtype(key[0], x, prepared.dtype) is not prepared.dtype)
     return dataclasses.replace(prepared, wide=frozenset(wide))
 
 
 def returned_dtype(kind: Kind, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to which a port that computes in ``dtype`` rounds a tensor last: an output's own
-    if that is wider.
+    """Return the dtype to which a port that computes in ``dtype`` rounds a tensor last.
 
-    A gradient's is autograd's or a trainer's buffer's, and says nothing of what was rounded before.
+    For an output in a wider dtype, that is its own. A gradient's dtype is the choice of autograd or of a trainer's
+    buffer, and does not tell how the gradient was rounded before.
     """
     is_wider = torch.finfo(tensor.dtype).bits > torch.finfo(dtype).bits
     return tensor.dtype if is_wider and not kind.endswith("gradient") else dtype
@@ -167,17 +171,16 @@ def run_model(
     kinks: Kinks | None = None,
     chosen: Chosen | None = None,
 ) -> Tensors:
-    """Run the reference in FP32 under the rounding model, and round its results to the dtype in which
-    the port returns them.
+    """Run the reference in FP32 under the rounding model, and round its results to the dtypes that the port returns.
 
-    ``kinks`` are those of the pass that has gradients, ``chosen`` the choices of both passes.
+    ``kinks`` belong to the pass that has gradients; ``chosen`` holds the choices of both passes.
     """
     prepared.reference.float()
     compared, probed = (chosen.compared, chosen.probed) if chosen else (None, None)
     stored = Stored()
 
     def given(tensors: Any) -> Any:
-        """Return in FP32 what is in the port's dtype."""
+        """Return tensors of the port's dtype in FP32."""
         widened = jittered(cast(tensors, torch.float32), rounding, freedom)
         if rounding.storage is prepared.dtype:
             tree_map_only(Tensor, stored.add, widened)
@@ -197,7 +200,7 @@ def run_model(
         )
     model_numbers(prepared, rounding)[freedom] = ran.numbers
     tensors = tensors_of(ran)
-    prepared.reference.zero_grad(set_to_none=True)  # the next pass would do so, and they are a model's size
+    prepared.reference.zero_grad(set_to_none=True)  # frees a model's size of memory before the next pass
     if prepared.probed:
         with under_model(prepared, rounding, freedom, choices=probed, stored=stored):
             inputs = tree_map_only(Tensor, _as_activation, given(prepared.probe))
@@ -208,13 +211,13 @@ def run_model(
 
 
 def _narrow(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient in the dtype that it was rounded to, if that holds it: all together are a model's size."""
+    """Return a gradient in the dtype that it was rounded to if that is lossless, to save memory."""
     narrow = gradient.to(dtype)
     return narrow if torch.equal(narrow.to(gradient.dtype), gradient) else gradient
 
 
 def model_numbers(prepared: Prepared, rounding: Rounding) -> dict[Freedom, dict[str, float]]:
-    """Return the Python numbers that each pass with this rounding returned, by how faithful kernels compute."""
+    """Return the Python numbers that the passes with this rounding returned, by the freedom of each pass."""
     return prepared.cache.get(("numbers", rounding), dict[Freedom, dict[str, float]])
 
 
@@ -226,11 +229,11 @@ def under_model(
     choices: Choices | None = None,
     stored: Stored | None = None,
 ) -> AbstractContextManager[Phase]:
-    """Within the context, the reference in FP32 rounds as the port's kernels do."""
+    """Make the reference in FP32 round as the port's kernels do, within the context."""
     parameters = dict(prepared.reference.named_parameters())
     plain = [parameters[name] for name in prepared.outside_te]
     together = _scaled_together(prepared.weights, parameters)
-    # Experts' weights in one tensor have an amax each.
+    # If one tensor holds the weights of several experts, each expert has an amax of its own.
     prepared.past.names = {address(one): name for name, one in parameters.items() if one.dim() == 2}
     prepared.past.held = {address(parameters[name]) for name in prepared.quantized}
     read = _weights_read(prepared, as_read(rounding, freedom.kernels))
@@ -238,7 +241,7 @@ def under_model(
 
 
 def _weights_read(prepared: Prepared, rounding: Rounding) -> OperandsRead:
-    """Return what passes with this rounding read of the weights, kept until the rounding or the weights are others."""
+    """Return the weights as passes with this rounding read them, kept until the rounding or the weights change."""
     now = rounding, tuple(parameter.data_ptr() for parameter in prepared.reference.parameters())
     return prepared.cache.group("weights read", now).get("operands", OperandsRead, lambda read: read.held)
 
@@ -253,7 +256,7 @@ def _scaled_together(weight_map: WeightMap, parameters: Mapping[str, Tensor]) ->
 
 
 def _as_activation(x: Tensor) -> Tensor:
-    """Make a tensor require a gradient, as the drawn inputs do: whatever depends on such a tensor is an activation."""
+    """Return a tensor that requires a gradient, like the drawn inputs: what depends on it counts as an activation."""
     return x.detach().requires_grad_() if x.is_floating_point() else x
 
 
@@ -273,9 +276,9 @@ def run_candidate(
 ) -> tuple[Tensors, tuple[str, ...]]:
     """Return the candidate's tensors in the reference's layout, and the TE parameters that no gradient reached.
 
-    ``change`` is called with the newly built module before it runs, ``seen`` with its pass. With ``recalled``, which is
-    filled, no module's only call is its first: where there are no probing inputs, other inputs come before the pass,
-    so that a module that keeps what it computed of these shows it. ``alone``, probing inputs get a new module.
+    ``change`` is called with the newly built module before it runs, and ``seen`` with its pass. ``recalled`` is filled
+    in. If it is given and there are no probing inputs, the module is called on other inputs before the pass, which
+    exposes a module that keeps what it computed from them. With ``alone``, probing inputs get a new module.
     """
     built = prepared.cache.take("pair", lambda: build(case, checked, seed, kernels))
     pair = with_weights(built, prepared, precision)
@@ -301,7 +304,7 @@ def run_candidate(
         return {name: output.detach().clone() for name, output in outputs.items()}
 
     def untrained() -> None:
-        """Give the module its weights again if a call has trained them, as a step of an optimizer does."""
+        """Give the module its weights again if a call has changed them, as an optimizer's step does."""
         if versions != [parameter._version for parameter in parameters.values()]:
             transfer.fill(candidate, prepared.candidate_weights)
 
@@ -338,7 +341,7 @@ def run_candidate(
 
 @contextmanager
 def _as_called(prepared: Prepared, precision: Precision, kernels: Kernels) -> Iterator[None]:
-    """Within the context, a candidate is called as its users do: under the recipe, in evaluation without a graph."""
+    """Set the recipe, and in evaluation mode switch off gradients, so that a candidate is called as its users do."""
     with torch.set_grad_enabled(not prepared.evaluation), precision.autocast(kernels):
         yield
 
@@ -349,7 +352,7 @@ _Ran = TypeVar("_Ran")
 def _settled(candidate: nn.Module, once: Callable[[], _Ran], precision: Precision) -> _Ran:
     """Return the first pass whose scales fit its own numbers.
 
-    In evaluation mode TE leaves scales as they are, which a training has left; so they settle in training mode.
+    In evaluation mode TE keeps the scales that a training left. So they settle in training mode.
     """
     if candidate.training or not precision.warmup_passes:
         return settled(once, precision.warmup_passes)
@@ -360,7 +363,7 @@ def _settled(candidate: nn.Module, once: Callable[[], _Ran], precision: Precisio
 
 
 def _other_inputs(pair: Pair, checked: CheckedSize, prepared: Prepared, seed: int, kernels: Kernels) -> Any:
-    """Return inputs that the pair draws from another stream of the seed; the same inputs again if the shapes differ."""
+    """Return inputs drawn from another random stream of the seed, or the same inputs again if the shapes differ."""
     drawn = draw_inputs(pair, checked.size, Rng(seed, "inputs of another call"))
     others = cast(on_device(drawn, kernels.device), prepared.dtype)
     alike = _shapes(others) == _shapes(prepared.inputs)
@@ -401,7 +404,7 @@ def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[
     """Return the cotangents in the candidate's dtype.
 
     Raises:
-        UserError: if the candidate's outputs are not as many or not of the shapes of the reference's.
+        UserError: if the candidate's outputs differ in number or shape from the reference's.
     """
     reference = {name: tuple(cotangent.shape) for name, cotangent in cotangents.items()}
     candidate = {name: tuple(output.shape) for name, output in outputs.items()}
@@ -415,14 +418,12 @@ def _fitting(cotangents: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[
 
 
 def _is_as(shape: tuple[int, ...], reference: tuple[int, ...]) -> bool:
-    """Return whether two shapes are the same; ``[1]`` and ``[]`` are one number, and TE returns a mean
-    loss as ``[1]``.
-    """
+    """Return whether two shapes are the same, where ``[1]`` equals ``[]`` because TE returns a mean loss as ``[1]``."""
     return shape == reference or {shape, reference} == {(), (1,)}
 
 
 def _shaped(outputs: dict[str, Tensor], golden: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a single number in the shape in which the reference returns it."""
+    """Return the outputs, with single numbers in the shape in which the reference returns them."""
     return {
         name: x.view(golden[name].shape) if name in golden and _is_as(tuple(x.shape), tuple(golden[name].shape)) else x
         for name, x in outputs.items()

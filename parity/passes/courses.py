@@ -1,7 +1,6 @@
-"""Follow whole trainings, each by itself: the reference's, without any rounding or under one, and the candidate's, in
-one way and in another.
+"""Follow whole trainings: the reference's, exact or rounded, and the candidate's, with and without a switch.
 
-No step of the former is compared with a step of another training; ``parity.training`` judges single steps.
+Each reference training runs on its own weights. ``parity.training`` compares single steps.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from parity.te.state import fresh_caches, fresh_quantization
 if TYPE_CHECKING:
     from parity.te import Kernels, Precision
 
-# Train a candidate in another way beside one that is trained without, to compare the two to the bit.
+# Train a candidate with a switch, such as CUDA graphs, and once more without it, to compare the two bit by bit.
 
 
 @dataclass(frozen=True)
 class Computed:
-    """Hold what a step computed, as digests, so that a training of many steps keeps little.
+    """The results of a step as digests, so that a long training needs little memory.
 
     Attributes:
         tensors: the loss and the gradients, by their labels.
@@ -48,7 +47,7 @@ class Computed:
     unreached: tuple[str, ...]
 
     def differs_in(self, other: Computed) -> list[str]:
-        """Return the labels of what is another, in what both have."""
+        """Return the labels of the tensors that both have and that differ."""
         tensors = [label for label, one in self.tensors.items() if other.tensors.get(label, one) != one]
         weights = [f"{name} after the step" for name, one in self.weights.items() if other.weights.get(name) != one]
         return tensors + weights
@@ -56,15 +55,15 @@ class Computed:
 
 @dataclass
 class Without:
-    """Train the candidate without what a switch adds, as often as it is asked for.
+    """The training of the candidate without the switch, which can be repeated any number of times.
 
     Attributes:
         make: builds the candidate.
-        seed: of the run.
-        attention: the attention backend that it is to take.
+        seed: the run's seed.
+        attention: the attention backend that it must use; None for TE's choice.
         steps: what each step computed.
-        notes: what is to be said of the comparison.
-        changed_before: the weights and FP8 scales that the other training has changed before its first step.
+        notes: remarks on the comparison, for the user.
+        changed_before: the weights and FP8 scales that the training with the switch changed before its first step.
     """
 
     make: Callable[[], Trainee]
@@ -76,14 +75,14 @@ class Without:
 
     @contextmanager
     def begun(self) -> Iterator[Trainee]:
-        """Within the context, hand out a new candidate in a state of TE of its own."""
+        """Hand out a new candidate, with its own state of TE within the context."""
         with fresh_caches(), fresh_quantization(), attention_backends(self.attention):
             trainee = self.make()
             trainee.settle()
             yield trainee
 
     def made(self, trainee: Trainee, number: int, batch: Prepared | Batch | None = None) -> tuple[Stepped, Computed]:
-        """Make one step, with the batch of its number unless another is given, and with that step's random numbers."""
+        """Make a step with the random numbers of its number, and with its batch unless another is given."""
         seed = mixed(self.seed, f"random numbers of step {number}")
         (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(seed)
         stepped = trainee.step(batch or trainee.batch(number))
@@ -96,13 +95,13 @@ class Without:
 
 @dataclass(frozen=True)
 class Beside:
-    """A step in the other way, beside the same step without.
+    """A step with the switch, beside the same step without it.
 
     Attributes:
-        number: of the step, from 1.
-        stepped: the step.
-        computed: what it has computed.
-        without: the training without.
+        number: the step's number, from 1.
+        stepped: the step with the switch.
+        computed: what it computed.
+        without: the training without the switch.
     """
 
     number: int
@@ -112,17 +111,17 @@ class Beside:
 
     @property
     def differing(self) -> list[str]:
-        """Return the labels of what is another than without."""
+        """Return the labels of the tensors that differ from those of the step without the switch."""
         return self.without.steps[self.number - 1].differs_in(self.computed)
 
     def made_again(
         self, change: Callable[[Trainee], Batch | None], begin: Callable[[Trainee], object] = lambda trainee: None
     ) -> Computed:
-        """Return what the step is without, if the candidate is changed before it.
+        """Return what the step without the switch computes if the candidate is changed before it.
 
         Args:
-            change: gets the candidate before the step, and may return another batch.
-            begin: gets it before the first step.
+            change: is called with the candidate before the step, and may return another batch.
+            begin: is called with it before the first step.
         """
         with self.without.begun() as trainee:
             begin(trainee)
@@ -132,7 +131,7 @@ class Beside:
 
     @property
     def is_reproducible(self) -> bool:
-        """Return whether the training without is the same to the bit if it is made again."""
+        """Return whether the training without the switch gives the same bits when it is repeated."""
         again = self.made_again(lambda trainee: None)
         return not again.differs_in(self.without.steps[self.number - 1])
 
@@ -145,15 +144,15 @@ def side_by_side(
     begin: Callable[[Trainee], object],
     words: str = "in another way",
 ) -> tuple[Trainee, Without]:
-    """Return a candidate that is trained in another way from now on, and the same training without.
+    """Return a candidate that is trained with a switch from now on, and its training without the switch.
 
-    For a graph, TE may choose another attention kernel, which rounds otherwise: cuDNN up to 9.15.0 wants keys in
-    multiples of 128 there. Then both take that kernel.
+    In a CUDA graph, TE may choose another attention kernel, which rounds differently, because cuDNN up to 9.15.0
+    requires multiples of 128 keys there. Then both trainings use that kernel.
 
     Args:
         stack: keeps TE's state and its choice of kernels as long as the candidate is trained.
-        begin: tells the candidate how it is to be trained; raises what it likes.
-        words: say how, such as "in a graph".
+        begin: switches the candidate over; may raise anything.
+        words: describe the switch in a note, such as "in a graph".
     """
     without = Without(make, seed)
     trainee, chosen = _begun(without, begin, stack)
@@ -171,7 +170,7 @@ def side_by_side(
 
 
 def _begun(without: Without, begin: Callable[[Trainee], object], stack: ExitStack) -> tuple[Trainee, list[str]]:
-    """Return a candidate to train in the other way, and which attention kernels ran as it was told to."""
+    """Return a candidate with the switch, and the attention kernels that ran while it was switched over."""
     trainee = stack.enter_context(without.begun())
     before = trainee.state
     with attention_backends(without.attention) as ran:
@@ -187,7 +186,7 @@ def _begun(without: Without, begin: Callable[[Trainee], object], stack: ExitStac
 
 
 def _train(without: Without, steps: int) -> list[str]:
-    """Keep what each step computes without, and return which attention kernels ran."""
+    """Make and keep the steps without the switch, and return the attention kernels that ran."""
     with without.begun() as trainee, attention_backends(without.attention) as ran:
         without.steps = [without.made(trainee, number)[1] for number in range(1, steps + 1)]
     return list(ran)
@@ -198,10 +197,10 @@ class Course:
     """A training from its beginning to its end.
 
     Attributes:
-        losses: of each step.
-        weights: before the first step and after each, up to 1,024 elements of each of the reference's parameters, as
-            the optimizer holds them, in FP64.
-        dtype: of the losses.
+        losses: the loss of each step.
+        weights: the weights before the first step and after each step, as the optimizer holds them, in FP64: up to
+            1,024 elements of each of the reference's parameters.
+        dtype: the dtype of the losses.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -221,11 +220,11 @@ def of_reference(
     """Return the reference's own training, from the weights with which the candidate begins.
 
     Args:
-        computed: returns the loss and the gradients of a prepared step with its number, under roundings; the optimizer
-            computes in FP32 then. By default all is in FP64.
+        computed: returns the rounded loss and gradients of a prepared step, given the step and its number; then the
+            optimizer computes in FP32. By default everything is in FP64.
 
     Raises:
-        NothingToJudge: if the loss of a step, or its gradients, are no numbers to compare with.
+        NothingToJudge: if nothing can be compared with the loss of a step or its gradients.
     """
     first = prepared_step(step_case(case, 1, None, seed), checked, precision.dtype, seed, kernels)
     module, training = copy.deepcopy(first.reference), case.build(kernels.te, checked.size).training
@@ -259,7 +258,7 @@ def of_reference(
 def of_candidate(
     case: Case, checked: CheckedSize, precision: Precision, seed: int, kernels: Kernels, steps: int
 ) -> Course:
-    """Return the candidate's training, which is made again for this."""
+    """Train the candidate once more from the beginning, and return that training."""
     first = prepared_step(step_case(case, 1, None, seed), checked, precision.dtype, seed, kernels)
     course = Course()
     with Without(lambda: Trainee(case, checked, first, precision, seed, kernels), seed).begun() as trainee:

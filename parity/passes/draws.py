@@ -1,4 +1,4 @@
-"""Draw the numbers of a comparison: weights and inputs, once for all precisions, and inputs that probe."""
+"""Draw the weights and inputs of a comparison, once for all precisions, and the probing inputs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from parity.case.case import Rng
 from parity.machine import devices
 from parity.numerics.errors import all_finite
 
-# The numbers for weights and inputs are drawn once, since each precision begins again from the same seed.
+# Draw the numbers for weights and inputs only once, although each precision starts again from the same seed.
 #
-# What a generator draws depends only on its state. So what it drew before in the same state can be copied, which takes
-# a tenth of the time or less.
+# A generator's numbers depend only on its state. So numbers that it drew from the same state before can be copied,
+# which takes a tenth of the time or less.
 
 
 # Drawing fewer elements takes no longer than looking them up.
 _FEWEST = 4096
-# Bytes beyond which a tensor is drawn again: in far less time than a pass multiplies by it, and keeping it would cost a
-# large model its weights' memory once more for each module that draws them.
+# A tensor of more bytes is drawn again. That takes far less time than a pass through it, and keeping it would cost a
+# large model the memory of its weights once more for each module that draws them.
 _LARGEST = 2**24
-# What ``nn.init`` and inputs are drawn with.
+# The operations that ``nn.init`` and inputs draw with.
 _FILLING = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 # Bytes that may be kept if the system does not say how many are free.
 _MOST = 2**28
 
 
 class Draws:
-    """Tensors that a CPU's generator filled, by its state before."""
+    """Tensors that a CPU generator filled, by the generator's state before."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, tuple[Tensor, Tensor]] = {}  # the values, and the state after
@@ -45,11 +45,11 @@ class Draws:
         self._left = _MOST if free is None else devices.share_to_keep(free)
 
     def repeated(self) -> AbstractContextManager[object]:
-        """Within the context, fill tensors with what was drawn before; draw and keep what was not."""
+        """Fill tensors with numbers that were drawn before, within the context; draw and keep any others."""
         return _Repeating(self)
 
     def fill(self, draw: Callable[..., Tensor], tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """Fill a tensor as ``draw(tensor, *args, **kwargs)`` does, which is ATen's ``normal_`` or ``uniform_``."""
+        """Fill a tensor as ``draw(tensor, *args, **kwargs)`` does; ``draw`` is ATen's ``normal_`` or ``uniform_``."""
         numbers = {name: value for name, value in kwargs.items() if name != "generator"}
         if not _is_repeatable(tensor, (*args, *numbers.values())):
             return draw(tensor, *args, **kwargs)
@@ -81,7 +81,7 @@ class _Repeating(TorchDispatchMode):
 
 
 def _is_repeatable(tensor: Tensor, arguments: Sequence[Any]) -> bool:
-    """Return whether what fills a tensor depends only on a CPU's generator and numbers, and takes some time."""
+    """Return whether a fill depends only on a CPU generator and numbers, and takes long enough to be worth keeping."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
     return is_plain and tensor.numel() >= _FEWEST and not any(isinstance(x, Tensor) for x in arguments)
 
@@ -90,7 +90,7 @@ _KEPT: dict[tuple[Hashable, ...], Draws] = {}
 
 
 def draws_of(subject: Hashable, *details: Hashable) -> Draws:
-    """Return the draws of a subject with these details, kept until another subject's are asked for."""
+    """Return the draws of a subject with these details, kept until those of another subject are requested."""
     if any(kept[0] != subject for kept in _KEPT):
         _KEPT.clear()
     key = subject, *details
@@ -100,16 +100,16 @@ def draws_of(subject: Hashable, *details: Hashable) -> Draws:
 
 
 def forget_draws() -> None:
-    """Let go of all draws."""
+    """Drop all draws."""
     _KEPT.clear()
 
 
-# Inputs that expose the mistakes that Gaussian inputs hide.
+# Probing inputs, which expose mistakes that Gaussian inputs hide.
 #
-# Gaussian rows all have about the same variance, far above any eps, a mean near zero, and no outliers. A probe is the
-# drawn inputs with other rows: of every magnitude from 1e-5 up, so that each eps shows in some of them; a third of them
-# far from zero, to show a mean that is not subtracted, and statistics in low precision; a third with a single large
-# value, to show clamps, quantization and the tails of activations.
+# Gaussian rows all have about the same variance, far above any eps, a mean near zero, and no outliers. A probe changes
+# the rows of the drawn inputs. Their magnitudes go from 1e-5 up, so that each eps shows in some rows. A third of the
+# rows is far from zero, to expose a mean that is not subtracted and statistics in low precision. Another third has a
+# single large value, to expose clamps, quantization and the tails of activations.
 
 
 SMALLEST, LARGEST = 1e-5, 4.0
@@ -121,11 +121,11 @@ def probe(inputs: Any, rng: Rng) -> Any:
     """Return the inputs with uneven rows.
 
     Args:
-        inputs: as a pair's ``inputs`` returns them. Floating-point tensors of two or more dimensions whose elements are
-            all finite change, anything else stays. A row that holds one number throughout, such as padding, stays as
-            well, unless it becomes a single value: far from zero, its norm would compute what rounding left, see
+        inputs: as a pair's ``inputs`` returns them. Only finite floating-point tensors of two or more dimensions
+            change. A row that holds one number throughout, such as padding, stays as well, unless it becomes a row
+            with a single value: if it were shifted far from zero, its norm would only amplify rounding errors, see
             ``parity.search.explanation``.
-        rng: draws which row becomes what.
+        rng: chooses which row is changed in which way.
     """
     return tree_map_only(Tensor, lambda x: _uneven(x, rng) if _is_activation(x) else x, inputs)
 
@@ -159,12 +159,11 @@ def _uneven(x: Tensor, rng: Rng) -> Tensor:
     return rows.reshape(x.shape)
 
 
-# Rows of every magnitude for modules that begin with a table: the probing inputs for ids.
+# Rows of every magnitude for modules that begin with an embedding table, whose inputs are ids.
 #
-# A token's row is as large as it is in the table, far above any eps. Within ``ScaledLookups`` each id's row is
-# multiplied by a power of two of its own, and rounded to the precision's dtype, in which small numbers have fewer
-# digits. A port looks up what the reference does, so both get the same rows; a port that looks up something else is not
-# probed.
+# A row from a table is far above any eps. Within ``ScaledLookups`` each id's row is multiplied by a power of two that
+# depends on the id, and rounded to the precision's dtype, in which small numbers have fewer digits. A port looks up the
+# same ids as the reference, so both get the same rows. A port that looks up other ids is not probed.
 
 
 _SMALLEST = round(math.log2(SMALLEST))
@@ -178,14 +177,15 @@ Lookups = Counter[tuple[int, ...]]
 
 
 class ScaledLookups(TorchFunctionMode):
-    """Within the context, the rows of tables are scaled.
+    """Scale the rows that are looked up in embedding tables, within the context.
 
     Args:
-        dtype: the precision's.
-        in_parts: whether ids count one by one, since the port may look them up token by token.
+        dtype: the precision's dtype.
+        in_parts: whether to count single ids instead of whole tensors of them, because the port may look them up token
+            by token.
 
     Attributes:
-        seen: how often which ids were looked up.
+        seen: how often each id, or each tensor of ids, was looked up.
     """
 
     def __init__(self, dtype: torch.dtype, in_parts: bool = False) -> None:
@@ -194,7 +194,7 @@ class ScaledLookups(TorchFunctionMode):
         self.seen: Lookups = Counter()
 
     def around(self, call: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return a call of a module, as in ``parity.Pair``, within this context; it forgets what was seen before."""
+        """Return a call of a module, as in ``parity.Pair``, that runs within this context and resets ``seen`` first."""
 
         def scaled(module: Any, *args: Any, **kwargs: Any) -> Any:
             self.seen.clear()
@@ -207,11 +207,11 @@ class ScaledLookups(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _IDS:
             ids = args[_IDS[func]] if len(args) > _IDS[func] else (kwargs or {})[_NAMES[func]]
-            with torch._C.DisableTorchFunction():  # a trace of the module has no call of ours
+            with torch._C.DisableTorchFunction():  # keeps these calls out of a trace of the module
                 self.seen.update(((int(one),) for one in ids.flatten()) if self._in_parts else [_signature(ids)])
                 scaled = result * _factors(ids).to(result.dtype).unsqueeze(-1)
                 rounding = scaled.detach().to(self._dtype).to(result.dtype) - scaled.detach()  # no gradient is rounded
-                result.copy_(scaled + rounding)  # in place, so that the trace knows where it comes from
+                result.copy_(scaled + rounding)  # in place, so that the trace knows which call returned it
         return result
 
 
@@ -220,7 +220,7 @@ _NAMES = {F.embedding: "input", torch.embedding: "indices"}
 
 
 def is_lookup(function: Any) -> bool:
-    """Return whether it is one of the functions whose rows ``ScaledLookups`` scales."""
+    """Return whether a function is one whose results ``ScaledLookups`` scales."""
     return function in _IDS
 
 
@@ -229,7 +229,7 @@ def _factors(ids: Tensor) -> Tensor:
 
 
 def _signature(ids: Tensor) -> tuple[int, ...]:
-    """Return a signature of ids that stays the same in another order only if batch and sequence are exchanged."""
+    """Return a signature of ids that depends on their order, but not on whether batch or sequence comes first."""
     return tuple(sorted({_checksum(ids), _checksum(ids.mT) if ids.dim() > 1 else _checksum(ids)}))
 
 

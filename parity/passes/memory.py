@@ -1,6 +1,4 @@
-"""Estimate how much memory a comparison needs, as far as that is known before it runs, and give back
-what is not used.
-"""
+"""Estimate how much memory a comparison needs before it runs, and release memory that is no longer used."""
 
 from __future__ import annotations
 
@@ -23,18 +21,20 @@ from parity.trace.effects import undisturbed
 from parity.user_error import INTERRUPTS
 
 # FP64 elements at the peak: for each weight (golden, its gradients, the models', the candidate's, the directions of
-# mistakes), for each element that the reference saves for its backward pass, and for each of inputs and outputs. Fitted
-# to the peak resident memory of comparisons on the CPU kernels, which was 0.55 (an MLP) to 1.3 times (attention) what
-# this predicts: good enough to tell large cases from small ones, but no promise that one fits. A Llama layer of weights
-# that are large took 33 bytes a parameter in BF16, and 37 in FP8 with current scaling (``benchmarks/memory.py``).
+# mistakes), for each element that the reference saves for its backward pass, and for each element of inputs and
+# outputs. They were fitted to the peak resident memory of comparisons on the CPU kernels, which was 0.55 (an MLP) to
+# 1.3 times (attention) the prediction. That is good enough to tell large cases from small ones, but no guarantee that a
+# case fits. A Llama layer with large weights took 33 bytes per parameter in BF16, and 37 in FP8 with current scaling
+# (``benchmarks/memory.py``).
 _WEIGHT_COPIES, _LARGE_WEIGHT_COPIES, _SAVED_COPIES, _INPUT_COPIES = 15, 5, 6, 11
 
 
 @lru_cache(maxsize=64)
 def estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int | None:
-    """Return about how many bytes a comparison needs at its peak; None if the reference does not run without values.
+    """Return about how many bytes a comparison needs at its peak, or None if the reference cannot run without values.
 
-    The reference runs forward on the meta device, in FP64, which tells which tensors it saves without allocating any.
+    The reference's forward pass runs in FP64 on the meta device, which shows the tensors that it saves without
+    allocating any.
     """
     try:
         with undisturbed(), without_memory():
@@ -70,12 +70,12 @@ def _estimate(case: Case, checked: CheckedSize, te: ModuleType) -> int:
 
 
 def _copies(parameter: Tensor) -> int:
-    """Return how many FP64 copies of a weight there are at the peak; of large ones less is kept."""
+    """Return how many FP64 copies of a weight there are at the peak: fewer for large weights."""
     return _LARGE_WEIGHT_COPIES if parameter.nbytes > LARGE else _WEIGHT_COPIES
 
 
 def release() -> None:
-    """Give back what this process keeps only for speed: for the next comparison, and in PyTorch's cache."""
+    """Release the memory that this process keeps only for speed, here and in PyTorch's cache."""
     forget()
     gc.collect()
     process.give_back()

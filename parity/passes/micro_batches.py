@@ -1,9 +1,8 @@
-"""Split the batch of a training step into micro-batches whose losses add up to that of the whole batch, and tell by
-how much each that a port has made counts.
+"""Split the batch of a training step into micro-batches, and find the weight that a port gave each of its own.
 
-Whether a loss is a sum over a batch or a mean, of tokens that count or of all, only its reference knows. So the
-reference tells: in FP64, the gradient of the whole batch must be a weighted sum of the gradients of its micro-batches,
-and the weights are what a port has to multiply their losses by.
+A loss may be a sum or a mean, over all tokens or over some. The reference shows which: in FP64, the gradient of the
+whole batch must be a weighted sum of the gradients of its micro-batches. These weights, called shares here, are the
+factors by which a port must multiply the losses of its micro-batches.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from parity.passes.prepare import Prepared, cast
 from parity.user_error import UserError
 
 MOST = 4
-# In FP64, sums in another order differ by far less, and losses that depend on the whole batch by far more.
+# In FP64, the order of sums changes a result by far less, and a loss that depends on the whole batch by far more.
 _EXACT = 1e-9
 
 
 def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
-    """Return what splits the inputs of a prepared step, or copies of these, into up to four micro-batches.
+    """Return a function that splits the inputs of a prepared step, or copies of them, into up to four micro-batches.
 
-    They are split along their first dimension, or the second one if that fits: all tensors that are as long there as
-    the first tensor is.
+    It splits along the first dimension, or along the second if only that works. All tensors that are as long there as
+    the first tensor are split.
 
     Raises:
         UserError: if the reference's loss is not a weighted sum of its micro-batches' losses.
@@ -60,8 +59,9 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
 
 
 def buffers_read(prepared: Prepared) -> list[str]:
-    """Return the buffers that the reference's forward pass changes, if another pass after it computes something else:
-    then calls of one step depend on each other.
+    """Return the buffers that the reference's forward pass changes and reads; none if the next pass is the same.
+
+    If there are any, the calls of one step depend on each other.
     """
     moved = prepared.golden.buffers
     if not moved:
@@ -91,7 +91,7 @@ def _parts(inputs: Any, dim: int, size: int) -> list[Any]:
 
 
 def _shares(prepared: Prepared, parts: Sequence[Any]) -> list[float] | None:
-    """Return by what the losses of these parts are multiplied; None if they do not add up to that of the whole."""
+    """Return the factors with which the losses of these parts add up to the whole loss, or None if there are none."""
     columns = []
     for part in parts:
         ran = _golden(prepared, part)
@@ -102,7 +102,7 @@ def _shares(prepared: Prepared, parts: Sequence[Any]) -> list[float] | None:
 
 
 def _golden(prepared: Prepared, inputs: Any, cotangents: Mapping[str, Tensor] | None = None) -> Pass | None:
-    """Return the reference's pass in FP64; None if it does not take these inputs, some of which may not fit."""
+    """Return the reference's pass in FP64, or None if it cannot run on these inputs, which may not fit together."""
 
     def flowing(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: (cotangents or {})[name].double() for name in outputs}
@@ -121,7 +121,7 @@ def _golden(prepared: Prepared, inputs: Any, cotangents: Mapping[str, Tensor] | 
 
 
 def _exact_shares(parts: Tensor, whole: Tensor) -> list[float] | None:
-    """Return by how much each column counts in the whole; None if no shares of them make it."""
+    """Return the share of each column in the whole, or None if no weighted sum of the columns gives the whole."""
     shares = torch.linalg.lstsq(parts, whole[:, None]).solution
     off = (parts @ shares)[:, 0] - whole
     if not bool(off.norm() <= _EXACT * whole.norm()):
@@ -134,17 +134,18 @@ def _flat(ran: Pass) -> Tensor:
     return torch.cat([x.reshape(-1) for x in (*ran.outputs.values(), *ran.weight_gradients.values())]).double()
 
 
-# A port's own micro-batches, looked at after they have been made.
+# The shares of a port's own micro-batches, found after its step.
 
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """Hold by how much each of a port's micro-batches counts in its gradients.
+    """The share that each of a port's micro-batches has in its gradients.
 
     Attributes:
-        made: what the candidate's gradients come nearest to, by least squares.
-        right: what makes the gradients of the whole batch; None if nothing does, as where a part of it is left out.
-        off: how far the candidate's gradients are from those by ``made``, in relation to these, by name.
+        made: the shares that fit the candidate's gradients best, by least squares.
+        right: the shares that give the gradients of the whole batch; None if none do, for example because a part of the
+            batch is left out.
+        off: the relative distance of the candidate's gradients from those that ``made`` gives, by name.
     """
 
     made: list[float]
@@ -152,8 +153,8 @@ class Made:
     off: dict[str, float]
 
 
-_FEW = 4096  # elements of each gradient by which shares are told
-# TE's modules are told by this argument whether to quantize their weights again; no reference takes it.
+_FEW = 4096  # elements of each gradient that shares are fitted to
+# This argument tells TE's modules whether to quantize their weights again; no reference takes it.
 _OF_TE = "is_first_microbatch"
 
 
@@ -163,16 +164,18 @@ def shares_made(
     gradients: Mapping[str, Tensor],
     cotangents: Sequence[Mapping[str, Tensor] | None] = (),
 ) -> Made | None:
-    """Return by how much each of a step's calls counts in its weight gradients.
+    """Return the share that each of a step's calls has in its weight gradients.
 
     Args:
         prepared: the step, with the whole batch.
         calls: the arguments of each call of the candidate in the step.
-        gradients: the candidate's, by the reference's names.
-        cotangents: what flows back from the outputs of each call, by name; none if it is a loss.
+        gradients: the candidate's weight gradients, by the reference's names.
+        cotangents: the gradients with respect to the outputs of each call, by name; None for a call that returns a
+            loss.
 
     Returns:
-        None if there is only one call, if the reference cannot be called so, or if two calls have the same gradients.
+        None if there is only one call, if the reference cannot take these arguments, or if the gradients of the calls
+        are linearly dependent.
     """
     if len(calls) < 2:
         return None

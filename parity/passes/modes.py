@@ -1,9 +1,9 @@
-"""Leave PyTorch's modes that a comparison must not inherit from the code around it.
+"""Leave the modes of PyTorch that a comparison must not inherit from the code around it.
 
-Under ``torch.no_grad()`` every gradient would be 0 in all passes, and so agree. Under ``torch.autocast`` the rounding
-model would round like BF16 at each precision, and take that for the error that a port must have. The same would happen
-with TF32 or BF16 if plain FP32 products use it (``torch.set_float32_matmul_precision("high")``, or a vendor's
-``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``). And on a CPU, what is left to PyTorch sums as on a GPU.
+Under ``torch.no_grad()`` every gradient would be 0 in all passes, so that all would agree. Under ``torch.autocast`` the
+rounding model would round like BF16 at every precision, and expect such an error of the port. The same would happen if
+plain FP32 products used TF32 or BF16 (``torch.set_float32_matmul_precision("high")``, or a vendor's
+``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE``). This file also makes PyTorch's CPU kernels sum in FP32, as its GPU kernels do.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from parity.trace.effects import FP32_SETTINGS, fp32_setting, has_fp32_settings,
 from parity.trace.private_functions import EMBEDDING, LAYER_NORM, exchanged
 
 _FP32 = "ieee"
-# How ``torch.set_float32_matmul_precision`` sets CUDA's and oneDNN's products.
+# The settings of CUDA's and oneDNN's products that each ``torch.set_float32_matmul_precision`` makes.
 _PRODUCTS = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
 
 
 @contextmanager
 def usual_modes() -> Iterator[None]:
-    """Within the context, gradients are recorded, nothing is cast automatically, and FP32 is FP32."""
+    """Record gradients, cast nothing automatically, and compute FP32 in true FP32 within the context."""
     with ExitStack() as modes:
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.enable_grad())
@@ -40,7 +40,7 @@ def usual_modes() -> Iterator[None]:
 
 @contextmanager
 def _true_fp32() -> Iterator[None]:
-    """Within the context, PyTorch computes products, convolutions and recurrent layers of FP32 tensors in FP32."""
+    """Make PyTorch compute FP32 products, convolutions and recurrent layers in true FP32 within the context."""
     settings = {place: fp32_setting(place) for place in FP32_SETTINGS} if has_fp32_settings() else {}
     matmul, cudnn = _matmul_precision(), _cudnn_allows_tf32()
     try:
@@ -53,15 +53,16 @@ def _true_fp32() -> Iterator[None]:
         torch.set_float32_matmul_precision(matmul)
         torch.backends.cudnn.allow_tf32 = cudnn
         for place, setting in settings.items():
-            # A setting equal to those above it goes back to following them: PyTorch does not tell the two apart.
+            # A setting that equals its parent's follows the parent again, because PyTorch cannot tell the two apart.
             set_fp32(place, "none")
             if fp32_setting(place) != setting:
                 set_fp32(place, setting)
 
 
 def _matmul_precision() -> str:
-    """Return ``torch.get_float32_matmul_precision()``; it raises if the settings contradict it, so they
-    are made to fit.
+    """Return ``torch.get_float32_matmul_precision()``.
+
+    That raises if newer settings contradict it, so this tries the settings of each precision until it does not.
     """
     if not has_fp32_settings():
         return torch.get_float32_matmul_precision()
@@ -77,7 +78,7 @@ def _matmul_precision() -> str:
 
 
 def _cudnn_allows_tf32() -> bool:
-    """Return ``torch.backends.cudnn.allow_tf32``, which raises likewise."""
+    """Return ``torch.backends.cudnn.allow_tf32``, which also raises if settings contradict it."""
     if not has_fp32_settings():
         return bool(torch.backends.cudnn.allow_tf32)
     for operation in ("conv", "rnn"):
@@ -88,10 +89,10 @@ def _cudnn_allows_tf32() -> bool:
         return False
 
 
-# Sum in FP32, as CUDA does, where PyTorch's kernels for CPUs sum in 16 bits. A port leaves layer norms and embeddings
-# to PyTorch. Its CPU kernels sum the gradients of a layer norm's weight and bias, and those of an embedding's rows, in
-# the tensors' dtype: in BF16, the former are 8 % off after 4,096 tokens, and 25 % after 16,384 (PyTorch 2.13), which
-# would hide mistakes of that size. No GPU makes such an error, since its kernels sum in FP32 and round once
+# Sum in FP32, as CUDA does, where PyTorch's CPU kernels sum in 16 bits. A port may leave layer norms and embeddings to
+# PyTorch. Its CPU kernels sum the gradients of a layer norm's weight and bias, and those of an embedding's rows, in the
+# tensors' dtype: in BF16, the former are 8 % off after 4,096 tokens, and 25 % after 16,384 (PyTorch 2.13), which would
+# hide mistakes of that size. No GPU makes such an error, because its kernels sum in FP32 and round once
 # (``acc_type`` in PyTorch's ``layer_norm_kernel.cu`` and ``EmbeddingBackwardKernel.cu``).
 
 
@@ -100,9 +101,10 @@ _SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def sums_in_fp32() -> Iterator[None]:
-    """Within the context, PyTorch's layer norms and embeddings of 16-bit CPU tensors compute in FP32 and round at last.
+    """Make PyTorch's layer norms and embeddings of 16-bit CPU tensors compute in FP32 and round once, at the end.
 
-    Results are those of CUDA's kernels but for the order of sums; gradients as well, whenever they are computed.
+    Apart from the order of sums, the results are those of CUDA's kernels. So are the gradients, even if they are
+    computed after the context.
     """
     with exchanged(LAYER_NORM, _in_fp32), exchanged(EMBEDDING, _in_fp32):
         yield
@@ -117,7 +119,7 @@ def _in_fp32(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tens
 
 
 def _dtype_on_cpu(args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the 16-bit dtype of the first floating-point tensor if all are on the CPU; else None."""
+    """Return the dtype of the first floating-point tensor, or None if it is not 16-bit or any is not on the CPU."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     dtype = next((x.dtype for x in tensors if x.is_floating_point()), None)
     return dtype if dtype in _SIXTEEN_BIT and all(x.device.type == "cpu" for x in tensors) else None

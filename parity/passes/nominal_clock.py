@@ -1,8 +1,8 @@
-"""Count time on a nominal machine: what passes of a reference would take there, counted and not measured.
+"""Count the time that passes of a reference would take on a nominal machine, without measuring any.
 
-If a real clock ended the search for a cause, a slower or busier machine would find less than a fast one. So the search
-ends by what it has computed, which is the same everywhere. A limit of real time, for those who wait, may end it
-earlier; then it says so.
+If a real clock ended the search for a cause, a slow or busy machine would find less than a fast one. So the amount of
+computation ends the search, which is the same everywhere. A limit of real time may end it earlier, for users who do not
+want to wait; then the result says so.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# The nominal machine is a core of a server's CPU that runs PyTorch in FP64 (an AMD EPYC, torch 2.13.0, least squares
-# over 1,131 references); the time of an operation includes watching and changing it.
+# The nominal machine is one core of a server CPU that runs PyTorch in FP64 (an AMD EPYC, torch 2.13.0, least squares
+# over 1,131 references). The time of an operation includes recording and changing it.
 _SECONDS_AN_OPERATION = 10e-6
 _SECONDS_A_FLOP = 20e-12
 _SECONDS_AN_ELEMENT = 2e-9
@@ -33,12 +33,12 @@ _PRODUCTS = {_ATEN.mm: 0, _ATEN.bmm: 0, _ATEN.addmm: 1, _ATEN.baddbmm: 1}
 
 @dataclass(frozen=True)
 class Work:
-    """Hold what is computed.
+    """An amount of computation.
 
     Attributes:
-        operations: PyTorch's operations, as its dispatcher sees them.
-        flops: those of matrix products and convolutions.
-        elements: those of all results but views.
+        operations: how many operations PyTorch's dispatcher sees.
+        flops: the FLOPs of matrix products and convolutions.
+        elements: how many elements the results have together, without views.
     """
 
     operations: int = 0
@@ -46,24 +46,24 @@ class Work:
     elements: int = 0
 
     def seconds(self, share: float = 1.0) -> float:
-        """Return its time on the nominal machine, for this share of the batch."""
+        """Return the time that the work takes on the nominal machine, for this share of the batch."""
         of_all = _SECONDS_A_FLOP * self.flops + _SECONDS_AN_ELEMENT * self.elements
         return _SECONDS_AN_OPERATION * self.operations + share * of_all
 
 
 class OutOfTime(Exception):
-    """Raised when the limit of real time is reached, so that nothing more may be computed."""
+    """Raised when the limit of real time is reached, to stop the search."""
 
 
 @dataclass
 class Clock:
-    """Counts how much has been computed.
+    """The time that has been spent on the nominal machine, and the limit of real time.
 
     Attributes:
         seconds: the time on the nominal machine.
-        forward: what a forward pass of the whole batch takes; no work until it is known.
-        ends_at: which second of ``time.monotonic()`` ends the search; infinite for none.
-        ended: whether the search was found to have reached that second.
+        forward: the work of a forward pass of the whole batch; zero until it is known.
+        ends_at: when the search must end, by ``time.monotonic()``; infinite if there is no limit.
+        ended: whether the search has noticed that the limit is reached.
     """
 
     seconds: float = 0.0
@@ -73,7 +73,7 @@ class Clock:
 
     @contextmanager
     def limited_to(self, seconds: float) -> Iterator[None]:
-        """Let no pass begin within the context after so many seconds of real time, 0 for no limit."""
+        """Let no pass begin after so many seconds of real time within the context; 0 means no limit."""
         self.ends_at, self.ended = time.monotonic() + seconds if seconds else math.inf, False
         try:
             yield
@@ -81,12 +81,12 @@ class Clock:
             self.ends_at, self.ended = math.inf, False
 
     def is_over(self) -> bool:
-        """Return whether the limit of real time is reached; remember that in ``ended``."""
+        """Return whether the limit of real time is reached, and remember it in ``ended``."""
         self.ended = self.ended or time.monotonic() >= self.ends_at
         return self.ended
 
     def check(self) -> None:
-        """Raise ``OutOfTime`` if the time is over.
+        """Raise an error if the time is over.
 
         Raises:
             OutOfTime: if the limit of real time is reached.
@@ -95,16 +95,16 @@ class Clock:
             raise OutOfTime
 
     def advance(self, passes: float, share: float = 1.0) -> None:
-        """Count so many forward passes, each over this share of the batch, before they are made.
+        """Count forward passes that are about to be made, each over this share of the batch.
 
         Raises:
-            OutOfTime: if the limit of real time is reached, so that they are not to be made.
+            OutOfTime: if the limit of real time is reached, so that they must not be made.
         """
         self.check()
         self.seconds += passes * self.forward.seconds(share)
 
     def spend(self, work: Work) -> None:
-        """Count other work."""
+        """Count work other than forward passes."""
         self.seconds += work.seconds()
 
 
@@ -133,7 +133,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Sequence[Any], result: Any) -> int:
-    """Return the FLOPs of a matrix product or a convolution; 0 for anything else."""
+    """Return the FLOPs of a matrix product or a convolution, and 0 for anything else."""
     if operation in _PRODUCTS:
         return 2 * result.numel() * args[_PRODUCTS[operation]].shape[-1]
     return 2 * result.numel() * args[1][0].numel() if operation is _ATEN.convolution else 0

@@ -1,4 +1,4 @@
-"""Make a candidate's pass, or its steps, on one of several ranks, with its parts of weights, inputs and gradients."""
+"""Run a candidate's pass or training steps on one of several ranks, with its parts of weights, inputs and gradients."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from parity.user_error import UserError
 
 @dataclass(frozen=True)
 class FromFile:
-    """Find a case that a file declares.
+    """A case that another process finds in the file that declares it.
 
     Attributes:
         path: the file.
-        name: the case's.
+        name: the case's name.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class FromFile:
 
 @dataclass(frozen=True, eq=False)
 class AsItIs:
-    """Hold a case that another process can be sent."""
+    """A case that can be pickled and sent to another process."""
 
     itself: Case
 
@@ -83,10 +83,10 @@ class AsItIs:
 
 
 def source_of(case: Case) -> AsItIs | FromFile:
-    """Return where another process finds a case.
+    """Return the form in which another process gets a case.
 
     Raises:
-        UserError: if it cannot.
+        UserError: if the case can neither be imported nor pickled.
     """
     if case.path.is_file() and any(declared.factory is case.factory for declared in registry.cases()):
         return FromFile(case.path, case.name)
@@ -100,7 +100,7 @@ def source_of(case: Case) -> AsItIs | FromFile:
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """Hold what every rank is given, and takes its part of.
+    """The data that every rank is given, and from which it takes its part.
 
     Attributes:
         source: where the case comes from.
@@ -110,11 +110,11 @@ class Given:
         seed: the seed.
         backend: TE's kernels.
         attention: the attention backend that TE is to run; None for its own choice.
-        inputs: as the pair returns them, whole, rounded.
+        inputs: the whole inputs as the pair returns them, rounded.
         input_names: names of the positional inputs.
-        weights: of the whole candidate, by name, rounded.
+        weights: the whole candidate's weights, by name, rounded.
         cotangents: the gradient with respect to each whole output.
-        tied: names of the whole candidate's parameters that are another one, with that one's; for pipelines.
+        tied: for pipelines, maps each tied parameter of the whole candidate to the name of the one it is tied to.
     """
 
     source: FromFile | AsItIs
@@ -133,19 +133,19 @@ class Given:
 
 @dataclass(frozen=True, eq=False)
 class OnRank:
-    """Hold what one rank computed, and which parts of the whole these tensors are.
+    """The tensors that one rank computed, and which parts of the whole they are.
 
     Attributes:
         outputs, input_gradients, weight_gradients: by name, on the CPU.
-        weights: those that the rank holds, by name, if the pair gives its candidate its weights by itself; else none.
+        weights: the weights that the rank holds, by name, if the pair gives its candidate weights itself; else none.
         splits: how inputs and outputs are divided, by name.
         held: which parts of which whole parameters the rank's parameters are.
         unreached: the rank's parameters that no gradient reached.
         attention: the attention backends that TE ran.
-        norm: of all gradients, as the port computes it; None if it does not.
-        pipeline: how its stage ran, without functions, which cannot be sent.
-        drops: what the rank dropped in a pass of its own, if the pair has dropout.
-        dropped: what it computed there, as here.
+        norm: the norm of all gradients, as the port computes it; None if it does not.
+        pipeline: how the rank's stage ran, without functions, which cannot be sent.
+        drops: what the rank dropped in an additional pass with dropout, if the pair has dropout.
+        dropped: what the rank computed in that pass.
     """
 
     outputs: dict[str, Tensor]
@@ -165,7 +165,7 @@ class OnRank:
 @fresh_caches()
 @fresh_quantization()
 def pass_on_rank(given: Given) -> OnRank:
-    """Build this rank's candidate, make its pass, and return what it computed.
+    """Build this rank's candidate, run its pass, and return what it computed.
 
     Raises:
         UserError: if the candidate's parameters or outputs are not the parts that the pair says.
@@ -209,7 +209,7 @@ def pass_on_rank(given: Given) -> OnRank:
             ((name, whole),) = given.cotangents.items()
             target = scale * part(whole, pair.parallel.split(name), made, place).to(kernels.device, precision.dtype)
             returned = step(module, *args, target=target, loss=summed_product, **kwargs)
-            return tree_map_only(Tensor, Tensor.detach, returned)  # its backward passes have been made
+            return tree_map_only(Tensor, Tensor.detach, returned)  # the step has already run its backward passes
 
         def finish() -> None:
             if stages:
@@ -254,13 +254,13 @@ def pass_on_rank(given: Given) -> OnRank:
 
 @dataclass(frozen=True, eq=False)
 class BuiltOnRank:
-    """A rank's pair.
+    """The pair that one rank built.
 
     Attributes:
-        pair: its candidate has the rank's part of the whole weights.
+        pair: the pair, whose candidate has the rank's part of the whole weights.
         held: which parts these are, by the names of the rank's parameters.
-        dropout: what dropout was switched off.
-        random: the state in which the pair's function left the random numbers.
+        dropout: the dropout that was switched off.
+        random: the state of the random generators when the pair's function returned.
     """
 
     pair: Pair
@@ -270,7 +270,7 @@ class BuiltOnRank:
 
     @contextmanager
     def dropping(self, device: torch.device) -> Iterator[None]:
-        """Within the context, dropout is on, and random numbers begin as the pair's function left them."""
+        """Switch dropout on, with the random generators as the pair's function left them, within the context."""
         for one in self.dropout:
             one.restore()
         try:
@@ -282,7 +282,7 @@ class BuiltOnRank:
 
 
 def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Precision) -> BuiltOnRank:
-    """Return this rank's pair, its candidate with its part of the whole weights.
+    """Return this rank's pair, whose candidate holds the rank's part of the whole weights.
 
     Raises:
         UserError: if the candidate's parameters are not the parts that the pair says.
@@ -311,14 +311,14 @@ def built_on_rank(given: Given, ranks: Ranks, kernels: Kernels, precision: Preci
 
 
 def _no_parameter(name: str, names: Iterable[str]) -> str:
-    """Say that the candidate has no parameter of a name, and which it may be."""
+    """Return a message that the candidate has no parameter of this name, with the closest name that it has."""
     close = get_close_matches(name, names, 1)
     meant = f"; did you mean {close[0]!r}?" if close else ""
     return f"parity.Parallel(weights=...) names {name!r}, which is no parameter of the candidate{meant}"
 
 
 def _names_in_whole(pair: Pair, tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that a stage's parameters have in the whole candidate, tied ones that of the first of them."""
+    """Return the names of a stage's parameters in the whole candidate; tied parameters share the first one's name."""
     of_stage = pair.parallel.pipeline.names
     own = {name: of_stage(name) if of_stage else name for name, _ in pair.candidate.named_parameters()}
     return {name: tied.get(other, other) for name, other in own.items()}
@@ -334,7 +334,7 @@ def parts_of_inputs(
 
 
 def _as_held(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a whole tensor as FSDP holds it; any other as it is."""
+    """Return a whole value distributed as FSDP holds the parameter, or unchanged if FSDP does not hold it."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return value
@@ -344,28 +344,28 @@ def _as_held(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors; every rank has to call it with the same names."""
+    """Return copies of whole tensors on the CPU. Every rank must call this with the same names."""
     gathered = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in tensors.items()}
     return {name: x.detach().cpu().clone() for name, x in gathered.items()}
 
 
 def is_so_on_all(here: bool) -> bool:
-    """Return whether something is so on every rank."""
+    """Return whether ``here`` is true on every rank."""
     here_and_there = torch.tensor(int(here))
     distributed.all_reduce(here_and_there, distributed.ReduceOp.MIN)
     return bool(here_and_there)
 
 
-# Train a candidate on one of several ranks, with its parts of weights and batches, and hand out its steps.
+# Train a candidate on one of several ranks, with its parts of weights and batches, and return its steps.
 
 
 @dataclass(frozen=True, eq=False)
 class GivenSteps:
-    """Hold what every rank is given of a training.
+    """The data of a training that every rank is given.
 
     Attributes:
         given: as for a single pass; its inputs are those of the first step.
-        batches: the inputs of each step, whole, rounded.
+        batches: the whole inputs of each step, rounded.
         switch: how each rank's part is trained, one of ``parity.case.case.SWITCHES_OVER_RANKS``.
     """
 
@@ -376,23 +376,23 @@ class GivenSteps:
 
 @dataclass(frozen=True, eq=False)
 class StepOnRank:
-    """Hold what one rank has of one step.
+    """One rank's part of one training step.
 
     Attributes:
-        ran: its loss, as the output, and gradients, before they are clipped.
+        ran: the rank's loss, as the output, and its gradients, before they are clipped.
         loss_over: axes over which ranks have parts of the loss, and whether these are means.
-        weights: those that its module held before the step, by name.
-        after: those that it holds afterwards.
+        weights: the weights that the rank's module held before the step, by name.
+        after: the weights that it holds afterwards.
         clipping: what was done to its gradients before its optimizer saw them.
-        followed: what its optimizer steps: the weights before and after, and the gradients that it was given, by name.
-        owned: which elements of each parameter it keeps something of, as an optimizer does that steps them.
-        apart: parameters that are not what the optimizer's copies of them are, rounded.
-        kept_in: the dtypes in which its optimizer keeps what it keeps.
-        settings: its optimizer's, for each parameter.
-        scaling: what delayed scaling kept of each tensor before and after.
-        summed: noise as large as what sums over micro-batches lose.
-        resumed: how the step differs from the same without interruption, if the training was loaded before it.
-        buffers: its module's, before the step.
+        followed: the weights that its optimizer steps, before and after, and the gradients that it was given, by name.
+        owned: which elements of each parameter this rank's optimizer steps, as its state or its copies show.
+        apart: parameters that are not the rounded values of the optimizer's copies.
+        kept_in: the dtypes of its optimizer's state.
+        settings: its optimizer's settings for each parameter.
+        scaling: the state of delayed scaling for each tensor, before and after the step.
+        summed: noise of the size of the error that sums over micro-batches make.
+        resumed: how the step differs from the same step without interruption, if the training was loaded before it.
+        buffers: its module's buffers before the step.
     """
 
     ran: OnRank
@@ -414,10 +414,11 @@ class StepOnRank:
 @fresh_caches()
 @fresh_quantization()
 def steps_on_rank(given: GivenSteps) -> list[StepOnRank]:
-    """Build this rank's candidate and its optimizer, make all steps, and return what each computed.
+    """Build this rank's candidate and its optimizer, run all steps, and return what each computed.
 
     Raises:
-        UserError: if the candidate's parameters are not the parts that the pair says, or a step is none.
+        UserError: if the candidate's parameters are not the parts that the pair says, or a training step does not do
+            what ``Trainee.step`` requires.
     """
     one = given.given
     kernels, precision = te.kernels(one.backend), PRECISIONS[one.precision]
@@ -446,13 +447,13 @@ def steps_on_rank(given: GivenSteps) -> list[StepOnRank]:
 
 
 class TraineeOnRank(Trainee):
-    """A rank's part of a candidate in training: parameters are told by their own names, and whole as it holds them."""
+    """A rank's part of a candidate in training. It uses its own parameters' names, and its own parts as wholes."""
 
     _fits = staticmethod(is_so_on_all)
     _follows_all = True
 
     def __init__(self, given: Given, ranks: Ranks, kernels: Kernels, precision: Precision, switch: Switch = "") -> None:
-        """Build the candidate and its optimizer; every rank has to do so."""
+        """Build the candidate and its optimizer. Every rank must do so."""
         built = built_on_rank(given, ranks, kernels, precision)
         pair, held = built.pair, built.held
         own: WeightMap = {name: name for name, _ in pair.candidate.named_parameters()}
@@ -460,7 +461,7 @@ class TraineeOnRank(Trainee):
         if training.loss is None:
             training = dataclasses.replace(training, loss=_loss_of_part(pair, given.made, ranks.world.rank))
         self._of_pair, self._held, self._given, self._ranks = pair, held, given, ranks
-        self._norm: float | None = None  # of all gradients, as the port has computed it last
+        self._norm: float | None = None  # the norm of all gradients that the port computed last
         norm = pair.parallel.gradient_norm and self._noting(pair.parallel.gradient_norm)
         self._between_ranks = dataclasses.replace(pair.parallel, gradient_norm=norm)
         self._device = kernels.device
@@ -492,13 +493,13 @@ class TraineeOnRank(Trainee):
         stepped: Stepped,
         resumed: Resumption | None = None,
     ) -> StepOnRank:
-        """Return a step as other processes read it.
+        """Return a step in the form that is sent to other processes.
 
         Args:
-            weights: those before it.
-            settings: its optimizer's before it.
+            weights: the weights before the step.
+            settings: the optimizer's settings before the step.
             stepped: the step, which has just been made.
-            resumed: how it differs from the same without interruption.
+            resumed: how it differs from the same step without interruption.
         """
         kept_by = {name for name, one in self._optimized.stepped.items() if self.optimizer.state.get(one)}
         owned = {name: self._places[name] for name in kept_by} | {name: at for name, (_, at) in self._slices.items()}
@@ -540,10 +541,10 @@ class TraineeOnRank(Trainee):
         )
 
     def _found_slices(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
-        """Return copies that the optimizer steps of a part of a parameter alone, and which of its elements they are.
+        """Return the optimizer's copies of parts of parameters, and which elements of the parameter each copy holds.
 
-        Ranks that divide an optimizer's state divide each parameter, as a vector, in as many parts as there are data
-        parallel ranks. A copy is told by its size and values.
+        Ranks that divide an optimizer's state divide each parameter, as a vector, into as many parts as there are data
+        parallel ranks. A copy is recognised by its size and values.
         """
         parameters, count = dict(self._of_pair.candidate.named_parameters()), self._given.made.dp
         known = {id(one) for one in (*parameters.values(), *self._optimized.stepped.values())}
@@ -590,7 +591,7 @@ class TraineeOnRank(Trainee):
 
 
 def _loss_of_part(pair: Pair, made: Degrees, rank: int) -> Callable[..., Tensor]:
-    """Return the loss of a rank's outputs: its share of the whole's, times the data parallel ranks if it averages."""
+    """Return a function for a rank's share of the whole loss, times the data parallel ranks if the port averages."""
 
     def loss(returned: Any, *_: Any, **__: Any) -> Tensor:
         outputs = named_outputs(returned)

@@ -1,4 +1,4 @@
-"""Make one forward and backward pass of a module, and return its tensors by name."""
+"""Run one forward and backward pass of a module, and return its tensors by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Pass:
-    """Hold what a forward and backward pass returns.
+    """The results of a forward and backward pass.
 
     Attributes:
         outputs: the module's floating-point outputs; ``output``, or ``output[i]`` if there are several, or
@@ -31,11 +31,11 @@ class Pass:
         weight_gradients: by the parameter's name, from ``main_grad`` where TE added it there; zero where no gradient
             arrived.
         unreached: names of the parameters where no gradient arrived.
-        not_compared: how many other tensors the module returned, which hold no floating-point numbers.
-        changed_inputs: names of the inputs that hold other values after the forward pass.
+        not_compared: how many tensors of other than floating-point types the module returned.
+        changed_inputs: names of the inputs whose values the forward pass changed.
         detached_outputs: names of the outputs that require no gradient.
         numbers: the Python numbers and booleans that the module also returned, by their place: ``[1]``, ``['loss']``.
-        buffers: those that the pass changed, as it left them.
+        buffers: the buffers that the pass changed, as it left them.
     """
 
     outputs: dict[str, Tensor]
@@ -50,8 +50,9 @@ class Pass:
 
 
 def as_arguments(inputs: Any) -> Arguments:
-    """Return a pair's inputs as arguments of a call: a dict by keyword, a tuple or list by position, a
-    tensor by itself.
+    """Return a pair's inputs as arguments of a call.
+
+    A dict is passed by keyword, a tuple or list by position, and anything else as the only argument.
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -61,7 +62,7 @@ def as_arguments(inputs: Any) -> Arguments:
 
 
 def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the tensors among a pair's inputs, as ``run`` names them.
+    """Return the tensors among a pair's inputs, with the names that ``run`` gives them.
 
     Args:
         inputs: as a pair's ``inputs`` returns them.
@@ -74,7 +75,7 @@ def named_inputs(inputs: Any, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def with_inputs(inputs: Any, names: Sequence[str], others: Mapping[str, Tensor]) -> Any:
-    """Return a pair's inputs with other tensors, by the names that ``named_inputs`` gives them."""
+    """Return a pair's inputs with the tensors of these names replaced; ``named_inputs`` gives the names."""
 
     def other(name: str, value: Any) -> Any:
         return tree_map_with_path(lambda path, x: others.get(name + keystr(path), x), value)
@@ -87,8 +88,9 @@ def with_inputs(inputs: Any, names: Sequence[str], others: Mapping[str, Tensor])
 
 
 def positional_names(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> tuple[str, ...]:
-    """Return the called function's names for its positional inputs: ``input`` for a single one,
-    ``input[i]`` past its names.
+    """Return the names that the called function has for its positional inputs.
+
+    A single input is named ``input``, and one beyond the function's named parameters ``input[i]``.
 
     Args:
         module: its ``forward`` is called if ``call`` is None.
@@ -115,19 +117,19 @@ def run(
     after_backward: Callable[[], None] = lambda: None,
     differentiated: bool = True,
 ) -> Pass:
-    """Call the module, then differentiate; its buffers and the inputs stay as they were.
+    """Run a module's forward and backward pass, and return its tensors. Its buffers and the inputs stay unchanged.
 
     Args:
-        module: its parameters' gradients are cleared first, also those in ``main_grad``.
+        module: its parameters' gradients are cleared first, including those in ``main_grad``.
         call: how to call it, as in ``parity.Pair``; None calls the module itself.
         inputs: as a pair's ``inputs`` returns them, in the module's dtype and on its device.
         names: names of the positional inputs, see ``positional_names``.
         cotangents: returns the gradient with respect to each output, given the outputs.
-        forward_context: entered around the forward pass alone.
+        forward_context: entered around the forward pass only.
         before_backward: called between the two passes.
-        watch_inputs: whether inputs that the module writes to are noted.
+        watch_inputs: whether to note the inputs that the module writes to.
         after_backward: called before the gradients are read.
-        differentiated: whether there are gradients; if not, the pass has outputs alone.
+        differentiated: whether to run a backward pass; without it, there are only outputs.
     """
     module.zero_grad(set_to_none=True)
     state.clear(module)
@@ -165,11 +167,11 @@ def run(
 
 @dataclass(frozen=True)
 class Selected:
-    """Some of what a module returned.
+    """A selection of what a module returned.
 
     Attributes:
         outputs: floating-point tensors, by the names that they have among all outputs.
-        others: the tensors of other types.
+        others: all tensors of other types.
     """
 
     outputs: dict[str, Tensor]
@@ -177,7 +179,7 @@ class Selected:
 
 
 def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Container[str]) -> Callable[..., Any]:
-    """Return a call that leaves out the outputs with other names than these.
+    """Return a call that returns only the outputs with these names.
 
     Args:
         module: its ``forward`` is called if ``call`` is None.
@@ -195,7 +197,7 @@ def selecting(module: nn.Module, call: Callable[..., Any] | None, names: Contain
 
 
 def outputs_of(module: nn.Module, call: Callable[..., Any] | None, inputs: Any) -> dict[str, Tensor]:
-    """Return the outputs of a forward pass by name; arguments as for ``run``, and left as they were as well."""
+    """Return the outputs of a forward pass by name. Like ``run``, this leaves the buffers and the inputs unchanged."""
     fresh = tree_map_only(Tensor, torch.clone, inputs)
     with restored_buffers(module):
         return named_outputs(_call(module, call, as_arguments(fresh)))
@@ -209,10 +211,10 @@ def _call(module: nn.Module, call: Callable[..., Any] | None, arguments: Argumen
 
 @contextmanager
 def restored_buffers(module: nn.Module) -> Iterator[Callable[[], dict[str, Tensor]]]:
-    """Restore the buffers afterwards: a pass must not see what another left, such as a BatchNorm's mean
-    or a call counter. Hand out what returns copies of those that have changed so far.
+    """Restore the buffers afterwards, and hand out a function that returns copies of those that changed so far.
 
-    A module may write to a buffer, or put another tensor in its place.
+    A pass must not see what another pass left, such as a BatchNorm's mean or a call counter. A module may write to a
+    buffer, or put another tensor in its place.
     """
     before = [
         (f"{path}.{key}".removeprefix("."), part, key, buffer, None if buffer is None else buffer.clone())
@@ -235,7 +237,7 @@ def restored_buffers(module: nn.Module) -> Iterator[Callable[[], dict[str, Tenso
                 if part._buffers.get(key) is not buffer:
                     part._buffers[key] = buffer
                 if buffer is not None and value is not None and not torch.equal(buffer, value):
-                    buffer.copy_(value)  # only then: once written to, it could not be differentiated through any more
+                    buffer.copy_(value)  # only if it changed, because autograd cannot use a buffer that was written to
 
 
 def are_equal(x: Tensor, y: Tensor) -> bool:
@@ -249,7 +251,7 @@ def or_zero(gradient: Tensor | None, leaf: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Given:
-    """Hold what a module is given.
+    """The tensors that a module is given.
 
     Attributes:
         leaves: the leaves that its floating-point inputs are computed from, by name.
@@ -260,9 +262,9 @@ class _Given:
     copies: list[tuple[str, Tensor, Tensor]]
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the copy for the module.
+        """Return the copy of a tensor for the module.
 
-        It gets no leaf itself, since it may write to its inputs, which autograd allows of all but leaves.
+        The module gets no leaf, because it may write to its inputs, and autograd forbids that for leaves.
         """
         if tensor.is_floating_point():
             tensor = self.leaves[name] = tensor.detach().requires_grad_()
@@ -270,19 +272,19 @@ class _Given:
         return self.copies[-1][2]
 
     def changed(self) -> tuple[str, ...]:
-        """Return the names of the tensors whose copies have other values now."""
+        """Return the names of the tensors whose copies have changed."""
         return tuple(name for name, before, after in self.copies if not _same(before.detach(), after.detach()))
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Return whether two tensors hold the same values; NaN equals NaN."""
+    """Return whether two tensors hold the same values, where NaN equals NaN."""
     if x.shape != y.shape:  # one of them was resized in place
         return False
     return torch.equal(x, y) or bool(((x == y) | ((x != x) & (y != y))).all())
 
 
 def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -> Arguments:
-    """Copy the arguments; floating-point tensors are computed from leaves, which are added by name."""
+    """Return copies of the arguments. Floating-point copies are computed from leaves, which ``given`` keeps."""
     args, kwargs = arguments
 
     def copied(name: str, value: Any) -> Any:
@@ -296,7 +298,7 @@ def _differentiable(arguments: Arguments, names: Sequence[str], given: _Given) -
 
 
 def named_outputs(returned: Any) -> dict[str, Tensor]:
-    """Return the floating-point tensors of what a module returned, as results call them."""
+    """Return the floating-point tensors that a module returned, with the names that they have in results."""
     if isinstance(returned, Selected):
         return returned.outputs
     if _is_record(returned):
@@ -312,7 +314,7 @@ def named_outputs(returned: Any) -> dict[str, Tensor]:
 
 
 def _floating(returned: Any) -> list[Tensor]:
-    """Return the floating-point tensors of what a module returned.
+    """Return the floating-point tensors that a module returned.
 
     Raises:
         UserError: for a tensor of a kind that PyTorch can neither subtract nor differentiate.
@@ -329,7 +331,7 @@ def _floating(returned: Any) -> list[Tensor]:
 
 
 def _numbers(returned: Any, place: str = "") -> dict[str, float]:
-    """Return the Python numbers and booleans among what a module returned, by their places in it."""
+    """Return the Python numbers and booleans that a module returned, by their places."""
     if _is_record(returned):
         fields_of = _fields(returned).items()
         return {name: x for key, value in fields_of for name, x in _numbers(value, f"{place}.{key}").items()}
@@ -343,7 +345,7 @@ def _numbers(returned: Any, place: str = "") -> dict[str, float]:
 
 
 def leaves_of(returned: Any) -> Iterator[Any]:
-    """Yield what a module returned, one by one, out of tuples, lists, dicts and dataclasses."""
+    """Yield the single values that a module returned, out of any tuples, lists, dicts and dataclasses."""
     for leaf in tree_leaves(returned, is_leaf=_is_record):
         if _is_record(leaf):
             for value in _fields(leaf).values():
@@ -353,7 +355,7 @@ def leaves_of(returned: Any) -> Iterator[Any]:
 
 
 def _is_record(value: Any) -> bool:
-    """Return whether it is a dataclass that is not also a mapping, as the outputs of transformers' models are."""
+    """Return whether a value is a dataclass but not also a mapping, as the outputs of transformers' models are."""
     return is_dataclass(value) and not isinstance(value, (type, Mapping))
 
 

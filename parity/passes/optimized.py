@@ -1,4 +1,4 @@
-"""Read what an optimizer steps in the place of a module's parameters, and what it keeps of each."""
+"""Find the tensors that an optimizer steps in place of a module's parameters, and read its state for each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from parity.user_error import UserError
 
 Named = dict[str, Tensor]
 
-# How much more than one quantization costs a parameter may be off: a cast to BF16 before it adds 0.2 % (E4M3).
+# The error that a quantized parameter may have, in errors of one quantization. A cast to BF16 before it adds 0.2 %
+# (E4M3).
 _QUANTIZED_TWICE = 1.02
-# Of so many elements of each parameter the optimizer's steps are followed.
+# The number of elements of each parameter whose steps are followed.
 FOLLOWED = 1024
 
 
@@ -29,22 +30,23 @@ class Optimized:
     """A module's parameters as its optimizer has them.
 
     Attributes:
-        stepped: what the optimizer steps for each parameter, by the module's names: itself, or a copy in FP32.
+        stepped: the tensor that the optimizer steps for each parameter, by the module's names: the parameter itself, or
+            a copy in FP32.
     """
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, weights: WeightMap) -> None:
-        """Find what the optimizer steps, before its first step; ``weights`` maps the reference's names to these."""
+        """Find the tensors that the optimizer steps, before its first step; ``weights`` is the pair's weight map."""
         self._module, self._weights = module, weights
         self._optimizers = list(_with_inner(optimizer))
         self._parameters = dict(module.named_parameters())
         self.stepped = _stepped(module, optimizer)
 
     def find_replaced(self) -> None:
-        """Follow parameters that ``load`` has put in the place of others.
+        """Find the parameters that ``load`` has replaced by others.
 
         Raises:
-            UserError: if the optimizer still steps the others, or the module has not the same names of parameters any
-                more, as where it has untied some.
+            UserError: if the optimizer still steps the old parameters, or the names of the module's parameters have
+                changed, for example because tied ones are no longer tied.
         """
         parameters, before = dict(self._module.named_parameters()), self._parameters
         steps = {id(one) for group in self._optimizers[0].param_groups for one in group["params"]}
@@ -61,12 +63,12 @@ class Optimized:
         self._parameters = parameters
 
     def copies(self) -> Named:
-        """Return what the optimizer steps in place of the module's parameters, by their names."""
+        """Return the copies that the optimizer steps in place of the module's parameters, by the parameters' names."""
         own = dict(self._module.named_parameters())
         return {name: one for name, one in self.stepped.items() if one is not own[name]}
 
     def held(self) -> Named:
-        """Return the weights that the optimizer steps, which may be FP32 copies of the module's, in FP64."""
+        """Return the weights that the optimizer steps, in FP64. They may be FP32 copies of the module's weights."""
         held = held_by(self._module)
         for name, parameter in self.stepped.items():
             master = self._master(parameter)
@@ -77,7 +79,7 @@ class Optimized:
         return held
 
     def quantized_from(self, name: str) -> Tensor | None:
-        """Return the numbers of which TE quantizes a weight; None where it is held quantized without a wider copy."""
+        """Return the numbers that TE quantizes for a weight, or None if there is only a quantized copy of it."""
         parameter = self._module.get_parameter(name)
         if not state.is_quantized(parameter):
             return parameter
@@ -86,13 +88,13 @@ class Optimized:
         return master[1] if master else None if stepped is parameter else stepped
 
     def kept_of(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Return what the optimizer keeps of a parameter, which may be None where another rank steps it."""
+        """Return the optimizer's state for a parameter; its values may be None if another rank steps the parameter."""
         return next((one.state[parameter] for one in self._optimizers if one.state.get(parameter)), {})
 
     def apart(self) -> tuple[str, ...]:
-        """Return the parameters that are not what the optimizer's copies of them are, to an ulp.
+        """Return the parameters that differ from the optimizer's copies by more than an ulp.
 
-        Which way a copy is rounded is the port's. Of a quantized parameter, all elements together count.
+        A port may round a copy either way. A quantized parameter is judged by the error of all its elements together.
         """
         found = []
         for name, one in self._module.named_parameters():
@@ -110,7 +112,7 @@ class Optimized:
         return tuple(found)
 
     def kept_in(self) -> dict[str, torch.dtype]:
-        """Return the dtypes of what the optimizer keeps of each element, by its name there."""
+        """Return the dtypes of the optimizer's elementwise state, by the state's name in the optimizer."""
         return {
             key: fp8_dtype(value) if is_float8_tensor(value) else value.dtype
             for parameter in self.stepped.values()
@@ -138,7 +140,7 @@ class Optimized:
         return rates(self.settings)
 
     def moments(self) -> dict[str, Named]:
-        """Return what the optimizer keeps of gradients, by its name there and the module's; 0 if it keeps nothing."""
+        """Return the optimizer's moments, by the name of the moment and of the parameter; 0 for one without state."""
         found: dict[str, Named] = {}
         for name, parameter in self.stepped.items():
             master = self._master(parameter)
@@ -151,10 +153,10 @@ class Optimized:
         return {key: nothing | some for key, some in found.items()}
 
     def _master(self, parameter: nn.Parameter) -> tuple[str, Tensor] | None:
-        """Return what the optimizer keeps of a parameter in FP32, with its name there; None if it keeps no such copy.
+        """Return the wider copy of a parameter in the optimizer's state, with its name there, or None if there is none.
 
-        TE's FusedAdam calls it ``master_param``, and may keep only the bits that BF16 leaves out. Another optimizer's
-        copy is told by its values, which are the parameter's once they are rounded.
+        TE's FusedAdam calls it ``master_param``, and may keep only the bits that BF16 leaves out. The copy of another
+        optimizer is recognised by its values, which round to the parameter's.
         """
         kept = self.kept_of(parameter)
         own = kept.get("master_param")
@@ -184,14 +186,14 @@ def rates(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def is_rounded(held: Tensor, right: Tensor) -> bool:
-    """Return whether these numbers are the others in their own dtype, rounded either way: to an ulp of that."""
+    """Return whether ``held`` is ``right`` rounded to the dtype of ``held`` in either direction, so to an ulp."""
     numbers = torch.finfo(held.dtype)
     ulp = numbers.eps * right.double().abs().clamp(min=numbers.smallest_normal)  # below that, the grid of FP16 is even
     return bool(((held.double() - right.double()).abs() <= ulp).all())
 
 
 def _with_inner(optimizer: Optimizer, known: tuple[Optimizer, ...] = ()) -> Iterator[Optimizer]:
-    """Yield an optimizer, and those that it holds and lets make its steps; ``known`` are those that hold it."""
+    """Yield an optimizer and the optimizers that it wraps; ``known`` are those that wrap it."""
     yield optimizer
     for value in vars(optimizer).values():
         for one in value if isinstance(value, (list, tuple)) else [value]:
@@ -201,9 +203,9 @@ def _with_inner(optimizer: Optimizer, known: tuple[Optimizer, ...] = ()) -> Iter
 
 @contextmanager
 def standing_still(optimizer: Optimizer) -> Iterator[None]:
-    """Within the context, the optimizer makes no steps; afterwards it has the settings that it had."""
+    """Keep the optimizer from making steps within the context, and restore its settings afterwards."""
     own, attributes = [dict(group) for group in optimizer.param_groups], vars(optimizer)
-    step = attributes.get("step")  # a schedule replaces the class's own
+    step = attributes.get("step")  # a schedule sets this attribute of the instance
     attributes["step"] = lambda closure=None, *_, **__: closure() if closure is not None else None
     try:
         yield
@@ -216,9 +218,9 @@ def standing_still(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _stepped(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """Return what the optimizer steps for each of the module's parameters: itself, or a copy in FP32 of a port's own.
+    """Return the tensor that the optimizer steps for each of the module's parameters: itself, or a port's FP32 copy.
 
-    A copy is told by its shape and values. A parameter that the optimizer does not step stands for itself.
+    A copy is recognised by its shape and values. A parameter that the optimizer does not step stands for itself.
     """
     parameters = dict(module.named_parameters())
     own = {id(one) for one in parameters.values()}
@@ -232,7 +234,7 @@ def _stepped(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]
 
 
 def _divided_as(parameter: Any, value: Tensor) -> Tensor:
-    """Return what TE's FusedAdam keeps of a rank's part of a parameter that FSDP divides, divided likewise."""
+    """Return a state of TE's FusedAdam divided like its parameter, if FSDP divides that and the state is one part."""
     if not hasattr(parameter, "to_local") or hasattr(value, "to_local"):
         return value
     from torch.distributed.tensor import DTensor
@@ -242,22 +244,23 @@ def _divided_as(parameter: Any, value: Tensor) -> Tensor:
 
 
 def gathered(x: Any) -> Tensor:
-    """Return the whole of a tensor that FSDP divides, for which every rank has to call it; any other as it is."""
+    """Return the whole of a tensor that FSDP divides, or any other tensor unchanged. Every rank must call this."""
     whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return whole
 
 
 def held_by(module: nn.Module) -> Named:
-    """Return the weights as the module computes with them; quantized ones to FP32, as optimizers read them."""
+    """Return the weights that the module computes with, in FP64; quantized ones are dequantized to FP32 first."""
     held = {name: one.detach() for name, one in module.named_parameters()}
     return {name: state.dequantized_tensor(x, torch.float32).double() for name, x in held.items()}
 
 
 def steps_elements(reference: nn.Module, make: MakeOptimizer) -> bool:
-    """Return whether an optimizer steps each element of a parameter by its own numbers alone, as Adam does.
+    """Return whether an optimizer steps each element of a parameter independently, as Adam does.
 
-    Muon, Adafactor, LAMB and the like step matrices. A copy of the reference tells, whose parameters have at most 8
-    elements along each dimension: it is stepped whole, and once more with some elements of each as a vector.
+    Muon, Adafactor, LAMB and the like step whole matrices. To find out, this steps a copy of the reference whose
+    parameters have at most 8 elements along each dimension, and another in which every second element of each parameter
+    forms a vector.
     """
     small = {
         id(one): nn.Parameter(Rng(0, name).normal(*(min(size, 8) for size in one.shape)).double(), one.requires_grad)
@@ -271,7 +274,7 @@ def steps_elements(reference: nn.Module, make: MakeOptimizer) -> bool:
             for (name, one), other in zip(whole.named_parameters(), some.parameters(), strict=True):
                 if one.requires_grad:
                     one.grad = Rng(step, name).normal(*one.shape).double()
-                    other.grad = None  # of the shape that the parameter had
+                    other.grad = None  # because it still has the parameter's old shape
                     other.data = one.detach().reshape(-1)[::2].clone()
                     other.grad = one.grad.reshape(-1)[::2].clone()
             for optimizer in optimizers:
@@ -279,13 +282,13 @@ def steps_elements(reference: nn.Module, make: MakeOptimizer) -> bool:
             for one, other in zip(whole.parameters(), some.parameters(), strict=True):
                 if one.requires_grad and not torch.allclose(one.detach().reshape(-1)[::2], other.detach(), 1e-9, 1e-12):
                     return False
-    except Exception:  # of an optimizer that keeps something of the parameter's shape, or takes matrices alone
+    except Exception:  # the optimizer may need the parameter's old shape, or accept only matrices
         return False
     return True
 
 
 def followed_places(name: str, shape: tuple[int, ...], all_of_them: bool = False) -> Tensor:
-    """Return which elements of a parameter are followed, seen as a vector."""
+    """Return the indices of the elements that are followed, in the parameter as a vector."""
     count = torch.Size(shape).numel()
     if count <= FOLLOWED or all_of_them:
         return torch.arange(count)

@@ -1,8 +1,8 @@
-"""Build a pair's modules, weights and inputs at one seed, and prepare what all precisions of one dtype share.
+"""Build a pair's modules, weights and inputs from a seed, and run the golden pass.
 
-That is the rounded weights and inputs of a case, and its golden pass. It is kept for all seeds, with what others
-compute from it, until a comparison of another case or size begins: pytest runs a case's precisions one after another,
-each with all seeds.
+All precisions of one dtype share the rounded weights and inputs and the golden pass. They are kept for all seeds,
+together with what is computed from them, until a comparison of another case or size begins, because pytest runs a
+case's precisions one after another, each with all seeds.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from parity.user_error import UserError
 if TYPE_CHECKING:
     from parity.te import Kernels
 
-# The weights that a candidate already holds: which of them are what the map says, and which are not.
+# Compare the weights that a candidate already holds with those that the weight map gives.
 
 
-# An error of quantization is partly chance: a value between two of the format's may be held as either of them.
+# The quantization error is partly chance, because a value between two of the format's may be rounded to either.
 _QUANTIZATIONS = 1.5
 _ROUNDED_TWICE = 1.01  # from FP32 to BF16, and from there to FP16
 _NARROW = (torch.bfloat16, torch.float16)
@@ -66,8 +66,8 @@ class Held:
     """The parameters that a candidate holds, by name.
 
     Attributes:
-        alike: those that are what the map says, up to rounding; without quantized ones.
-        unlike: those that are not.
+        alike: those that agree with the map up to rounding, without quantized ones.
+        unlike: those that do not.
     """
 
     alike: dict[str, Tensor] = field(default_factory=dict)
@@ -75,19 +75,19 @@ class Held:
 
 
 def held_weights(pair: Pair) -> Held:
-    """Compare the candidate's weights with what the map makes of the reference's.
+    """Compare the candidate's weights with those that the map makes of the reference's weights.
 
     A port may hold in BF16 what its reference holds in FP32, or the reverse. If one parameter of an entry of the map
-    differs by more than such a rounding, that parameter is unlike, and none of its entry is alike.
+    differs by more than such a rounding, that parameter is unlike, and no parameter of the entry is alike.
 
     Args:
-        pair: its reference is in FP64, with the weights that it was given; its candidate is as it was given.
+        pair: the pair as it was given, but with the reference's weights cast to FP64.
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     parameters = {name: parameter.detach() for name, parameter in pair.candidate.named_parameters()}
     shapes = transfer.parameter_shapes(pair.candidate)
     expected = transfer.to_candidate(pair.weights, reference, shapes)
-    # A loader may round a gain before it takes 1 from it.
+    # A loader may round a gain before it subtracts 1.
     linear = {linear_part(left): right for left, right in pair.weights.items()}
     unshifted = transfer.to_candidate(linear, reference, shapes)
     precise = _holds(reference.values())
@@ -115,23 +115,21 @@ def held_weights(pair: Pair) -> Held:
 
 
 def _holds(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the 16-bit dtype that holds all of their values; FP32 if neither does, or if all are constants."""
+    """Return the 16-bit dtype that holds all of the tensors' values, or FP32 if neither does or all are constant."""
     some = [x for x in tensors if x.numel() and bool((x != x.flatten()[0]).any())]
     fitting = (dtype for dtype in _NARROW if some and all(torch.equal(x.to(dtype).to(x.dtype), x) for x in some))
     return next(fitting, torch.float32)
 
 
 def _is_rounded(held: Tensor, expected: Tensor, unshifted: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether each element is off by no more than its own rounding, and that of the number it
-    was shifted from, if any.
-    """
+    """Return whether each element's error is at most its own rounding plus that of the number before the shift."""
     info = torch.finfo(dtype)
     before_shift = unshifted.abs() * (unshifted != expected)
     size = (expected.abs() + before_shift).clamp_min(info.tiny)
     return bool(((held.double() - expected).abs() <= _ROUNDED_TWICE * info.eps / 2 * size).all())
 
 
-# Trees of tensors and modules in another dtype or on another device, and how much memory they take.
+# Cast and move trees of tensors and modules, and measure their memory.
 
 
 def size_in_bytes(tree: Any) -> int:
@@ -154,7 +152,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def cast(inputs: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    """Return the inputs with floating-point tensors in ``dtype``, and all on the device, if one is given."""
+    """Return the inputs with floating-point tensors in ``dtype``, and all tensors on the device if one is given."""
     return tree_map_only(Tensor, lambda x: x.to(device, dtype if x.is_floating_point() else None), inputs)
 
 
@@ -163,19 +161,20 @@ def on_device(tensors: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda x: x.to(device), tensors)
 
 
-# A pair with its modules, weights and inputs at one seed, before anything runs.
+# Build a pair's modules, weights and inputs from one seed, before anything runs.
 
 
-# The noise on parameters whose elements are all equal; a tenth keeps a norm's gain of 1 well-conditioned.
+# The size of the noise on parameters whose elements are all equal; 0.1 keeps a norm's gain of 1 well-conditioned.
 CONSTANT_NOISE = 0.1
 
 
 def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair:
-    """Return the pair, its modules initialised from the seed, on the kernels' device, in training mode or, if it says
-    so, in evaluation mode; without dropout, if it says that it has some.
+    """Return the pair with modules that are initialised from the seed, on the kernels' device.
+
+    The modules are in training mode unless the pair asks for evaluation mode. Declared dropout is switched off.
 
     Raises:
-        UserError: if one of them has no values.
+        UserError: if one of the modules has no values.
     """
     pair, _ = build_as_declared(case, checked, seed, kernels)
     if pair.parallel.dropout:
@@ -185,10 +184,10 @@ def build(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> Pair
 
 
 def build_as_declared(case: Case, checked: CheckedSize, seed: int, kernels: Kernels) -> tuple[Pair, RandomState]:
-    """Return the pair with the dropout that it has, and the state in which its function left the random numbers.
+    """Return the pair with its dropout on, and the state of the random generators after its function.
 
     Raises:
-        UserError: as ``build``.
+        UserError: as for ``build``.
     """
     on_gpu = kernels.device.type == "cuda"
     with torch.random.fork_rng(devices=[kernels.device] if on_gpu else []):
@@ -217,14 +216,14 @@ def _check_has_values(role: str, module: nn.Module) -> None:
 
 
 def part_that_raised(error: BaseException) -> str:
-    """Return which part of a pair raised before any of its modules ran; empty if none did."""
+    """Return the part of a pair that raised before any of its modules ran, or an empty string if none did."""
     running = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     parts = {Case.build: "the factory", draw_inputs: "inputs", build: "moving the pair's modules to the device"}
     return next((part for function, part in parts.items() if function.__code__ in running), "")
 
 
 def vary_constants(reference: nn.Module, rng: Rng) -> None:
-    """Add noise to parameters whose elements are all equal, so that one that was never copied shows."""
+    """Add noise to parameters whose elements are all equal, to expose any that is never copied to the candidate."""
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.numel() > 1 and bool((parameter == parameter.flatten()[0]).all()):
@@ -234,22 +233,22 @@ def vary_constants(reference: nn.Module, rng: Rng) -> None:
 def share_rounded_weights(
     pair: Pair, dtype: torch.dtype, held: Mapping[str, Tensor] = MappingProxyType({})
 ) -> dict[str, Tensor]:
-    """Round the weights in the candidate's layout, and give the reference, in FP64, the same numbers.
+    """Round the weights in the candidate's layout, and give the reference the same numbers in FP64.
 
     Args:
         pair: its reference is in FP64.
-        dtype: the dtype to which they are rounded.
-        held: parameters of the candidate that take the place of what the map makes of the reference's; the values of
-            quantized ones are not rounded.
+        dtype: the dtype to which the weights are rounded.
+        held: parameters of the candidate to use instead of the mapped ones; the values of quantized ones are not
+            rounded.
 
     Returns:
-        The candidate's parameters by name, in the dtype or quantized; the candidate itself is left as it is.
+        The candidate's parameters by name, in the dtype or quantized. The candidate itself is not changed.
     """
     reference = {name: parameter.detach() for name, parameter in pair.reference.named_parameters()}
     candidate_shapes = transfer.parameter_shapes(pair.candidate)
     reference_shapes = transfer.parameter_shapes(pair.reference)
     candidate: dict[str, Tensor] = {}
-    for left, right in pair.weights.items():  # one after the other, since all in FP64 are the most that a case holds
+    for left, right in pair.weights.items():  # one at a time, because all in FP64 would be the peak of a case's memory
         entry = {left: right}
         mapped = transfer.to_candidate(entry, reference, candidate_shapes)
         check_weights_fit(mapped, dtype)
@@ -267,13 +266,13 @@ def _rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_inputs(pair: Pair, checked: CheckedSize, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
-    """Return the pair's inputs of this seed, in the dtype, on the device."""
+    """Return the pair's inputs for this seed, in the dtype and on the device."""
     drawn = draw_inputs(pair, checked.size, Rng(seed))
     check_inputs_fit(drawn, dtype)
     return cast(tree_map_only(Tensor, lambda x: x.to(device), drawn), dtype)
 
 
-# Keep what is computed of a case and asked for again, and know the memory that it takes.
+# Keep results that are needed again, and know how much memory they take.
 
 
 Value = TypeVar("Value")
@@ -287,18 +286,18 @@ class _Entry:
 
 @dataclass
 class Cache:
-    """Values by key, each computed when it is first asked for; nobody but the cache puts one in."""
+    """A cache that computes each value when it is first requested."""
 
     _entries: dict[Hashable, _Entry] = field(default_factory=dict)
     _subject: Hashable = None
 
     def get(self, key: Hashable, compute: Callable[[], Value], size: Callable[[Value], int] = lambda _: 0) -> Value:
-        """Return the value of this key, computed now if it is not kept.
+        """Return the value for this key, and compute it if it is not kept.
 
         Args:
-            key: of the value.
-            compute: the value.
-            size: its bytes, asked for whenever the memory of all is: a value may grow.
+            key: identifies the value.
+            compute: returns the value.
+            size: returns its size in bytes; called whenever the cache's memory is requested, because a value may grow.
         """
         if key not in self._entries:
             self._entries[key] = _Entry(compute(), size)
@@ -306,11 +305,11 @@ class Cache:
         return value
 
     def take(self, key: Hashable, compute: Callable[[], Value]) -> Value:
-        """Return the value of this key and keep it no longer; it is computed if it is not kept."""
+        """Return the value for this key and remove it, or compute it if it is not kept."""
         return self._entries.pop(key).value if key in self._entries else compute()
 
     def group(self, name: str, subject: Hashable) -> Cache:
-        """Return the values of one subject, such as a rounding; those of another subject by this name are let go."""
+        """Return the cache for one subject, such as a rounding, and drop that for another subject under this name."""
         found = self._entries.get(name)
         if found is None or found.value._subject != subject:
             found = self._entries[name] = _Entry(Cache(_subject=subject), lambda group: group.bytes)
@@ -323,7 +322,7 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """The memory that all values take, as far as they say."""
+        """The memory that all values take, by their ``size`` functions."""
         return sum(entry.size(entry.value) for entry in self._entries.values())
 
 
@@ -332,7 +331,7 @@ class Calls:
     """The calls of golden's forward pass, in FP64.
 
     Attributes:
-        trace: all that the reference calls.
+        trace: all calls of the reference.
         products: its GEMMs.
     """
 
@@ -342,7 +341,7 @@ class Calls:
     @staticmethod
     @contextmanager
     def recorded(reference: nn.Module, into: list[Calls]) -> Iterator[None]:
-        """Within the context, record one forward pass, and append its calls afterwards."""
+        """Record one forward pass within the context, and append its calls afterwards."""
         products = Products()
         with (
             products.recorded(),
@@ -361,28 +360,28 @@ class Prepared:
     Attributes:
         dtype: the dtype in which the candidate computes.
         reference: the plain module, holding the rounded weights in FP64 or FP32 (exact in both).
-        call: how to call the reference, or None.
-        inputs: as the pair returns them, rounded, in the dtype and on the device.
+        call: how to call the reference, or None to call it directly.
+        inputs: the inputs as the pair returns them, rounded, in the dtype and on the device.
         input_names: names of the positional inputs, as the reference names them.
         weights: the pair's weight map.
-        candidate_weights: the candidate's parameters by name, in the dtype, as the map says.
+        candidate_weights: the candidate's parameters by name, in the dtype, as the map gives them.
         cotangents: the gradient with respect to each output, by the output's name, in FP64, rounded to the dtype.
         golden: the reference's pass in FP64.
-        probe: the probing inputs, like ``inputs``, for ``probe_call``; None if the case has no probe, or they would be
-            the inputs.
-        probed: golden outputs for ``probe``, FP64.
-        lookups: the lookups in tables, on the probing inputs.
+        probe: the probing inputs, like ``inputs``, for ``probe_call``; None if the case has no probe, or if they would
+            equal the inputs.
+        probed: golden outputs for ``probe``, in FP64.
+        lookups: the lookups in embedding tables on the probing inputs.
         outside_te: names of the reference's parameters that the candidate holds in plain PyTorch modules.
-        unlike: the candidate's parameters by name, of those that it holds otherwise than the map says.
-        apart: what to say of parameters that are one in the reference, and several in the candidate.
+        unlike: the candidate's parameters that differ from what the map gives, by name.
+        apart: remarks on parameters that are tied in the reference but not in the candidate.
         evaluation: whether both modules are in evaluation mode, so that no pass has gradients.
-        cache: what is computed of this and asked for again. At first it holds two things that are taken out when they
-            are used: ``calls`` of golden's pass, if it ran on the kernels' device, which hold everything that the pass
-            computed; and the ``pair``, whose candidate has not run.
-        clock: of what a search for a cause computes.
-        past: what delayed scaling has seen in the steps before, if this is a step of a training under it.
-        wide: kinds and names of the outputs that the candidate returns in a wider dtype, as a loss in FP32.
-        scales_lookups: whether ``call`` scales the rows of tables, as it does on the probing inputs.
+        cache: results that are computed from this and needed again. At first it holds two things that are removed when
+            they are used: the ``calls`` of golden's pass, if it ran on the kernels' device, which hold everything that
+            the pass computed; and the ``pair``, whose candidate has not run.
+        clock: counts the work of a search for a cause.
+        past: the amaxes of earlier steps, if this is a step of a training with delayed scaling.
+        wide: kinds and names of the outputs that the candidate returns in a wider dtype, such as a loss in FP32.
+        scales_lookups: whether ``call`` scales the rows of embedding tables, as on the probing inputs.
     """
 
     dtype: torch.dtype
@@ -409,7 +408,7 @@ class Prepared:
 
     @property
     def quantized(self) -> Iterator[str]:
-        """Yield the names of the reference's parameters that the candidate holds quantized, with just these values."""
+        """Yield the names of the reference's parameters that the candidate holds quantized, with the same values."""
         for left, right in self.weights.items():
             if all(is_quantized(self.candidate_weights[name]) for name in names_in(right)):
                 yield from names_in(left)
@@ -421,7 +420,7 @@ class Prepared:
 
     @property
     def bytes(self) -> int:
-        """The memory that this takes, and what is kept with it."""
+        """The memory that this takes, including its cache."""
         own = [list(self.reference.parameters()), *vars(self).values(), vars(self.golden)]
         return size_in_bytes(own) + self.cache.bytes
 
@@ -431,13 +430,13 @@ class Prepared:
         return ScaledLookups(self.dtype, self.evaluation).around(self.call) if self.lookups else self.call
 
     def on_probes(self) -> Prepared:
-        """Return the same on the probing inputs, whose outputs are the only golden tensors."""
+        """Return a copy that has the probing inputs as its inputs, and only their outputs as golden tensors."""
         golden, scales = Pass(self.probed, {}, {}, ()), bool(self.lookups)
         return replace(self, inputs=self.probe, call=self.probe_call, golden=golden, scales_lookups=scales)
 
 
 def calls_of(prepared: Prepared) -> Calls:
-    """Record the calls of another forward pass of the reference in FP64, which repeats golden's."""
+    """Return the calls of the reference's forward pass in FP64, which is repeated to record them."""
     prepared.reference.double()
     calls: list[Calls] = []
 
@@ -466,7 +465,7 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
     """Return weights, inputs and the golden pass, and keep them for the next precision of the same dtype.
 
     Weights are rounded in the candidate's layout and mapped back, so that both modules hold the same numbers even if
-    the map does arithmetic (a gamma stored minus 1).
+    the map does arithmetic (for example a gamma that is stored minus 1).
 
     Raises:
         NothingToJudge: if a comparison would pass whatever the candidate computed.
@@ -480,20 +479,20 @@ def prepare(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, ker
 
 
 def release(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, kernels: Kernels) -> None:
-    """Let go of what ``prepare`` keeps for this."""
+    """Drop what ``prepare`` keeps for these arguments."""
     _KEPT.pop(_Key(case, checked, dtype, seed, kernels), None)
 
 
 def forget() -> None:
-    """Let go of everything that is kept."""
+    """Drop everything that is kept."""
     _KEPT.clear()
     forget_draws()
 
 
 def _make_room(coming: _Key) -> None:
-    """Let go of other cases and sizes, of a third dtype, and of what takes too much memory, the oldest first.
+    """Drop other cases and sizes, a third dtype, and then the oldest entries if they take too much memory.
 
-    FP8's dtype is BF16, with FP16 between the two: so two dtypes are kept.
+    Two dtypes are kept, because FP16 comes between BF16 and FP8, whose dtype is BF16 as well.
     """
     last = next((key.dtype for key in reversed(_KEPT) if key.dtype is not coming.dtype), None)
     for key in list(_KEPT):
@@ -524,7 +523,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
 
     def draw_cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         rng = Rng(seed, "cotangents")
-        with drawn.repeated(), torch._C.DisableTorchFunction():  # golden's pass in FP64 does not draw like this
+        with drawn.repeated(), torch._C.DisableTorchFunction():  # golden's pass in FP64 would draw in FP64
             for name, output in outputs.items():
                 drawn_like = torch.ones(output.shape) if case.is_step else rng.normal(*output.shape)
                 cotangents[name] = drawn_like.to(output.device, dtype).double()
@@ -536,7 +535,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
     pair.reference.to(faster)
     with in_fp64():
         exact = cast(inputs, torch.float64, faster)
-        is_filtered = faster == kernels.device and not case.is_step  # a step returns one number, which no filter sees
+        is_filtered = faster == kernels.device and not case.is_step  # a step's only output is its loss, one number
         recording = Calls.recorded(pair.reference, calls) if is_filtered else None
         before = RandomState.now(faster)
         versions = {name: parameter._version for name, parameter in pair.reference.named_parameters()}
@@ -581,9 +580,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
 def _probed(
     pair: Pair, inputs: Any, dtype: torch.dtype, seed: int, device: torch.device
 ) -> tuple[Any, dict[str, Tensor], Lookups]:
-    """Return probing inputs, golden outputs for them, and what is looked up; nothing if they would be
-    the inputs again.
-    """
+    """Return the probing inputs, their golden outputs and lookups, or nothing if they would equal the inputs."""
     probing = cast(probe(cast(inputs, torch.float32), Rng(seed, "probe")), dtype)
     scaled = ScaledLookups(dtype, pair.evaluation)
     with torch.no_grad(), in_fp64():
@@ -598,7 +595,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _check_complete(reference: nn.Module, known: Container[str]) -> None:
-    """Make sure that the first call made no parameters beyond those that it was given weights for."""
+    """Raise an error if the first call created parameters, because these were not given mapped weights."""
     new = [name for name, _ in reference.named_parameters() if name not in known]
     if new:
         raise UserError(
@@ -614,14 +611,14 @@ def _check(
     written: Sequence[str],
     changed: Sequence[str],
 ) -> None:
-    """Make sure that there is something to judge, and that another pass of the reference would be the same.
+    """Check that there is something to judge, and that another pass of the reference would be the same.
 
     Args:
         golden: the golden pass.
-        again: the outputs of another pass.
-        drew_on: the device where it drew random numbers; None if it drew none.
+        again: runs another pass and returns its outputs.
+        drew_on: the device on which the golden pass drew random numbers; None if it drew none.
         written: names of the parameters that it wrote to.
-        changed: names of the attributes of its modules that it changed.
+        changed: names of the modules' attributes that it changed.
 
     Raises:
         NothingToJudge: if not.

@@ -1,4 +1,4 @@
-"""Say where a comparison would prove nothing, so that it does not count as a pass, and what a pass leaves unproven."""
+"""Refuse comparisons that would prove nothing, and list what a passed comparison leaves unproven."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 Tensors = dict[tuple[Kind, str], Tensor]
 
-# A quantized layer's gradient has at least 0.7 times the model's error on the calibrated ports, an
-# unquantized one's 0.15.
+# On the calibrated ports, the gradient of a quantized layer has at least 0.7 times the model's error, and that of an
+# unquantized layer 0.15 times.
 _TOO_EXACT = 0.35
 _ENOUGH_ELEMENTS = 1024
-# A right port has at least half the error that TF32 costs; without TF32, a hundredth. A port with less than the first
-# number uses no TF32; with fewer elements than the second, errors may be small by chance.
+# The first number is the least error of a model that rounds to TF32. With fewer elements than the second, an error may
+# be small by chance. A right port has at least half of the error that TF32 costs, and a hundredth without TF32; below
+# the third number, a share of that error, a port does not use TF32.
 _COSTS_OF_TF32, _NO_CHANCE, _WITHOUT_TF32 = 2.0**-15, 64, 0.1
-_SAME_IN_FP64 = 1e-9  # share of a tensor's norm: far below what any precision shows, far above FP64's own rounding
+_SAME_IN_FP64 = 1e-9  # share of a tensor's norm: far below the error of any precision, far above FP64's rounding
 
 LOOKS_UP_ELSE = "not compared on probing inputs: the candidate looks up other rows of tables than the reference"
 LOSES_ALL = (
@@ -38,18 +39,19 @@ WITHIN = "every tensor is within its tolerance, but the port is wrong neverthele
 
 
 class NothingToJudge(UserError):
-    """Raised if a comparison at these inputs or this precision would pass whatever the candidate computed; says why."""
+    """Raised if a comparison on these inputs or at this precision would pass whatever the candidate computed."""
 
 
 def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
-    """Make sure that rounding leaves something of the inputs.
+    """Check that the inputs survive rounding.
 
     Args:
         drawn: as a pair's ``inputs`` returns them.
         dtype: the dtype to which they are rounded.
 
     Raises:
-        NothingToJudge: if an input has no values, finite elements are beyond the dtype's range, or it becomes all zero.
+        NothingToJudge: if an input has no values, if finite elements are beyond the dtype's range, or if all elements
+            round to zero.
     """
     for path, value in tree_flatten_with_path(drawn)[0]:
         what = f"the input{keystr(path)}"
@@ -67,10 +69,10 @@ def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
 
 
 def check_weights_fit(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Make sure that no finite weight is beyond the dtype's range.
+    """Check that no finite weight is beyond the dtype's range.
 
     Args:
-        weights: the candidate's, by name, before rounding.
+        weights: the candidate's weights by name, before rounding.
         dtype: the dtype to which they are rounded.
 
     Raises:
@@ -93,7 +95,7 @@ def _check_no_overflow(what: str, value: Tensor, dtype: torch.dtype) -> None:
 
 
 def check_golden(golden: Pass) -> None:
-    """Make sure that the reference computes something that a wrong candidate could miss.
+    """Check that the reference computes something that a wrong candidate could get wrong.
 
     Raises:
         NothingToJudge: if it returns no floating-point tensor, only empty ones, or if all outputs and gradients are 0.
@@ -117,11 +119,11 @@ def check_golden(golden: Pass) -> None:
 
 
 def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
-    """Make sure that the reference returns the same whichever random numbers it draws.
+    """Check that the reference's outputs do not depend on the random numbers that it draws.
 
     Args:
         golden: the golden pass.
-        again: its outputs in FP64 with other random numbers.
+        again: the reference's outputs in FP64 with other random numbers.
 
     Raises:
         NothingToJudge: if an output differs.
@@ -135,13 +137,12 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
 
 
 def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Sequence[str]) -> None:
-    """Make sure that the reference does not train itself in its forward pass, so that every pass would
-    have other weights.
+    """Check that the reference does not train itself in its forward pass, because each pass needs the same weights.
 
     Args:
         golden: the golden pass.
-        again: its outputs in FP64 with the weights that this pass left.
-        written: names of the parameters that it wrote to.
+        again: the reference's outputs in FP64 with the weights that the golden pass left.
+        written: names of the parameters that the golden pass wrote to.
 
     Raises:
         NothingToJudge: if an output differs.
@@ -155,12 +156,12 @@ def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Seque
 
 
 def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequence[str]) -> None:
-    """Make sure that the reference keeps nothing from one call to the next that its outputs depend on.
+    """Check that the reference's outputs do not depend on its earlier calls.
 
     Args:
         golden: the golden pass.
         again: the outputs of another pass.
-        changed: names of the attributes that it changed.
+        changed: names of the attributes that the golden pass changed.
 
     Raises:
         NothingToJudge: if an output differs.
@@ -174,7 +175,7 @@ def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequen
 
 
 def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, float]]:
-    """Yield the outputs that differ in another pass, and by how much of their norm."""
+    """Yield the names of the outputs that differ in another pass, and by which share of their norm."""
     for name, output in golden.outputs.items():
         moved = math.inf
         if name in again and again[name].shape == output.shape:
@@ -185,15 +186,16 @@ def _moved(golden: Pass, again: Mapping[str, Tensor]) -> Iterator[tuple[str, flo
 
 
 def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) -> Truths:
-    """Return golden without outputs on probing inputs that the candidate lacks, or on which a faithful one overflows.
+    """Return the golden tensors that the candidate can be judged by.
 
-    Probing inputs are larger than the user's own, so a dtype with a small range may overflow on them alone. A training
-    step that copies its inputs into buffers has no gradients of these.
+    These leave out outputs on probing inputs that the candidate lacks, or for which a faithful computation overflows:
+    probing inputs are larger than the user's own, so a dtype with a small range may overflow only on them. They also
+    leave out gradients of inputs that the candidate lacks, as a training step does that copies its inputs into buffers.
 
     Args:
         golden: the reference's tensors.
-        models: the rounding model's.
-        candidate: the candidate's.
+        models: the tensors of the rounding models.
+        candidate: the candidate's tensors.
     """
     return {
         key: truth
@@ -204,7 +206,7 @@ def answerable(golden: Truths, models: Sequence[Tensors], candidate: Tensors) ->
 
 
 def _can_be_judged(golden: Tensor, modelled: Sequence[Tensor], computed: Tensor) -> bool:
-    """Return whether some model is finite, and the candidate too, unless it is the only one that is not."""
+    """Return whether golden and a model are finite, and no model explains an overflow of the candidate."""
     if not (all_finite(golden) and any(map(all_finite, modelled))):
         return False
     return all_finite(computed) or not any(overflows_within(computed, model) for model in modelled)
@@ -216,10 +218,10 @@ def overflows_within(computed: Tensor, model: Tensor) -> bool:
 
 
 def proves_nothing(tensors: Sequence[TensorResult]) -> bool:
-    """Return whether zeros would pass for every tensor, as each tolerance on the relative L2 error is 1 or more.
+    """Return whether zeros would pass for every tensor, because each tolerance on the relative L2 error is at least 1.
 
     Args:
-        tensors: those of a comparison that passed.
+        tensors: the results of a comparison that passed.
     """
     not_zero = [tensor for tensor in tensors if tensor.errors.golden_rms]
     return bool(not_zero) and len(_lost(tensors)) == len(not_zero)
@@ -239,15 +241,15 @@ def remarks(
     recipe: str | None,
     log_probs: Collection[str] = (),
 ) -> Iterator[str]:
-    """Yield what a comparison leaves unproven though it may pass, a sentence each.
+    """Yield a remark on each thing that a comparison leaves unproven even if it passes.
 
     Args:
         tensors: the results.
-        candidate: the candidate's, in the reference's layout.
-        reference: its frozen parameters have no gradient to compare.
+        candidate: the candidate's tensors, in the reference's layout.
+        reference: the reference, whose frozen parameters have no gradient to compare.
         not_compared: how many tensors the reference returns that are not floating-point.
-        dtype: the precision's.
-        recipe: the precision's, if it has one.
+        dtype: the precision's dtype.
+        recipe: the precision's recipe, if it has one.
         log_probs: names of the outputs that are log-probabilities, which are rightly in FP32.
     """
     zero = [
@@ -284,7 +286,7 @@ def remarks(
 
 
 def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[str]:
-    """Yield a note on layers that seem not to be quantized: their numbers are right, but perhaps it was not meant."""
+    """Yield a remark on layers that seem not to be quantized: their numbers are right, but it may be unintended."""
     exact = [
         tensor.label
         for tensor in tensors
@@ -301,7 +303,7 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
 
 
 def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
-    """Yield a note on a port that is more accurate than its model where that rounds to TF32, which is no mistake."""
+    """Yield a remark on a port that is more accurate than a model that rounds to TF32, which is not a mistake."""
     in_tf32 = [
         tensor
         for tensor in tensors
@@ -315,11 +317,11 @@ def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
 
 
 def gradients_missed(unreached: tuple[str, ...], weights: WeightMap, golden: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return TE's parameters without a gradient whose gradient in the reference is not 0.
+    """Return TE's parameters that no gradient reached although the reference's gradient is not 0.
 
     Args:
         unreached: TE's parameters that no gradient reached.
-        weights: the pair's map.
+        weights: the pair's weight map.
         golden: the gradients of the reference's parameters, without frozen ones; 0 for one that it does not use.
     """
     used = {name for name, gradient in golden.items() if max_abs(gradient)}

@@ -1,4 +1,4 @@
-"""Train a candidate step by step, and hand out what each step computed, in the reference's layout."""
+"""Train a candidate step by step, and return what each step computed, in the reference's layout."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Hold buffers before a step, as a new pair is to have them.
+    """The buffers that a new pair must have before a step.
 
     Attributes:
-        candidate: all of the candidate's, by name.
-        reference: those that a forward pass changes, such as running statistics, as the candidate has them.
-        by_step: whether the training step changes some by itself, such as averages of weights.
+        candidate: all buffers of the candidate, by name.
+        reference: buffers that a forward pass changes, such as running statistics, with the candidate's values.
+        by_step: whether the training step itself changes some buffers, such as averages of weights.
     """
 
     candidate: Mapping[str, Tensor] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Buffers:
     by_step: bool = False
 
     def give(self, pair: Pair) -> None:
-        """Copy them into a pair's buffers of these names."""
+        """Copy the buffers into those of a pair."""
         for module, some in ((pair.candidate, self.candidate), (pair.reference, self.reference)):
             held = dict(module.named_buffers())
             with torch.no_grad():
@@ -73,7 +73,7 @@ class Buffers:
                         held[name].copy_(x)
 
 
-# The comparison of one step: the pair with the weights that the candidate has before it, and the loss as its output.
+# Make a case of one step: the pair has the weights that the candidate has before the step, and its output is the loss.
 
 
 def step_case(
@@ -84,15 +84,15 @@ def step_case(
     held: Mapping[str, Tensor] = MappingProxyType({}),
     buffers: Buffers = Buffers(),
 ) -> Case:
-    """Return the case of one training step, which is compared like any other: its output is the loss.
+    """Return a case for one training step, which is compared like any other case: its output is the loss.
 
     Args:
-        case: the pair that is trained.
-        number: of the step, from 1; each has a batch of its own.
-        weights: the reference's parameters before the step, as the candidate has them; None for those of its build.
+        case: the case that is trained.
+        number: the step's number, from 1; each step has its own batch.
+        weights: the reference's parameters before the step, with the candidate's values; None for the initial ones.
         seed: the run's seed.
         held: the candidate's quantized parameters before the step.
-        buffers: those of both before the step.
+        buffers: the buffers of both modules before the step.
     """
 
     def factory(te: ModuleType, **size: Any) -> Pair:
@@ -125,10 +125,10 @@ def _with_inputs_of(pair: Pair, size: Mapping[str, Any], number: int, seed: int)
 
 
 class Batch(NamedTuple):
-    """Hold the inputs of one step.
+    """The inputs of one step.
 
     Attributes:
-        inputs: as the pair returns them, rounded.
+        inputs: the inputs as the pair returns them, rounded.
         input_names: names of the positional inputs.
     """
 
@@ -145,29 +145,29 @@ def batch_of(
     device: torch.device,
     input_names: tuple[str, ...],
 ) -> Batch:
-    """Return the inputs of one step of a pair, counted from 1, as ``prepare`` has them."""
+    """Return the inputs of a step of this number, from 1, as ``prepare`` returns them."""
     drawn = _with_inputs_of(pair, checked.size, number, seed)
     return Batch(rounded_inputs(drawn, checked, dtype, seed, device), input_names)
 
 
-# The candidate, which keeps its weights, its optimizer and TE's state from one step to the next.
+# Train the candidate, which keeps its weights, its optimizer and TE's state from one step to the next.
 
 
-# Of so many elements of each parameter it is remembered what earlier steps did: 1.5 kB a parameter and step.
+# The number of elements of each parameter whose earlier steps are kept: 1.5 kB per parameter and step.
 REMEMBERED = 64
 
 
 @dataclass(frozen=True)
 class Update:
-    """Hold what an optimizer did in one step to some elements of each parameter, by its name in the reference, in FP64.
+    """An optimizer's step on some elements of each parameter, by the parameter's name in the reference, in FP64.
 
     Attributes:
-        before: the weights, in FP32 where the optimizer holds them so.
-        gradients: as the optimizer was given them.
+        before: the weights before the step, with the precision in which the optimizer holds them.
+        gradients: the gradients that the optimizer was given.
         after: the weights after the step.
-        moments: what the optimizer keeps for each element, by its name there.
-        kept_in: the dtypes in which it keeps them.
-        is_whole: whether it has all elements, as an optimizer's that does not step each by itself.
+        moments: the optimizer's state for each element, by its name in the optimizer.
+        kept_in: the dtypes of that state.
+        is_whole: whether all elements are here, because the optimizer does not step each element independently.
         rates: the learning rate of each parameter.
     """
 
@@ -180,7 +180,7 @@ class Update:
     rates: Mapping[str, float] = field(default_factory=dict)
 
     def remembered(self) -> Update:
-        """Return what the failure of a later step is explained by: a few of the elements, without moments."""
+        """Return the part that can explain the failure of a later step: a few elements, without moments."""
         before, gradients, after = (
             {name: x[: None if self.is_whole else REMEMBERED].clone() for name, x in named.items()}
             for named in (self.before, self.gradients, self.after)
@@ -195,16 +195,16 @@ class Stepped:
     Attributes:
         tensors: the loss and all gradients, before they are clipped, in the reference's layout.
         unreached: TE's parameters that got no gradient.
-        clipping: what was done to them before the optimizer saw them.
+        clipping: how the gradients were changed before the optimizer saw them.
         update: what the optimizer did.
-        scaling: what delayed scaling kept of each tensor before and after the step.
-        summed: noise as large as what sums over micro-batches lose of gradients that are held in 16 bits.
-        moved: TE's parameters whose gradients the optimizer does not read where a captured step writes them.
+        scaling: the state of delayed scaling for each tensor, before and after the step.
+        summed: noise of the size of the error that sums over micro-batches make in gradients that are held in 16 bits.
+        moved: TE's parameters whose gradients the optimizer reads from other memory than a captured step writes.
         calls: the arguments of each call of the candidate.
-        apart: TE's parameters that are not what the optimizer's copies of them are, rounded.
-        stale: TE's FP8 parameters whose transposed copy was another tensor's before the step.
-        unmade: TE's FP8 parameters whose transposed copy was so, whether TE knows it or not, and was not made again by
-            the graphs of a captured step.
+        apart: TE's parameters that are not the rounded values of the optimizer's copies.
+        stale: TE's FP8 parameters whose transposed copy did not match them before the step.
+        unmade: TE's FP8 parameters whose transposed copy did not match them, whether TE knows it or not, and which the
+            graphs of a captured step did not transpose again.
         buffers: the candidate's buffers after the step.
         written: TE's parameters that something wrote to after the optimizer's step.
     """
@@ -225,7 +225,7 @@ class Stepped:
 
 
 Own = TypeVar("Own", bound="Trainee")
-# What a training keeps, by what it is and by name, as digests of its bytes.
+# The state of a training as digests of its bytes, by kind and by name.
 State = dict[str, dict[str, bytes]]
 SCALES, HISTORIES = "FP8 scales", "amax histories"
 BUFFERS, UNSAVED_BUFFERS = "buffers", "buffers that no state_dict holds"
@@ -234,13 +234,13 @@ COPIES = "the copies of weights that the optimizer steps"
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """Hold a training that was written to a file.
+    """A training that was saved to a file.
 
     Attributes:
-        way: how it was written.
-        file: what was written.
-        schedule: the state of its learning rate's schedule.
-        state: what the training kept then.
+        way: how it was saved.
+        file: the file.
+        schedule: the state of its learning rate schedule.
+        state: the state of the training when it was saved.
     """
 
     way: str
@@ -251,14 +251,14 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Tell a step that a training made after it was saved and loaded from the same step without interruption.
+    """How a step after saving and loading a training differs from the same step without interruption.
 
     Attributes:
-        saved: what the training kept when it was saved.
-        restored: what it kept when it was loaded.
-        differing: labels of the loss and gradients that are not the same to the bit.
-        moments: what its optimizer keeps of gradients that is not, by the optimizer's names.
-        is_same: whether these and the weights after the step are the same to the bit.
+        saved: the state of the training when it was saved.
+        restored: its state after it was loaded.
+        differing: labels of the loss and gradients that are not bitwise the same.
+        moments: the optimizer's names of the moments that are not bitwise the same.
+        is_same: whether loss, gradients, moments and the weights after the step are all bitwise the same.
         caches_weights: whether one of its modules keeps quantized copies of weights.
     """
 
@@ -271,7 +271,7 @@ class Resumption:
 
 
 def is_interrupted(switch: Switch, number: int, steps: int) -> bool:
-    """Return whether a training of so many steps is saved and loaded before a step, counted from 1: in the middle."""
+    """Return whether a training is saved and loaded before this step, which is the one after the first half."""
     return (switch in WAYS or switch == "rollback") and number == steps // 2 + 1
 
 
@@ -281,8 +281,8 @@ class Trainee:
     Attributes:
         training: how its pair is trained.
         optimizer: its optimizer.
-        is_plain: whether its steps are parity's own, without any trick.
-        journal: what TE's offloading does, once the candidate is told to offload.
+        is_plain: whether its steps are parity's own ones, without micro-batches or graphs.
+        journal: records what TE's offloading does once the candidate is told to offload.
         moved_in_calls: the buffers that calls of the candidate have changed so far.
     """
 
@@ -301,11 +301,11 @@ class Trainee:
         switch: Switch = "",
         backend: str = "",
     ) -> None:
-        """Build the candidate, with the weights of the prepared step, and its optimizer.
+        """Build the candidate with the weights of the prepared step, and its optimizer.
 
-        With the switch ``recompute``, each call is made by ``te.checkpoint``, which computes it again in the backward
-        pass; with ``micro-batches``, each step splits its batch; with ``compile``, calls are compiled, by this backend
-        if one is given.
+        With the switch ``recompute``, ``te.checkpoint`` makes each call, and computes it again in the backward pass.
+        With ``micro-batches``, each step splits its batch. With ``compile``, calls are compiled, by this backend if one
+        is given.
         """
         pair = with_weights(build(case, checked, seed, kernels), prepared, precision)
         self._begin(pair, checked, prepared, precision, seed, kernels, switch, backend)
@@ -322,7 +322,7 @@ class Trainee:
         backend: str = "",
         group: Any = None,
     ) -> None:
-        """Make the optimizer of a pair that is built; ``group`` is that over which amaxes are reduced."""
+        """Make the optimizer of a built pair; amaxes are reduced over the process group ``group``."""
         self._prepared = prepared
         self._pair, self._shapes = pair, transfer.parameter_shapes(pair.reference)
         self.training = training = pair.training
@@ -344,8 +344,8 @@ class Trainee:
         self._capture = training.graph or partial(switches.captured_by_te, kernels.te)
         self._te, self.journal = kernels.te, switches.Journal()
         self._is_captured = False
-        self._replayed: Callable[..., Tensor] | None = None  # a step that is captured
-        self._written: Named = {}  # gradients in the memory that it writes
+        self._replayed: Callable[..., Tensor] | None = None  # the captured step
+        self._written: Named = {}  # gradients in the memory that the captured step writes
         self._at = checked, precision.dtype, seed, kernels.device
         if switch == "compile":
             own = None if backend else training.compile
@@ -371,9 +371,9 @@ class Trainee:
         return self._replayed or self.training.candidate_step or plain
 
     def settle(self) -> None:
-        """Let delayed scaling find its scales, as a training that goes on has them.
+        """Let delayed scaling find scales like those of a training that has run for a while.
 
-        The first step is made again and again, but for the optimizer.
+        The first step is repeated without the optimizer.
         """
 
         step = self._step_on(self._prepared)
@@ -404,7 +404,7 @@ class Trainee:
             self._written = {name: one.grad for name, one in self._module.named_parameters() if one.grad is not None}
 
     def offload(self) -> None:
-        """Offload what later calls save for their backward passes, as the pair says, or as TE does."""
+        """Make later calls offload what they save for their backward passes, in the pair's way or else in TE's."""
         call = (self.training.offload or partial(switches.offloaded_by_te, self._te, self.journal))(self._module)
         if call is not None:
             self._model = self._model.called_by(call)
@@ -413,14 +413,14 @@ class Trainee:
     def reading_back(
         self, exchange: switches.Exchange, seen: list[Tensor] | None = None
     ) -> AbstractContextManager[None]:
-        """Within the context, exchange what calls of the candidate save for their backward passes."""
+        """Exchange what calls of the candidate save for their backward passes, within the context."""
         return switches.reading_back(self._model, exchange, seen)
 
     def saved(self, way: str = "resume") -> Saved:
-        """Return what the training writes where it is interrupted.
+        """Save the training, and return what was saved.
 
         Args:
-            way: a key of ``checkpoints.WAYS``; a pair's own ``save`` and ``load`` are for ``resume``.
+            way: a key of ``parity.case.training.WAYS``; a pair's own ``save`` and ``load`` are for ``resume``.
         """
         if self._scheduler is not None and not hasattr(self._scheduler, "state_dict"):
             raise UserError(
@@ -436,15 +436,15 @@ class Trainee:
         return Saved(way, file, schedule, self.state)
 
     def load(self, saved: Saved) -> None:
-        """Read that into weights that are wrong before, so that none can be left out."""
+        """Load a saved training, after making all weights wrong, so that a weight that is not loaded shows."""
         with torch.no_grad():
             for one in self._module.parameters():
                 if one.is_floating_point():
                     one.copy_(2.0 * state.dequantized_tensor(one.detach()))
         saved.file.seek(0)
         own = self.training.load if saved.way == "resume" else None
-        # TE pickles the scales of delayed scaling, and reads them if it is told to trust the file, as this one, which
-        # this process wrote (``pytorch/_extra_state.py`` of TE 2.20.2).
+        # TE pickles the scales of delayed scaling, and reads them only if it is told to trust the file
+        # (``pytorch/_extra_state.py`` of TE 2.20.2). This process wrote the file.
         with te_variables({"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}):
             (own or WAYS[saved.way].load)(self._module, self.optimizer, saved.file)
         self._optimized.find_replaced()
@@ -453,7 +453,7 @@ class Trainee:
 
     @property
     def state(self) -> State:
-        """Return what the module and its optimizer keep, as digests of its bytes."""
+        """Return the state of the module and its optimizer, as digests."""
         found: State = {
             "weights": {name: digest(one) for name, one in self._module.named_parameters()},
             BUFFERS: {},
@@ -480,12 +480,12 @@ class Trainee:
 
     @property
     def owners(self) -> dict[str, Any]:
-        """Return what may hold numbers and tensors that a step reads."""
+        """Return the objects that may hold numbers and tensors that a step reads."""
         own = {"candidate_step": self.training.candidate_step, "call_candidate": self._pair.call_candidate}
         return {"": self._module, "the optimizer": self.optimizer, **own, "loss": self.training.loss}
 
     def leave_recipe(self) -> None:
-        """Make all later calls without the precision's recipe."""
+        """Run all later calls without the precision's recipe."""
         self._model = self._model.without_recipe()
 
     @property
@@ -509,22 +509,23 @@ class Trainee:
         return {name: one.detach().clone() for name, one in self._module.named_parameters() if state.is_quantized(one)}
 
     def batch(self, number: int) -> Batch:
-        """Return the inputs of one step, counted from 1, as ``prepare`` has them."""
+        """Return the inputs of the step of this number, from 1, as ``prepare`` returns them."""
         checked, dtype, seed, device = self._at
         return batch_of(self._pair, number, checked, dtype, seed, device, self._prepared.input_names)
 
     def resumed(
         self: Own, switch: Switch, new: Callable[[], Own], prepared: Prepared | Batch
     ) -> tuple[Own, Stepped, Resumption]:
-        """Save the training, let it go on by a step, load what was saved, and make that step again.
+        """Save the training, make a step, load what was saved, and make that step again.
 
         Args:
-            switch: a key of ``checkpoints.WAYS``, which is loaded into a new training; or ``rollback``, into this one.
+            switch: a key of ``parity.case.training.WAYS``, to load into a new training; or ``rollback``, to load into
+                this one.
             new: returns a new training.
             prepared: the step's batch.
 
         Returns:
-            The training that was loaded, its step, and how that differs from the one without interruption.
+            The training that was loaded, its step, and how that step differs from the one without interruption.
         """
         saved = self.saved(switch if switch in WAYS else "resume")
         uninterrupted = self.step(prepared)
@@ -546,7 +547,7 @@ class Trainee:
         """Make one step with a prepared batch.
 
         Raises:
-            UserError: if the step does not step its optimizer once.
+            UserError: if the step does not return a loss of one number, or does not step its optimizer exactly once.
         """
         args, kwargs = as_arguments(_leaves(prepared.inputs))
         before, step = self._followed_weights(), self._step_on(prepared)
@@ -565,7 +566,7 @@ class Trainee:
             )
         calls = tuple(tree_map_only(Tensor, Tensor.detach, self._model.calls))
         self._model.calls.clear()
-        if self._replayed and not seen.used:  # the graph has stepped the optimizer, and its gradients are still there
+        if self._replayed and not seen.used:  # the graph stepped the optimizer, but its gradients are still in memory
             seen.used.append(copied_gradients(self._optimized.stepped))
             seen.moved = moved(self._module, self._written)
         if len(seen.used) != 1:
@@ -580,7 +581,7 @@ class Trainee:
         inputs = named_inputs(kwargs or args, prepared.input_names)
         tensors: Tensors = {("output", "output"): loss.detach().reshape(())}
         leaves = {name: x for name, x in inputs.items() if x.is_floating_point()}
-        if not (self.training.candidate_step or self._replayed):  # which may scale the loss, and undo that at its use
+        if not (self.training.candidate_step or self._replayed):  # these may scale the loss, and gradients back later
             tensors |= {("input gradient", name): x.grad for name, x in leaves.items() if x.grad is not None}
         gradients = {name: or_zero(raw.get(name), one) for name, one in self._module.named_parameters()}
         tensors |= {("weight gradient", name): x for name, x in self._gradients(gradients).items()}
@@ -618,12 +619,12 @@ class Trainee:
         )
 
     def _stale_copies(self) -> dict[str, bytes]:
-        """Return digests of the transposed copies that are stale, in a training that is captured."""
+        """Return digests of the stale transposed copies, if the candidate is captured."""
         found = state.stale_transposes(self._module, in_a_graph=True) if self._is_captured else {}
         return {name: digest(one) for name, one in found.items()}
 
     def _noise(self, lost: Mapping[str, Lost]) -> Tensors:
-        """Return noise of the size of what sums lose, by the gradients' names in the reference."""
+        """Return noise of the size of the errors of sums, by the gradients' names in the reference."""
         if not any(one.additions > 1 for one in lost.values()):
             return {}
         noise = {name: torch.zeros_like(one, dtype=torch.float32) for name, one in self._module.named_parameters()}
@@ -639,19 +640,19 @@ class Trainee:
         return self._optimized.settings
 
     def _copies(self) -> Named:
-        """Return what the optimizer steps in place of the module's parameters, by their names."""
+        """Return the copies that the optimizer steps in place of the module's parameters, by the parameters' names."""
         return self._optimized.copies()
 
     def _apart(self) -> tuple[str, ...]:
-        """Return the parameters that are not what the optimizer's copies of them are, to an ulp."""
+        """Return the parameters that differ from the optimizer's copies by more than an ulp."""
         return self._optimized.apart()
 
     def _followed_weights(self) -> Named:
-        """Return the weights that the optimizer steps, which may be FP32 copies of the module's."""
+        """Return the followed elements of the weights that the optimizer steps, which may be FP32 copies."""
         return self._sampled(self._to_reference(self._optimized.held()))
 
     def _moments(self) -> dict[str, Named]:
-        """Return what the optimizer keeps of each element's gradients."""
+        """Return the optimizer's moments of the followed elements."""
         return {key: self._sampled(self._gradients(some)) for key, some in self._optimized.moments().items()}
 
     def _sampled(self, tensors: Mapping[str, Tensor]) -> Named:
@@ -670,7 +671,7 @@ def _are_same(some: Named, others: Named) -> bool:
 
 @contextmanager
 def _called(module: nn.Module, moved: set[str], around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Within the context, a call of the module, note in ``moved`` which buffers it changes."""
+    """Add the buffers that a call of the module changes within the context to ``moved``."""
     before = {name: (one, one._version) for name, one in module.named_buffers()}
     with around():
         yield
@@ -680,7 +681,7 @@ def _called(module: nn.Module, moved: set[str], around: Callable[[], AbstractCon
 
 
 def digest(value: Any) -> bytes:
-    """Return a digest of a value's bytes; of a quantized tensor's, as optimizers read it."""
+    """Return a digest of a value's bytes; a quantized tensor is dequantized to FP32 first, as optimizers read it."""
     if not isinstance(value, Tensor):
         return repr(value).encode()
     plain = state.dequantized_tensor(own_part(value).detach(), torch.float32).reshape(-1).contiguous().cpu()
@@ -692,7 +693,7 @@ def _leaves(inputs: Any) -> Any:
 
 
 def _recomputed(te: ModuleType, call: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the same call, made by ``te.checkpoint``."""
+    """Return a call that ``te.checkpoint`` makes, so that the backward pass computes it again."""
 
     def recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return te.checkpoint(call or nn.Module.__call__, module, *args, use_reentrant=False, **kwargs)

@@ -1,4 +1,4 @@
-"""Run a candidate as its training is switched to: captured in CUDA graphs, compiled by ``torch.compile``, or with
+"""Run a candidate as a switch of its training asks: captured in CUDA graphs, compiled by ``torch.compile``, or with
 activations that are offloaded to the host.
 """
 
@@ -35,27 +35,27 @@ Capture = Callable[..., Callable[..., Tensor] | None]
 
 
 class NotCaptured(Exception):
-    """Raised if a capture meets what a graph cannot hold; its cause is what was raised."""
+    """Raised if something cannot be captured in a graph; its cause is the original error."""
 
 
 def cuda_of(kernels: Kernels) -> Any:
-    """Return ``torch.cuda``, or what stands in for it on the CPU kernels."""
+    """Return ``torch.cuda``, or its emulation if the CPU kernels are used."""
     return torch.cuda if kernels.device.type == "cuda" else emulated_cuda
 
 
 def captured(
     capture: Capture, model: Model, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Callable[..., Tensor] | None:
-    """Return the step that replays graphs; None if calling the module does.
+    """Capture the candidate, and return the step that replays graphs, or None if calling the module replays them.
 
     Raises:
-        NotCaptured: if what runs in the capture cannot be captured.
+        NotCaptured: if something that runs in the capture cannot be captured.
     """
     with _undone_if_it_raises(model.module), _pools_known() as pools:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         try:
             return capture(model, optimizer, *args, **kwargs)
-        except RuntimeError as error:  # CUDA's errors speak of a stream that is capturing, or of its capture
+        except RuntimeError as error:  # CUDA's errors mention a capturing stream, or the capture
             if "captur" not in said(error):
                 raise
             if stream is not None:
@@ -64,20 +64,20 @@ def captured(
 
 
 def _first(error: BaseException) -> BaseException:
-    """Return the error that a capture met first: the one at its end only says that there was one."""
+    """Return the first error of a capture, because the last one only says that there was an error."""
     while isinstance(error.__context__, RuntimeError) and "captur" in said(error.__context__):
         error = error.__context__
     return error
 
 
-# What PyTorch leaves of a capture that CUDA refuses to end (``CUDAGraph::capture_end`` in ``aten/src/ATen/cuda`` of
-# 2.11): its stream is the current one, its pool takes allocations, and its generator counts numbers for it. The next
-# draw raises "Offset increment outside graph capture".
+# Clean up after a capture that CUDA refuses to end. PyTorch then leaves the capture's stream as the current one, its
+# pool takes allocations, and the generator counts numbers for it (``CUDAGraph::capture_end`` in ``aten/src/ATen/cuda``
+# of 2.11), so that the next draw raises "Offset increment outside graph capture".
 
 
 @contextmanager
 def _pools_known() -> Iterator[list[Any]]:
-    """Within the context, give each capture on a GPU a pool that is known here."""
+    """Give each capture on a GPU a known memory pool within the context, and hand out the list of pools."""
     kind: Any = torch.cuda.CUDAGraph
     begins = vars(kind).get("capture_begin")
     pools: list[Any] = []
@@ -97,7 +97,7 @@ def _pools_known() -> Iterator[list[Any]]:
 
 
 def _end(stream: torch.cuda.Stream, pools: list[Any]) -> None:
-    """End what a capture has begun, and return to the stream from which it was begun."""
+    """Undo what the start of a capture changed, and return to the stream that was current before it."""
     torch.cuda.set_stream(stream)
     if pools:
         torch._C._cuda_endAllocateToPool(stream.device_index, pools[-1])
@@ -107,8 +107,9 @@ def _end(stream: torch.cuda.Stream, pools: list[Any]) -> None:
 
 @contextmanager
 def _undone_if_it_raises(module: nn.Module) -> Iterator[None]:
-    """Undo what TE does while it captures, and leaves if the capture raises: to classes' calls, and to Python's
-    collection of garbage (``make_graphed_callables`` in ``pytorch/graph.py`` of TE 2.20.2).
+    """Undo changes that TE leaves behind if a capture raises, in classes' calls and in Python's garbage collection.
+
+    ``make_graphed_callables`` in ``pytorch/graph.py`` of TE 2.20.2 makes them.
     """
     calls = {kind: vars(kind).get("__call__") for kind in {type(one) for one in module.modules()}}
     collects = gc.isenabled()
@@ -124,10 +125,10 @@ def _undone_if_it_raises(module: nn.Module) -> Iterator[None]:
 
 
 def captured_by_te(te: ModuleType, model: Model, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """Let TE capture the module, called as the pair calls it.
+    """Make TE capture the module, called as the pair calls it.
 
-    A graph takes tensors alone, and TE's function captures other arguments' defaults; so they become the module's own
-    defaults before.
+    A graph takes only tensors, and TE's function captures the defaults of all other arguments. So the pair's values
+    become the module's defaults first.
     """
     module = model.module
     positional, named = _arguments(model, args, kwargs)
@@ -152,11 +153,11 @@ def captured_by_te(te: ModuleType, model: Model, optimizer: Optimizer, *args: An
 
 
 class _Reached(BaseException):
-    """Raised where a module is called, so that it does not run."""
+    """Raised when a module is called, to keep it from running."""
 
 
 def _arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
-    """Return with what the pair calls the module itself."""
+    """Return the arguments with which the pair calls the module itself."""
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def reached(module: nn.Module, *called_with: Any) -> None:
@@ -182,34 +183,34 @@ def _like(arguments: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), arguments)
 
 
-# Compile a candidate by ``torch.compile``, and count what was compiled.
+# Compile a candidate by ``torch.compile``, and count the compiled graphs.
 
 
 Compile = Callable[[nn.Module], object]
 
-# PyTorch's backends for what ``torch.compile`` does: each adds a step to those before.
+# PyTorch's backends for the stages of ``torch.compile``: each adds a stage to those before.
 TRACED, DIFFERENTIATED, GENERATED = "eager", "aot_eager", "inductor"
 
 
 def backends(kernels: Kernels) -> tuple[str, ...]:
-    """Return the backends that are to be tried where a compiled candidate is wrong; the last is the one it has.
+    """Return the backends to try if a compiled candidate is wrong; the last is the one that it is compiled by.
 
-    What PyTorch generates for a CPU is not what it generates for a GPU, and takes a C++ compiler minutes. So nothing
-    is generated on the CPU kernels.
+    PyTorch generates other code for a CPU than for a GPU, and a C++ compiler needs minutes for it. So no code is
+    generated if the CPU kernels are used.
     """
     return (TRACED, DIFFERENTIATED, GENERATED) if kernels.device.type == "cuda" else (TRACED, DIFFERENTIATED)
 
 
 def compiled_by_torch(backend: str) -> Compile:
-    """Return what compiles the calls of a module."""
+    """Return a function that compiles the calls of a module."""
     return partial(nn.Module.compile, backend=backend, dynamic=False)
 
 
 @contextmanager
 def compiled_anew() -> Iterator[Callable[[], int]]:
-    """Within the context, nothing is known of what was compiled before; hand out how many graphs are compiled.
+    """Forget all compiled code before and after the context, and hand out a function that counts compiled graphs.
 
-    PyTorch replaces methods of ``nn.Module`` when it compiles for the first time in a process, and so it does here.
+    PyTorch replaces methods of ``nn.Module`` when it first compiles in a process. This makes it do so at once.
     """
     importlib.import_module("torch._dynamo.mutation_guard").install_generation_tagging_init()
     stats = importlib.import_module("torch._dynamo.utils").counters["stats"]
@@ -221,14 +222,14 @@ def compiled_anew() -> Iterator[Callable[[], int]]:
         torch.compiler.reset()
 
 
-# Train a candidate whose saved tensors are offloaded to the host's memory, and see what is saved and read back.
+# Offload a candidate's saved tensors to the host's memory, and record what is saved and read back.
 
 
-# TE's way, if a pair has none of its own: each of TE's modules that lies in none of TE's is a layer by itself.
+# Offload as TE does, unless a pair has its own way. Each outermost module of TE counts as a layer.
 
 
 def offloaded_by_te(te: ModuleType, journal: Journal, module: nn.Module) -> None:
-    """Let TE offload what each of its modules in a candidate saves for the backward pass."""
+    """Make TE offload what each of its modules in a candidate saves for the backward pass."""
     for layer in _layers(module):
         layer.forward = partial(_offloaded, te, journal, layer.forward)
 
@@ -242,14 +243,13 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _offloaded(te: ModuleType, journal: Journal, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a module returns, whose saved tensors TE offloads.
+    """Call a module while TE offloads its saved tensors, and return what it returns.
 
-    TE's context counts the layers that enter it, and leaves the last one alone (``get_cpu_offload_context`` in
-    ``pytorch/cpu_offload.py`` of TE 2.20.2). So each call has a context of its own, in which an empty layer is the
-    last.
+    TE's context counts the layers that enter it, and does not offload the last one (``get_cpu_offload_context`` in
+    ``pytorch/cpu_offload.py`` of TE 2.20.2). So each call has its own context, in which an empty layer is the last.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a single layer leaves nothing to overlap with
+        warnings.simplefilter("ignore")  # TE warns that a single layer leaves nothing to overlap with
         context, synchronize = te.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
     with context:
         journal.follow(te)
@@ -265,12 +265,12 @@ def _offloaded(te: ModuleType, journal: Journal, forward: Callable[..., Any], *a
     return returned
 
 
-# What TE's offloading does with each tensor. Its contexts are found where modules are called, whoever has made them.
+# Record what TE's offloading does with each tensor. Calls of modules show its contexts, whoever made them.
 
 
 @dataclass(frozen=True, eq=False)
 class _Saved:
-    """Hold a tensor's place instead of the tensor, as what TE does itself, with whose it is."""
+    """A saved tensor's place, which is what TE itself saves, with the number of its layer."""
 
     layer: int
     place: Any
@@ -278,23 +278,24 @@ class _Saved:
 
 @dataclass
 class Journal:
-    """Record what TE's offloading has done since the candidate began to be trained with it.
+    """A record of what TE's offloading has done since it was switched on for the candidate.
 
     Attributes:
-        offloaded: how many tensors were taken to be copied to the host.
-        misread: the layers whose saved tensors a backward pass sought, and where it read; as the context counts them.
+        offloaded: how many tensors TE accepted for copying to the host.
+        misread: for each wrong read of a backward pass, the layer whose tensor it needed and the layer from which it
+            read, as the context numbers them.
     """
 
     offloaded: int = 0
     misread: list[tuple[int, int]] = field(default_factory=list)
 
     def watch(self, te: ModuleType, module: nn.Module) -> None:
-        """Follow the contexts in which parts of the module are called from now on."""
+        """Record the contexts in which parts of the module are called from now on."""
         for one in module.modules():
             one.register_forward_pre_hook(lambda *_: self.follow(te))
 
     def follow(self, te: ModuleType) -> None:
-        """Follow the context that is entered, if one is."""
+        """Record what the current offloading context does, if there is one."""
         own = sys.modules.get(f"{te.__name__}.cpu_offload")
         entered = getattr(own, "OFFLOAD_SYNCHRONIZER", None)
         for number, layer in getattr(entered, "layer_states", {}).items():
@@ -313,7 +314,7 @@ class Journal:
             return saved
 
         def pop(saved: Any) -> Any:
-            if not isinstance(saved, _Saved):  # of a layer that is not to be offloaded
+            if not isinstance(saved, _Saved):  # from a layer that is not offloaded
                 return kind.pop_tensor(own(), saved)
             if isinstance(saved.place, int) and held.get(saved.place) is not saved:
                 self.misread.append((saved.layer, number))
@@ -325,8 +326,8 @@ class Journal:
         layer.push_tensor, layer.pop_tensor, layer._check_if_offload = push, pop, is_offloaded
 
 
-# TE offloads no tensor of less than 256k elements (``_check_if_offload`` there). A pair is smaller as a rule, and what
-# offloading gets wrong does not depend on size.
+# TE offloads no tensor of fewer than 256k elements (``_check_if_offload`` there). Pairs are usually smaller, and the
+# mistakes of offloading do not depend on size.
 _SMALL = 256 * 1024
 
 
@@ -337,18 +338,18 @@ def _is_small_and_may_be(x: Any) -> bool:
     return not is_kept and 0 < x.numel() < _SMALL and x.is_contiguous() and x.device.type == of_device
 
 
-# What the same training without offloading saves, and what it would compute if it read something else back.
+# Show what the same training saves without offloading, and what it would compute if it read something else back.
 
 Exchange = Callable[[int, Tensor], Tensor]
-"""Return what is read back of a tensor that was saved; called with its number in the step, from 0."""
+"""Returns what is read back for a saved tensor, given its number in the step, from 0, and the tensor."""
 
 
 @contextmanager
 def reading_back(model: Model, exchange: Exchange, seen: list[Tensor] | None = None) -> Iterator[None]:
-    """Within the context, exchange what calls of the model save for their backward passes.
+    """Exchange what calls of the model save for their backward passes, within the context.
 
     Args:
-        seen: gets what is saved, each as it is then.
+        seen: receives a copy of each tensor when it is saved.
     """
     count = iter(range(sys.maxsize))
 

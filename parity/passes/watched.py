@@ -20,19 +20,19 @@ from parity.trace.private_functions import CLIP, exchanged
 
 @dataclass(frozen=True)
 class Clipping:
-    """Tell how the gradients that an optimizer got differ from those that backward passes have added up.
+    """How the gradients that an optimizer got differ from those that backward passes added up.
 
     Attributes:
-        factor: by what all were multiplied, by least squares.
-        lowest, highest: the least and the largest such factor of any parameter by itself.
+        factor: the factor by which all were multiplied, by least squares.
+        lowest, highest: the smallest and the largest such factor of a single parameter.
         is_early: whether backward passes were added to gradients that had been clipped, or changed in another way.
-        is_seen: whether ``clip_grad_norm_`` has changed them: of gradients that are clipped in another way, only the
-            result is known.
-        of_added: their norm, in relation to that of what backward passes have left, in a step of the port's own.
-        added: the norm of what backward passes have left, in such a step; else 0.
-        is_changed_after: whether gradients that ``clip_grad_norm_`` has changed were changed again before the optimizer
-            got them, as by ranks that add them up.
-        after: their norm when the optimizer got them, in relation to that after the clipping.
+        is_seen: whether ``clip_grad_norm_`` changed them. If they were clipped in another way, only the result is
+            known.
+        of_added: in a step of the port's own, the norm of the gradients divided by ``added``.
+        added: in such a step, the norm of the gradients after the backward passes; otherwise 0.
+        is_changed_after: whether gradients that ``clip_grad_norm_`` changed were changed again before the optimizer got
+            them, for example by ranks that add them up.
+        after: their norm when the optimizer got them, divided by their norm after the clipping.
     """
 
     factor: float
@@ -48,19 +48,19 @@ class Clipping:
 
 @dataclass
 class Seen:
-    """Hold what a step did to the gradients that the optimizer steps.
+    """A record of what a training step does to the gradients before the optimizer uses them.
 
     Attributes:
-        used: those that the optimizer saw, in each of its steps.
-        raw: those that were clipped, as they would be without.
-        left: what the last clipping left of them.
-        later: names of those to which a backward pass was added since.
-        is_early: whether a backward pass was added to gradients that had been clipped by ``clip_grad_norm_``.
-        sizes: norms of what backward passes have left, in a step of the port's own.
-        between: pairs of such a norm and that of the same gradient before another backward pass is added to it.
+        used: the gradients that the optimizer saw, in each of its steps.
+        raw: the gradients that were clipped, as they would be without clipping.
+        left: the same gradients after the last clipping.
+        later: names of those to which a backward pass was added since then.
+        is_early: whether a backward pass was added to gradients that ``clip_grad_norm_`` had clipped.
+        sizes: in a step of the port's own, the norms of the gradients after a backward pass.
+        between: pairs of such a norm and the norm of the same gradient just before the next backward pass adds to it.
         moved: as in ``Stepped``.
         rates: the learning rate of each parameter, by the reference's names.
-        versions: how often each parameter has been written to when the optimizer has stepped it.
+        versions: PyTorch's version counter of each parameter after the optimizer stepped it.
     """
 
     used: list[Named]
@@ -75,22 +75,22 @@ class Seen:
     versions: dict[str, int] = field(default_factory=dict)
 
     def written_later(self, stepped: Mapping[str, nn.Parameter]) -> Iterator[str]:
-        """Yield the parameters that something has written to since the optimizer stepped them."""
+        """Yield the names of the parameters that something wrote to after the optimizer stepped them."""
         for name, one in stepped.items():
             if self.versions.get(name, one._version) != one._version:
                 yield name
 
     def add_later(self, now: Named) -> None:
-        """Add what backward passes have added since the last clipping to what gradients would be without any."""
+        """Add what backward passes added since the last clipping to the gradients that would exist without clipping."""
         for name in self.later & self.raw.keys() & now.keys():
             self.raw[name] += (now[name] - self.left[name]).to(self.raw[name])
             self.left[name], self.is_early = now[name], True
         self.later.clear()
 
     def clip(self, before: Named, after: Named) -> list[str]:
-        """Keep what a clipping has changed, and return what it is the first to change.
+        """Keep the gradients that a clipping changed, and return the names of those that none had changed before.
 
-        One to infinity, which logs the norm, changes nothing.
+        A clipping to infinity, which only serves to log the norm, changes nothing.
         """
         changed = [name for name, x in after.items() if name in self.raw or not torch.equal(x, before[name])]
         self.left |= {name: after[name] for name in changed}
@@ -103,16 +103,16 @@ class Seen:
 def watched(
     module: nn.Module, optimizer: Optimizer, optimized: Optimized, written: Mapping[str, Tensor], is_own: bool
 ) -> Iterator[Seen]:
-    """Within the context, keep the gradients that the optimizer sees, and what they would be without clipping.
+    """Record the gradients that the optimizer sees within the context, and those that it would see without clipping.
 
     Args:
-        module, optimizer: what is trained, and by what.
-        optimized: its parameters as the optimizer has them.
+        module, optimizer: the module that is trained, and its optimizer.
+        optimized: the module's parameters as the optimizer has them.
         written: gradients in the memory that a captured step writes.
         is_own: whether the step is the pair's own, which may change gradients in any way.
     """
     seen = Seen([])
-    within = 0  # a class's step may call that of the class below it, and PyTorch calls hooks for both
+    within = 0  # a class's step may call that of its base class, and PyTorch calls hooks for both
 
     def take() -> None:
         now = copied_gradients(optimized.stepped)
@@ -131,7 +131,7 @@ def watched(
             take()
             return None
 
-        def closed() -> Any:  # the gradients are made in it
+        def closed() -> Any:  # the closure computes the gradients
             loss = closure()
             take()
             return loss
@@ -157,7 +157,7 @@ def watched(
     def add(name: str, _: Tensor) -> None:
         gradient = state.gradient(optimized.stepped[name])
         seen.later.add(name)
-        if gradient is None or not bool(gradient.any()):  # set to zero since it was clipped
+        if gradient is None or not bool(gradient.any()):  # it was reset to zero after it was clipped
             seen.raw.pop(name, None)
 
     def begin(name: str, parameter: nn.Parameter, _: Tensor) -> None:
@@ -172,7 +172,7 @@ def watched(
     for name, one in module.named_parameters() if is_own else ():
         if one.requires_grad and one.is_leaf:
             hooks.append(one.register_post_accumulate_grad_hook(partial(end, name)))
-            if not hasattr(one, "main_grad"):  # to which TE has added by then
+            if not hasattr(one, "main_grad"):  # TE adds to that before this hook runs
                 hooks.append(one.register_hook(partial(begin, name, one)))
     try:
         with exchanged(CLIP, clip):
@@ -183,7 +183,7 @@ def watched(
 
 
 def moved(module: nn.Module, written: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return the parameters whose gradients are not in the memory any more that a captured step writes."""
+    """Return the parameters whose gradients are no longer in the memory that a captured step writes."""
     now = {name: one.grad for name, one in module.named_parameters()}
     return tuple(name for name, one in written.items() if not _are_one(one, now[name]))
 
@@ -193,7 +193,7 @@ def _are_one(x: Tensor, y: Tensor | None) -> bool:
 
 
 def clipping_of(used: Named, raw: Named, seen: Seen) -> Clipping:
-    """Return by what gradients were multiplied."""
+    """Return how the gradients were changed between the backward passes and the optimizer."""
     along = {name: float((x.double() * raw[name].double()).sum()) for name, x in used.items() if name in raw}
     own = {name: float(x.double().square().sum()) for name, x in raw.items()}
     factors = [along.get(name, 0.0) / size for name, size in own.items() if size]
@@ -220,20 +220,20 @@ def _size(gradient: Tensor) -> Tensor:
 
 
 def copied_gradients(parameters: Mapping[str, nn.Parameter]) -> Named:
-    """Return copies of the gradients that there are."""
+    """Return copies of the gradients that exist."""
     found = {name: state.gradient(parameter) for name, parameter in parameters.items()}
     return {name: gathered(x.detach()).clone() for name, x in found.items() if x is not None}
 
 
-# What gradients lose that are held in 16 bits.
+# Estimate the error of sums in gradients that are held in 16 bits.
 
 
 @dataclass(eq=False)
 class Lost:
-    """Tell what a gradient that is held in 16 bits has lost as backward passes were added to it.
+    """The rounding error of a gradient in 16 bits to which backward passes were added.
 
     Attributes:
-        variance: of each element.
+        variance: the variance of each element's error.
         additions: how many passes were added.
     """
 
@@ -243,11 +243,11 @@ class Lost:
 
 @contextmanager
 def sums_in_16_bits(module: nn.Module) -> Iterator[dict[str, Lost]]:
-    """Within the context, note what the gradients of 16 bits lose whenever a backward pass adds to them.
+    """Record the rounding error whenever a backward pass adds to a gradient in 16 bits, within the context.
 
-    A sum is rounded to its own grid, by up to half a step either way: the variance is a twelfth of the step's square.
-    As what is added has been rounded, too, the first pass counts as well; the rounding of one pass's gradient is the
-    rounding model's. Gradients in ``main_grad`` are held in FP32, and lose nothing.
+    A sum is rounded to its own grid, by up to half a step either way, so that the error's variance is a twelfth of the
+    step's square. The first pass counts as well, because each added gradient has been rounded, too, and the rounding
+    model rounds only one pass's gradient. Gradients in ``main_grad`` are held in FP32, and lose nothing.
     """
     found: dict[str, Lost] = {}
 
