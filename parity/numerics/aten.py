@@ -1,4 +1,4 @@
-"""Read PyTorch's calls as a dispatch mode sees them: what they compute, on which memory, in which pass."""
+"""Classify PyTorch's calls as a dispatch mode sees them: what they compute, on which memory, in which pass."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ARITHMETIC = frozenset({"add", "sub", "rsub", "mul", "div", "neg", "sum", "mean"
 """PyTorch computes gradients by these calls if a function has no kernel for its gradient."""
 
 
-# Tensors by the memory that they lie in, which views of one tensor share.
+# Identify tensors by their memory, which all views of a tensor share.
 
 
 def address(x: Tensor) -> int:
@@ -95,20 +95,21 @@ def addresses(operands: Iterable[Any]) -> set[int]:
     return {address(x) for x in operands if isinstance(x, Tensor)}
 
 
-# Is a module in its forward pass, or in its backward pass?
+# Tell the forward pass of a module from its backward pass.
 
 
 NO_BACKWARD = -1
-"""The id of autograd's pass outside of any pass."""
+"""The id that autograd reports when no backward pass is running."""
 
 
 @dataclass
 class Phase:
-    """Say where a pass under the rounding model is.
+    """How far a pass under the rounding model has come.
 
     Attributes:
-        backward: whether the backward pass runs; GEMM operands that the forward pass has not seen are gradients then.
-        suspended: whether the model looks away, since somebody else rounds what is computed.
+        backward: whether the backward pass is running; then GEMM operands that the forward pass has not seen are
+            gradients.
+        suspended: whether the model rounds nothing, because other code does.
     """
 
     backward: bool = False
@@ -119,7 +120,7 @@ class Phase:
 
     @contextmanager
     def suspending(self) -> Iterator[None]:
-        """Within the context, the model rounds nothing."""
+        """Keep the model from rounding anything within the context."""
         self.suspended = True
         try:
             yield

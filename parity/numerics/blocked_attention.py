@@ -1,8 +1,8 @@
 """Compute attention by blocks of queries, so that its memory grows linearly with the sequence.
 
-Written out, attention in FP64 holds the scores of every head at once: 64 GiB for 16,384 tokens and 32 heads, several
-times over with gradients. Here one block of queries after another is computed, in the forward pass and once more in the
-backward pass. The sums are those of attention written out, except for the order in which they are added.
+Ordinary attention in FP64 holds the scores of every head at once: 64 GiB for 16,384 tokens and 32 heads, and several
+times that with gradients. Here the blocks of queries are computed one after another, in the forward pass and again in
+the backward pass. The result differs from ordinary attention only by the order of sums.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-# Which keys a query may see because of its position: causal masks and sliding windows.
+# Causal masks and sliding windows: the keys that a query may see because of its position.
 
 
 @dataclass(frozen=True)
 class Band:
-    """Query i sees keys from ``i - left`` to ``i + right``.
+    """A mask with which query i sees the keys from ``i - left`` to ``i + right``.
 
     Attributes:
-        left: infinite if earlier keys are seen without a limit.
-        right: infinite if later keys are; 0 for a causal mask.
+        left: infinite if there is no limit to earlier keys.
+        right: infinite if there is no limit to later keys; 0 for a causal mask.
     """
 
     left: float = math.inf
@@ -40,29 +40,29 @@ class Band:
         return (distance > self.right) | (distance < -self.left)
 
     def hides(self, queries: range, keys: range) -> bool:
-        """Return whether one of the queries must not see one of the keys; neither range is empty."""
+        """Return whether any of the queries must not see any of the keys; neither range may be empty."""
         return keys[-1] - queries[0] > self.right or keys[0] - queries[-1] < -self.left
 
     def visible(self, queries: range, keys: int) -> range:
-        """Return which of so many keys some of the queries see: at least one key, even if none may see it."""
+        """Return the range of keys that any of the queries sees, out of ``keys`` keys, or one key if there is none."""
         start = min(int(max(queries[0] - self.left, 0)), keys - 1)
         stop = max(int(min(queries[-1] + self.right + 1, keys)), start + 1)
         return range(start, stop)
 
 
 def distance_of(queries: range, keys: range, device: torch.device) -> Tensor:
-    """Return how far right of a query's position a key is, ``[queries, keys]``."""
+    """Return the position of each key relative to each query, ``[queries, keys]``."""
     rows = torch.arange(queries.start, queries.stop, device=device)
     return torch.arange(keys.start, keys.stop, device=device) - rows[:, None]
 
 
-# Attention by blocks of queries: no matrix of all scores exists. Only the gradients of keys and values add up in
-# another order than in attention written out.
+# Attention by blocks of queries, without a matrix of all scores. Compared with ordinary attention, only the gradients
+# of keys and values add up in another order.
 
 
 WRITTEN_OUT = 2**25
-"""With up to so many scores over all heads (256 MiB in FP64), attention may be computed as it is written."""
-# Scores of a block: few compared with what 16,384 tokens need, but enough to keep a GEMM busy.
+"""With at most this many scores over all heads (256 MiB in FP64), attention need not be computed in blocks."""
+# The number of scores in a block: few compared with those of 16,384 tokens, but enough to keep a GEMM busy.
 _BLOCK = 2**22
 
 
@@ -73,19 +73,19 @@ def as_it_is(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Hold what is rounded between the steps of attention; nothing by default.
+    """The roundings between the steps of attention, by default none.
 
     Attributes:
-        operand: rounds each operand, as a GEMM reads it.
-        probabilities: rounds those of the forward pass, as the GEMM with the values reads them.
-        scores: rounds scores and their gradient, between two kernels.
-        pointwise: rounds probabilities, and the gradient of the scores.
-        result: rounds the context and the gradients of queries, keys and values, as they are stored.
+        operand: rounds each operand as a GEMM reads it.
+        probabilities: rounds the probabilities of the forward pass as the GEMM with the values reads them.
+        scores: rounds scores and their gradient between two kernels.
+        pointwise: rounds probabilities and the gradient of the scores.
+        result: rounds the context and the gradients of queries, keys and values as they are stored.
         mean_from_context: whether the softmax's backward computes the mean gradient of a row from the context, as flash
             attention does (Dao et al., arXiv 2205.14135, appendix B.2, equation 4), or from gradients and
             probabilities; the two differ in rounding.
         splits: into how many parts a product of a block splits the summed dimension.
-        alone: entered around all steps, so that no mode around the module sees them.
+        alone: entered around all steps, so that modes outside do not see them.
     """
 
     operand: Callable[[Tensor], Tensor] = as_it_is
@@ -98,11 +98,11 @@ class Arithmetic:
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return ``left @ right`` of the two as a GEMM reads them."""
+        """Return ``left @ right``, with the operands as a GEMM reads them."""
         return self._summed(self.operand(left), self.operand(right))
 
     def context(self, probabilities: Tensor, value: Tensor) -> Tensor:
-        """Return ``probabilities @ value`` of the two as the forward pass's GEMM reads them."""
+        """Return ``probabilities @ value``, with the operands as the forward pass's GEMM reads them."""
         return self._summed(self.probabilities(probabilities), self.operand(value))
 
     def _summed(self, left: Tensor, right: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ EXACT = Arithmetic()
 
 
 def are_too_many_scores(query: Tensor, key: Tensor) -> bool:
-    """Return whether attention of ``[..., seq, head_dim]`` has more scores than are to be held at once."""
+    """Return whether attention of ``[..., seq, head_dim]`` has more scores than should be held at once."""
     return math.prod(query.shape[:-1]) * key.shape[-2] > WRITTEN_OUT
 
 
@@ -131,14 +131,14 @@ def attention(
     empty_rows: float = math.nan,
     arithmetic: Arithmetic = EXACT,
 ) -> Tensor:
-    """Compute ``softmax(scale * query key^T + mask) value``; a ``TorchFunctionMode`` sees it as one function.
+    """Compute ``softmax(scale * query key^T + mask) value`` as a single function for a ``TorchFunctionMode``.
 
     Args:
         query: ``[..., heads, seq_q, head_dim]``.
         key: ``[..., groups, seq_kv, head_dim]``; heads are assigned to the groups in order.
         value: ``[..., groups, seq_kv, value_dim]``.
-        mask: broadcasts to ``[..., heads, seq_q, seq_kv]``; True where a key is seen, or what is added to the scores,
-            which gets a gradient.
+        mask: broadcasts to ``[..., heads, seq_q, seq_kv]``; either True where a key is seen, or numbers that are added
+            to the scores and get a gradient.
         band: the keys that a query sees because of its position; None for all.
         scale: the scale of the scores; None for ``1 / sqrt(head_dim)``.
         empty_rows: the probabilities of a query that sees no key: NaN as in ``softmax``, or 0 as in
@@ -164,14 +164,14 @@ def attention(
 
 
 def _with_four_dimensions(x: Tensor, batch: tuple[int, ...]) -> Tensor:
-    """Return ``[batch, heads, ...]`` of a tensor whose dimensions before the heads are broadcast to ``batch``."""
+    """Return a tensor as ``[batch, heads, ...]``, with its dimensions before the heads broadcast to ``batch``."""
     x = x.reshape((1,) * (3 - x.dim()) + x.shape)
     return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some queries of a head, and the keys that some of them see."""
+    """A range of a head's queries, and the keys that any of them sees."""
 
     queries: range
     keys: range
@@ -194,7 +194,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Hold what all heads share; see ``attention``."""
+    """The settings that all heads share, as in ``attention``."""
 
     band: Band
     scale: float
@@ -204,13 +204,13 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Head:
-    """The attention of one head; tensors have two dimensions, ``[seq, head_dim]``.
+    """The attention of one head, whose tensors have two dimensions, ``[seq, head_dim]``.
 
     Attributes:
         query: the head's queries.
-        key, value: those of the head's group.
+        key, value: the keys and values of the head's group.
         mask: broadcasts to ``[seq_q, seq_kv]``.
-        settings: what all heads share.
+        settings: the settings that all heads share.
     """
 
     query: Tensor
@@ -241,7 +241,7 @@ class _Head:
         return arithmetic.pointwise(probabilities)
 
     def attend(self, context: Tensor) -> None:
-        """Write the context, ``[seq_q, value_dim]``."""
+        """Write the result into ``context``, ``[seq_q, value_dim]``."""
         arithmetic = self.settings.arithmetic
         for block in self.blocks():
             product = arithmetic.context(self.probabilities(block), self.value[block.columns])
@@ -254,8 +254,8 @@ class _Head:
 
         Args:
             gradient: the gradient with respect to the context.
-            context: as it was stored; only used if softmax's mean comes from it.
-            mask_gradient: of the mask's shape; None if it needs none.
+            context: the stored context, if the softmax's mean gradient comes from it.
+            mask_gradient: has the mask's shape; None if the mask needs no gradient.
         """
         of_query, of_key, of_value = (torch.zeros_like(x) for x in (self.query, self.key, self.value))
         arithmetic, scale = self.settings.arithmetic, self.settings.scale
@@ -280,7 +280,7 @@ class _Head:
 
 
 def _of_head(x: Tensor, sample: int, head: int, heads: int) -> Tensor:
-    """Return a head's view, ``[seq, ...]``, of ``[batch, groups, seq, ...]``, where either may be 1."""
+    """Return a view of one head, ``[seq, ...]``, of ``[batch, groups, seq, ...]``, where batch or groups may be 1."""
     return x[sample % x.shape[0], head // (heads // x.shape[1])]
 
 
@@ -302,7 +302,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, settings: _Settings
     ) -> Tensor:
         samples, heads, queries, _ = query.shape
-        # Laid out in the order in which heads are joined again after attention, which then needs no copy.
+        # In this layout, the heads can be joined after attention without a copy.
         context = value.new_empty(samples, queries, heads, value.shape[-1]).transpose(1, 2)
         with settings.arithmetic.alone():
             for at, head in _heads(query, key, value, mask, settings):

@@ -1,7 +1,6 @@
-"""Measure the error of a computed tensor against golden, and bound it as a report shows it.
+"""Measure the error of a computed tensor against golden, and compare it with the bounds that a report shows.
 
-``measure`` takes all measures, in FP64. Elements where one of the two tensors is not finite cannot be measured; they
-are counted and left out.
+``measure`` takes all measures in FP64. Elements where either tensor is not finite are counted and left out.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from torch import Tensor
 
 from parity.result import Errors, Kind
 
-# A tensor with its sums, each of which is taken once, however many measures and statistics use it.
+# Keep a tensor with its sums, so that each is computed once for all measures and statistics that use it.
 
-# A tensor of more bytes is the weight of a large model or its gradient. What has its size and is quickly computed of
-# it, such as squares, is not kept: it would be several times the memory of the passes.
+# A tensor of more bytes is a weight of a large model, or its gradient. Tensors of this size that are quickly computed,
+# such as squares, are not kept, because they would take several times the memory of the passes.
 LARGE = 2**24
 
 
 class Summed:
-    """A tensor and its sums, which are taken when they are first asked for.
+    """A tensor and its sums, which are computed when they are first needed.
 
     Args:
-        values: FP64 or FP32, of any shape; not to be changed afterwards.
+        values: FP64 or FP32, of any shape; must not change afterwards.
         is_drawn: whether they are the error of a run that rounds independently of others (``Freedom.dithers``).
-        leans: whether such an error tells how far errors lean by chance; a gradient's does.
+        leans: whether such an error shows how far errors lean by chance; a gradient's does.
     """
 
     def __init__(self, values: Tensor, is_drawn: bool = False, leans: bool = True) -> None:
@@ -44,7 +43,7 @@ class Summed:
 
     @cached_property
     def norm(self) -> float:
-        """The Euclidean norm, from the rows' sums, which lose less in FP32 than one sum of all."""
+        """The Euclidean norm. It adds up the sums of rows, which is more accurate in FP32 than a single sum."""
         rows = self.squares_over((self.values.dim() - 1,)) if self.values.dim() else self.squares
         return math.sqrt(rows.sum(dtype=torch.float64).item())
 
@@ -81,11 +80,11 @@ class Summed:
 
     @cached_property
     def max_abs(self) -> float:
-        """The largest magnitude, NaN if one is; 0 for empty tensors."""
+        """The largest magnitude, NaN if any element is NaN, or 0 for an empty tensor."""
         return self.largest_in_rows.max().item() if self.values.numel() else 0.0
 
     def squares_over(self, dims: tuple[int, ...]) -> Tensor:
-        """Return the sums of squares over these dimensions, in ascending order and at least one."""
+        """Return the sums of squares over these dimensions, of which there is at least one, in ascending order."""
         if dims not in self._squares_over:
             last = self.values.dim() - 1
             if dims[-1] == last and len(dims) > 1:
@@ -121,7 +120,7 @@ def norm_of(x: Tensor) -> float:
 
 
 def over_rows(x: Tensor) -> Tensor:
-    """Return the sums over all dimensions but the last, as a matrix product: it takes half the time of ``sum``."""
+    """Return the sums over all dimensions but the last, by a matrix product, which takes half the time of ``sum``."""
     rows = x.flatten(0, -2)
     return torch.mv(rows.T, rows.new_ones(len(rows)))
 
@@ -131,12 +130,12 @@ def over_rows(x: Tensor) -> Tensor:
 
 _BINADES = 2.0**64
 
-# The integers of a number's size, and the mask of its exponent: those bits alone are the power of two at or below it.
+# The integer type of a number's size, and the mask of its exponent. These bits are the power of two at or below it.
 _EXPONENT = {torch.float64: (torch.int64, 0x7FF << 52), torch.float32: (torch.int32, 0xFF << 23)}
 
 
 def relative_l2(error_norm: float, golden_norm: float) -> float:
-    """Return ``|error| / |golden|``; 0 if both are zero, infinite if only golden is."""
+    """Return ``|error| / |golden|``: 0 if both are zero, infinite if only golden is."""
     if error_norm == 0.0:
         return 0.0
     return error_norm / golden_norm if golden_norm > 0.0 else math.inf
@@ -158,7 +157,7 @@ def difference(x: Tensor, golden: Tensor) -> Tensor:
 
 
 def max_abs(error: Tensor) -> float:
-    """Return the largest ``|error|``, NaN if one is; 0 for empty tensors."""
+    """Return the largest ``|error|``, NaN if any element is NaN, or 0 for an empty tensor."""
     if not error.numel():
         return 0.0
     return max(abs(error.amin().item()), abs(error.amax().item()))  # takes a third of aminmax's time
@@ -170,21 +169,19 @@ def all_finite(x: Tensor) -> bool:
 
 
 def _power_of_two(golden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the power of two at or below each element's magnitude, but at least the smallest normal
-    number of ``dtype``.
-    """
+    """Return the power of two at or below each magnitude, but at least the smallest normal number of ``dtype``."""
     magnitude = golden.abs().clamp_(min=torch.finfo(dtype).smallest_normal)
     as_integers, exponent = _EXPONENT[golden.dtype]
     return magnitude.view(as_integers).bitwise_and_(exponent).view(golden.dtype)
 
 
 def cosine(error_norm: float, golden_norm: float, product: float) -> float:
-    """Return the cosine of the angle between golden and ``golden + error``; 1 if both are zero, 0 if one is.
+    """Return the cosine of the angle between golden and ``golden + error``: 1 if both are zero, 0 if one is.
 
     Args:
         error_norm: Euclidean norm of the error.
         golden_norm: Euclidean norm of the golden value.
-        product: the inner product of the two.
+        product: the inner product of golden and error.
     """
     norm = math.sqrt(max(0.0, golden_norm**2 + 2 * product + error_norm**2))
     if golden_norm * norm == 0.0:
@@ -198,7 +195,7 @@ def sqnr_db(relative_l2: float) -> float:
 
 
 def measure(x: Tensor, golden: Tensor, dtype: torch.dtype) -> Errors:
-    """Return every measure at once.
+    """Return all measures of a computed tensor.
 
     Args:
         x: the computed tensor, any floating-point dtype.
@@ -215,7 +212,7 @@ class Measures:
     """The measures of several computed tensors against one golden value.
 
     Args:
-        golden: FP64 or FP32, as the errors are.
+        golden: FP64 or FP32, like the errors.
         dtype: the dtype whose ulps count.
     """
 
@@ -225,11 +222,11 @@ class Measures:
 
     @cached_property
     def _per_ulp(self) -> Tensor:
-        """One over the ulps, times a factor with which FP32 can hold them and the errors in them."""
+        """The reciprocals of the ulps, scaled so that FP32 can hold them and errors in ulps."""
         return _power_of_two(self._golden.values, self._dtype).mul_(_BINADES).reciprocal_()
 
     def of(self, x: Tensor, error: Summed) -> Errors:
-        """Return every measure of one of the tensors.
+        """Return all measures of one of the tensors.
 
         Args:
             x: the computed tensor, any floating-point dtype.
@@ -263,15 +260,15 @@ def _measure_finite(error: Summed, golden: Summed, per_ulp: Tensor, dtype: torch
     )
 
 
-# One golden tensor, and the errors of what is computed in its place, in the arithmetic in which they are judged.
+# Compute the errors of tensors against golden in the arithmetic in which they are judged.
 #
 # An error is the difference of two numbers that nearly agree, so golden needs all digits of FP64. Sums over errors do
-# not: FP32 holds an error to one part in 16 million, in half the memory, and memory is what judging waits for. Golden
-# is split into its value in FP32 and the rest, also in FP32; both are subtracted from a computed tensor in turn. If
-# squares or products might leave FP32's range, all is computed in FP64.
+# not: FP32 holds an error to one part in 16 million in half the memory, and the speed of judging depends on memory.
+# So golden is split into its FP32 value and the rest, also in FP32, and both are subtracted from a computed tensor one
+# after the other. If squares or products might leave FP32's range, everything is computed in FP64.
 
 
-# FP32 holds the squares of a tensor's elements, and their products with the like, if its root mean square is in here.
+# If a tensor's root mean square is in this range, FP32 can hold the squares and products of its elements.
 _LEAST, _MOST = 1e-15, 1e15
 
 
@@ -283,9 +280,9 @@ class Deviations(NamedTuple):
 
 
 class Truth:
-    """A golden tensor.
+    """A golden tensor, with what its ``deviations`` and ``measures`` need.
 
-    Of a large one nothing is kept beside it: what deviations need of it is computed for each of them again.
+    For a large tensor nothing else is kept, so that each call computes this again.
 
     Args:
         exact: FP64, of any shape.
@@ -303,11 +300,11 @@ class Truth:
 
     @property
     def bytes_kept(self) -> int:
-        """The memory that is kept beside golden, about: it twice in FP32, its squares, and the ulps of each element."""
+        """About how much memory is kept beside golden: two FP32 copies, the squares, and each element's ulp."""
         return 0 if self._is_large else 2 * self.exact.nbytes
 
     def deviations(self, computed: Sequence[Tensor]) -> Deviations:
-        """Return golden and the errors by which tensors of the same shape, of any floating-point dtype, are judged.
+        """Return golden and the errors of tensors of the same shape and of any floating-point dtype.
 
         Raises:
             ValueError: if a shape differs.
@@ -320,11 +317,10 @@ class Truth:
         return Deviations(self._in_fp64, [Summed(difference(x, self.exact)) for x in computed])
 
     def measures(self, golden: Summed, dtype: torch.dtype) -> Measures:
-        """Return the measures of the errors that ``deviations`` returned with this golden, and keep
-        them for the next precision.
+        """Return ``Measures`` for the errors that ``deviations`` returned, and keep them for the next precision.
 
         Args:
-            golden: the golden of ``deviations``.
+            golden: golden as ``deviations`` returned it.
             dtype: the dtype whose ulps count.
         """
         if self._is_large:
@@ -336,7 +332,7 @@ class Truth:
         return self.exact.nbytes > LARGE
 
     def _in_fp32(self) -> tuple[Summed, Tensor]:
-        """Return what FP32 holds of golden, and the rest in FP32."""
+        """Return golden in FP32, and the rest that this leaves, also in FP32."""
         if self._split is not None:
             return self._split
         golden = self.exact.float()
@@ -352,10 +348,10 @@ class Truth:
 
     @cached_property
     def _in_fp64(self) -> Summed:
-        return Summed(self.exact)  # takes no memory by itself, and keeps no squares of a large tensor
+        return Summed(self.exact)  # shares golden's memory, and does not keep squares of a large tensor
 
     def _difference(self, x: Tensor, golden: Tensor, rest: Tensor) -> Tensor:
-        """Return the error in FP32; of a tensor in FP64 the digits beyond FP32 count as well."""
+        """Return the error in FP32. If the tensor is in FP64, the error includes the digits beyond FP32."""
         if x.dtype is torch.float64 or x.shape != self.exact.shape:
             return difference(x, self.exact).float()
         return (x.detach().float() - golden).sub_(rest)
@@ -365,7 +361,7 @@ Truths = Mapping[tuple[Kind, str], Truth]
 
 
 def in_fp32(x: Tensor) -> Summed:
-    """Return an FP64 tensor in FP32, or as it is if FP32 cannot hold it."""
+    """Return an FP64 tensor in FP32, or unchanged if FP32 cannot hold its squares."""
     narrow = Summed(x.float())
     return narrow if _is_held(narrow) else Summed(x)
 
@@ -374,12 +370,12 @@ def _is_held(x: Summed) -> bool:
     return _LEAST <= x.root_mean_square <= _MOST or not x.values.any()
 
 
-# The two bounds that people read in a report, and how errors compare with them.
+# Compare errors with the two bounds that a report shows.
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The largest errors that pass, whatever the other statistics say.
+    """The largest errors that can pass, whatever the other statistics say.
 
     Attributes:
         relative_l2: bound on ``Errors.relative_l2``.
@@ -391,9 +387,9 @@ class Tolerance:
 
 
 def margin(errors: Errors, bound: Tolerance) -> float:
-    """Return the largest error divided by its tolerance: up to 1 passes.
+    """Return the largest ratio of an error to its tolerance; at most 1 passes.
 
-    Infinite where the candidate or the golden value has a NaN or an infinity: nothing that cannot be compared passes.
+    The margin is infinite if the candidate or golden has a NaN or an infinity, because these cannot be compared.
     """
     if not errors.finite:
         return math.inf

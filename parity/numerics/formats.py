@@ -1,9 +1,8 @@
-"""Round operands of GEMMs to their formats, and say which operands and results a precision rounds.
+"""Round operands of GEMMs to their formats, and define which operands and results a precision rounds.
 
-Each format is a function from a matrix to the values that it has in the format. It takes FP32 values
-``[rows, columns]`` and the dimension that the GEMM sums over, along which blocks share a scale; it returns FP32 values
-of the same shape. A scale of the whole tensor comes from its largest magnitude, or from one that a kernel took
-earlier, before it rounded the values.
+Each format is a function that rounds a matrix to the format. It takes FP32 values ``[rows, columns]`` and the dimension
+that the GEMM sums over, along which blocks share a scale; it returns FP32 values of the same shape. A scale for the
+whole tensor comes from its largest magnitude, or from an amax that a kernel took earlier, before it rounded the values.
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Number formats of GEMM operands. Exact ties may round either way: the rounding model predicts the size
-# of an error, not its bits.
+# Number formats of GEMM operands. Exact ties may round either way, because the rounding model predicts the size of an
+# error and not its bits.
 
 
 class Format(Protocol):
-    """The signature of every format; formats without a scale of the whole tensor ignore ``amax``."""
+    """The signature of every format. Formats without a scale for the whole tensor ignore ``amax``."""
 
     def __call__(self, x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor: ...
 
 
-# The mask of an FP32 number's exponent: those bits alone are the power of two at or below its magnitude.
+# The masks of the exponents of FP32 and FP64 numbers. These bits are the power of two at or below the magnitude.
 _FP32_EXPONENT = 0xFF << 23
 _FP64_EXPONENT = 0x7FF << 52
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def tf32(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round FP32 values to nearest with 10 mantissa bits, by Veltkamp's splitting; |x| < 2^114.
+    """Round FP32 values, |x| < 2^114, to nearest with 10 mantissa bits, by Veltkamp's splitting.
 
     Source: T. J. Dekker, "A floating-point technique for extending the available precision", 1971, section 5. A tensor
-    core by itself drops the low bits. That cuBLAS rounds follows from the error that PyTorch's documentation gives for
-    an A100 ("TensorFloat-32 on Ampere (and later) devices": at most 0.1747 in a product of Gaussian matrices of 10240;
-    rounding to nearest predicts 0.16, truncation more than 0.4).
+    core itself drops the low bits. That cuBLAS rounds follows from the error that PyTorch's documentation gives for an
+    A100 ("TensorFloat-32 on Ampere (and later) devices"): at most 0.1747 in a product of Gaussian matrices of 10240,
+    where rounding to nearest predicts 0.16, and truncation more than 0.4.
     """
     scaled = x * (2.0**13 + 1.0)
     return scaled.sub_(scaled - x)
 
 
 def tf32_truncated(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Truncate FP32 values to 10 mantissa bits, as a tensor core does that reads the upper bits of a word."""
+    """Truncate FP32 values to 10 mantissa bits, like a tensor core that reads the upper bits of a word."""
     return (x.contiguous().view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
@@ -63,8 +62,8 @@ def e5m2(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
 def e4m3_blocks(length: int) -> Format:
     """Return float8_e4m3fn with a power-of-two scale for each ``length`` elements along the summed dimension.
 
-    The scale is the largest that lets no element overflow: TE's block scaling (length 128) rounds ``448 / amax`` down
-    to a power of two, MXFP8 (length 32, OCP Microscaling Formats v1.0) rounds ``amax / 448`` up, which is the same.
+    The scale is the largest with which no element overflows. TE's block scaling (length 128) rounds ``448 / amax`` down
+    to a power of two. MXFP8 (length 32, OCP Microscaling Formats v1.0) rounds ``amax / 448`` up, which is equivalent.
     """
 
     def blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
@@ -74,13 +73,12 @@ def e4m3_blocks(length: int) -> Format:
 
 
 def e4m3_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round to float8_e4m3fn with a power-of-two scale for each square of 128 by 128, for weights."""
+    """Round weights to float8_e4m3fn with a power-of-two scale for each square of 128 by 128."""
     return _in_squares(x, 128, lambda block: _cast_power_of_two(block, (1, 3)))
 
 
 def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round to E2M1 with an E4M3 scale for each 16 elements along the summed dimension and an FP32
-    scale for the tensor.
+    """Round to E2M1 with an E4M3 scale for each 16 elements along the summed dimension, and an FP32 tensor scale.
 
     Source: "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, section 2.
     """
@@ -89,29 +87,30 @@ def nvfp4_blocks(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor
 
 
 def nvfp4_stochastic(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round as ``nvfp4_blocks`` does, but up or down at random, without bias; for gradients (ibid., section 4.3)."""
+    """Round gradients as ``nvfp4_blocks`` does, but up or down at random, without bias (ibid., section 4.3)."""
     tensor_amax = largest(x) if amax is None else amax
     return _in_blocks(x, dim, 16, lambda block, dims: _cast_nvfp4(block, dims, tensor_amax, _stochastic_e2m1))
 
 
 def nvfp4_squares(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
-    """Round as ``nvfp4_blocks`` does, with a scale for each square of 16 by 16; for weights (ibid., section 4.4)."""
+    """Round weights as ``nvfp4_blocks`` does, but with a scale for each square of 16 by 16 (ibid., section 4.4)."""
     tensor_amax = largest(x) if amax is None else amax
     return _in_squares(x, 16, lambda block: _cast_nvfp4(block, (1, 3), tensor_amax, _nearest_e2m1))
 
 
 def is_alike_both_ways(to_format: Format | None) -> bool:
-    """Return whether a matrix has the same values whichever dimension a GEMM sums over; False for unknown formats.
+    """Return whether a rounded matrix is the same whichever dimension a GEMM sums over; False for unknown formats.
 
     Args:
-        to_format: None for a matrix that stays as it is.
+        to_format: None for a matrix that is not rounded.
     """
     return to_format in (None, tf32, tf32_truncated, e4m3, e5m2, e4m3_squares, nvfp4_squares)
 
 
 def hadamard(x: Tensor, dim: int) -> Tensor:
-    """Rotate each 16 elements along a dimension by the orthogonal 16 by 16 Hadamard matrix; a remainder
-    stays as it is.
+    """Rotate each 16 elements along a dimension by the orthogonal 16 by 16 Hadamard matrix.
+
+    A matrix whose dimension is not a multiple of 16 is returned unchanged.
     """
     rotated = x.movedim(dim, -1)
     if rotated.shape[-1] % 16:
@@ -124,10 +123,10 @@ def hadamard(x: Tensor, dim: int) -> Tensor:
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance between the numbers of ``dtype`` at each element; near zero, that between subnormals.
+    """Return the distance between neighbouring numbers of ``dtype`` at each element; near zero, of subnormals.
 
     Args:
-        x: FP32 or FP64. Infinities have the distance of the dtype's largest number.
+        x: FP32 or FP64. An infinity counts as the largest finite number of this dtype.
     """
     info = torch.finfo(dtype)
     magnitude = x.abs().clamp_(info.smallest_normal, torch.finfo(x.dtype).max)
@@ -137,18 +136,18 @@ def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def largest(x: Tensor) -> Tensor:
-    """Return the largest magnitude, a scalar; 0 if there are no elements."""
+    """Return the largest magnitude as a scalar tensor, or 0 if there are no elements."""
     return torch.maximum(x.amax(), -x.amin()) if x.numel() else x.new_zeros(())
 
 
 def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round FP32 values, none beyond the dtype's largest, to nearest, ties to even; NaN for what is not finite.
+    """Round FP32 values to the nearest FP8 values, ties to even; values that are not finite become NaN.
 
-    Adding and subtracting a number whose last place in FP32 is the dtype's last place gives the same as a cast there
-    and back, in an eighth of the time (E4M3, torch 2.13 on a CPU).
+    Adding and subtracting a number whose last place in FP32 is the dtype's last place gives the same result as casting
+    to the dtype and back, in an eighth of the time (E4M3, torch 2.13 on a CPU).
 
     Args:
-        x: FP32, of any shape.
+        x: FP32, of any shape, with no value beyond the dtype's largest.
         dtype: float8_e4m3fn or float8_e5m2.
     """
     info, fp32 = torch.finfo(dtype), torch.finfo(torch.float32)
@@ -163,7 +162,7 @@ def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_power_of_two(block: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Round to E4M3 with the largest power-of-two scale that lets nothing overflow."""
+    """Round to E4M3 with the largest power-of-two scale with which nothing overflows."""
     amax = block.abs().amax(dims, keepdim=True)
     exponent = torch.where(amax > 0, (448.0 / amax).log2().floor(), 0.0).clamp(max=127)
     one = torch.ones_like(amax)
@@ -193,9 +192,10 @@ def _stochastic_e2m1(x: Tensor) -> Tensor:
 
 
 def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
-    """Cast a matrix in blocks along a dimension; the last block may be padded with zeros.
+    """Cast a matrix in blocks along a dimension, with the last block padded with zeros if necessary.
 
-    ``cast`` gets a view in which the dimension is two, the blocks and what is in them, and the second's index.
+    ``cast`` gets a view in which the dimension is split in two, the blocks and the elements of a block, and the index
+    of the second.
     """
     dim %= 2
     size = x.shape[dim]
@@ -206,7 +206,7 @@ def _in_blocks(x: Tensor, dim: int, length: int, cast: Callable[[Tensor, tuple[i
 
 
 def _in_squares(x: Tensor, length: int, cast: Callable[[Tensor], Tensor]) -> Tensor:
-    """Cast a ``[row blocks, length, column blocks, length]`` view of a matrix, padded with zeros."""
+    """Cast a matrix, padded with zeros, through a view of the shape ``[row blocks, length, column blocks, length]``."""
     rows, columns = x.shape
     missing = (0, -columns % length, 0, -rows % length)
     padded = F.pad(x, missing) if any(missing) else x
@@ -214,7 +214,7 @@ def _in_squares(x: Tensor, length: int, cast: Callable[[Tensor], Tensor]) -> Ten
     return cast(blocks).flatten(2).flatten(0, 1)[:rows, :columns]
 
 
-# What a precision rounds: operands to formats, stored results to a dtype; and which of these roundings are made.
+# The roundings of a precision: operands to formats, stored results to a dtype, and which of these are applied.
 
 
 OperandPart = Literal["weights", "inputs", "gradients"]
@@ -224,18 +224,18 @@ PARTS: frozenset[Part] = frozenset(get_args(Part))
 
 @dataclass(frozen=True)
 class Rounding:
-    """Hold what a precision rounds.
+    """The roundings of a precision.
 
     Attributes:
         storage: dtype of stored activations, gradients and GEMM results.
         inputs: format of a linear layer's inputs in its GEMMs; None for ``storage``.
         weights: format of its weights; None for ``storage``.
         gradients: format of the gradients with respect to its outputs; None for ``storage``.
-        rotate_wgrad: whether the two operands of a weight gradient's GEMM are rotated by Hadamard matrices first, which
+        rotate_wgrad: whether the two operands of a weight gradient's GEMM are first rotated by Hadamard matrices, which
             cancel in the product.
-        parts: which roundings are made. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
-            operands, ``attention`` those of the operands of attention's batched GEMMs and of its scores; ``storage``
-            those of other stored results: of linear layers, of attention, of sums, and of the module.
+        parts: which roundings are applied. ``weights``, ``inputs`` and ``gradients`` are those of a linear layer's
+            operands. ``attention`` stands for those of the operands of attention's batched GEMMs and of its scores, and
+            ``storage`` for other stored results: of linear layers, of attention, of sums, and of the module.
     """
 
     storage: torch.dtype
@@ -246,17 +246,15 @@ class Rounding:
     parts: frozenset[Part] = PARTS
 
     def store(self, x: Tensor) -> Tensor:
-        """Return ``x`` as it reads after having been stored in the precision's dtype; integers and
-        complex numbers stay.
-        """
+        """Return ``x`` rounded to the precision's dtype, in its own dtype. Integers and complex numbers stay."""
         return x if x.dtype == self.storage or not x.is_floating_point() else x.to(self.storage).to(x.dtype)
 
     def store_part(self, x: Tensor, part: Part = "storage") -> Tensor:
-        """Store as ``store`` does, if the part's roundings are made."""
+        """Return ``x`` as ``store`` does if this part's roundings are applied, or unchanged."""
         return self.store(x) if part in self.parts else x
 
     def operand_format(self, part: OperandPart) -> Format | None:
-        """Return the format of a linear layer's operand; None if it stays as it is stored."""
+        """Return the format of a linear layer's operand, or None if the GEMM reads it as it is stored."""
         if part not in self.parts:
             return None
         return {"weights": self.weights, "inputs": self.inputs, "gradients": self.gradients}[part]

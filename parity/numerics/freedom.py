@@ -1,6 +1,6 @@
-"""List what faithful kernels do in one way or another, and the numbers on which rounding alone decides.
+"""Describe the freedom of faithful kernels: what they may compute in several ways, and what rounding decides.
 
-The rounding model runs both ways, and either loss is expected.
+The rounding model runs in different ways, and the error of each is expected.
 """
 
 from __future__ import annotations
@@ -32,53 +32,51 @@ from parity.numerics.aten import (
 )
 from parity.trace.whose import is_of_te
 
-# Kinks: a function's gradient jumps there, and rounding decides on which side of the jump a value falls.
+# Kinks, where a function's gradient jumps, and rounding decides on which side of the jump a value falls.
 #
-# A ReLU's gradient is 0 or 1, an absolute value's -1 or 1, a maximum's is one operand's or the other's. A value that is
-# nearer to the jump than its own error may fall on either side of it in a faithful port. Which values these are depends
-# on their errors. These are measured, call by call, as the distance between what the rounding model computes and what
-# FP32 computes without the precision's roundings; larger numbers have larger errors.
+# A ReLU's gradient is 0 or 1, an absolute value's -1 or 1, and a maximum's goes to one operand or the other. A value
+# that is nearer to the jump than its own error may fall on either side of it in a faithful port. The errors are
+# measured, call by call, as the distance between the results of the rounding model and of FP32 without the precision's
+# roundings; larger numbers have larger errors.
 #
-# PyTorch decides in two ways. Its kernels of gradients read the argument of the function; and if a gradient consists of
+# PyTorch decides the side in two ways. A gradient kernel reads the argument of the function. If a gradient consists of
 # several calls, one of them compares numbers or takes their signs. Here, both read a moved argument. If the largest of
-# many values is taken, the next one is chosen if it is as near.
+# many values is taken, the next one is chosen if it is near enough.
 
 
-# A value may be beyond a kink if it is within so many standard deviations of its error. Of the values that normal
-# errors move across a kink, 1 in 50 is farther from it than 2, and 1 in 100,000 than 4 (the integral of the tail).
+# A value may cross a kink if it is within this many standard deviations of its error. Of the values that normal errors
+# move across a kink, 1 in 50 is farther from it than 2, and 1 in 100,000 than 4 (the integral of the tail).
 WIDTH = 4.0
 # The kinks of hardswish are at plus and minus this; its gradient changes between them as well.
 _HARDSWISH = 3.0
-# Summing in another order changes at least this much, relative to the number.
+# The least relative change of a number if its sum is computed in another order.
 _FP32 = torch.finfo(torch.float32).eps
 
 
 class Kinks:
-    """The values that decide gradients at kinks, in the order of their calls, and where they are moved to.
+    """The values that decide gradients at kinks, in the order of their calls, which can be moved across the kinks.
 
     Args:
-        side: 0 to leave them where they are; 1 to move each up by as much as it may be wrong, -1 down.
-        exact: the values, from a pass without the precision's roundings.
+        side: 0 to leave the values where they are, 1 to move each up by its largest likely error, -1 to move it down.
+        exact: the same values from a pass without the precision's roundings.
     """
 
     def __init__(self, side: float = 0.0, exact: Sequence[Tensor] = ()) -> None:
         self.values: list[Tensor] = []
         self._side = side
         self._exact = exact
-        self._arguments: dict[int, Tensor] = {}  # of ReLUs, by their results' address
+        self._arguments: dict[int, Tensor] = {}  # the arguments of ReLUs, by their results' addresses
 
     def on_both_sides(self) -> list[Kinks]:
-        """Return what puts the values that were seen above their kinks, and what puts them below; empty for none."""
+        """Return one ``Kinks`` that moves the seen values up and one that moves them down; none if none were seen."""
         return [Kinks(side, self.values) for side in (1.0, -1.0)] if self.values else []
 
     def see(self, argument: Tensor, result: Tensor) -> None:
-        """Take note of a ReLU's argument and result: the kernel of its gradient reads only the result."""
+        """Note a ReLU's argument and result, because its gradient kernel reads only the result."""
         self._arguments[address(result)] = argument
 
     def moved(self, func: Any, args: Any) -> Any:
-        """Return the arguments of a call, with the value moved that decides on which side of a kink it
-        is, if one does.
-        """
+        """Return the arguments of a call, in which a value that decides on a side of a kink is moved."""
         place = KINKED_BACKWARD.get(func)
         if place is not None:
             value = args[place]
@@ -95,10 +93,9 @@ class Kinks:
         return args
 
     def chosen(self, func: Any, args: Any) -> Any:
-        """Return the result of a call that takes the largest value, with the next one chosen if it is
-        as near; None for other calls.
+        """Return the result of a call that takes the largest value, or None for other calls.
 
-        A largest value's gradient goes to where it is: the winner's argument, and no other, is lowered.
+        Only the largest value is lowered, so that the next one is chosen if it is near enough, and gets the gradient.
         """
         if not self._side or not _takes_largest(func, args):
             return None
@@ -113,16 +110,14 @@ class Kinks:
         return values if func is LARGEST else (values, place)
 
     def _beside(self, value: Tensor, only_across: bool = False, of: Tensor | None = None) -> Tensor:
-        """Return the value, moved by as much as it may be wrong; by more if it is computed from large
-        numbers ``of``.
-        """
+        """Return the value moved by its largest likely error, which is larger if it comes from large numbers ``of``."""
         value = value.detach()
         self.values.append(value)
         place = len(self.values) - 1
         if not self._side or place >= len(self._exact) or self._exact[place].shape != value.shape:
             return value
         noise = _root_mean_square(value - self._exact[place]) + _FP32 * _root_mean_square(value)
-        if of is not None:  # what floating point loses of a number grows with it
+        if of is not None:  # the rounding error of a number grows with it
             usual = _root_mean_square(of.detach()).clamp(min=torch.finfo(of.dtype).tiny)
             noise = noise * (of.detach().abs() / usual).clamp(min=1.0)
         moved = value + self._side * WIDTH * noise
@@ -132,7 +127,7 @@ class Kinks:
 
 
 def _takes_largest(func: Any, args: Any) -> bool:
-    """Return whether a call returns the largest of numbers along one dimension."""
+    """Return whether a call returns the largest numbers along one dimension."""
     return func in (LARGEST, LARGEST_AND_PLACE) and args[0].is_floating_point() and len(_dimensions(args)) == 1
 
 
@@ -145,21 +140,21 @@ def _root_mean_square(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
 
 
-# Choices: rounding may decide which of many numbers are the largest, such as a token's experts.
+# Choices of the largest of many numbers, such as a token's experts, which rounding may decide.
 #
-# A different choice is no small error: the token goes to another expert. Which tokens these are is chance, so a run of
-# the rounding model chooses differently from a faithful port. It would expect errors that a port does not have, which
-# hides mistakes, and none where a port has them. So the port's choices are recorded while it runs (if the model's
-# choices depend on rounding, or the port fails), and the model chooses alike wherever the numbers are nearer to each
-# other than their errors. Errors are measured call by call, as for kinks. A choice that rounding does not explain stays
-# the port's own, and its error counts as a mistake's.
+# A different choice makes a large error, because the token goes to another expert. Which tokens are affected is chance,
+# so the rounding model chooses differently from a faithful port. It would expect errors where the port has none, which
+# hides mistakes, and none where the port has some. So the port's choices are recorded while it runs (if the model's
+# choices depend on rounding, or the port fails), and the model makes the same choice wherever the numbers are nearer to
+# each other than their errors. Errors are measured call by call, as for kinks. The model does not follow a choice that
+# rounding does not explain, so that its error counts as a mistake.
 
 
-# Another run may choose otherwise within so many deviations of this run's own error: two errors that share nothing
-# differ by sqrt(2) times what one of them is.
+# Another run may choose differently within this many deviations of this run's own error. The difference of two
+# independent errors is sqrt(2) times as large as either.
 _WIDTH = math.sqrt(2.0) * WIDTH
-# A normal error's standard deviation over the median of its magnitude. The median is taken because an earlier choice
-# that fell otherwise spoils a few rows altogether.
+# The ratio of a normal error's standard deviation to the median of its magnitude. The median is used because a
+# different choice in an earlier call spoils a few rows completely.
 _DEVIATION = 1.4826
 
 
@@ -167,13 +162,13 @@ class Choices:
     """The choices of one forward pass, in the order of their calls.
 
     Args:
-        made: the port's, ``[rows, chosen]`` for each call; what the port did not choose is left to the model, and so is
-            every call until one that chooses as many of as many as the port's next.
-        exact: the numbers, from a pass without the precision's roundings.
+        made: the port's choices, ``[rows, chosen]`` for each of its calls. The model chooses by itself in every call
+            whose shape differs from that of the port's next choice.
+        exact: the numbers from a pass without the precision's roundings.
 
     Attributes:
         values: the numbers of each call, ``[rows, numbers]``.
-        own: which of them are the largest, ``[rows, chosen]``, in no order.
+        own: the indices of the largest of them, ``[rows, chosen]``, in no order.
     """
 
     def __init__(self, made: Sequence[Tensor] = (), exact: Sequence[Tensor] = ()) -> None:
@@ -205,7 +200,7 @@ class Choices:
 
 @dataclass(eq=False)
 class Chosen:
-    """The choices of a pass on the inputs, and of one on the probing inputs."""
+    """The choices of a pass on the inputs and of a pass on the probing inputs."""
 
     compared: Choices = field(default_factory=Choices)
     probed: Choices = field(default_factory=Choices)
@@ -218,23 +213,23 @@ class Chosen:
 
 @dataclass(frozen=True, eq=False)
 class PortsChoices:
-    """Hold what a port chose: ``[rows, chosen]`` for each call.
+    """The choices of a port, ``[rows, chosen]`` for each call.
 
     Attributes:
-        compared: in the pass on the inputs.
-        probed: in the pass on the probing inputs.
+        compared: the choices of the pass on the inputs.
+        probed: the choices of the pass on the probing inputs.
     """
 
     compared: tuple[Tensor, ...] = ()
     probed: tuple[Tensor, ...] = ()
 
     def following(self, exact: Chosen) -> Chosen:
-        """Return the choices for another run of the model, which is to choose as the port did.
+        """Return the choices for a run of the model that should choose as the port did.
 
         Args:
-            exact: has seen a run of the model without roundings.
+            exact: the choices of a run of the model without roundings.
         """
-        probed = self.probed[-len(self.compared) :]  # those before are from passes that settle scales
+        probed = self.probed[-len(self.compared) :]  # earlier ones are from passes that settle scales
         return Chosen(Choices(self.compared, exact.compared.values), Choices(probed, exact.probed.values))
 
 
@@ -243,15 +238,16 @@ NONE_MADE = PortsChoices()
 
 @contextmanager
 def choices_seen() -> Iterator[ChoicesRecorder]:
-    """Within the context, record what is chosen of many numbers; a compiled kernel's choices are not seen."""
+    """Record choices of the largest of many numbers within the context, except those of compiled kernels."""
     recorder = ChoicesRecorder()
     with recorder:
         yield recorder
 
 
 class ChoicesRecorder(TorchDispatchMode):
-    """Records choices, forward pass by forward pass: each of them, except those on probing inputs, ends
-    with a backward pass.
+    """A mode that records the choices of each forward pass.
+
+    A backward pass follows each forward pass, except those on probing inputs.
     """
 
     def __init__(self) -> None:
@@ -260,9 +256,7 @@ class ChoicesRecorder(TorchDispatchMode):
         self._was_backward = False
 
     def of_port(self, probed: bool) -> PortsChoices:
-        """Return the choices of the last pass on the inputs; ``probed`` says whether passes on probing
-        inputs came after it.
-        """
+        """Return the port's last choices; ``probed`` says whether passes on probing inputs came last."""
         passes = [tuple(choices) for choices in self._passes if choices]
         if not passes or (probed and len(passes) == 1):
             return NONE_MADE
@@ -281,7 +275,7 @@ class ChoicesRecorder(TorchDispatchMode):
 
 
 def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
-    """Return how many of the last dimension's largest numbers a call chooses; None for any other call."""
+    """Return how many of the largest numbers in the last dimension a call chooses, or None for any other call."""
     if func is not LARGEST_FEW or kwargs or args[0].dim() < 2 or not args[0].is_floating_point():
         return None
     dim, largest = (args[2] if len(args) > 2 else -1), (args[3] if len(args) > 3 else True)
@@ -289,14 +283,14 @@ def _chosen_of_last(func: Any, args: Any, kwargs: Any) -> int | None:
 
 
 def _same_sets(one: Tensor, other: Tensor) -> bool:
-    """Return whether the same numbers are in each row, in any order."""
+    """Return whether corresponding rows hold the same numbers, in any order."""
     return torch.equal(one.sort(-1).values, other.sort(-1).values)
 
 
 def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:
-    """Return by how much the least chosen number and the largest one not chosen are off each other, ``[rows]``.
+    """Return the error of the distance between the smallest chosen number and the largest other one, ``[rows]``.
 
-    As a deviation: the usual one, and more where the numbers are larger than usual, as their errors are.
+    This is a standard deviation, which is the same for all rows, but larger where the numbers are larger than usual.
     """
     least = own.gather(1, values.gather(1, own).argmin(1, keepdim=True))
     next_to_it = values.scatter(1, own, -torch.inf).argmax(1, keepdim=True)
@@ -312,7 +306,7 @@ def _noise(values: Tensor, exact: Tensor, own: Tensor) -> Tensor:
 
 
 def _nearer_than(values: Tensor, own: Tensor, made: Tensor, distance: Tensor) -> Tensor:
-    """Return the rows in which what is chosen instead is that near to what is not chosen."""
+    """Return the rows in which the numbers that the port chose instead are at most this far below those it replaced."""
     none = torch.zeros_like(values, dtype=torch.bool)
     is_own, is_made = none.scatter(1, own, True), none.scatter(1, made, True)
     left = values.masked_fill(~(is_own & ~is_made), -torch.inf).amax(1)
@@ -320,25 +314,25 @@ def _nearer_than(values: Tensor, own: Tensor, made: Tensor, distance: Tensor) ->
     return left - entered <= distance
 
 
-# How a port's optimizers hold what their steps write in place: weights and moments.
+# The dtypes in which a port's optimizers keep the weights and moments that their steps write.
 #
-# A step computes in FP32. TE's kernels round once what it writes: weights, unless there are FP32 master weights beside
-# them, and moments that are held in fewer bits than FP32 (``common/multi_tensor/adam.cu`` and
-# ``pytorch/optimizers/fused_adam.py`` of TE 2.20.2). PyTorch's own optimizers round what each of their calls returns.
-# Which of these a port's optimizers do is recorded as the port runs, and used once it has failed.
+# A step computes in FP32. TE's kernels round once, when they write weights without FP32 master weights, or moments in
+# fewer bits than FP32 (``common/multi_tensor/adam.cu`` and ``pytorch/optimizers/fused_adam.py`` of TE 2.20.2).
+# PyTorch's own optimizers round the result of each of their calls. While a port runs, it is recorded which of these its
+# optimizers do, and this is used if the port fails.
 
 
-_MASTER = "master_param"  # TE's name for it
+_MASTER = "master_param"  # TE's name for master weights
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Say how optimizers hold what their steps write.
+    """The dtypes in which optimizers keep what their steps write.
 
     Attributes:
         weights: the dtype in which weights are kept from step to step; None for FP32 (master weights).
         moments: the dtypes of the optimizer's state, by its name, if they have fewer bits than FP32.
-        each_call: whether each of a step's calls rounds, as PyTorch's do, or the step once at its end.
+        each_call: whether each call of a step rounds, as in PyTorch's optimizers, or only the end of the step.
     """
 
     weights: torch.dtype | None
@@ -347,7 +341,7 @@ class Steps:
 
     @property
     def remark(self) -> str:
-        """Say what is expected because of these; return an empty text if all is kept in FP32."""
+        """Return a remark on the roundings that are expected, or an empty text if everything is kept in FP32."""
         held = [("weights", self.weights)] if self.weights else []
         lost = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in (*held, *self.moments))
         return f"the port's optimizer holds {lost}: what its steps round is expected" if lost else ""
@@ -355,9 +349,7 @@ class Steps:
 
 @contextmanager
 def steps_seen(dtype: torch.dtype) -> Iterator[list[Steps]]:
-    """Within the context, append for each step how its optimizer holds weights of this dtype, if that
-    is less than FP32.
-    """
+    """Record, for each optimizer step within the context, how the optimizer keeps weights of this 16-bit dtype."""
     seen: list[Steps] = []
 
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -373,7 +365,7 @@ def steps_seen(dtype: torch.dtype) -> Iterator[list[Steps]]:
 
 
 def together(seen: list[Steps]) -> Steps | None:
-    """Join what a port's steps round; None if it made none."""
+    """Return a port's steps as one, with all that any of them rounds, or None if there are no steps."""
     if not seen:
         return None
     weights = next((one.weights for one in seen if one.weights is not None), None)
@@ -382,7 +374,7 @@ def together(seen: list[Steps]) -> Steps | None:
 
 
 def stepped_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that a step changes."""
+    """Return the parameters that a step of the optimizer changes."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
@@ -399,43 +391,43 @@ def _held(optimizer: Optimizer, stepped: list[Tensor]) -> Steps:
     return Steps(weights, tuple(sorted(moments, key=str)), each_call=not of_te)
 
 
-# What faithful kernels may do in two ways: the rounding model runs both ways, and either loss is expected.
+# What faithful kernels may do in different ways. The rounding model runs in each, and the error of each is expected.
 
 
-# Large compared with what the order of sums changes, and small compared with the rounding that follows.
+# Large compared with the effect of the order of sums, and small compared with the rounding that follows.
 JITTER = 1 / 64
 
 
 @dataclass(frozen=True)
 class Freedom:
-    """Hold what a faithful kernel may do in one way or another.
+    """One of the ways in which faithful kernels may compute.
 
     Attributes:
-        stores_scores: whether attention's scores, and their gradient, are rounded to the dtype: an unfused kernel
-            stores them, flash and fused kernels hold them in FP32. Kernels also scale them by different constants
+        stores_scores: whether attention's scores and their gradient are rounded to the dtype. An unfused kernel stores
+            them, while flash and fused kernels hold them in FP32. Kernels also scale them by different constants
             (``1 / sqrt(head_dim)``, or that times log2(e)), each rounded to FP32: scores are one step larger with it.
         stores_sums: whether a residual sum is rounded by itself, or stays in FP32 within a fused kernel.
-        stores_pointwise: whether each pointwise step between two GEMMs is rounded, as if nothing is fused, and
-            RoPE's cosines and sines with it (unfused ``pytorch/attention/rope.py`` of TE 2.20.2). The scale
-            of a whole tensor then comes from what was stored; a fused kernel takes it from FP32, before rounding (TE
-            2.20.2, ``csrc/extensions/activation.cpp``), so values that many elements share fall elsewhere in a format.
-            Only norms take it from what they store in either case (``common/normalization/*/*_fwd_kernels.cuh``).
+        stores_pointwise: whether each pointwise step between two GEMMs is rounded, as if nothing were fused, including
+            RoPE's cosines and sines (unfused ``pytorch/attention/rope.py`` of TE 2.20.2). The scale of a whole tensor
+            then comes from the stored values. A fused kernel takes it from FP32, before rounding (TE 2.20.2,
+            ``csrc/extensions/activation.cpp``), so that a value that many elements share falls elsewhere in a format.
+            Only norms always take it from what they store (``common/normalization/*/*_fwd_kernels.cuh``).
         splits_of_k: into how many parts a GEMM splits the summed dimension; FP32 partial sums are then added up.
-        jitter: the seed of a little noise on each value before it is stored, ``JITTER`` of a roundoff (of FP32, two),
-            as if sums were in another order. It changes which way single values are rounded, and what depends on them,
-            such as the side of a ReLU's kink. It also moves the largest value of a tensor, and so a scale that comes
-            from it, by up to a roundoff, and with the scale where every value of the tensor falls in its format; but
-            not a weight's scale, which every port holds exactly. None for no noise.
-        dithers: whether the noise is as large as a rounding's error instead: a number between two of the dtype becomes
+        jitter: the seed of a little noise on each value before it is stored, ``JITTER`` of a roundoff (in FP32, two
+            roundoffs), as if sums were in another order. It changes which way single values are rounded, and what
+            depends on them, such as the side of a ReLU's kink. It also moves the largest value of a tensor by up to a
+            roundoff, and so a scale that comes from it, and the place of every value in the format; but not a weight's
+            scale, which every port holds exactly. None for no noise.
+        dithers: whether the noise is as large as a rounding error instead. A number between two of the dtype's becomes
             the upper one with a probability that grows with its nearness, and a number of the dtype stays. Runs with
-            other seeds then round independently, with twice the variance of rounding to nearest (a sixth of a spacing's
-            square on average, for a twelfth). If the dtype is FP32, it is noise of a roundoff. What a linear layer's
-            GEMMs read of inputs and gradients gets errors of the format that are drawn likewise; weights are the same
-            in every port.
-        plain: names of ATen functions that a port calls by itself. What they return is stored, as are the gradients
-            behind them, and they compute in the dtype (``parity.numerics.plain``). Some of the names are no
-            functions, but stand for something else that the port does.
-        steps: how its optimizers hold what they write in place; None for FP32.
+            other seeds then round independently, with twice the variance of rounding to nearest (on average a sixth of
+            the spacing's square instead of a twelfth). If the dtype is FP32, the noise is a roundoff. The inputs and
+            gradients that a linear layer's GEMMs read get errors of their format, drawn in the same way; weights are
+            the same in every port.
+        plain: names of ATen functions that a port calls by itself. They compute in the dtype, and their results and the
+            gradients behind them are stored (``parity.numerics.plain``). Some of the names are not functions, but stand
+            for something else that the port does.
+        steps: how the port's optimizers hold what they write in place; None for FP32.
         kernels: what GEMM kernels do beyond the rounding of operands and results, by name
             (``parity.numerics.kernel_choices``).
     """
@@ -452,7 +444,7 @@ class Freedom:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Freedom:
-        """Draw one of all combinations, each with the same probability."""
+        """Return a random combination; all are equally likely."""
         toss = (rng.random() < 0.5 for _ in range(3))
         return cls(next(toss), next(toss), next(toss), rng.choice((1, 2, 3, 4)))
 
@@ -464,12 +456,12 @@ FUSED_POINTWISE = Freedom(stores_scores=True, stores_sums=True, stores_pointwise
 
 @dataclass(frozen=True)
 class Port:
-    """Hold what a port rounds outside TE's modules, and what it chooses.
+    """The roundings of a port outside TE's modules, and its choices.
 
     Attributes:
         plain, steps: as in ``Freedom``.
         choices: its choices of the largest of many numbers, such as a token's experts.
-        recipes: the recipes that it turns on by itself, with the lines where it does.
+        recipes: the recipes that it turns on by itself, with the lines of its code that do so.
     """
 
     plain: tuple[str, ...] = ()
@@ -479,5 +471,5 @@ class Port:
 
     @property
     def freedoms(self) -> tuple[Freedom, Freedom]:
-        """The two ways in which faithful kernels compute, with what the port rounds by itself."""
+        """The two extreme ways in which faithful kernels compute, with the port's own roundings."""
         return replace(FUSED, steps=self.steps), replace(UNFUSED, plain=self.plain, steps=self.steps)

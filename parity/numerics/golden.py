@@ -1,9 +1,9 @@
-"""Compute a reference in FP64 throughout, also where its code asks for FP32.
+"""Compute a reference in FP64 throughout, even where its code asks for FP32.
 
 ``module.double()`` converts parameters and buffers. But a model's author who computes a norm or a softmax "in FP32"
-writes ``x.float()`` or ``dtype=torch.float32``, and means: not in half precision. Taken literally, that would round
-golden to FP32 there, just as the rounding model and the port do: none of them would have an error there, and golden
-would be no better than they are.
+writes ``x.float()`` or ``dtype=torch.float32``, and means only that half precision is not enough. Taken literally, this
+would round golden to FP32 there, as the rounding model and the port do. All three would share that error, so that it
+could not be measured.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from parity.trace.private_functions import CHECKPOINT, exchanged
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
-# Run PyTorch's scaled dot-product attention by blocks of queries if its scores would not fit into memory.
+# Run PyTorch's scaled dot-product attention in blocks of queries if its scores would need too much memory.
 
 
 def attention_in_blocks(arithmetic: Arithmetic = EXACT) -> TorchFunctionMode:
-    """Within the context, long calls of ``F.scaled_dot_product_attention`` and of ``attention`` run in blocks.
+    """Return a context in which long calls of ``F.scaled_dot_product_attention`` and of ``attention`` run in blocks.
 
-    Other ways to write attention stay as they are: a reference that multiplies queries and keys itself holds every
-    score. So does a call with dropout, with nested tensors, or with a mask of a class of its own.
+    Attention that is written in other ways stays as it is: a reference that multiplies queries and keys itself holds
+    every score. So does a call with dropout, with nested tensors, or with a mask of an unknown class.
 
     Args:
-        arithmetic: what is rounded in these calls.
+        arithmetic: the roundings in these calls.
     """
     return _InBlocks(arithmetic)
 
 
 def in_blocks(function: Any) -> Any:
-    """Return a function that calls another one within ``attention_in_blocks``; the same if that changes nothing."""
+    """Return a function that runs another one within ``attention_in_blocks``, or the same one if that has no effect."""
     if function is not attention and function is not F.scaled_dot_product_attention:
         return function
 
@@ -95,9 +95,7 @@ def _is_served(
     enable_gqa: bool,
     **_: Any,
 ) -> bool:
-    """Return whether the call has too many scores and blocks can compute it; what PyTorch refuses is
-    left to PyTorch.
-    """
+    """Return whether a call has too many scores and can run in blocks. Invalid calls are left to PyTorch."""
     dimensions = {x.dim() for x in (query, key, value)}
     if query.is_nested or len(dimensions) > 1 or query.dim() < 2 or not are_too_many_scores(query, key):
         return False
@@ -110,17 +108,16 @@ def _is_served(
 
 
 def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
-    """Return whether the mask is of PyTorch's class. Importing that takes most of a second; who has one
-    has imported it.
+    """Return whether the mask is a ``CausalBias``.
+
+    Its module takes most of a second to import, and whoever has a ``CausalBias`` has already imported it.
     """
     bias = sys.modules.get("torch.nn.attention.bias")
     return bias is not None and isinstance(mask, bias.CausalBias)
 
 
 def _is_linear_already(attn_mask: Tensor | None, **call: Any) -> bool:
-    """Return whether PyTorch has a kernel that holds no matrix of scores, as on the CPU for FP64: it is
-    faster than blocks.
-    """
+    """Return whether PyTorch uses a kernel without a matrix of scores, as on the CPU in FP64, which beats blocks."""
     if _is_causal_bias(attn_mask):
         return False
     return SDPBackend(torch._fused_sdp_choice(attn_mask=attn_mask, **call)) is not SDPBackend.MATH
@@ -145,7 +142,7 @@ def _scaled_dot_product(
         attn_mask = None
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if arithmetic is not EXACT:
-        # A model of rounding sees that PyTorch multiplies both operands by the scale's root, keys once for each head.
+        # Like PyTorch, the rounding model multiplies both operands by the scale's root, and keys once per head.
         root = math.sqrt(abs(scale))
         key = _repeated(key, query) * root
         query, scale = query * math.copysign(root, scale), 1.0
@@ -153,19 +150,19 @@ def _scaled_dot_product(
 
 
 def _repeated(key: Tensor, query: Tensor) -> Tensor:
-    """Repeat each group's keys for every head of the group."""
+    """Return the keys with each group's repeated for every head of the group."""
     if query.dim() < 3 or key.shape[-3] == query.shape[-3]:
         return key
     return key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
 
 
-# A single call that multiplies all experts' tokens by their weights, computed expert by expert.
+# Compute a grouped product, which multiplies all experts' tokens by their weights in one call, expert by expert.
 #
-# ``torch.nn.functional.grouped_mm``, which transformers uses for mixtures by default, has no kernel for FP64, and does
-# not show what it rounds. A product for each expert works in FP64 and shows its operands.
+# ``torch.nn.functional.grouped_mm``, which transformers uses for mixtures by default, has no kernel for FP64, and hides
+# what it rounds. A product for each expert works in FP64 and shows its operands.
 
 
-# PyTorch 2.10 has the public name, older versions the other; some have neither.
+# PyTorch 2.10 has the public name, and older versions the other; some have neither.
 _GROUPED = tuple(
     function
     for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
@@ -174,19 +171,19 @@ _GROUPED = tuple(
 
 
 def in_blocks_and_one_by_one(arithmetic: Arithmetic = EXACT) -> TorchFunctionMode:
-    """Within the context of ``attention_in_blocks``, grouped products of tokens ``[rows, in]`` with weights
-    ``[experts, in, out]`` run expert by expert as well.
+    """Return the context ``attention_in_blocks``, in which grouped products run expert by expert as well.
 
-    Others stay as they are: batches of matrices, and a gradient that a reference computes itself.
+    These are products of tokens ``[rows, in]`` with weights ``[experts, in, out]``. Others stay as they are, such as
+    batches of matrices, or a gradient that a reference computes itself.
 
     Args:
-        arithmetic: as above.
+        arithmetic: as for ``attention_in_blocks``.
     """
     return _InBlocksAndOneByOne(arithmetic)
 
 
 class _InBlocksAndOneByOne(_InBlocks):
-    """Is one mode and not two, since each that is active takes its time at every call."""
+    """A single mode for both, because each active mode adds time to every call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _GROUPED and _is_of_tokens(*args, **(kwargs or {})):
@@ -199,7 +196,7 @@ def _is_of_tokens(tokens: Tensor, weights: Tensor, *, offs: Tensor | None = None
 
 
 def _one_by_one(tokens: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """Multiply each expert's rows; rows after the last expert's, which PyTorch leaves undefined, are 0."""
+    """Return the products of each expert's rows. Rows after the last expert's, undefined in PyTorch, are 0."""
     ends = [0, *offs.tolist()]
     rows = [
         tokens[first:last] @ weight for weight, (first, last) in zip(weights, itertools.pairwise(ends), strict=True)
@@ -207,34 +204,34 @@ def _one_by_one(tokens: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> T
     return torch.cat([*rows, tokens.new_zeros(len(tokens) - ends[-1], weights.shape[-1])])
 
 
-# A reference in FP64 throughout, also where its code asks for FP32.
+# Compute a reference in FP64 throughout, even where its code asks for FP32.
 
 
 @contextmanager
 def in_fp64() -> Iterator[None]:
-    """Within the context, a module in FP64 computes in nothing less, and long attention in blocks."""
+    """Make a module in FP64 compute only in FP64, and long attention in blocks, within the context."""
     with all_in_fp64(), _recomputed_alike():
         yield
 
 
 def all_in_fp64() -> TorchFunctionMode:
-    """Return the context ``in_fp64`` but for what is checkpointed."""
+    """Return the context ``in_fp64`` without its support for checkpointed functions."""
     return _AllInFP64()
 
 
 @contextmanager
 def _recomputed_alike() -> Iterator[None]:
-    """Within the context, what ``torch.utils.checkpoint`` computes again in the backward pass is computed alike.
+    """Make ``torch.utils.checkpoint`` recompute in FP64 in the backward pass, within the context.
 
-    Autograd computes it under the modes that were active when the forward pass called PyTorch's functions, and a mode
-    is not active while it handles a call.
+    Autograd recomputes under the modes that were active when the forward pass called PyTorch's functions, and a mode is
+    not active while it handles a call.
     """
     with exchanged(CHECKPOINT, _checkpointed):
         yield
 
 
 def _checkpointed(original: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # What the function checkpoints itself may be computed again in another thread, one of autograd's.
+    # Nested checkpoints may be recomputed in one of autograd's threads.
     return original(in_fp64()(function), *args, **kwargs)
 
 
@@ -247,14 +244,14 @@ class _InFP64(TorchFunctionMode):
             func = Tensor.double if func is Tensor.float else func
             return func(*map(_widened, args), **{name: _widened(x) for name, x in kwargs.items()})
         result = func(*args, **kwargs)
-        # An FP32 tensor is created here, or comes from one that the reference holds beside its parameters and buffers.
+        # This call creates an FP32 tensor, or reads one that is neither a parameter nor a buffer of the reference.
         if not _has(torch.float32, (result,)) or _has(torch.float32, given):
             return result
         return tree_map_only(Tensor, lambda x: x.double() if x.dtype is torch.float32 else x, result)
 
 
 class _AllInFP64(_InFP64):
-    """Does in one what two modes would do."""
+    """A single mode that does the work of two."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention or func is attention or func in _GROUPED:
@@ -264,11 +261,11 @@ class _AllInFP64(_InFP64):
 
 
 def in_fp64_if_needed(function: Any, leaves: Sequence[Any], returned: Sequence[Tensor]) -> Any:
-    """Return a function that calls another one within ``in_fp64``; the same if that changes nothing.
+    """Return a function that runs another one within ``in_fp64``, or the same one if that has no effect.
 
     Args:
-        function: of PyTorch.
-        leaves: what it is given, out of lists and dicts.
+        function: a function of PyTorch.
+        leaves: its arguments, flattened out of lists and dicts.
         returned: the tensors that it returned.
     """
     given = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
@@ -286,7 +283,7 @@ def in_fp64_if_needed(function: Any, leaves: Sequence[Any], returned: Sequence[T
 
 
 def _has(dtype: torch.dtype, values: Iterable[Any]) -> bool:
-    """Return whether one of the tensors, or one in the lists among them, is of the dtype."""
+    """Return whether any tensor among the values or in lists or tuples among them has the dtype."""
     for value in values:
         if isinstance(value, Tensor):
             if value.dtype is dtype:
@@ -300,10 +297,10 @@ def _widened(x: Any) -> Any:
     return torch.float64 if x is torch.float32 else x
 
 
-# Where golden is computed: on the kernels' own device, or on the CPU if its FP64 is faster.
+# Compute golden on the kernels' own device, or on the CPU if its FP64 is faster.
 #
-# A data-center GPU (compute capability 8.0, 9.0, 10.0) computes FP64 at half the rate of FP32 or better; others (8.9,
-# 12.0) at a 64th, so that a CPU with many cores can be faster. A short measurement decides, since both vary.
+# A data-center GPU (compute capability 8.0, 9.0, 10.0) computes FP64 at half the rate of FP32 or better, but others
+# (8.9, 12.0) at a 64th, so that a CPU with many cores can be faster. A short measurement decides, because both vary.
 
 
 _WIDTH = 1024
@@ -312,11 +309,11 @@ _REPEATS = 3
 
 @dataclass(frozen=True)
 class GoldenDevice:
-    """A process's choice.
+    """The device that a process computes golden on.
 
     Attributes:
-        device: the device on which golden is computed.
-        reason: the device and what was measured, for a report.
+        device: the device.
+        reason: the device's name and the measured times, for a report.
     """
 
     device: torch.device
@@ -325,7 +322,7 @@ class GoldenDevice:
 
 @cache
 def golden_device(device: torch.device) -> GoldenDevice:
-    """Return the faster of the kernels' device and the CPU; measured once per process.
+    """Return the faster of the kernels' device and the CPU, measured once per process.
 
     Args:
         device: the kernels' device.
@@ -339,9 +336,7 @@ def golden_device(device: torch.device) -> GoldenDevice:
 
 
 def seconds_of_gemm(device: torch.device) -> float:
-    """Return the shortest time of an FP64 GEMM of ``_WIDTH`` in all three dimensions, after a first one
-    that does not count.
-    """
+    """Return the shortest time of an FP64 GEMM of ``_WIDTH`` in all three dimensions, after a warm-up."""
     matrix = torch.ones(_WIDTH, _WIDTH, dtype=torch.float64, device=device)
     times = []
     for _ in range(1 + _REPEATS):

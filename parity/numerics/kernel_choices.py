@@ -1,9 +1,9 @@
-"""List what TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do otherwise, and model it.
+"""List and model what TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do differently.
 
 Each row is an option of the CPU kernels (``parity.cpu.kernel_choices``, ``PARITY_KERNEL_CHOICES``). A row says what its
-source allows, and what one GPU answered: an H200 with TE 2.20.2, cuBLAS 13.1 and PyTorch 2.11, asked by
-``parity.lab.gpu_report.facts`` and by the table of kernels. What that one does not do is granted all the same, since
-other GPUs, shapes and versions of cuBLAS may.
+source allows, and what was measured on one GPU: an H200 with TE 2.20.2, cuBLAS 13.1 and PyTorch 2.11, by
+``parity.lab.gpu_report.facts`` and by the table of kernels. A choice that the H200 does not make is granted all the
+same, because other GPUs, shapes and versions of cuBLAS may make it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parity.cpu.kernel_choices import (
 from parity.numerics.formats import Rounding, e4m3, e4m3_squares, tf32, tf32_truncated
 from parity.settings import PRECISION_NAMES
 
-# What TransformerEngine's kernels on an Ada, a Hopper or a Blackwell may do, and the CPU kernels do not by default.
+# Things that TransformerEngine's kernels on a GPU may do, and that the CPU kernels do not do by default.
 
 
 _ALL_GPUS = ("ada", "hopper", "blackwell")
@@ -45,13 +45,13 @@ class KernelChoice:
 
     Attributes:
         name: the option's name, as in ``parity.cpu.kernel_choices.NAMES``.
-        gpus: ``ada``, ``hopper``, ``blackwell``: those whose kernels may do it.
-        precisions: names of ``parity.te`` in which it can show.
-        does: what it does, in a sentence.
-        source: where that is documented or was measured by others.
-        measured: what a GPU answered, or that none was asked.
-        leans: whether errors lean one way (toward zero, say) and so add up with the length of a sum; else they are
-            noise.
+        gpus: the GPUs whose kernels may do it, of ``ada``, ``hopper`` and ``blackwell``.
+        precisions: names in ``parity.te`` of the precisions in which it can show.
+        does: what the kernel does, in a sentence.
+        source: where this is documented or was measured by others.
+        measured: what was measured on a GPU, or that nothing was.
+        leans: whether errors lean one way, such as toward zero, and so add up with the length of a sum; if not, they
+            are noise.
     """
 
     name: str
@@ -162,7 +162,7 @@ CHOICES = (
 
 
 def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
-    """Return the choices that a kernel of this GPU has at this precision.
+    """Return the choices that the kernels of this GPU have at this precision.
 
     Args:
         gpu: ``ada``, ``hopper`` or ``blackwell``.
@@ -179,33 +179,32 @@ def of(gpu: str, precision: str) -> tuple[KernelChoice, ...]:
     return tuple(choice for choice in CHOICES if gpu in choice.gpus and precision in choice.precisions)
 
 
-# Model what GEMM kernels of real GPUs may do beyond rounding operands and results once
-# (``parity.numerics.kernel_choices``).
+# Model what GEMM kernels of real GPUs may do beyond rounding operands and results once.
 #
-# Some of it leans: truncating TF32 operands shrinks every product, and a tensor core that keeps 14 bits of a sum loses
-# the low bits of terms of one sign. What leans is granted along the change that it makes, and nowhere else
-# (``parity.judge.judge``). The rest is noise: partial sums that are rounded to 16 bits make errors larger everywhere.
-# This is the rounding model's own account; it shares no code with the CPU kernels' emulation in ``parity.cpu``.
+# Some of these errors lean: truncating TF32 operands shrinks every product, and a tensor core that keeps 14 bits of a
+# sum loses the low bits of terms of one sign. Errors that lean are granted only along the change that they make
+# (``parity.judge.judge``). The others are noise: partial sums that are rounded to 16 bits make errors larger
+# everywhere. This model shares no code with the CPU kernels' emulation in ``parity.cpu``.
 
 
-# K has so many parts whose sums are rounded. Errors of 4 parts are 1.8 times those of one rounding, errors of 16 parts
-# 3.1 times, which is within a limit of 1.7 times those of 4.
+# The number of parts of K whose sums are rounded. Errors of 4 parts are 1.8 times those of one rounding, errors of 16
+# parts 3.1 times, which is within a limit of 1.7 times those of 4.
 SPLITS = 4
 _SMALLEST_PART = 32  # the terms that one instruction sums
-_PROMOTE_EVERY = 128  # products of FP8 after which FP32 takes over
+_PROMOTE_EVERY = 128  # products of FP8 after which the sum continues in FP32
 _TILE = 1 << 20  # products that are held at once
 _SAMPLED = 64  # rows and columns of a sample
-# The relative error of a product of normal numbers in E4M3: two errors, each uniform within 2^-4 of a mantissa; that of
-# one in TF32, within 2^-11 of it; and that of a result that is rounded once, to FP16.
+# The relative errors of a product of normal numbers in E4M3 (two errors, each uniform within 2^-4 of a mantissa), of
+# one in TF32 (within 2^-11), and of a result that is rounded once to FP16.
 _E4M3_ERROR = 0.037
 _TF32_ERROR = _E4M3_ERROR / 2**7
 _FP16_ERROR = _TF32_ERROR / 2**0.5
-_NEXT_TO_NOTHING = 0.05  # this share of the format's error does not count
+_NEXT_TO_NOTHING = 0.05  # a loss below this share of the format's error does not count
 _LARGEST_MANTISSA = 1.75  # of E4M3's and E5M2's largest number, to which a tensor's scale maps its largest magnitude
 
 
 def leaning(rounding: Rounding) -> tuple[str, ...]:
-    """Name what kernels of this rounding may do that leans."""
+    """Return the names of the choices that lean, for kernels with this rounding."""
     if rounding.inputs is tf32:
         return (TF32_TRUNCATED, SUMS_25_BIT)
     if rounding.storage is torch.float16:
@@ -216,17 +215,17 @@ def leaning(rounding: Rounding) -> tuple[str, ...]:
 
 
 def as_kernels_lean(rounding: Rounding) -> str:
-    """Say what is granted to kernels that lean, for a note."""
+    """Return the words of a note that say which leaning errors are granted."""
     return "along the change that kernels make with " + " or ".join(leaning(rounding))
 
 
 def noisy_sums(rounding: Rounding) -> tuple[str, ...]:
-    """Name what kernels of this rounding may do that is noise."""
+    """Return the names of the choices that add noise, for kernels with this rounding."""
     return () if rounding.storage is torch.float32 else (SPLIT_K_IN_OUTPUT_TYPE, ATTENTION_16_BIT_SUMS)
 
 
 def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
-    """Return the rounding with the operands' formats as the kernels read them."""
+    """Return the rounding with the formats in which these kernels read operands."""
     if TF32_TRUNCATED not in kernels:
         return rounding
     formats = (rounding.inputs, rounding.weights, rounding.gradients)
@@ -235,7 +234,7 @@ def as_read(rounding: Rounding, kernels: tuple[str, ...]) -> Rounding:
 
 
 def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Return a product whose partial sums over K are stored before they are added; None if K has no two parts.
+    """Return a product whose partial sums over K are rounded before they are added, or None if K is too short.
 
     Args:
         left: ``[..., m, k]``, FP32.
@@ -254,13 +253,13 @@ def in_stored_parts(left: Tensor, right: Tensor, store: Callable[[Tensor], Tenso
 
 @dataclass(frozen=True)
 class _Sums:
-    """Say how tensor cores add.
+    """The way in which tensor cores add.
 
     Attributes:
-        products: that one instruction adds to the running sum.
-        term_bits: of the largest term that the others keep, with the leading one.
-        sum_bits: of the significand of the running sum.
-        exact: a dtype that holds one instruction's sum.
+        products: how many products one instruction adds to the running sum.
+        term_bits: how many bits all terms keep, counted from the leading bit of the largest term.
+        sum_bits: how many bits the significand of the running sum has.
+        exact: a dtype that holds one instruction's sum exactly.
     """
 
     products: int
@@ -269,7 +268,7 @@ class _Sums:
     exact: torch.dtype
 
 
-# A Hopper's: arXiv 2511.10909.
+# How a Hopper adds (arXiv 2511.10909).
 _FP8_SUMS = _Sums(32, 14, 14, torch.float32)
 _TF32_SUMS = _Sums(8, 26, 24, torch.float64)
 _FP16_SUMS = _Sums(16, 26, 24, torch.float64)
@@ -278,24 +277,24 @@ _FP16_SUMS = _Sums(16, 26, 24, torch.float64)
 def lost_in_sums(
     left: Tensor, right: Tensor, kernels: tuple[str, ...], backward: bool, storage: torch.dtype
 ) -> Tensor | None:
-    """Compute what a Hopper's tensor cores lose of a product.
+    """Return the part of a product that a Hopper's tensor cores lose.
 
-    One instruction shifts its products and the running sum to the largest exponent among them, and truncates what lies
-    below 13 fraction bits there in FP8, 25 in others, whose sum is cut to FP32. Terms of both signs lose little by
-    that; terms of one sign lose more the longer the sum is. A sample of the product tells whether the loss matters; if
-    it does not, the rest is not computed.
+    One instruction aligns its products and the running sum to the largest exponent among them, and truncates the bits
+    after 13 fraction bits in FP8, or after 25 in other formats, whose sum is then cut to FP32. This loses little if
+    terms have both signs. If they have one sign, the loss grows with the length of the sum. A sample of the product
+    shows whether the loss matters; if it does not, the rest is not computed.
 
     Args:
         left: ``[m, k]``, dequantized, FP32.
         right: ``[k, n]``, dequantized, FP32.
-        kernels: names of what the kernels do.
-        backward: whether sums of FP8 are promoted to FP32 every 128 products, as TE asks for in the backward pass alone
-            (``use_split_accumulator``, ``pytorch/module/base.py`` of 2.20.2); with block scales they always are.
+        kernels: names of the kernels' choices.
+        backward: whether sums of FP8 are promoted to FP32 every 128 products, which TE requests only in the backward
+            pass (``use_split_accumulator``, ``pytorch/module/base.py`` of 2.20.2). With block scales they always are.
         storage: dtype of stored results.
 
     Returns:
         ``[m, n]``, FP32: the exact product minus the one that such kernels compute. None if they keep FP32 sums, or
-        lose next to nothing.
+        if the loss is negligible.
     """
     if not left.numel() or not right.numel():
         return None
@@ -307,13 +306,13 @@ def lost_in_sums(
     interval = _PROMOTE_EVERY if has_blocks or backward else left.shape[-1]
     if has_blocks:
         return _lost(left, right, _FP8_SUMS, interval)
-    # Exponents are those of codes. The scales of blocks are powers of two, which move all of them alike.
+    # The exponents are those of the FP8 codes. With blocks this makes no difference, as their scales are powers of two.
     lost = _lost(_codes(left), _codes(right), _FP8_SUMS, interval)
     return None if lost is None else lost.mul_((_scale(left) * _scale(right)).item())
 
 
 def _lost(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor | None:
-    """Return the exact product minus the one that tensor cores compute; None if a sample says that it is too little."""
+    """Return the exact product minus the one that tensor cores compute, or None if a sample shows that it is small."""
     some, others = _sample(a), _sample(b.t()).t()
     if torch.linalg.vector_norm(_cut_off(some, others, sums, interval)) < _NEXT_TO_NOTHING * _rounding(
         some, others, sums
@@ -324,29 +323,29 @@ def _lost(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor | None:
 
 
 def _rounding(a: Tensor, b: Tensor, sums: _Sums) -> Tensor:
-    """Estimate the error of a product's operands, or, of FP16, of its result."""
+    """Estimate the error of a product from the rounding of its operands, or in FP16 from that of its result."""
     if sums is _FP16_SUMS:
         return _FP16_ERROR * torch.linalg.vector_norm(a @ b)
     return (_E4M3_ERROR if sums is _FP8_SUMS else _TF32_ERROR) * (a.square() @ b.square()).sum().sqrt()
 
 
 def _scale(x: Tensor) -> Tensor:
-    """Return what codes are multiplied by, up to a power of two."""
+    """Return the scale by which FP8 codes are multiplied, up to a power of two."""
     return (x.abs().amax() / _LARGEST_MANTISSA).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _codes(x: Tensor) -> Tensor:
-    """Return the FP8 numbers, of few bits, of which the matrix holds multiples, up to a power of two."""
+    """Return the FP8 codes that the matrix holds, without their scale, up to a power of two."""
     return tf32(x / _scale(x))
 
 
 def _sample(x: Tensor) -> Tensor:
-    """Return rows from all over a matrix."""
+    """Return evenly spaced rows of a matrix."""
     return x[:: max(1, len(x) // _SAMPLED)][:_SAMPLED]
 
 
 def _cut_off(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor:
-    """Return what is lost of ``[m, k]`` times ``[k, n]``; FP32 takes over every ``interval`` products."""
+    """Return the loss of ``[m, k]`` times ``[k, n]``, with sums promoted to FP32 every ``interval`` products."""
     a, b = a.to(sums.exact), b.to(sums.exact)
     promoted = running = a.new_zeros(a.shape[0], b.shape[1])
     for start in range(0, a.shape[1], sums.products):
@@ -361,7 +360,7 @@ def _cut_off(a: Tensor, b: Tensor, sums: _Sums, interval: int) -> Tensor:
     return (a @ b).sub_(promoted).sub_(running).float()
 
 
-# Of a float's bits: as integers, the field of its exponent, and how many its significand has.
+# For each float, the integer type of its size, the mask of its exponent, and the bits of its significand.
 _BITS = {
     torch.float32: (torch.int32, 0xFF << 23, 24),
     torch.float64: (torch.int64, 0x7FF << 52, 53),
@@ -369,12 +368,12 @@ _BITS = {
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """Return the largest power of two up to each magnitude; 0 for 0."""
+    """Return the power of two at or below each magnitude, and 0 for 0."""
     integers, exponent, _ = _BITS[x.dtype]
     return (x.contiguous().view(integers) & exponent).view(x.dtype)
 
 
 def _cut(x: Tensor, bits: int) -> Tensor:
-    """Truncate to a significand of so many bits."""
+    """Truncate each number to a significand of so many bits."""
     integers, _, all_bits = _BITS[x.dtype]
     return (x.view(integers) & -(1 << (all_bits - bits))).view(x.dtype)

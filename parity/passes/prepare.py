@@ -523,7 +523,7 @@ def _prepared(case: Case, checked: CheckedSize, dtype: torch.dtype, seed: int, k
 
     def draw_cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         rng = Rng(seed, "cotangents")
-        with drawn.repeated(), torch._C.DisableTorchFunction():  # golden's pass in FP64 would draw in FP64
+        with drawn.repeated(), torch._C.DisableTorchFunction():  # in golden's pass, torch.empty would return FP64
             for name, output in outputs.items():
                 drawn_like = torch.ones(output.shape) if case.is_step else rng.normal(*output.shape)
                 cotangents[name] = drawn_like.to(output.device, dtype).double()
