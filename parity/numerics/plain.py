@@ -1,7 +1,7 @@
-"""Round what a port leaves to PyTorch: the functions that it calls outside of TransformerEngine.
+"""Model the roundings of the PyTorch functions that a port calls outside of TransformerEngine.
 
-TE's fused kernels compute in FP32 between what they store. A port's own lines are not fused: each function rounds what
-it returns, and some round inside. The rounding model is told which functions these are before a port fails.
+TE's fused kernels compute in FP32 until they store a result. A port's own lines are not fused: each function rounds
+its result, and some round inside. Before a port fails, the rounding model is told which functions it calls.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from parity.numerics.freedom import Freedom
 from parity.numerics.storing import Storing
 from parity.trace.whose import Owner, module_of, whose
 
-# PyTorch's own kernels, which a port calls for what TransformerEngine has no kernel for.
+# PyTorch's own kernels for operations that TransformerEngine has no kernel for.
 #
-# These are convolutions, batch and group norms, pooling. A port holds their operands in the precision's dtype and
-# stores their results in it. What happens inside is up to PyTorch, and differs by device, so they run in that dtype. On
-# a CPU, a batch norm keeps statistics in it; on an H100 (torch 2.11), cumulative sums and what adds up by index do: the
-# sum of 4,096 numbers is 6 % off in BF16 (``torch.cumsum``), and a convolution rounds before it adds its bias.
+# These are convolutions, batch and group norms, and pooling. A port holds their operands in the precision's dtype and
+# stores their results in it. Their inner precision is up to PyTorch and differs by device, so the model runs them in
+# that dtype. On a CPU, a batch norm keeps its statistics in it. On an H100 (torch 2.11), cumulative sums and sums by
+# index are kept in it, so that the sum of 4,096 numbers is 6 % off in BF16 (``torch.cumsum``), and a convolution rounds
+# before it adds its bias.
 
 
 _aten = torch.ops.aten
@@ -55,19 +56,20 @@ PLAIN_KERNELS = frozenset(
 )
 
 
-# What adds up the gradients of functions that read by index, under other names. On a CPU and on an H100, the gradient
-# of ``table[tokens]`` is summed in the table's dtype.
+# Functions that sum the gradients of functions with other names, such as those that read by index. On a CPU and on an
+# H100, the gradient of ``table[tokens]`` is summed in the table's dtype.
 _SUMS_GRADIENTS_OF = {"index_put": "index", "index_add": "index_select", "scatter_add": "gather", "cumsum": "cumprod"}
 
 
 def is_backward_of(name: str, called: Container[str]) -> bool:
-    """Return whether an ATen function of a backward pass computes the gradient of one of those that a port calls."""
+    """Return whether an ATen function of a backward pass computes the gradient of a function that a port calls."""
     return name.removesuffix("_backward") in called or _SUMS_GRADIENTS_OF.get(name, name) in called
 
 
 def as_in(dtype: torch.dtype, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a kernel of FP32 tensors returns if a port holds them in ``dtype``: in FP32 again,
-    and not yet stored. What the kernel writes in place is written to its first argument.
+    """Run a kernel on tensors cast from FP32 to ``dtype``, and return its result in FP32, not yet stored.
+
+    The result of an in-place kernel is written to its first argument.
     """
     if dtype is torch.float32:
         return kernel(*args, **kwargs)
@@ -78,24 +80,24 @@ def as_in(dtype: torch.dtype, kernel: Any, args: tuple[Any, ...], kwargs: dict[s
     given, named = cast((args, kwargs), dtype)
     try:
         result = cast(kernel(*given, **named), torch.float32)
-    except RuntimeError:  # none for the dtype: a port computes it in FP32
+    except RuntimeError:  # there is no kernel for the dtype, so a port computes in FP32
         return kernel(*args, **kwargs)
     return args[0].copy_(result) if is_in_place(kernel) else result
 
 
-# Biases that a port adds by itself, for example because TE hands them out (``return_bias``): the
-# product is stored first.
+# Biases that a port adds by itself, for example because TE hands them out (``return_bias``). Then the product is stored
+# before the bias is added.
 
 
 ADDED_BIAS = "bias"
-"""Among the names of functions that a port calls, this stands for a bias that it adds to a layer's result."""
+"""Stands for a bias that a port adds to a layer's result, among the names of functions that it calls."""
 
 ADDED_TO_SUM = "bias of a sum"
-"""The same for a bias that it adds after the residual connection, to ``x + layer(x)``."""
+"""Stands for a bias that a port adds after the residual connection, to ``x + layer(x)``."""
 
 
 def added_bias(name: str, operands: tuple[Any, ...]) -> set[str]:
-    """Return which of the two a call of an ATen function is; empty if it is neither."""
+    """Return which of these two names apply to a call of an ATen function."""
     if name not in ("add", "add_") or not all(isinstance(x, Tensor) for x in operands[:2]):
         return set()
     some, other = sorted(operands[:2], key=lambda x: x.dim())
@@ -106,7 +108,7 @@ def added_bias(name: str, operands: tuple[Any, ...]) -> set[str]:
 
 
 class BiasesByHand:
-    """The linear layers of a pass, rounded as by a port that adds their biases itself.
+    """The linear layers of a pass, rounded like those of a port that adds their biases itself.
 
     Args:
         storing: how the pass stores tensors.
@@ -117,10 +119,10 @@ class BiasesByHand:
         self._storing = storing
         self.made = ADDED_BIAS in freedom.plain
         self._to_sums = ADDED_TO_SUM in freedom.plain
-        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # results are kept, so that no address comes again
+        self._parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # results are kept, so that no address is reused
 
     def result(self, product: Tensor, bias: Tensor) -> Tensor:
-        """Return a linear layer's result, ``[rows, out]``."""
+        """Return a linear layer's rounded result, ``[rows, out]``."""
         product = self._storing.store(product)
         result = self._storing.store(product + bias)
         if self._to_sums:
@@ -128,7 +130,7 @@ class BiasesByHand:
         return result
 
     def in_sum(self, left: Tensor, right: Tensor) -> Tensor | None:
-        """Return the sum of two activations, with the bias of one of them added last; None if neither has one."""
+        """Return the sum of two activations with the bias of one of them added last, or None if neither has one."""
         for one, other in ((left, right), (right, left)):
             parts = self._parts.get(address(one))
             if parts is not None and parts[0].numel() == one.numel():
@@ -137,22 +139,23 @@ class BiasesByHand:
         return None
 
 
-# Which of PyTorch's functions does a port call outside TransformerEngine, in the precision's dtype?
+# Find the functions of PyTorch that a port calls outside TransformerEngine, in the precision's dtype.
 
 
-# Code that calls a port, such as Sequential's: a line of it around PyTorch's calls does not count as the port's.
+# This module calls ports. If the nearest frame is its own, PyTorch's code is the port, such as a Sequential.
 _CALLS_PORTS = "parity.passes.one_pass"
-# TE's own lines of PyTorch, each of which rounds as a user's do: a softcap divides, takes a tanh and multiplies.
+# TE's own lines of PyTorch, each of which rounds like a user's: a softcap divides, takes a tanh and multiplies.
 _UNFUSED_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.backends"
 
-# Copies round nothing by themselves; attention's softmax has its own freedom.
+# Copies do not round, and attention's softmax has a freedom of its own.
 _LEFT_OUT = frozenset({"copy_", "clone", "detach", "_softmax", "_safe_softmax"})
 
 
 @contextmanager
 def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
-    """Within the context, collect the names of ATen functions that code of neither TE nor parity calls on activations,
-    and of those that TE's unfused attention calls.
+    """Collect the names of the ATen functions that a port's own code calls on activations within the context.
+
+    The code of TE and parity does not count, except for TE's unfused attention.
 
     Args:
         dtype: the dtype of the activations that count.
@@ -163,7 +166,7 @@ def plain_calls(dtype: torch.dtype) -> Iterator[set[str]]:
 
 
 def is_in_place(func: Any) -> bool:
-    """Return whether an ATen function returns its argument, changed."""
+    """Return whether an ATen function changes its argument and returns it."""
     return any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
 
 
@@ -182,7 +185,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_of_activations(self, func: Any, args: Any) -> bool:
-        if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # a training step
+        if is_in_place(func) and torch._C._current_graph_task_id() == NO_BACKWARD:  # as in a training step
             return any(isinstance(x, Tensor) and x.dim() and x.dtype is self._dtype for x in tree_leaves(args[:1]))
         return any(isinstance(x, Tensor) and x.requires_grad and x.dtype is self._dtype for x in tree_leaves(args))
 
@@ -196,24 +199,24 @@ def _is_users(frame: FrameType | None) -> bool:
     return owner is Owner.USER or module_of(frame) in (_CALLS_PORTS, _UNFUSED_ATTENTION)
 
 
-# What a port's own casts between the precision's dtype and FP32 round.
+# The roundings of a port's own casts between the precision's dtype and FP32.
 #
-# Plain lines often compute in FP32: ``x.float()`` passes back a gradient that is rounded to x's dtype,
-# and ``.type_as(x)`` passes on a rounded value. Numbers that are all alike there, such as a
-# cross-entropy's gradients at the labels, are all rounded the same way, and everything behind them
-# leans by that. The model runs the reference in FP32, where these calls do nothing. So they are
-# watched, to tell what a port holds in FP32 (*wide*) from what it holds in the dtype.
+# Plain lines often compute in FP32: ``x.float()`` passes back a gradient that is rounded to x's dtype, and
+# ``.type_as(x)`` passes on a rounded value. Equal numbers, such as a cross-entropy's gradients at the labels, are all
+# rounded the same way, and so everything that is computed from them leans. The model runs the reference in FP32, where
+# these calls do nothing. So they are watched, to tell tensors that a port holds in FP32 (*wide*) from those that it
+# holds in the dtype.
 
 
 CAST = "_to_copy"
-"""ATen's name for a cast, among the functions that a port calls."""
+"""ATen's name for a cast."""
 
 _CASTS = (Tensor.to, Tensor.type, Tensor.type_as, Tensor.float)
 _WIDE = "_parity_is_wide"
 
 
 class Casts(TorchFunctionMode):
-    """Within the context, casts of activations in an FP32 module round as in a module of a 16-bit dtype.
+    """A mode under which casts of activations in an FP32 module round as in a module of a 16-bit dtype.
 
     Args:
         store: rounds to the dtype.
@@ -244,7 +247,7 @@ class Casts(TorchFunctionMode):
 
     def _cast(self, func: Any, args: Any, kwargs: Any) -> Any:
         x, result = args[0], func(*args, **kwargs)
-        if not _is_of_activation(result):  # of another dtype, or without a gradient: PyTorch has done what was asked
+        if not _is_of_activation(result):  # another dtype, or no gradient: PyTorch's own cast is right
             return result
         becomes_wide = _becomes_wide(func, x, (*args[1:], *kwargs.values()))
         if becomes_wide and not _is_wide(x):
@@ -255,10 +258,11 @@ class Casts(TorchFunctionMode):
 
 
 def _becomes_wide(func: Any, x: Tensor, asked: tuple[Any, ...]) -> bool:
-    """Return whether a port holds what a cast returns in FP32.
+    """Return whether a port holds the result of a cast in FP32.
 
-    A dtype that is FP32 here is either named, or another tensor's, which is FP32 in the model alone. Nobody names FP32
-    for what is FP32 already, nor the dtype for what has it.
+    If the cast names another tensor, the result is as wide as that one. A named dtype is FP32 here, whichever it is in
+    the port. As nobody casts to the dtype that a tensor has already, it then widens a narrow tensor, or narrows a wide
+    one.
     """
     if func is Tensor.float:
         return True
@@ -271,7 +275,7 @@ def _becomes_wide(func: Any, x: Tensor, asked: tuple[Any, ...]) -> bool:
 
 
 class _Narrowed(torch.autograd.Function):
-    """Rounds a value, and passes its gradient back as it is."""
+    """A function that rounds a value, and passes its gradient back unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
@@ -283,7 +287,7 @@ class _Narrowed(torch.autograd.Function):
 
 
 class _Widened(torch.autograd.Function):
-    """Passes a value on as it is, and rounds its gradient."""
+    """A function that passes a value on unchanged, and rounds its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, store: Callable[[Tensor], Tensor]) -> Tensor:
@@ -296,7 +300,7 @@ class _Widened(torch.autograd.Function):
 
 
 def _is_of_activation(x: Any) -> bool:
-    """Return whether the model holds it in FP32 and it has a gradient, unlike tables of angles and masks."""
+    """Return whether a value is an FP32 tensor with a gradient, unlike tables of angles and masks."""
     return isinstance(x, Tensor) and x.dtype is torch.float32 and x.requires_grad
 
 
@@ -305,18 +309,18 @@ def _is_wide(x: Any) -> bool:
 
 
 def _marked(x: Any) -> Any:
-    """Return the value; a tensor in FP32 is marked as wide from now on."""
+    """Mark an FP32 tensor as wide, and return the value."""
     if isinstance(x, Tensor) and x.dtype is torch.float32:
         setattr(x, _WIDE, True)
     return x
 
 
-# Convolutions whose patches lie side by side, such as ViT's patch embedding and every convolution of one pixel: ports
+# Convolutions whose patches do not overlap, such as ViT's patch embedding and all convolutions with one pixel. Ports
 # compute them as linear layers.
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Computes a linear layer's rounded product of ``[rows, in]`` and ``[in, out]``, plus a bias ``[out]`` or None."""
+"""Computes a linear layer's rounded product of ``[rows, in]`` and ``[in, out]``, plus a bias ``[out]`` if not None."""
 
 
 def are_patches(
@@ -341,7 +345,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, patches: Tensor, mul
         weight: ``[out, channels, *kernel]``.
         bias: ``[out]`` or None.
         patches: ``rows_of(x, kernel)``.
-        multiply: how the product is rounded.
+        multiply: computes the rounded product.
     """
     spatial = (size // width for size, width in zip(x.shape[2:], weight.shape[2:], strict=True))
     rows = multiply(patches, weight.flatten(1).t(), bias)
@@ -351,9 +355,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, patches: Tensor, mul
 def backward(
     gradient: Tensor, x: Tensor, weight: Tensor, patches: Tensor, wanted: Sequence[bool], multiply: Multiply
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of ``x``, ``weight`` and a bias, each None if it is not wanted; arguments as
-    for ``forward``.
-    """
+    """Return the gradients of ``x``, ``weight`` and a bias, each None if not wanted; arguments as for ``forward``."""
     rows = gradient.movedim(1, -1).reshape(-1, gradient.shape[1])
     return (
         from_rows(multiply(rows, weight.flatten(1), None), x.shape, weight.shape[2:]) if wanted[0] else None,
@@ -363,9 +365,7 @@ def backward(
 
 
 def rows_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
-    """Lay ``[batch, channels, *spatial]`` out as ``[batch * patches, channels * kernel]``, without what
-    no patch holds.
-    """
+    """Return ``[batch, channels, *spatial]`` as ``[batch * patches, channels * kernel]``, without remainders."""
     counts = [size // width for size, width in zip(x.shape[2:], kernel, strict=True)]
     for dim, (count, width) in enumerate(zip(counts, kernel, strict=True)):
         x = x.narrow(2 + dim, 0, count * width)
@@ -376,7 +376,7 @@ def rows_of(x: Tensor, kernel: Sequence[int]) -> Tensor:
 
 
 def from_rows(rows: Tensor, shape: Sequence[int], kernel: Sequence[int]) -> Tensor:
-    """Return the reverse of ``rows_of``, with zeros where no patch was."""
+    """Return the inverse of ``rows_of``, with zeros where no patch was."""
     batch, channels, *spatial = shape
     counts = [size // width for size, width in zip(spatial, kernel, strict=True)]
     rank = len(kernel)
@@ -395,10 +395,10 @@ def _of_all(values: Sequence[int], rank: int) -> tuple[int, ...]:
     return tuple(values) * rank if len(values) == 1 else tuple(values)
 
 
-# LSTMs step by step: on a CPU, PyTorch has one kernel for a whole layer in FP32, and none in FP16.
+# Run LSTMs step by step, although PyTorch has a CPU kernel for a whole layer in FP32 (but none in FP16).
 #
-# The kernel (``mkldnn_rnn_layer``) does not show what it computes, so the rounding model could not round inside. Step
-# by step an LSTM is products, sums, sigmoids and tangents; a GRU always is, in every dtype.
+# This kernel (``mkldnn_rnn_layer``) hides what it computes, so that the rounding model could not round inside. Step by
+# step, an LSTM consists of products, sums, sigmoids and tangents, as a GRU always does, in every dtype.
 
 
 _MKLDNN: Any = torch.backends.mkldnn
@@ -406,11 +406,11 @@ _MKLDNN: Any = torch.backends.mkldnn
 
 @contextmanager
 def step_by_step() -> Iterator[None]:
-    """Within the context, ``nn.LSTM`` calls no kernel for a whole layer on a CPU.
+    """Keep ``nn.LSTM`` from calling a kernel for a whole layer on a CPU, within the context.
 
-    It uses hooks, which run wherever the module does, also where a checkpoint runs it again without any mode.
+    This uses hooks, because they run wherever the module does, even if a checkpoint runs it again without any mode.
     """
-    before: list[bool] = []  # of the LSTMs that are running
+    before: list[bool] = []  # the former settings, one for each LSTM that is running
 
     def enter(module: nn.Module, args: Any) -> None:
         if isinstance(module, nn.LSTM):

@@ -1,6 +1,4 @@
-"""Run a reference with the roundings of a faithful port put in: those of linear layers, of attention,
-and of what is stored.
-"""
+"""Run a reference with the roundings of a faithful port, in linear layers, in attention and in stored tensors."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ from parity.numerics.storing import (
 
 
 class Attention:
-    """The attention of one pass: batches of GEMMs around a softmax, in a reference that writes attention out.
+    """The attention of one pass of a reference that writes it as batched GEMMs around a softmax.
 
     Args:
         storing: how the pass stores tensors.
@@ -84,16 +82,16 @@ class Attention:
 
     def __init__(self, storing: Storing, phase: Phase) -> None:
         self._storing, self._phase = storing, phase
-        # By address; the tensors are kept, so that no address is given out again.
-        # What probabilities become, and the softmax that they come from.
+        # All of these are by address. The tensors are kept, so that no address is reused.
+        # Probabilities, and the softmax that they come from.
         self._probabilities: dict[int, tuple[Tensor, Tensor]] = {}
-        self._scores: dict[int, Tensor] = {}  # until the softmax
-        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # likewise: biased scores, the scores, the bias
+        self._scores: dict[int, Tensor] = {}  # kept until the softmax
+        self._biased: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # kept as long: biased scores, scores, bias
         self._contexts: dict[int, Tensor] = {}  # attention's output by its probabilities' address
         self._output_gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the address of the probabilities' gradient
 
     def arithmetic(self, alone: Callable[[], AbstractContextManager[None]]) -> Arithmetic:
-        """Return what is rounded in attention that runs in blocks.
+        """Return the roundings of attention that runs in blocks.
 
         Args:
             alone: makes a context in which nothing else is rounded.
@@ -111,7 +109,7 @@ class Attention:
         )
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Take note if the result is a softmax along keys, scores, or the same numbers of either, each in its place."""
+        """Note the result of a call if it is a softmax along keys, or an elementwise function of one or of scores."""
         if func in SOFTMAX and _is_along_last(result, func, args):
             self._probabilities[address(result)] = result, result
             self._scores.clear()
@@ -122,17 +120,16 @@ class Attention:
             if addresses(args) & self._scores.keys():
                 self._scores[address(result)] = result
         elif func is SLICE_BACKWARD and address(args[0]) in self._output_gradients:
-            # Attention with a sink drops its column after the softmax, so the gradient has a column of zeros there.
+            # Attention with a sink drops the sink's column after the softmax. Its gradient has a column of zeros there.
             _, output_gradient = self._output_gradients[address(args[0])]
             self._output_gradients[address(result)] = result, output_gradient
 
     def sum(self, add: Callable[[Tensor, Tensor], Tensor], scores: Tensor, bias: Tensor) -> Tensor:
-        """Return a sum. A port has stored its second term if that is a bias of scores (of weights or
-        inputs, not a mask).
+        """Return a sum, rounded as in a port if it adds a bias with a gradient to scores, which the port has stored.
 
-        A kernel takes one bias: where a reference adds two, one after the other, it is given their stored sum. Unless
-        the kernel keeps scores, this is said of terms alone that are stretched: products that are no scores may be
-        the first of several terms that a port adds up, too.
+        A kernel takes one bias, so a port passes it the stored sum if a reference adds two biases one after the other.
+        If kernels store scores, this is assumed only of biases that are broadcast, because a port may also add several
+        ordinary terms to a product.
         """
         if address(scores) not in self._scores or not bias.requires_grad:
             return add(scores, bias)
@@ -156,7 +153,7 @@ class Attention:
         return self._storing.operand(left, "attention"), self._storing.operand(right, "attention")
 
     def result(self, result: Tensor, left: Tensor, right: Tensor, stored_left: Tensor) -> Tensor:
-        """Return the result as it is stored; scores and their gradients may stay inside a kernel, unrounded."""
+        """Return a GEMM's result as it is stored. Scores and their gradients may stay unrounded inside a kernel."""
         probabilities = {address(left), address(right)} & self._probabilities.keys()
         if probabilities:
             result = self._storing.store(result)
@@ -171,11 +168,10 @@ class Attention:
         return scores
 
     def softmax_backward(self, gradient: Tensor, probabilities: Tensor) -> Tensor | None:
-        """Return softmax's gradient as flash attention computes it: the mean gradient of a row from
-        attention's stored output.
+        """Return the softmax's gradient as flash attention computes it, or None if the softmax is not attention's.
 
-        ``P * (dP - sum(dO * O))``, where ``sum(dO * O)`` equals ``sum(dP * P)`` apart from the rounding of O (Dao et
-        al., FlashAttention, arXiv 2205.14135, appendix B.2, equation 4). None for a softmax that is not attention's.
+        It is ``P * (dP - sum(dO * O))``, with attention's stored output O. ``sum(dO * O)`` equals ``sum(dP * P)`` apart
+        from the rounding of O (Dao et al., FlashAttention, arXiv 2205.14135, appendix B.2, equation 4).
         """
         context = self._contexts.get(address(probabilities))
         _, output_gradient = self._output_gradients.get(address(gradient), (None, None))
@@ -187,17 +183,16 @@ class Attention:
         return result
 
     def _store_probabilities(self, probabilities: Tensor, softmax: Tensor | None = None) -> Tensor:
-        """Round probabilities as the forward pass stores them: a flash kernel does so before it divides
-        them by their sum.
+        """Round probabilities as the forward pass stores them, which a flash kernel does before dividing by their sum.
 
-        ``softmax`` has more columns if a sink took part, which may be the largest of its row.
+        ``softmax`` has one more column if there is a sink, and this column may hold the largest value of its row.
         """
         if self._storing.freedom.stores_scores or not probabilities.numel():
             return self._storing.operand(probabilities, "attention")
         largest_of_row = probabilities.amax(-1, keepdim=True)
         if softmax is not None and softmax.shape[-1] > probabilities.shape[-1]:
             with_sinks = softmax.amax(-1)
-            if with_sinks.numel() == largest_of_row.numel():  # else the rows are not the softmax's
+            if with_sinks.numel() == largest_of_row.numel():  # otherwise the rows differ from the softmax's
                 largest_of_row = with_sinks.view_as(largest_of_row)
         largest_of_row = largest_of_row.clamp(min=torch.finfo(probabilities.dtype).tiny)
         return self._storing.store(probabilities / largest_of_row, "attention") * largest_of_row
@@ -211,26 +206,25 @@ def _is_along_last(result: Tensor, softmax: Any, args: tuple[Any, ...]) -> bool:
     return args[2 if softmax is SOFTMAX_BACKWARD else 1] % result.dim() == result.dim() - 1
 
 
-# The model of what a faithful port rounds: plain PyTorch in FP32, with the roundings of a precision put in.
+# The rounding model of a faithful port, which is plain PyTorch in FP32 with the roundings of a precision.
 #
 # The model runs the reference itself under a dispatch mode, so it knows nothing of TE and shares no code with the
-# kernels that it judges (``parity.cpu``). What it rounds, and why:
+# kernels that it judges (``parity.cpu``). It rounds:
 #
 # * both operands of every linear layer's GEMM, forward and backward, to the precision's formats: TF32 for FP32
-#   (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), and what a recipe of
-#   ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients to;
+#   (``common/gemm/cublaslt_gemm.cu`` of TE 2.20 always chooses ``CUBLAS_COMPUTE_32F_FAST_TF32``), or the formats to
+#   which a recipe of ``transformer_engine.common.recipe`` quantizes inputs, weights and output gradients;
 # * the result of every GEMM, which is stored in the precision's dtype; accumulation is FP32;
-# * the operands of attention's batched GEMMs, and of other products of two activations, to the dtype alone: TE computes
+# * the operands of attention's batched GEMMs, and of other products of two activations, only to the dtype: TE computes
 #   attention in it under every recipe, and has no kernel for the others;
 # * the sum of two activations of one shape (a residual stream, RoPE), which is stored as well;
-# * what PyTorch's own kernels return if TE has none for the same, and what a port's own casts round
-#   (``parity.numerics.plain``);
-# * what steps of an optimizer write in place, as the port's optimizers do (``parity.numerics.freedom``).
+# * the results of PyTorch's own kernels where TE has none, and a port's own casts (``parity.numerics.plain``);
+# * tensors that steps of an optimizer write in place, as the port's optimizers do (``parity.numerics.freedom``).
 #
-# Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as TE's fused kernels compute it.
+# Everything between two GEMMs (norms, activations, softmax, biases) stays in FP32, as in TE's fused kernels.
 #
-# Each rounding belongs to one of ``parity.numerics.formats.PARTS``, and a model may be told to make only those of some
-# parts. With none, only FP32 arithmetic is left: its sums, and what is computed between GEMMs.
+# Each rounding belongs to one of ``parity.numerics.formats.PARTS``, and a model can be limited to some parts. Without
+# any part, only the errors of FP32 arithmetic remain.
 
 
 @contextmanager
@@ -246,20 +240,21 @@ def rounded(
     stored: Stored | None = None,
     past: PastAmaxes | None = None,
 ) -> Iterator[Phase]:
-    """Within the context, FP32 PyTorch code rounds as a faithful kernel at the precision does.
+    """Make FP32 PyTorch code round like a faithful kernel at the precision, within the context.
 
     Args:
-        rounding: what is rounded.
-        weights: the model's parameters; if it is None, each product of matrices counts as a linear layer's.
+        rounding: the precision's roundings.
+        weights: the model's parameters; if None, each product of matrices counts as a linear layer's.
         freedom: the choices of the kernel that is modelled.
-        scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection: they share the
-            scale of a whole tensor.
-        plain: weights whose linear layers are not TE's modules: their GEMMs read all operands as they are stored.
-        kinks: takes note of what decides gradients at kinks, and moves it; None for neither.
-        weights_read: what other passes with the same rounding read of the same weights; what this one reads is added.
-        choices: takes note of the largest of many numbers, and chooses as a port did; None for neither.
-        stored: what need not be rounded when it is stored; what this pass rounds is added.
-        past: what delayed scaling has seen in the steps of a training before; None for scales of each tensor's own.
+        scaled_together: weights that TE quantizes as one tensor, such as the gate and the up projection, which then
+            share the scale of a whole tensor.
+        plain: weights whose linear layers are not TE's modules, so that their GEMMs read all operands as stored.
+        kinks: records the values that decide gradients at kinks, and moves them; None for neither.
+        weights_read: the operands that other passes with the same rounding read of the same weights; those of this pass
+            are added.
+        choices: records choices of the largest of many numbers, and chooses as a port did; None for neither.
+        stored: tensors that need not be rounded when they are stored; those that this pass rounds are added.
+        past: the amaxes of delayed scaling in earlier steps of a training; None to scale each tensor by its own.
 
     Yields:
         The phase, which must be told when the backward pass begins.
@@ -303,23 +298,21 @@ class _RoundingMode(TorchDispatchMode):
         )
         self._lineage = None if weights is None else Lineage(held)
         self._plain_lineage = Lineage(outside_te)
-        self._patches: dict[int, Tensor] = {}  # by the address of what convolutions read: the rows of a linear layer
+        self._patches: dict[int, Tensor] = {}  # rows of linear layers, by the addresses of convolutions' inputs
 
     @property
     def attention(self) -> Arithmetic:
-        """Return what this mode rounds in attention that runs in blocks, whose steps the mode must not see."""
+        """Return the roundings of attention that runs in blocks, whose steps this mode must not see."""
         return self._attention.arithmetic(alone=self.phase.suspending)
 
     @property
     def casts(self) -> Casts:
-        """Return what the port's own casts round."""
+        """Return the mode that rounds in the port's own casts."""
         return Casts(self._storing.store, alone=self.phase.suspending)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            self.phase.suspended or func.is_view
-        ):  # what is known about a tensor is known about its memory, so about views
+        if self.phase.suspended or func.is_view:  # tensors are known by their memory, which a view shares
             return func(*args, **kwargs)
         if func is SUM and not self.phase.backward and not kwargs and _are_tensors(args):
             result = self._attention.sum(lambda *terms: self._computed(func, terms, kwargs), *args)
@@ -338,7 +331,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._beside_kinks(self._kinks, func, args, kwargs)
 
     def _beside_kinks(self, kinks: Kinks, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return the arguments of the call, with the values moved that decide on which side of a kink they are."""
+        """Return the result of a call, after moving the values that decide on a side of a kink."""
         if self.phase.backward or any(_requires_grad(x) for x in args):
             args = kinks.moved(func, args)
             chosen = None if kwargs else kinks.chosen(func, args)
@@ -407,7 +400,7 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _stored_in_place(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Make a call that writes to its arguments, and round what it returns and writes."""
+        """Run a call that may write to its arguments, and round the tensors that it writes, or else its results."""
         result = func(*args, **kwargs)
         targets = list(written(func, args, kwargs))
         for x in targets:
@@ -423,7 +416,7 @@ class _RoundingMode(TorchDispatchMode):
         return any(isinstance(x, Tensor) and self._lineage.is_weight(x) for x in args[:1])
 
     def _of_patches(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """Return the result of a convolution that TE computes as a linear layer; None for any other call."""
+        """Return the result of a convolution that TE computes as a linear layer, or None for any other call."""
         if func is CONVOLUTION and self._is_of_te(args[1]) and are_patches(args[1], *args[3:]):
             x, weight, bias = args[:3]
             patches = self._patches[address(x)] = rows_of(x, weight.shape[2:])
@@ -434,7 +427,7 @@ class _RoundingMode(TorchDispatchMode):
         return None
 
     def _is_of_te(self, weight: Tensor) -> bool:
-        """Return whether one of TE's modules holds a weight, or what it is computed from."""
+        """Return whether one of TE's modules holds a weight, or the parameters that it is computed from."""
         if self._lineage is None or self._plain_lineage.is_weight(weight):
             return False
         return self._lineage.is_weight(weight)
@@ -445,7 +438,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._storing.store(self._as_kernels_sum(result, left, right, 1.0, is_linear=True))
 
     def _is_plain(self, func: Any) -> bool:
-        """Return whether a port calls the function by itself, or the one that it is the gradient of."""
+        """Return whether a port itself calls the function, or the function whose gradient it computes."""
         if not self._freedom.plain or func in SOFTMAX:
             return False
         name = func.overloadpacket.__name__
@@ -456,19 +449,17 @@ class _RoundingMode(TorchDispatchMode):
         return name in self._freedom.plain or (self.phase.backward and is_backward_of(name, self._freedom.plain))
 
     def _is_step_in_fp32(self, args: tuple[Any, ...]) -> bool:
-        """Return whether it is a step of a norm that a port computes in FP32, as most do: no root of it
-        is in the dtype.
-        """
+        """Return whether a call is a step of a norm that the port computes in FP32: it takes no root in 16 bits."""
         return "rsqrt" not in self._freedom.plain and self._norms.is_step(args)
 
     def _is_step_stored(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Return whether an unfused step stores its result; no faithful port rounds the angles of RoPE."""
+        """Return whether an unfused step stores its result. No faithful port rounds the angles of RoPE."""
         if func in TABLES:
             return True
         if (func not in POINTWISE and func not in REDUCTIONS) or self._norms.is_step(args):
             return False
         if func in REDUCTIONS and not _keeps_channels(*args[:2]):
-            return False  # nor the statistics of a norm
+            return False  # these may be the statistics of a norm, which no faithful port rounds either
         return self.phase.backward or any(_requires_grad(x) for x in args)
 
     def _product(
@@ -481,9 +472,7 @@ class _RoundingMode(TorchDispatchMode):
         kwargs: Any,
         is_linear: bool,
     ) -> Tensor:
-        """Return the GEMM, in as many parts along the summed dimension as the kernel takes; ``before``
-        is added once.
-        """
+        """Return a GEMM's result, computed in the kernel's number of parts along K; ``before`` is added once."""
         lefts = left.tensor_split(self._freedom.splits_of_k, -1)
         rights = right.tensor_split(self._freedom.splits_of_k, -2)
         result: Tensor = func(*before, lefts[0], rights[0], *after, **kwargs)
@@ -495,7 +484,7 @@ class _RoundingMode(TorchDispatchMode):
         return self._as_kernels_sum(result, left, right, alpha, is_linear)
 
     def _as_kernels_sum(self, result: Tensor, left: Tensor, right: Tensor, alpha: float, is_linear: bool) -> Tensor:
-        """Change a product, summed in FP32, into what kernels compute whose sums have fewer bits."""
+        """Return a product that was summed in FP32 as kernels compute it whose sums have fewer bits."""
         kernels = self._freedom.kernels
         if not kernels:
             return result
@@ -513,18 +502,15 @@ class _RoundingMode(TorchDispatchMode):
         return result
 
     def _has_weights(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a batch of products has a table of weights, such as relative positions, which
-        attention does not keep.
-        """
+        """Return whether a batched product that is not attention's reads weights, such as relative positions."""
         if self._lineage is None or self.phase.backward:
             return False
         return self._lineage.is_weight(left) or self._lineage.is_weight(right)
 
     def _are_both_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a product of two matrices has no weight, as in similarities of embeddings and
-        attention with one head.
+        """Return whether a product of two matrices has no weight, as in attention with one head.
 
-        It is no linear layer: TE has no kernel for it but attention.
+        Such a product is not a linear layer, and TE has no kernel for it except attention's.
         """
         if self._lineage is None:
             return False
@@ -542,7 +528,7 @@ def _requires_grad(x: Any) -> bool:
 
 
 def _keeps_channels(x: Tensor, dims: Sequence[int] | None) -> bool:
-    """Return whether only tokens are summed; heads that share keys are summed otherwise."""
+    """Return whether a reduction sums only over tokens, unlike the sum over heads that share keys."""
     return x.dim() < 4 and dims is not None and x.dim() - 1 not in {dim % x.dim() for dim in dims}
 
 

@@ -1,5 +1,5 @@
-"""Hold a pass's tensors as a precision does: store them in its dtype, with the noise of its freedom, and hand the GEMMs
-of linear layers their operands in its formats.
+"""Round the tensors of a pass: stored ones to the precision's dtype, with the noise of the pass's freedom, and operands
+of linear layers' GEMMs to the precision's formats.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from parity.numerics.aten import AFFINE, ELEMENTWISE, EMBEDDING, LAYER_NORM, REC
 from parity.numerics.formats import Format, OperandPart, Part, Rounding, hadamard, is_alike_both_ways, largest, spacing
 from parity.numerics.freedom import JITTER, Freedom, Steps, stepped_by
 
-# Which tensors of a pass already hold numbers of the storage dtype, since a rounding returned them.
+# Remember the tensors of a pass that already hold numbers of the storage dtype, because they were rounded.
 
 
 class Stored:
-    """Tensors that were rounded, as long as they live and nothing is written to them.
+    """The tensors that were rounded, as long as they live and nothing is written to them.
 
-    Views count as well, except those made below autograd, as in a dispatch mode: they do not tell what
-    is written to them.
+    Views count as well, but not those that are made below autograd, as in a dispatch mode, because writes to them are
+    not counted.
     """
 
     def __init__(self) -> None:
-        # By the storage's address, which another tensor may get once this one is gone.
+        # By the storage's address, which another tensor may get when this one is gone.
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def add(self, x: Tensor) -> None:
@@ -50,24 +50,24 @@ class Stored:
 
 
 def _is_watched(x: Tensor) -> bool:
-    """Return whether writes to its memory are counted, if it has memory of its own at all."""
+    """Return whether a tensor has ordinary memory, and PyTorch counts writes to it."""
     return x.layout is torch.strided and not x.is_inference()
 
 
-# How a pass stores tensors: rounded to the precision's dtype, with the noise of its freedom.
+# Store tensors, rounded to the precision's dtype, with the noise of the pass's freedom.
 
 
 _FP32_JITTER = torch.finfo(torch.float32).eps
-_HALF = 0.4999  # a little less than half, so that FP32 sums of it and a number of the dtype stay below the next one
+_HALF = 0.4999  # less than half, so that in FP32 the sum with a number of the dtype stays below the next one
 
 
 class Storing:
-    """Hold what one pass stores.
+    """The way in which one pass stores tensors.
 
     Args:
-        rounding: what is rounded.
+        rounding: the precision's roundings.
         freedom: the choices of the kernels that are modelled.
-        stored: what is stored already; what this pass stores is added.
+        stored: tensors that are stored already; those that this pass stores are added.
     """
 
     def __init__(self, rounding: Rounding, freedom: Freedom, stored: Stored) -> None:
@@ -78,7 +78,7 @@ class Storing:
         self._stored = stored
 
     def store(self, x: Tensor, part: Part = "storage") -> Tensor:
-        """Store as ``Rounding.store_part`` does, with the freedom's noise; weights are stored already."""
+        """Return ``x`` as ``Rounding.store_part`` does, with the freedom's noise except on weights."""
         if self.freedom.jitter is not None and part != "weights" and x.is_floating_point():
             is_dithered = self.freedom.dithers
             x = self._dithered(x) if is_dithered else self._jittered(x, max(_FP32_JITTER, JITTER * self._roundoff))
@@ -88,7 +88,7 @@ class Storing:
         return rounded
 
     def operand(self, x: Tensor, part: Part) -> Tensor:
-        """Store as ``store`` does, unless the tensor is stored already."""
+        """Return ``x`` as ``store`` does, or unchanged if it is stored already."""
         return x if self.is_stored(x) else self.store(x, part)
 
     def is_stored(self, x: Tensor) -> bool:
@@ -96,21 +96,21 @@ class Storing:
         return self.freedom.jitter is None and x in self._stored
 
     def see_copy(self, sources: Any, copy: Tensor) -> None:
-        """Take note that a copy of nothing but stored tensors is stored as well."""
+        """Note that a copy is stored if all of its sources are."""
         if all(self.is_stored(x) for x in tree_leaves(sources) if isinstance(x, Tensor)):
             self._stored.add(copy)
 
     def jittered_amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude, moved as the value that has it may be moved."""
+        """Return the largest magnitude with noise, because the value that has it may change by a roundoff."""
         return self._jittered(largest(x), self._roundoff)
 
     def dithered_operand(self, x: Tensor, to_format: Format, dim: int, amax: Tensor | None) -> Tensor:
-        """Return an operand with an error of the format that is independent of other runs', and of twice the variance.
+        """Return an operand with a rounding error that is independent of other runs, and has twice the variance.
 
-        The error is the one that the format makes of the number times a factor between a half and 1,
-        drawn anew for each element, scaled up again. So it is the error of another mantissa, wherever
-        this number happens to lie between the format's. A port may round a multiple of the number, for
-        example if it scales tokens before a layer and not after it.
+        Each element is multiplied by a random factor between 1/2 and 1, and the format's error of the product is scaled
+        back. So the error is that of another mantissa, which does not depend on where the number itself lies between
+        those of the format. A port may round a multiple of the number, for example if it scales tokens before a layer
+        and not after it.
 
         Args:
             x: FP32, a matrix.
@@ -132,13 +132,13 @@ class Storing:
         return (wide / step).add_(0.5).add_(self._uniform(x).mul_(_HALF)).floor_().mul_(step).to(x.dtype)
 
     def _uniform(self, x: Tensor) -> Tensor:
-        """Draw numbers between -1 and 1."""
+        """Return random numbers between -1 and 1, in the shape of ``x``."""
         if self._noise is None:
             self._noise = torch.Generator(x.device).manual_seed(self.freedom.jitter or 0)
         return torch.rand(x.shape, generator=self._noise, device=x.device).mul_(2.0).sub_(1.0)
 
 
-# Round what steps of an optimizer write in one pass of the reference, as a port's optimizer does.
+# Round what an optimizer's steps write in a pass of the reference, as a port's optimizer does.
 
 
 # TE scales moments and master weights in FP16 to this (``dtype_to_range_map`` of ``pytorch/optimizers/fused_adam.py``).
@@ -146,7 +146,7 @@ _LARGEST_FP16 = torch.finfo(torch.float16).max / 2.0
 
 
 class StepsRounded:
-    """The steps of one pass.
+    """The optimizer steps of one pass.
 
     Args:
         storing: how the pass stores tensors.
@@ -160,19 +160,19 @@ class StepsRounded:
 
     @property
     def each_call(self) -> bool:
-        """Return whether a step is being made in which each call rounds."""
+        """Return whether a step is running in which each call rounds."""
         freedom = self._storing.freedom
         return self._inside and freedom.stores_pointwise and freedom.steps is not None and freedom.steps.each_call
 
     @property
     def are_calls(self) -> bool:
-        """Return whether each write to a weight outside an optimizer's steps is a step, as of an optimizer by hand."""
+        """Return whether writes to weights outside an optimizer count as steps, such as those of a hand-written one."""
         steps = self._storing.freedom.steps
         return steps is not None and steps.weights is self._storing.rounding.storage and not self._inside
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the context, steps of optimizers round."""
+        """Make the steps of optimizers round, within the context."""
         steps = self._storing.freedom.steps
         if steps is None or "storage" not in self._storing.rounding.parts:
             yield
@@ -210,7 +210,7 @@ class StepsRounded:
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors that a call of an ATen function writes to, without counts of steps."""
+    """Yield the floating-point tensors that a call of an ATen function writes to, without scalars like step counts."""
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     for argument in func._schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -220,35 +220,32 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Any) -> Iterator[Tensor]:
 
 
 def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Return ``x`` as it reads after it was held in a dtype; in FP16 with a scale."""
+    """Return ``x`` rounded to a dtype, in its own dtype; FP16 is used with a scale."""
     scale = x.abs().amax() / _LARGEST_FP16 if dtype is torch.float16 else x.new_ones(())
     return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
 
 
-# Hand the GEMMs of linear layers their operands in the precision's formats: weights, inputs and gradients.
-
-
-# What GEMMs have read in one pass, so that the next one to read the same tensor need not cast it again.
+# Keep the cast operands of GEMMs, so that another GEMM that reads the same tensor need not cast it again.
 #
 # A linear layer's input and weight are read in the forward pass and again in the backward pass, the gradient of its
-# output by two GEMMs of the backward pass, and the input of a query's projection by those of key and value.
+# output by two GEMMs of the backward pass, and the input of the query projection by those of key and value as well.
 
 
-# Casts a matrix for a GEMM that sums over this dimension of it.
+# A function that casts a matrix for a GEMM that sums over this dimension of it.
 Cast = Callable[[Tensor, int], Tensor]
 
 
 class OperandsRead:
-    """Cast operands by the tensor that they were cast from. Each is kept, and its source with it."""
+    """The cast operands of GEMMs, by the tensor that each was cast from."""
 
     def __init__(self) -> None:
-        # As long as a source lives, nothing else gets its address.
+        # The sources are kept as well, so that their addresses are not reused.
         self._kept: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         self._latest: tuple[object, ...] | None = None
 
     @property
     def held(self) -> int:
-        """Bytes that the casts take beyond what they were cast from."""
+        """The bytes that the casts take in addition to their sources."""
         return sum(read.nbytes for base, read in self._kept.values() if read.data_ptr() != base.data_ptr())
 
     def read(
@@ -257,12 +254,13 @@ class OperandsRead:
         """Return the matrix as a GEMM reads it.
 
         Args:
-            matrix: FP32 ``[rows, columns]``, with any strides: a transposed view is known by its base.
-            version: the tensor's version, which counts writes to it; views made below autograd have none of their own.
+            matrix: FP32 ``[rows, columns]``, with any strides; a transposed view is found by its base.
+            version: the tensor's version, which counts writes to it, because views made below autograd have none of
+                their own.
             dim: the dimension that the GEMM sums over.
-            cast: the same for all who read this tensor.
+            cast: the cast, which must be the same for all GEMMs that read this tensor.
             is_cast_along_dim: whether the values depend on the dimension.
-            will_be_read_later: whether later GEMMs read it; else the next one does, if any.
+            will_be_read_later: whether later GEMMs may read it, and not only the next one.
         """
         is_transposed = matrix.stride(0) < matrix.stride(1)
         base = matrix.t() if is_transposed else matrix
@@ -271,7 +269,7 @@ class OperandsRead:
         if key not in self._kept:
             self._forget_latest()
             read = cast(matrix, dim)
-            if torch.equal(read, matrix):  # as of weights that the dtype holds: one is enough of what is so large
+            if torch.equal(read, matrix):  # such as weights that the dtype holds: saves the memory of a copy
                 read = matrix
             self._kept[key] = (base, read.t() if is_transposed else read)
             self._latest = None if will_be_read_later else key
@@ -284,20 +282,18 @@ class OperandsRead:
             self._latest = None
 
 
-# The tensors of a pass that belong to norms: reciprocal roots, and results before and after weight and bias.
+# Recognise the tensors of norms: reciprocal roots, and results before and after weight and bias are applied.
 
 
 class NormsSeen:
-    """The norms of a pass; their tensors are kept, so that no address is given out again."""
+    """The norms of a pass. Their tensors are kept, so that no address is reused."""
 
     def __init__(self) -> None:
         self._roots: dict[int, Tensor] = {}
         self._normalized: dict[int, Tensor] = {}
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Take note if the result is a reciprocal root, is scaled by one, or is a norm's with its
-        weight or bias applied.
-        """
+        """Note the result of a call if it is a reciprocal root, or the result of a norm at any stage."""
         if func is RECIPROCAL_ROOT:
             self._roots[address(result)] = result
         elif func is LAYER_NORM:
@@ -309,9 +305,7 @@ class NormsSeen:
                 self._normalized[address(result)] = result
 
     def see_gradient(self, args: tuple[Any, ...], result: Any) -> None:
-        """Take note of a backward step that makes a number for each root: it is a root's gradient, and
-        steps read it.
-        """
+        """Note the result of a backward step if it has one number per root, because it is a root's gradient."""
         numbers = {self._roots[place].numel() for place in addresses(args) & self._roots.keys()}
         if isinstance(result, Tensor) and result.numel() in numbers:
             self._roots[address(result)] = result
@@ -321,27 +315,25 @@ class NormsSeen:
         return address(x) in self._normalized
 
     def is_step(self, args: tuple[Any, ...]) -> bool:
-        """Return whether a call with these arguments is a step of a norm; no port computes these itself
-        if it uses TE's norms.
-        """
+        """Return whether a call with these arguments is a step of a norm. A port with TE's norms never calls these."""
         return bool(addresses(args) & self._roots.keys())
 
 
-# What delayed scaling knows when a training step begins.
+# Keep the amaxes of delayed scaling from one training step to the next.
 
 
 class PastAmaxes:
-    """The largest magnitudes that delayed scaling has seen of each operand, by the operand's place in a pass.
+    """The amax that delayed scaling has seen of each operand, by the operand's place in a pass.
 
     Attributes:
-        is_followed: whether scales come from the past at all.
-        before: those of the steps before, from which this step's scales come; what exceeds one saturates. An operand
-            without one is scaled by its own, as in a step that settled its scales.
-        seen: this step's.
-        names: of weights, by the address of their memory.
-        held: addresses of weights that the step finds quantized, and whose values a GEMM reads as they are.
-        multiplied: the largest magnitude in this step of what each weight is multiplied by, by its name and by whether
-            that is a gradient.
+        is_followed: whether scales come from earlier steps at all.
+        before: the amaxes of earlier steps, from which this step's scales come; larger values saturate. An operand
+            without one is scaled by its own amax, as in a step that settled its scales.
+        seen: the amaxes of this step.
+        names: the names of weights, by the address of their memory.
+        held: addresses of weights that are quantized before the step, so that GEMMs read their values unchanged.
+        multiplied: the largest magnitude of the other operands that each weight is multiplied by in this step, by the
+            weight's name and by whether the other operand is a gradient.
     """
 
     def __init__(self) -> None:
@@ -353,7 +345,7 @@ class PastAmaxes:
         self.seen: dict[int, Tensor] = {}
 
     def note(self, weight: Tensor, other: Tensor, is_gradient: bool) -> None:
-        """Take note of a product, if the first is a weight that has a name."""
+        """Note the largest magnitude of the other operand of a product, if the first is a named weight."""
         name = self.names.get(address(weight))
         if name is not None:
             known = self.multiplied.get((name, is_gradient))
@@ -361,11 +353,14 @@ class PastAmaxes:
             self.multiplied[name, is_gradient] = now if known is None else torch.maximum(known, now)
 
     def after_step(self) -> dict[int, Tensor]:
-        """Return what the next step finds: TE takes the largest of a history that is longer than any training here."""
+        """Return the amaxes for the next step.
+
+        TE takes the largest of a history, which is longer than any training here.
+        """
         return {place: torch.maximum(amax, self.before.get(place, amax)) for place, amax in self.seen.items()}
 
 
-# What the GEMMs of linear layers read: weights, inputs and gradients in the precision's formats.
+# Give the GEMMs of linear layers their operands in the precision's formats: weights, inputs and gradients.
 
 
 class LinearOperands:
@@ -397,14 +392,14 @@ class LinearOperands:
         self._read_by_experts: set[int] = set()  # addresses of inputs
         self._scaled_together = {address(weight): group for group in scaled_together for weight in group}
         self._plain = {address(weight) for weight in plain}
-        self._read_plainly: dict[int, set[int]] = defaultdict(set)  # by inputs' address: plain layers' output channels
+        self._read_plainly: dict[int, set[int]] = defaultdict(set)  # plain layers' output channels, by inputs' address
         self._gradient: tuple[Tensor, bool] | None = None  # last multiplied by a weight, and whether by a plain layer's
-        self._inputs: dict[int, Tensor] = {}  # by address; kept so that no address is given out again
+        self._inputs: dict[int, Tensor] = {}  # by address; kept, so that no address is reused
         self._read, self._weights_read = OperandsRead(), weights_read
-        self.is_plain = False  # of the product whose operands were read last
+        self.is_plain = False  # whether the operands that were read last are a plain layer's
 
     def read(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two as the GEMM reads them; it sums over left's last dimension and right's last but one."""
+        """Return the operands as the GEMM reads them, summing over left's last dimension and right's last but one."""
         self.is_plain = bool(self._plain) and self._are_plain(left, right)
         if self.is_plain:
             return self._storing.operand(left, self._part(left)), self._storing.operand(right, self._part(right))
@@ -416,9 +411,7 @@ class LinearOperands:
         return self._operand(left, 1, is_rotated), self._operand(right, 0, is_rotated)
 
     def are_of_experts(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a batch of GEMMs is one linear layer for each expert, with weights in one
-        ``[experts, ...]``.
-        """
+        """Return whether a batched GEMM is a linear layer per expert, with weights in one tensor ``[experts, ...]``."""
         operands = {address(left), address(right)}
         if any(self._stacks.get(at) == len(left) for at in operands):
             if not self._phase.backward:
@@ -427,7 +420,7 @@ class LinearOperands:
         return self._phase.backward and bool(operands & self._read_by_experts)
 
     def _are_plain(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a plain layer multiplies the two: one is its weight, or they give its weight's gradient."""
+        """Return whether the operands are a plain layer's: one is its weight, or the product is its gradient."""
         operands = {address(left), address(right)}
         is_plain = bool(operands & self._plain)
         if self._phase.backward and operands & self._weights:
@@ -435,8 +428,8 @@ class LinearOperands:
         elif is_plain:
             self._read_plainly[address(left)].add(right.shape[-1])
         elif self._phase.backward and self._gradient is not None and address(self._gradient[0]) == address(left):
-            return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and by the input next
-        # Other layers may read the same inputs: a gradient with as many channels is that of the plain layer's result.
+            return self._gradient[1]  # autograd multiplies a result's gradient by the weight, and then by the input
+        # Other layers may read the same inputs. The gradient of the plain layer's result has as many channels as it.
         return is_plain or (self._phase.backward and left.shape[-2] in self._read_plainly.get(address(right), ()))
 
     def _operand(self, x: Tensor, dim: int, is_rotated: bool) -> Tensor:
@@ -445,9 +438,7 @@ class LinearOperands:
         return torch.stack([self._matrix_operand(matrix, x, dim, is_rotated) for matrix in x])
 
     def _matrix_operand(self, matrix: Tensor, whole: Tensor, dim: int, is_rotated: bool) -> Tensor:
-        """Return a matrix of the whole tensor as a GEMM reads it; each expert's matrix counts as a
-        tensor of its own.
-        """
+        """Return a matrix of the whole tensor as a GEMM reads it. Each expert's matrix counts as a separate tensor."""
         part = self._part(whole)
         to_format = self._storing.rounding.operand_format(part)
         self._place += 1
@@ -478,19 +469,19 @@ class LinearOperands:
     def _scaled_by_past(
         self, past: PastAmaxes, place: int, stored: Tensor, amax: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return a matrix as far as its scale reaches, and the magnitude that the scale comes from."""
+        """Return a matrix clamped to the amax that its scale comes from, and this amax."""
         own = largest(stored) if amax is None else amax
         past.seen.setdefault(place, own)
         scaled_by = past.before.get(place, own)
         return torch.minimum(torch.maximum(stored, -scaled_by), scaled_by), scaled_by
 
     def _amax(self, x: Tensor) -> Tensor | None:
-        """Return the magnitude that a tensor's scale comes from; None for the largest that is stored."""
+        """Return the amax that a tensor's scale comes from, or None for that of the stored values."""
         rounding, freedom = self._storing.rounding, self._storing.freedom
         group = self._scaled_together.get(address(x))
         if group is not None:
             return torch.stack([largest(rounding.store_part(weight.detach(), "weights")) for weight in group]).max()
-        if address(x) in self._weights:  # held in the dtype by every port
+        if address(x) in self._weights:  # every port holds weights in the dtype
             return None
         if freedom.jitter is not None and not freedom.dithers:
             return self._storing.jittered_amax(x)
@@ -506,33 +497,34 @@ class LinearOperands:
 
 
 def is_matrix(operand: Tensor) -> bool:
-    """Return whether an operand is one matrix, also if einsum makes it a batch of 1; attention multiplies batches."""
+    """Return whether an operand is one matrix, or a batch of 1, which einsum makes; attention has larger batches."""
     return operand.dim() == 2 or operand.shape[0] == 1
 
 
-# Which tensors of a forward pass are computed from weights alone, and which are activations.
+# Tell tensors that are computed only from weights from activations.
 
 
 class Lineage:
-    """Tells products of two activations, such as similarities of embeddings, from linear layers.
+    """The origin of tensors, which tells products of activations, such as similarities, from linear layers.
 
-    A linear layer's weight may be computed: joined of several, scaled, or a sum with the product of two small matrices.
+    A linear layer's weight may be computed: joined from several, scaled, or a sum with the product of two small
+    matrices.
 
     Args:
         weights: the model's parameters.
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._of_weights = {address(weight): weight for weight in weights}  # kept: no address is given out again
-        # By address: what was multiplied by weights, and the sizes of these weights. A module that takes a step of
-        # training in its forward pass multiplies it by a gradient as well, which gives the gradient of such a weight.
+        self._of_weights = {address(weight): weight for weight in weights}  # kept, so that no address is reused
+        # By address: tensors that were multiplied by weights, and the sizes of these weights. A module that makes a
+        # training step in its forward pass also multiplies them by gradients, which gives the weights' gradients.
         self._read: dict[int, tuple[Tensor, set[frozenset[int]]]] = {}
         self._products: dict[int, set[tuple[int, int]]] = defaultdict(set)  # shapes of results, by operands' addresses
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Take note of a call of the forward pass: what is computed from weights and constants alone is a weight.
+        """Note the results of a forward call as weights if they are computed only from weights and constants.
 
-        So is what adds anything to a matrix of weights, as a step of an optimizer does.
+        The sum of a matrix of weights and anything else, such as an optimizer's step, counts as weights as well.
         """
         if func is EMBEDDING or not self._of_weights:  # an embedding's rows depend on the inputs
             return
@@ -547,13 +539,11 @@ class Lineage:
             self._of_weights.update((address(x), x) for x in results)
 
     def is_weight(self, x: Tensor) -> bool:
-        """Return whether the tensor was computed from weights."""
+        """Return whether a tensor is a weight, or was computed from weights."""
         return address(x) in self._of_weights
 
     def is_product_of_activations(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a product of the forward pass has no weight and is not the gradient of one;
-        remember it if so.
-        """
+        """Return whether a forward product has no weight and is not a weight's gradient; if so, remember it."""
         for operand, other in ((left, right), (right, left)):
             if address(operand) in self._of_weights:
                 self._read.setdefault(address(other), (other, set()))[1].add(frozenset(_shape(operand)))
@@ -566,7 +556,7 @@ class Lineage:
         return True
 
     def is_gradient_of_product(self, left: Tensor, right: Tensor) -> bool:
-        """Return whether a product of the backward pass is a gradient of such a product.
+        """Return whether a product of the backward pass is a gradient of a product of activations.
 
         The gradients of ``L @ R`` are ``g @ R.T`` and ``L.T @ g``, with g of the result's shape.
         """
