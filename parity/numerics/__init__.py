@@ -1,1 +1,1 @@
-"""Round to number formats, and compute golden in FP64 and the reference as a faithful kernel would round it."""
+"""Round to number formats, and compute the reference in FP64 (golden) or with the roundings of a faithful port."""

@@ -1,1 +1,1 @@
-"""Run golden, the rounding model and the candidate over the same numbers."""
+"""Run golden, the rounding model and the candidate on the same weights and inputs."""

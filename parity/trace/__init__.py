@@ -1,1 +1,1 @@
-"""Watch what a module does in a pass, from outside: its calls, whose code they are, and what it leaves behind."""
+"""Watch a module during a pass, from outside: its calls, whose code runs, and what it leaves behind."""

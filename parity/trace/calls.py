@@ -1,4 +1,4 @@
-"""Record a reference's calls of PyTorch's functions, change what some return, and keep golden's GEMMs."""
+"""Record a reference's calls of PyTorch's functions, change the results of some, and keep golden's GEMMs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from parity.trace.trace import Call, Edit, Site, Trace, Value
 
 _OUTSIDE = "around the module"
-# Types that calls are given besides tensors, and that hold no tensors.
+# Types of arguments that hold no tensors.
 _LEAVES = (int, float, str, type(None), torch.dtype)
-# Calls that return no tensor and tell nothing of a tensor's numbers.
+# Calls that return no tensor and reveal nothing about a tensor's numbers.
 _ABOUT_SHAPES = frozenset(
     {"shape", "size", "dim", "ndim", "len", "numel", "stride", "is_contiguous", "layout", "is_nested"}
 )
@@ -31,16 +31,16 @@ _ABOUT_TYPES = frozenset({"dtype", "device", "type", "itemsize", "is_cuda", "is_
 
 
 class Misfit(RuntimeError):
-    """Raised if an edit does not fit: the module does not make the calls that it made when it was traced."""
+    """Raised if an edit does not fit, because the module does not make the calls that it made when it was traced."""
 
 
 @contextmanager
 def tracing(module: nn.Module, with_graph: bool = False) -> Iterator[Trace]:
-    """Within the context, add the calls of ``module`` to the trace, which is complete afterwards.
+    """Trace the calls of a module within the context; the trace is complete afterwards.
 
     Args:
-        module: whose calls.
-        with_graph: whether tensors are kept with the graph that autograd needs, and not detached.
+        module: the module.
+        with_graph: whether tensors are kept with the graph that autograd needs, instead of being detached.
     """
     recorder = _Recorder(module, with_graph)
     with _counting(module, recorder.frames), recorder:
@@ -49,7 +49,7 @@ def tracing(module: nn.Module, with_graph: bool = False) -> Iterator[Trace]:
 
 @contextmanager
 def edited(module: nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
-    """Within the context, one forward pass of ``module`` computes what the edits say.
+    """Apply the edits to one forward pass of a module within the context.
 
     Raises:
         Misfit: while the module runs, if it does not make the same calls as when it was traced.
@@ -60,7 +60,7 @@ def edited(module: nn.Module, edits: Sequence[Edit]) -> Iterator[None]:
 
 
 class _Frames:
-    """Knows in which submodule's ``forward`` the running call is made."""
+    """The stack of submodules whose ``forward`` is running, which identifies the site of each call."""
 
     def __init__(self) -> None:
         self._invocations: Counter[str] = Counter()
@@ -108,7 +108,7 @@ class _Recorder(TorchFunctionMode):
         self._with_graph = with_graph
         self._numbers: dict[int, Value] = {}
         self._written: dict[int, Call] = {}  # by a tensor's id: the call that last wrote into it through another tensor
-        self._alive: list[Tensor] = []  # so that no id is given out again
+        self._alive: list[Tensor] = []  # kept, so that no id is reused
         self._names = {
             **{id(buffer): (self.trace.buffers, name) for name, buffer in module.named_buffers()},
             **{id(parameter): (self.trace.parameters, name) for name, parameter in module.named_parameters()},
@@ -162,7 +162,7 @@ class _Recorder(TorchFunctionMode):
         return value
 
     def _keep_what_was(self, changed: Tensor) -> list[int]:
-        """Copy every tensor that shares memory with one that is about to change, and return their numbers."""
+        """Copy the traced tensors that share memory with one that is about to change, and return their numbers."""
         address = changed.untyped_storage().data_ptr()
         sharing = [i for i, x in enumerate(self.trace.tensors) if x.untyped_storage().data_ptr() == address]
         for number in sharing:
@@ -170,7 +170,7 @@ class _Recorder(TorchFunctionMode):
         return sharing
 
     def _note_what_changed(self, sharing: Sequence[int], changed: Tensor | None, call: Call) -> None:
-        """Note that tensors of which ``changed`` is a part, or that are part of it, are other values from here on."""
+        """Treat tensors that overlap with ``changed`` and have changed with it as new values from now on."""
         for number in sharing:
             tensor = self._alive[number]
             if tensor is not changed and not torch.equal(tensor, self.trace.tensors[number]):
@@ -197,7 +197,7 @@ class _Editor(TorchFunctionMode):
             with self:
                 return _OPENED[func](*args, **kwargs)
         name = canonical_name(func)
-        # Most calls are of functions that no edit is about. Calls are counted by name, so these need not be.
+        # Most functions are in no edit. Calls are counted by name, so calls of these need not be counted.
         is_edited = name in self._names
         if not is_edited and not (self._found and (writes(func) or "out" in kwargs)):
             return func(*args, **kwargs)
@@ -213,14 +213,14 @@ class _Editor(TorchFunctionMode):
         edits = self._edits.get(site, ())
         in_place = changed is not None and bool(edits) and isinstance(result, Tensor)
         if in_place:
-            result = result.clone()  # the gradient of an edit may need it as it is
+            result = result.clone()  # the gradient of an edit may need the unedited result
         for one in edits:
             if one.detached is not None:
                 given, named = without_gradient((args, kwargs), one.detached)
                 result = func(*given, **named)
             result = one.compute(result, *(self._found_value(value) for value in one.needs))
         if in_place and changed is not None:
-            result = changed.copy_(result)  # the caller goes on with the tensor that the call changes
+            result = changed.copy_(result)  # the caller continues with the tensor that the call changes
         self._find(needed, True, result if changed is None else changed)
         return result
 
@@ -231,7 +231,7 @@ class _Editor(TorchFunctionMode):
             self._found.update({value.number: tensors[value.position] for value in wanted})
 
     def _keep_what_was(self, changed: Tensor) -> None:
-        """Copy what was found and shares memory with a tensor that is about to change, as the trace did."""
+        """Copy the found tensors that share memory with one that is about to change, as the trace did."""
         address = changed.untyped_storage().data_ptr()
         for number, x in self._found.items():
             if x.untyped_storage().data_ptr() == address:
@@ -252,15 +252,13 @@ def without_gradient(arguments: Any, position: int) -> Any:
 
 
 def _opened(function: Any) -> Any:
-    """Return a function of ``torch.nn.functional`` such that its own calls are seen; else it would be
-    seen as one call.
-    """
+    """Return a function of ``torch.nn.functional`` that shows a mode its own calls, and not only a single one."""
     seen = {**function.__globals__, "has_torch_function": lambda tensors: False}
     return FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _glu(input: Tensor, dim: int = -1) -> Tensor:
-    """Compute ``F.glu``, which PyTorch sees as one call."""
+    """Compute ``F.glu`` by several calls, because a mode sees it as a single one."""
     up, gate = input.chunk(2, dim)
     return up * gate.sigmoid()
 
@@ -270,7 +268,10 @@ _OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forwar
 
 @functools.lru_cache(4096)
 def canonical_name(function: Any) -> str:
-    """Return ``mul`` for ``Tensor.mul``, ``torch.mul`` and ``Tensor.mul_``, and ``T`` for the attribute."""
+    """Return one name for all forms of a function: ``mul`` for ``Tensor.mul``, ``torch.mul`` and ``Tensor.mul_``.
+
+    The name of an attribute, such as ``T``, is returned as it is.
+    """
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         return str(getattr(function.__self__, "__name__", name))
@@ -282,7 +283,7 @@ def _is_recorded(result: Any, changed: Tensor | None) -> bool:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return those among a call's arguments or results, in order."""
+    """Return the tensors among a call's arguments or results, in order."""
     found: list[Tensor] = []
     mapped(tree, found.append)
     return found
@@ -294,7 +295,7 @@ def _named(tree: Any, values: Mapping[int, Value]) -> Any:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """Map as ``tree_map_only`` does, but in a tenth of the time for what most calls are given."""
+    """Return what ``tree_map_only`` returns, in a tenth of the time for most calls' arguments."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, _LEAVES):
@@ -319,22 +320,22 @@ def changed_in_place(function: Any, args: Sequence[Any], kwargs: Mapping[str, An
     return args[0] if writes(function) and args and isinstance(args[0], Tensor) else None
 
 
-# Golden's GEMMs, kept so that a pass that differs little from golden need not compute them again in FP64.
+# Keep golden's GEMMs, so that a pass that differs little from golden need not compute them again in FP64.
 
 
 _aten = torch.ops.aten
-# For each GEMM, the one of the same operands that adds nothing.
+# For each GEMM, the same GEMM without an addend.
 _MULTIPLY = {
     _aten.mm.default: _aten.mm.default,
     _aten.addmm.default: _aten.mm.default,
     _aten.bmm.default: _aten.bmm.default,
     _aten.baddbmm.default: _aten.bmm.default,
 }
-# Share of an operand's norm: with a larger change, it is another GEMM of the same shapes.
+# If an operand changes by more than this share of its norm, it is another GEMM of the same shapes.
 _SMALL = 0.05
-# Share of a change's norm that FP32 loses.
+# The share of a change's norm that FP32 loses.
 _LOST = 1e-7
-# So few rows already show that most changes are not scaled rows.
+# This number of rows is enough to see that most changes do not scale rows.
 _FEW = 4
 # FP32 holds products to full precision if their operands' norms are in this range.
 _LEAST, _MOST = 1e-15, 1e15
@@ -343,11 +344,11 @@ Shapes = tuple[torch.Size, ...]
 
 
 class _Product:
-    """A GEMM of golden.
+    """A GEMM of the golden pass.
 
     Attributes:
-        operands: the addend first if there is one.
-        result: the GEMM's result.
+        operands: its operands, the addend first if there is one.
+        result: its result.
     """
 
     def __init__(self, operands: tuple[Tensor, ...], result: Tensor) -> None:
@@ -356,7 +357,7 @@ class _Product:
         self._versions = self._current()
 
     def is_intact(self) -> bool:
-        """Return whether nothing was written to the tensors since."""
+        """Return whether nothing was written to the tensors since the GEMM."""
         return self._versions == self._current()
 
     def _current(self) -> list[int]:
@@ -389,7 +390,7 @@ class Products:
         return _Recording(self)
 
     def reused(self) -> AbstractContextManager[Any]:
-        """Within the context, one forward pass in FP64 takes what it can from these GEMMs."""
+        """Make one forward pass in FP64 reuse these GEMMs where it can, within the context."""
         return _Reusing(self)
 
 
@@ -428,7 +429,7 @@ def _shapes(operands: tuple[Tensor, ...]) -> Shapes:
 
 
 def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tensor | None:
-    """Return the GEMM of these operands computed from golden's; None if that would be less exact, or no faster."""
+    """Return a GEMM computed from golden's, or None if that would be less accurate or no faster."""
     *before, right = zip(operands, product.operands, strict=True)
     if not product.is_intact() or _change(*right) is not None:
         return None
@@ -446,14 +447,14 @@ def _changed(product: _Product, func: Any, operands: tuple[Tensor, ...]) -> Tens
 
 
 class _Change(NamedTuple):
-    """The difference of an operand from golden's, in FP64, and its norm."""
+    """The difference between an operand and golden's, in FP64, and its norm."""
 
     values: Tensor
     norm: float
 
 
 def _change(x: Tensor, golden: Tensor) -> _Change | None:
-    """Return the change of an operand; None if there is none."""
+    """Return the change of an operand, or None if it has not changed."""
     if x.data_ptr() == golden.data_ptr() and x.stride() == golden.stride():
         return None
     change = x - golden
@@ -462,15 +463,13 @@ def _change(x: Tensor, golden: Tensor) -> _Change | None:
 
 
 def _is_small(left: _Change, product: _Product) -> bool:
-    """Return whether the left operand is golden's with a small change whose products FP32 holds to full precision."""
+    """Return whether the change of the left operand is small, and FP32 holds its products to full precision."""
     golden, right = product.norms
     return _LEAST <= left.norm <= _SMALL * golden and _LEAST <= right <= _MOST
 
 
 def _factors_of_rows(change: Tensor, golden: Tensor) -> Tensor | None:
-    """Return what the change multiplies each row of golden's operand by, ``[..., rows, 1]``; None for
-    any other change.
-    """
+    """Return the change as a factor of each row of golden's operand, ``[..., rows, 1]``, or None if it is not one."""
     for rows in (slice(_FEW), slice(None)):
         some, of_golden = change[..., rows, :], golden[..., rows, :]
         squares = of_golden.square().sum(-1, keepdim=True)

@@ -1,8 +1,8 @@
-"""Record in digests what a pass computes: what TransformerEngine's kernels and a candidate's modules return, and what
-dropout drops.
+"""Record digests of what TransformerEngine's kernels and a candidate's modules return in a pass, and of what dropout
+drops.
 
-Two traces of the same pass show where the passes first differ: in which kernel or, if none of TE's kernels differs, in
-which module.
+Two traces of the same pass show where it is not reproducible: the first kernel that differs or, if none of TE's kernels
+does, the first module.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _OUTPUT, _GRADIENT = _BETWEEN = ("output", "gradient")
 
 @dataclass(frozen=True)
 class Event:
-    """Something that was computed.
+    """A result that was computed in a pass.
 
     Attributes:
-        what: the kernel's name, ``output`` of a module, or the ``gradient`` that reached one.
-        place: the module in whose forward or backward pass it was, and which of the two.
+        what: a kernel's name, ``output`` for a module's output, or ``gradient`` for a gradient that reached a module.
+        place: the module in whose forward or backward pass it was computed, and which of the two.
         digest: a digest of its values.
     """
 
@@ -44,17 +44,17 @@ class Event:
 
 
 class Trace:
-    """The events of one pass, and where the pass is."""
+    """The events of one pass, and the module that is running."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self._forward: list[str] = []
         self._backward = ""
         self._seen: set[int] = set()
-        self._alive: list[Tensor] = []  # so that no id is given out again
+        self._alive: list[Tensor] = []  # kept, so that no id is reused
 
     def watch(self, module: nn.Module) -> None:
-        """Note the outputs of the module and of its parts, and the gradients that reach them."""
+        """Record the outputs of the module and its parts from now on, and the gradients that reach them."""
         for name, part in module.named_modules():
             label = f"{name or 'the module'} ({type(part).__name__})"
             part.register_forward_pre_hook(functools.partial(self._enter, label))
@@ -62,7 +62,7 @@ class Trace:
 
     @contextmanager
     def of_kernels(self) -> Iterator[None]:
-        """Within the context, note calls of TE's compiled functions, or of those that stand for them."""
+        """Record calls of TE's compiled functions, or of their CPU replacements, within the context."""
         extension = sys.modules.get(EXTENSION)
         kernels = {
             name: function
@@ -99,20 +99,20 @@ class Trace:
         self._note(_OUTPUT, output)
         self._forward.pop()
         for x in tree_leaves(output):
-            # An output of a part that is also the whole's belongs to the part.
+            # An output of both a part and the whole belongs to the part.
             if isinstance(x, Tensor) and x.requires_grad and id(x) not in self._seen:
                 self._seen.add(id(x))
                 self._alive.append(x)
                 x.register_hook(functools.partial(self._reached, label))
 
     def _reached(self, label: str, gradient: Tensor) -> None:
-        """Note that the backward pass led to the gradient of this module's output; what follows is in the module."""
+        """Note that the backward pass has reached this module's output, and runs in the module from now on."""
         self._note(_GRADIENT, gradient)
         self._backward = label
 
 
 def first_difference(one: Trace, other: Trace) -> str:
-    """Say where two traces of a pass first differ; return an empty text if they do not."""
+    """Return a description of the place where two traces of a pass first differ; empty if they do not."""
     for a, b in zip(one.events, other.events, strict=False):
         if (a.what, a.place) != (b.what, b.place):
             return f"{a.what} in {a.place}, but {b.what} in {b.place} the second time"
@@ -134,12 +134,12 @@ def digest_of(values: Any) -> str:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return the tensor's bytes: uint8, one dimension."""
+    """Return the tensor's bytes as a vector of uint8."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield plain tensors, and those that quantized tensors consist of."""
+    """Yield the plain tensors in a tree, including those that quantized tensors consist of."""
     for leaf in tree_leaves(values):
         if type(leaf) in (Tensor, nn.Parameter):
             yield leaf
@@ -147,10 +147,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from (part for part in vars(leaf).values() if type(part) is Tensor)
 
 
-# Switch dropout off in a module and on again, and record from which random numbers it drops what.
+# Switch dropout off in a module and on again, and record what it drops, and from which random numbers.
 
 
-# TE's kernels that drop, and PyTorch's functions besides those with dropout in their names.
+# TE's kernels that have dropout, and PyTorch's functions that have it without naming it.
 _KERNELS = ("fused_attn_fwd", "dropout_fwd")
 _FUNCTIONS = (F.scaled_dot_product_attention,)
 _OUTSIDE = "the module"
@@ -158,13 +158,13 @@ _OUTSIDE = "the module"
 
 @dataclass(frozen=True)
 class Switched:
-    """A probability of dropout that was set to 0.
+    """A dropout probability that was set to 0.
 
     Attributes:
-        name: of the module and its attribute.
-        module: whose it is.
+        name: the name of the module and its attribute.
+        module: the module.
         attribute: the attribute.
-        value: what it was.
+        value: the original probability.
     """
 
     name: str
@@ -173,12 +173,12 @@ class Switched:
     value: float
 
     def restore(self) -> None:
-        """Switch it on again."""
+        """Switch this dropout on again."""
         setattr(self.module, self.attribute, self.value)
 
 
 def switched_off(module: nn.Module) -> list[Switched]:
-    """Set every probability of dropout to 0, and return those that were not."""
+    """Set every dropout probability in a module to 0, and return those that were not 0."""
     found = []
     for name, part in module.named_modules():
         for attribute, value in list(vars(part).items()):
@@ -194,9 +194,9 @@ class Drop:
     """One call that dropped elements at random.
 
     Attributes:
-        function: PyTorch's, or TE's kernel.
-        module: in whose forward pass it was called.
-        given: a digest of the tensors from which it dropped.
+        function: the name of PyTorch's function or TE's kernel.
+        module: the module in whose forward pass it was called.
+        given: a digest of the tensors from which it dropped elements.
         state: a digest of the state of the generator from which it drew.
     """
 
@@ -208,13 +208,13 @@ class Drop:
 
 @dataclass
 class Drops:
-    """The calls that dropped something, in order."""
+    """The calls that dropped elements, in order."""
 
     made: list[Drop] = field(default_factory=list)
     _modules: list[str] = field(default_factory=lambda: [_OUTSIDE])
 
     def noted(self, name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what a function returns, and note the call if it has drawn from PyTorch's generator."""
+        """Call a function, and note the call if it draws from PyTorch's generator."""
         before = torch.get_rng_state()
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
         digest = digest_of(given)
@@ -233,7 +233,7 @@ class Drops:
 
 @contextmanager
 def recorded(module: nn.Module) -> Iterator[Drops]:
-    """Within the context, record what the module drops by PyTorch's functions of dropout, and by TE's kernels."""
+    """Record what the module drops by PyTorch's dropout functions and by TE's kernels, within the context."""
     drops = Drops()
     extension = sys.modules.get(EXTENSION)
     kernels = {name: getattr(extension, name) for name in _KERNELS if hasattr(extension, name)}
@@ -274,10 +274,10 @@ class _Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Tell whether two runs computed the same bytes, without keeping the bytes.
+# Find out whether two runs computed the same bytes, without keeping the bytes.
 
 
-_BYTES = 8  # of a checksum: two tensors that differ share one once in 2**64 times
+_BYTES = 8  # bytes of a checksum: two different tensors share one once in 2**64 times
 _CHUNK = 2**24  # elements that are copied from a GPU at once
 
 

@@ -1,6 +1,7 @@
-"""Notice what a module does besides returning outputs, and put back what a pair's code changes in its process.
+"""Notice side effects of a module, and undo changes that a pair's code makes to its process.
 
-It may remember something from one call to the next, detach an output, draw random numbers, or write to its inputs.
+A module may remember something from one call to the next, detach an output, draw random numbers, or write to its
+inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.nn.modules import module as modules
 
 from parity.shown import one_line
 
-# What modules remember from one call to the next, besides parameters and buffers: attributes that a call changes.
+# Find attributes that a call changes, which modules remember besides parameters and buffers.
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -34,7 +35,7 @@ Attributes = dict[str, tuple[Any, int]]
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return what each module's own attributes hold now, by ``name of the module.attribute``."""
+    """Return the present values of each module's own attributes, by ``name of the module.attribute``."""
     return {
         f"{name}.{key}".removeprefix("."): (value, _mark(value))
         for name, part in module.named_modules()
@@ -44,9 +45,9 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 
 def changed_attributes(module: nn.Module, before: Attributes) -> list[str]:
-    """Return the names of attributes that are new, or hold something else than before.
+    """Return the names of attributes that are new or have changed.
 
-    Lists, dicts and sets count as changed where their length is another, tensors where they were written to.
+    A list, dict or set also counts as changed if its length has changed, and a tensor if it was written to.
     """
     return [
         name
@@ -61,14 +62,14 @@ def _mark(value: Any) -> int:
     return len(value) if isinstance(value, (list, Mapping, set)) else 0
 
 
-# Outputs through which gradients flow back in only one of the two modules.
+# Find outputs that have a gradient in only one of the two modules.
 #
-# A loss beside a module's other outputs, such as a router's, may add less to every gradient than rounding does: if it
-# is detached, no number shows that.
+# A loss beside a module's other outputs, such as a router's, may add less to every gradient than rounding does. If it
+# is detached, no number shows it.
 
 
 def detached_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
-    """Say why a candidate whose numbers are right is not a drop-in replacement; return an empty text if it is.
+    """Return why a candidate with detached outputs is not a drop-in replacement, or an empty text if it has none.
 
     Args:
         reference: names of the reference's outputs that require no gradient.
@@ -84,7 +85,7 @@ def detached_by_candidate_alone(reference: Sequence[str], candidate: Sequence[st
     )
 
 
-# The state from which PyTorch draws random numbers, and passes that draw other numbers.
+# Save and restore the state of PyTorch's random generators, and draw other numbers than a comparison.
 
 
 _OTHER_SEED = 407
@@ -104,7 +105,7 @@ class RandomState:
 
     @classmethod
     def now(cls, device: torch.device) -> RandomState:
-        """Return the present state of the CPU and of the kernels' device."""
+        """Return the present state of the generators of the CPU and of the kernels' device."""
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
     def restore(self, device: torch.device) -> None:
@@ -113,31 +114,31 @@ class RandomState:
             torch.cuda.set_rng_state(self.gpu, device)
 
     def is_as(self, other: RandomState) -> bool:
-        """Return whether nothing was drawn between the two states, which are of one device."""
+        """Return whether nothing was drawn between this state and another one of the same device."""
         if self.gpu is not None and other.gpu is not None and not torch.equal(self.gpu, other.gpu):
             return False
         return torch.equal(self.cpu, other.cpu)
 
 
 def kept(device: torch.device) -> AbstractContextManager[None]:
-    """Restore the state after the context."""
+    """Return a context after which the state of the random generators is restored."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 @contextmanager
 def other_numbers(device: torch.device) -> Iterator[None]:
-    """Within the context, random numbers differ from those of a comparison, but are the same each time."""
+    """Make random numbers differ from those of a comparison, but be the same each time, within the context."""
     with kept(device):
         # Without a GPU, PyTorch would record each seed, with the stack, in case a GPU appears later.
         (torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed)(_OTHER_SEED)
         yield
 
 
-# Inputs that one of the two modules writes to and the other leaves as they were: outputs alone do not show that.
+# Find inputs that only one of the two modules writes to, which outputs alone do not show.
 
 
 def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
-    """Say why a candidate whose numbers are right is not a drop-in replacement; return an empty text if it is.
+    """Return why a candidate that changes inputs is not a drop-in replacement, or an empty text if it changes none.
 
     Args:
         reference: names of the inputs that the reference changes in place.
@@ -151,7 +152,7 @@ def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str
 
 
 def by_reference_alone(reference: Sequence[str], candidate: Sequence[str]) -> str:
-    """Say what to know about a reference that writes to its inputs; empty if there is nothing. Arguments as above."""
+    """Return a remark on inputs that only the reference changes, or an empty text; arguments as above."""
     changed = _only(reference, candidate)
     return changed and (
         f"the reference changes {changed} in place, which the candidate leaves as it was; no later reader of it was "
@@ -163,17 +164,18 @@ def _only(names: Sequence[str], others: Sequence[str]) -> str:
     return ", ".join(name for name in names if name not in others)
 
 
-# Put back what a pair's code changes in its process, and name it, so that no other pair meets it.
+# Undo the changes that a pair's code makes to its process, and report them, so that they do not affect other pairs.
 #
-# The table below says what a process holds that a module's numbers may depend on: how each is called, read and written.
-# All of it is read before a pair's code runs, and again afterwards. What is another then is written as it was.
+# The table below lists the state of a process that a module's numbers may depend on, with the name of each entry and
+# functions that read and write it. All entries are read before a pair's code runs and again afterwards, and those that
+# have changed are restored.
 
 
-# How FP32 products, convolutions and recurrent layers are computed: a backend's operations each have a setting.
+# Settings for how FP32 products, convolutions and recurrent layers are computed, one for each operation of a backend.
 
 
-# Backend and operation of each ``fp32_precision`` of PyTorch 2.9 and later; "none" means that of the first one above it
-# that is set. Older versions have only the two older flags.
+# Backend and operation of each ``fp32_precision`` of PyTorch 2.9 and later; "none" means the first one above it that is
+# set. Older versions have only the two older flags.
 FP32_SETTINGS = (
     ("generic", "all"),
     ("cuda", "all"),
@@ -188,17 +190,17 @@ FP32_SETTINGS = (
 
 
 def has_fp32_settings() -> bool:
-    """Return whether this PyTorch has the settings."""
+    """Return whether this version of PyTorch has ``fp32_precision`` settings."""
     return hasattr(torch._C, "_set_fp32_precision_setter")
 
 
 def fp32_setting(place: tuple[str, str]) -> str:
-    """Return one of the settings."""
+    """Return the setting of a backend's operation."""
     return torch._C._get_fp32_precision_getter(*place)
 
 
 def set_fp32(place: tuple[str, str], setting: str) -> None:
-    """Set one setting; ``torch.backends.mkldnn.fp32_precision = ...`` would set the generic one."""
+    """Change the setting of a backend's operation; ``torch.backends.mkldnn.fp32_precision`` sets the generic one."""
     torch._C._set_fp32_precision_setter(*place, setting)
 
 
@@ -207,11 +209,11 @@ def set_fp32(place: tuple[str, str], setting: str) -> None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Something that a process holds.
+    """An entry of the table: a piece of the process's state.
 
     Attributes:
-        name: what messages call it.
-        read: returns its value; it has not changed if an equal value is read later.
+        name: its name in messages.
+        read: returns its value; the entry has changed if a later value is not equal.
         write: sets it to such a value.
         shown: whether messages show the values.
     """
@@ -222,26 +224,26 @@ class _Entry:
     shown: bool = True
 
     def changes(self, before: Any, now: Any) -> list[str]:
-        """Say what has changed; nothing if nothing has."""
+        """Return descriptions of what has changed."""
         if before == now:
             return []
         return [f"{self.name} (from {before} to {now})" if self.shown else self.name]
 
     def undo(self, before: Any, now: Any) -> None:
-        """Write what was there before."""
+        """Restore the value from before."""
         self.write(before)
 
 
 @dataclass(frozen=True)
 class _Names(_Entry):
-    """Something with many names, each of which is told by itself.
+    """An entry that consists of many names, each of which is reported by itself.
 
     Attributes:
-        write: gets a name with its value, which is ``_NONE`` for one that is to be deleted.
-        may_add: whether a name may be new: imports and lazy attributes add names to modules, libraries methods of
-            their own to classes.
-        counts: whether a name with this value is one of them. It is asked only where something has changed at all, for
-            there are thousands of names.
+        write: is called with a name and its value, which is ``_NONE`` for a name to delete.
+        may_add: whether a name may be new, because imports and lazy attributes add names to modules, and libraries add
+            methods to classes.
+        counts: whether a name with this value belongs to the entry. This is called only if something has changed,
+            because there are thousands of names.
     """
 
     may_add: Callable[[str], bool] = lambda name: False
@@ -263,7 +265,7 @@ class _Names(_Entry):
 
 
 _NONE = object()
-# Set by PyTorch and Triton themselves.
+# Prefixes of variables that PyTorch and Triton set themselves.
 _OF_LIBRARIES = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_", "TRITON_")
 
 
@@ -288,7 +290,7 @@ def _list(name: str, held: Callable[[], MutableSequence[Any]]) -> _Entry:
 
 def _environment() -> _Names:
     def read() -> dict[str, str]:
-        # The same text is the same object, as those who compare by identity expect.
+        # Equal texts must be the same object, because they are compared by identity.
         return {key: sys.intern(value) for key, value in os.environ.items() if not key.startswith(_OF_LIBRARIES)}
 
     def write(entry: tuple[str, Any]) -> None:
@@ -304,7 +306,7 @@ def _environment() -> _Names:
 def _functions(owner: Any, called: str) -> _Names:
     """Return the entry for the functions and classes that a module or a class holds.
 
-    PyTorch sets ``torch.Storage`` with the default dtype.
+    ``torch.Storage`` does not count, because PyTorch sets it with the default dtype.
     """
 
     def write(entry: tuple[str, Any]) -> None:
@@ -318,7 +320,7 @@ def _functions(owner: Any, called: str) -> _Names:
         return callable(value) and name != "Storage"
 
     def may_add(name: str) -> bool:
-        # A method that nothing has had before, such as transformers' `Module.smart_apply`, changes no other code.
+        # A new method, such as transformers' `Module.smart_apply`, affects no other code if no base class has it.
         return not isinstance(owner, type) or not (name.startswith("__") or hasattr(owner.__base__, name))
 
     return _Names(f"{called}.{{}}", lambda: dict(vars(owner)), write, may_add=may_add, counts=counts)
@@ -339,7 +341,7 @@ def _namespaces(te: Any) -> Iterator[_Names]:
 
 
 def _numbers() -> Iterator[_Entry]:
-    """Yield the entries for how PyTorch computes."""
+    """Yield the entries for the settings of PyTorch's arithmetic."""
     yield _Entry("torch's default dtype", torch.get_default_dtype, torch.set_default_dtype)
     yield _Entry("torch's default device", _default_device, torch.set_default_device)
     yield _Entry("the grad mode", torch.is_grad_enabled, torch.set_grad_enabled)
@@ -363,7 +365,7 @@ def _numbers() -> Iterator[_Entry]:
         yield _Entry(f"{name} attention of PyTorch", read, getattr(torch.backends.cuda, f"enable_{name}_sdp"))
     products = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     yield _Entry("the precision of FP32 products", *products)
-    for place in FP32_SETTINGS if has_fp32_settings() else ():  # after what sets some of them
+    for place in FP32_SETTINGS if has_fp32_settings() else ():  # after the entries that set some of them
         yield _Entry(f"fp32_precision of {' '.join(place)}", partial(fp32_setting, place), partial(set_fp32, place))
     for kind in ("cpu", "cuda"):
         on, dtype = partial(torch.is_autocast_enabled, kind), partial(torch.get_autocast_dtype, kind)
@@ -372,7 +374,7 @@ def _numbers() -> Iterator[_Entry]:
 
 
 def _surroundings() -> Iterator[_Entry]:
-    """Yield the entries for what Python code meets."""
+    """Yield the entries for the environment of Python code."""
     hooks = {name: held for name, held in vars(modules).items() if name.startswith("_global_") and held is not None}
     for name, held in hooks.items():
         if isinstance(held, MutableMapping):
@@ -385,7 +387,7 @@ def _surroundings() -> Iterator[_Entry]:
     yield _Entry("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
     yield _Entry("what NumPy does with overflow and the like", _numpy_errors, _set_numpy_errors)
     yield _Entry("the mask of new files", _umask, os.umask, shown=False)
-    for name in ("SIGINT", "SIGTERM"):  # without which a run cannot be ended early
+    for name in ("SIGINT", "SIGTERM"):  # without their handlers, a run cannot be ended early
         number = getattr(signal, name)
         yield _Entry(f"the handler of {name}", partial(signal.getsignal, number), partial(signal.signal, number), False)
     yield _Entry("an alarm that rings later", _has_alarm, _set_alarm, shown=False)
@@ -417,9 +419,7 @@ def _has_alarm() -> bool:
 
 
 def _set_alarm(is_set: bool) -> None:
-    """Take an alarm back that a pair has set; one that it has taken back cannot be set again, since it is not known
-    when it was to ring.
-    """
+    """Cancel an alarm that a pair has set. One that a pair has cancelled is lost, because its time is not known."""
     if not is_set:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -450,19 +450,19 @@ def _is_known(entry: _Entry) -> bool:
 
 
 def _value(entry: _Entry) -> Any:
-    """Return an entry's value; ``_NONE`` if there is none now, as of a folder that was removed."""
+    """Return an entry's value, or ``_NONE`` if it cannot be read now, such as a folder that was removed."""
     try:
         return entry.read()
     except (OSError, RuntimeError):
         return _NONE
 
 
-# The states of all generators of random numbers: a pair may draw and seed as it likes, which is not told.
+# Restore all random generators. A pair may draw and seed as it likes, so this is not reported.
 
 
 @dataclass(frozen=True)
 class _Generators:
-    """Hold the states of the generators of ``torch``, ``random`` and ``numpy.random``."""
+    """The states of the generators of ``torch``, ``random`` and ``numpy.random``."""
 
     cpu: torch.Tensor
     gpus: list[torch.Tensor]
@@ -478,7 +478,7 @@ class _Generators:
         )
 
     def restore(self) -> list[str]:
-        """Let all draw what they would have drawn, and say what could not be restored."""
+        """Restore all generators, and return descriptions of what could not be restored."""
         torch.set_rng_state(self.cpu)
         random.setstate(self.python)
         if self.numpy is not None:
@@ -486,7 +486,7 @@ class _Generators:
         try:
             if self.gpus:
                 torch.cuda.set_rng_state_all(self.gpus)
-        except RuntimeError as error:  # the code has broken CUDA, and its own error is on the way
+        except RuntimeError as error:  # the pair's code broke CUDA, and its own error is reported as well
             return [f"the GPU's random numbers ({one_line(error)})"]
         return []
 
@@ -499,16 +499,16 @@ def _seed(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-# What a pair's code has changed.
+# Report what a pair's code has changed.
 
 
 @dataclass
 class Disturbed:
-    """Hold what was changed in the process, filled when ``undisturbed`` is left.
+    """The changes to the process, which are filled in when ``undisturbed`` is left.
 
     Attributes:
-        changed: what it was, in words.
-        kept: why some of it could not be undone.
+        changed: descriptions of the changes.
+        kept: descriptions of changes that could not be undone.
     """
 
     changed: list[str] = field(default_factory=list)
@@ -516,7 +516,7 @@ class Disturbed:
 
     @property
     def note(self) -> str:
-        """Return what to say of it; empty if nothing was changed."""
+        """Return a note on the changes, or an empty text if there were none."""
         if not self.changed:
             return ""
         return (
@@ -526,7 +526,7 @@ class Disturbed:
 
     @property
     def problem(self) -> str:
-        """Return what to say if it could not be undone; else empty."""
+        """Return a message on changes that could not be undone, or an empty text if there were none."""
         if not self.kept:
             return ""
         return (
@@ -537,13 +537,13 @@ class Disturbed:
 
 @contextmanager
 def undisturbed(seed: int | None = None) -> Iterator[Disturbed]:
-    """Within the context, code may change what the process holds; afterwards it holds what it held before.
+    """Restore the state of the process after the context, in which code may change it.
 
     Args:
-        seed: what all generators of random numbers begin with, so that no draw depends on what ran before.
+        seed: the seed of all random generators, so that no draw depends on what ran before.
 
     Yields:
-        What had to be put back.
+        The changes that had to be undone.
     """
     table = _table(sys.modules.get("transformer_engine.pytorch"))
     before = [(entry, _value(entry)) for entry in table]
@@ -568,7 +568,7 @@ def _changes(entry: _Entry, before: Any) -> list[str]:
 
 
 def _undone(entry: _Entry, before: Any) -> list[str]:
-    """Write what is another than before, and say what could not be."""
+    """Undo the changes to an entry, and return descriptions of those that could not be undone."""
     if before is _NONE or not _changes(entry, before):
         return []
     try:

@@ -1,6 +1,6 @@
-"""Replace functions of PyTorch for a while: private ones, since no mode sees what they do, and two of its CPU kernels.
+"""Temporarily replace functions of PyTorch: private ones whose work no mode sees, and two that run CPU kernels.
 
-If PyTorch renames one, that is an error: a pass in which nothing was replaced would look like any other.
+If PyTorch renames one, this raises an error, because a pass in which nothing was replaced would look like any other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from parity.user_error import UserError
 
-# Functions of PyTorch that a comparison replaces for a while.
+# The functions of PyTorch that a comparison temporarily replaces.
 
 
 def _version() -> tuple[int, int]:
@@ -33,7 +33,7 @@ class PrivateFunction:
         module: the module where it is looked up.
         name: its name there.
         serves: the public function that calls it.
-        since: the first version of PyTorch that has it, major and minor; older ones have nothing to replace.
+        since: the first version of PyTorch that has the function, major and minor.
     """
 
     module: str
@@ -42,10 +42,10 @@ class PrivateFunction:
     since: tuple[int, int]
 
     def find(self) -> Callable[..., Any] | None:
-        """Return what the name stands for now; None if PyTorch is older than the function.
+        """Return the function that the name refers to now, or None if PyTorch is older than the function.
 
         Raises:
-            UserError: if the installed PyTorch should have the function, and has none of this name.
+            UserError: if the installed PyTorch should have the function, but does not.
         """
         found = getattr(importlib.import_module(self.module), self.name, None)
         if found is None and _version() >= self.since:
@@ -67,10 +67,10 @@ CLIP = PrivateFunction("torch.nn.utils.clip_grad", "_clip_grads_with_norm_", "to
 LAYER_NORM = PrivateFunction("torch", "layer_norm", "torch.nn.functional.layer_norm", (2, 0))
 EMBEDDING = PrivateFunction("torch", "embedding", "torch.nn.functional.embedding", (2, 0))
 EXCHANGED = CHECKPOINT, CLIP, LAYER_NORM, EMBEDDING
-"""All that a comparison replaces."""
+"""All functions that a comparison replaces."""
 
 StandIn = Callable[..., Any]
-"""Called with the function that it replaces, followed by that function's arguments."""
+"""A replacement, which is called with the function that it replaces and that function's arguments."""
 
 
 class _StandIns(threading.local):
@@ -87,13 +87,13 @@ _ORIGINALS: dict[PrivateFunction, tuple[Callable[..., Any], int]] = {}  # and th
 
 @contextmanager
 def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
-    """Within the context, PyTorch calls ``stand_in`` in place of the function, in this thread alone.
+    """Make PyTorch call ``stand_in`` instead of the function within the context, only in this thread.
 
-    Contexts may be nested: an inner stand-in gets the outer one as the function. The module has its own function again
-    when the last context of all threads is left.
+    Contexts may be nested: an inner stand-in gets the outer one as the function that it replaces. The module's own
+    function is restored when the last context of all threads is left.
 
     Raises:
-        UserError: as ``PrivateFunction.find``.
+        UserError: as for ``PrivateFunction.find``.
     """
     if not _open(private):
         yield
@@ -108,7 +108,7 @@ def exchanged(private: PrivateFunction, stand_in: StandIn) -> Iterator[None]:
 
 
 def _open(private: PrivateFunction) -> bool:
-    """Return whether there is a function to replace."""
+    """Install the dispatcher to stand-ins, and return whether there is a function to replace."""
     with _LOCK:
         if private in _ORIGINALS:
             original, contexts = _ORIGINALS[private]
@@ -146,12 +146,12 @@ def _call(private: PrivateFunction, original: Callable[..., Any], *args: Any, **
     return function(*args, **kwargs)
 
 
-# Gradients that a module clips by their norm in its forward pass: recorded, and clipped otherwise.
+# Record or change the clipping of gradients by a module that trains in its forward pass.
 
 
 @contextmanager
 def clips_recorded() -> Iterator[list[float]]:
-    """Within the context, append the largest norm of each clipping."""
+    """Record the largest norm that each clipping within the context allows."""
     norms: list[float] = []
 
     def see(max_norm: float) -> float:
@@ -164,7 +164,7 @@ def clips_recorded() -> Iterator[list[float]]:
 
 @contextmanager
 def clipping_at(norm: Callable[[float], float]) -> Iterator[None]:
-    """Within the context, clip gradients at ``norm(max_norm)`` in place of the ``max_norm`` that is asked for."""
+    """Clip gradients at ``norm(max_norm)`` instead of the requested ``max_norm``, within the context."""
 
     def clip(original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         return original(parameters, norm(float(max_norm)), *args, **kwargs)

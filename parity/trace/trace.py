@@ -1,9 +1,9 @@
-"""Represent what a reference computes as the sequence of its calls of PyTorch's functions, edit it, and walk it.
+"""Represent a reference's computation as the sequence of its calls of PyTorch's functions, edit it, and walk it.
 
 A call is identified by the submodule that makes it, how often that submodule was called before, the function's name,
-and how often its ``forward`` called that before. Code around the module, such as a pair's ``call_reference``, counts as
-one more submodule. ``parity.trace.calls`` records a trace, and computes what edits change. Steps of optimizers are
-recorded as well.
+and how often this ``forward`` called the function before. Code around the module, such as a pair's ``call_reference``,
+counts as one more submodule. ``parity.trace.calls`` records traces and applies edits. Steps of optimizers are recorded
+as well.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-# Optimizers that a module steps in its forward pass, and their settings.
+# Record the optimizers that a module steps in its forward pass, and their settings.
 
 
 @dataclass
 class Stepped:
-    """An optimizer that makes steps.
+    """An optimizer that made steps.
 
     Attributes:
         kind: its class.
@@ -42,7 +42,7 @@ class Stepped:
 
 @contextmanager
 def optimizers_recorded() -> Iterator[list[Stepped]]:
-    """Within the context, append each optimizer that makes a step."""
+    """Record the optimizers that make steps within the context."""
     seen: list[Stepped] = []
     known: list[Optimizer] = []
 
@@ -62,11 +62,11 @@ def optimizers_recorded() -> Iterator[list[Stepped]]:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's settings, without these."""
+    """Return the settings of a parameter group, without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
-# The sequence of a reference's calls of PyTorch's functions, and what calls return instead.
+# The sequence of a reference's calls of PyTorch's functions, and edits that change what calls return.
 
 
 Site = tuple[str, int, str, int]
@@ -77,10 +77,10 @@ class Value:
     """A tensor of a trace, and how to find it again in another run.
 
     Attributes:
-        number: in order of appearance, from 0.
-        site: the call that returned it, or the first that was given it.
-        position: its place among the tensors that this call returned, or was given.
-        returned: which of the two.
+        number: its number in order of appearance, from 0.
+        site: the call that returned it, or the first call that it was passed to.
+        position: its place among the tensors that this call returned or was given.
+        returned: whether the call returned it.
     """
 
     number: int
@@ -91,15 +91,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of PyTorch's functions; tensors in its arguments and results are ``Value``.
+    """A call of one of PyTorch's functions, with each tensor in its arguments and results as a ``Value``.
 
     Attributes:
-        site: which call it is.
+        site: identifies the call.
         name: the function's name without underscores around it: ``mul`` for ``x * y``, ``x.mul_(y)``, ``torch.mul``.
-        function: what was called.
+        function: the function that was called.
         args: positional arguments.
         kwargs: keyword arguments.
-        result: what it returned; the changed tensor if it returned nothing.
+        result: what it returned, or the tensor that it changed if it returned nothing.
     """
 
     site: Site
@@ -111,12 +111,12 @@ class Call:
 
     @functools.cached_property
     def inputs(self) -> list[Value]:
-        """Every tensor among the arguments."""
+        """All tensors among the arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
 
     @functools.cached_property
     def outputs(self) -> list[Value]:
-        """Every tensor that it returned."""
+        """All tensors that the call returned."""
         return [leaf for leaf in tree_leaves(self.result) if isinstance(leaf, Value)]
 
     @property
@@ -126,7 +126,7 @@ class Call:
 
     @property
     def described(self) -> str:
-        """The call, for messages: ``2nd 'linear' of layers.0``."""
+        """The words for the call in messages, such as ``2nd 'linear' of layers.0``."""
         return f"{ordinal(self.site[3] + 1)} {self.name!r} of {self.module}"
 
 
@@ -141,13 +141,13 @@ class Trace:
     """Every call of a module's forward pass, in order.
 
     Attributes:
-        calls: those that return or change tensors.
+        calls: the calls that return or change tensors.
         tensors: each value's tensor, detached unless it was recorded with its graph.
         parameters: names of the values that are parameters, by number.
         buffers: names of the values that are buffers, by number.
-        optimizers: those of ``torch.optim`` that made steps.
-        clips: the largest norm of each clipping of gradients.
-        read: the values, by number, whose elements Python code has read, so that it may decide by them what to call.
+        optimizers: the optimizers of ``torch.optim`` that made steps.
+        clips: the largest norm that each clipping of gradients allowed.
+        read: the numbers of values whose elements Python code has read, so that its later calls may depend on them.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -174,13 +174,11 @@ class Trace:
                 self.note_producer(value, call)
 
     def note_producer(self, value: Value, call: Call) -> None:
-        """Note that this call made the value what it is: it returned it or wrote into its memory."""
+        """Note that this call produced the value, which it returned or wrote into its memory."""
         self._producers[value.number] = call
 
     def producer(self, value: Any) -> Call | None:
-        """Return the call that made a value what it is; None for the module's inputs, its parameters,
-        and what is not a value.
-        """
+        """Return the call that produced a value, or None for inputs, parameters and anything that is not a value."""
         return self._producers.get(value.number) if isinstance(value, Value) else None
 
     def users(self, value: Value) -> list[Call]:
@@ -192,7 +190,7 @@ class Trace:
         return self.tensors[value.number]
 
     def parameter(self, value: Any) -> str | None:
-        """Return the name of the parameter that a value is."""
+        """Return the parameter's name if a value is a parameter, or None."""
         return self.parameters.get(value.number) if isinstance(value, Value) else None
 
 
@@ -200,7 +198,7 @@ Found = TypeVar("Found")
 
 
 def once_a_trace(find: Callable[[Trace], list[Found]]) -> Callable[[Trace], list[Found]]:
-    """Make ``find`` look through a complete trace only once, however many ask for what it finds."""
+    """Return ``find`` with its result kept for each trace, which must be complete, so that it searches only once."""
 
     @functools.wraps(find)
     def kept(trace: Trace) -> list[Found]:
@@ -216,14 +214,14 @@ Substitute = Callable[..., Any]
 
 
 class Changeable(Protocol):
-    """An operation that is recognised in a trace, and can be computed with other attributes."""
+    """An operation that was recognised in a trace, and can be computed with other attributes."""
 
     def edits(self, **changes: Any) -> Sequence[Edit]: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Changed:
-    """Hold what an edit changes of an operation, by the names of its attributes."""
+    """The attributes of an operation that an edit changes, by name."""
 
     operation: Changeable
     changes: Mapping[str, Any]
@@ -231,14 +229,14 @@ class Changed:
 
 @dataclass(frozen=True)
 class Edit:
-    """Hold what a call returns instead.
+    """A change to what a call returns.
 
     Attributes:
         site: the call.
         needs: values that appear at or before the call.
-        compute: called with the call's own result and the values of ``needs``, returns what the call is to return.
-        detached: which of the tensors that it is given gets no gradient; None for none.
-        of: the operation that is computed otherwise; None if the edit is not about a recognised one.
+        compute: returns the call's new result, given its own result and the values of ``needs``.
+        detached: the position of the tensor among the arguments that gets no gradient; None for none.
+        of: the change to a recognised operation that the edit makes; None if it does not change a recognised one.
     """
 
     site: Site
@@ -249,22 +247,22 @@ class Edit:
 
 
 def edit(call: Call, needs: Sequence[Value], compute: Substitute, of: Changed | None = None) -> Edit:
-    """Return the edit under which ``call`` returns ``compute(result, *needs)`` in place of its result."""
+    """Return an edit under which ``call`` returns ``compute(result, *needs)`` instead of its result."""
     return Edit(call.site, tuple(needs), compute, of=of)
 
 
 def instead(call: Call, needs: Sequence[Value], compute: Substitute, of: Changed | None = None) -> Edit:
-    """Return the edit under which ``call`` returns ``compute(*needs)``, in the dtype of its own result."""
+    """Return an edit under which ``call`` returns ``compute(*needs)``, in the dtype of its own result."""
     return edit(call, needs, lambda was, *values: compute(*values).to(was.dtype), of)
 
 
 def passing_on(call: Call, x: Value) -> Edit:
-    """Return the edit under which ``call`` returns what it is given as ``x``."""
+    """Return an edit under which ``call`` returns its argument ``x`` unchanged."""
     return instead(call, (x,), lambda x: x)
 
 
 def added(call: Call | None) -> tuple[Value, Value] | None:
-    """Return the two tensors whose sum a call returns; None for anything else."""
+    """Return the two tensors whose sum a call returns, or None for any other call."""
     match binary(call):
         case ("add", Value() as left, Value() as right):
             return left, right
@@ -272,11 +270,11 @@ def added(call: Call | None) -> tuple[Value, Value] | None:
 
 
 def detached(call: Call, value: Value) -> Edit:
-    """Return the edit under which ``call`` passes no gradient to ``value``, which it is given."""
+    """Return an edit under which ``call`` passes no gradient to its argument ``value``."""
     return Edit(call.site, (), lambda result: result, call.inputs.index(value))
 
 
-# Walk through a trace: from a value back to what it was computed from, and on to what is computed from it.
+# Walk through a trace, from a value back to its sources and forward to its users.
 
 
 CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "contiguous", "clone"})
@@ -297,7 +295,7 @@ RESHAPES = CASTS | {
 """Calls that at most move elements."""
 
 JOINS = frozenset({"cat", "concat", "concatenate"})
-"""Calls that put tensors behind one another."""
+"""Calls that concatenate tensors."""
 
 LINEAR = frozenset({"linear", "addmm", "matmul", "mm", "einsum"})
 """Calls that multiply by a weight, or by another activation."""
@@ -326,12 +324,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def unnumbered(path: str) -> str:
-    """Return a path without the numbers of its layers, the same for all layers that are alike: ``layers.#.mlp``."""
+    """Return a path with ``#`` for its numbers, such as ``layers.#.mlp``, which is the same for all similar layers."""
     return _NUMBER.sub("#", path)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items by their key, in order of appearance."""
+    """Return the items grouped by their key, in order of appearance."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -339,7 +337,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
 
 
 def binary(call: Call | None) -> tuple[str, Any, Any] | None:
-    """Return a function of two operands as its name in ``torch`` and the two in order; None for anything else."""
+    """Return the name in ``torch`` of a function of two operands, and the operands in order, or None for others."""
     if call is None or len(call.args) < 2:
         return None
     name, (left, right) = call.name, call.args[:2]
@@ -350,13 +348,14 @@ def binary(call: Call | None) -> tuple[str, Any, Any] | None:
 
 
 def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call that it may be given by position or by name."""
+    """Return an argument of a call, which may be passed by position or by name."""
     return call.args[position] if len(call.args) > position else call.kwargs.get(name, default)
 
 
 def with_number(call: Call | None) -> tuple[str, Value, float] | None:
-    """Return a function of a tensor and a number, the tensor first; None for anything else, such as a
-    number over a tensor.
+    """Return the name of a function of a tensor and a number, the tensor and the number, or None for any other call.
+
+    The tensor must come first unless the order does not matter, so that ``1 / x`` does not count.
     """
     match binary(call):
         case (name, Value() as value, int() | float() as number):
@@ -367,13 +366,13 @@ def with_number(call: Call | None) -> tuple[str, Value, float] | None:
 
 
 def other(call: Call, value: Value) -> Any:
-    """Return the other operand of a function of two."""
+    """Return the other operand of a function of two operands."""
     _, left, right = binary(call) or ("", value, value)
     return right if left == value else left
 
 
 def back(trace: Trace, value: Any, names: Collection[str] = CASTS) -> Any:
-    """Return the value from which only calls with these names made this one."""
+    """Return the value from which this one was made only by calls with these names."""
     call = trace.producer(value)
     while call is not None and call.name in names and call.inputs:
         value = call.inputs[0]
@@ -382,8 +381,9 @@ def back(trace: Trace, value: Any, names: Collection[str] = CASTS) -> Any:
 
 
 def back_along(trace: Trace, value: Value, names: Collection[str]) -> Value:
-    """Go back as ``back`` does; of two operands, take the one as large as the result, since a gate may
-    be on either side.
+    """Return the source of a value as ``back`` does, along the operand that is as large as the result.
+
+    A gate, for example, may be either operand.
     """
     call = trace.producer(value)
     while call is not None and call.inputs and ((binary(call) or (call.name,))[0] in names or call.name in names):
@@ -396,7 +396,7 @@ def back_along(trace: Trace, value: Value, names: Collection[str]) -> Value:
 
 
 def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterator[Value]:
-    """Yield ``value``, and what is made from it by calls with these names alone."""
+    """Yield ``value``, and the values that are made from it only by calls with these names."""
     yield value
     for call in trace.users(value):
         if call.name in names and call.outputs and call.outputs[0] != value:
@@ -404,12 +404,12 @@ def chain(trace: Trace, value: Value, names: Collection[str] = CASTS) -> Iterato
 
 
 def users(trace: Trace, value: Value, names: Collection[str] = CASTS) -> list[tuple[Call, Value]]:
-    """Return the calls that use a value, directly or after calls with these names, each with what it is given."""
+    """Return the calls that use a value, directly or after calls with these names, each with its argument."""
     return [(call, made) for made in chain(trace, value, names) for call in trace.users(made) if call.name not in names]
 
 
 def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
-    """Return what a value is computed from, the nearest first, at most so many."""
+    """Return at most ``most`` values that a value is computed from, the nearest first."""
     found: dict[int, Value] = {}
     queue = [value]
     while queue and len(found) < most:
@@ -422,10 +422,10 @@ def ancestors(trace: Trace, value: Value, most: int) -> list[Value]:
 
 
 def parameters_around(trace: Trace) -> list[tuple[Set[str], Set[str]]]:
-    """Return for each call, in order, the names of the parameters that it is computed from, and of those that are used
-    with what is computed from it.
+    """Return for each call, in order, the names of the parameters before it and of those after it.
 
-    An error that a call makes changes the gradients of all of these.
+    The former are those that its arguments are computed from, the latter those that are used together with its result
+    or with anything computed from that. An error of the call changes the gradients of all of them.
     """
     made_from: dict[int, Set[str]] = defaultdict(set, {number: {name} for number, name in trace.parameters.items()})
     before: list[Set[str]] = []
@@ -444,7 +444,7 @@ def parameters_around(trace: Trace) -> list[tuple[Set[str], Set[str]]]:
 
 
 def agree(computed: Tensor, traced: Tensor, relative: float = 1e-5) -> bool:
-    """Return whether two tensors are the same up to roundings of FP32, which a reference may use inside."""
+    """Return whether two tensors are equal up to FP32 rounding, because a reference may use FP32 inside."""
     if computed.shape != traced.shape or not computed.is_floating_point() or not traced.is_floating_point():
         return False
     computed, traced = computed.double(), traced.double()

@@ -1,8 +1,8 @@
-"""Tell whose code runs: Python's, PyTorch's, TransformerEngine's, parity's or a user's.
+"""Find out whether code that runs is Python's, PyTorch's, TransformerEngine's, parity's or a user's.
 
-What counts is the module that the code is of, and where that module was loaded from, never a name in a path: a file in
-a user's folder ``transformer_engine_port`` is the user's. So are scripts, notebook cells and what ``exec`` runs, which
-have no module that was found anywhere.
+This depends on the code's module and on where that module was loaded from, never on a name in a path: a file in a
+user's folder ``transformer_engine_port`` is the user's. Scripts, notebook cells and code that ``exec`` runs are the
+user's as well, because they do not come from an imported module.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 from parity.shown import advised, said
 
-# Who has written the code that runs.
+# Find the owner of code.
 
 
 class Owner(Enum):
-    """Name who has written code; what belongs to none of the others is a user's."""
+    """The author of code. Code that belongs to none of the others is a user's."""
 
     PYTHON = ""
     TORCH = "torch"
@@ -35,7 +35,7 @@ class Owner(Enum):
 
 
 PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.calibration.drawn_models")
-"""Parity's own modules and packages that hold pairs written as by a user: their code counts as a user's."""
+"""Parity's own modules and packages with pairs like those of a user, so that their code counts as a user's."""
 
 _LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)}
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -43,18 +43,18 @@ _INSTALLED = tuple(_PYTHON + folder for folder in ("site-packages", "dist-packag
 
 
 def whose(frame: FrameType) -> Owner:
-    """Return who has written the code that runs in this frame."""
+    """Return the owner of the code that runs in this frame."""
     spec = frame.f_globals.get("__spec__")
     return Owner.USER if spec is None else _owner(spec)
 
 
 def module_of(frame: FrameType) -> str:
-    """Return the name of the module whose code runs in this frame; empty if it is not a module that was found."""
+    """Return the name of the module whose code runs in this frame, or an empty text if it was not imported."""
     return str(getattr(frame.f_globals.get("__spec__"), "name", ""))
 
 
 def is_of_te(kind: type) -> bool:
-    """Return whether TransformerEngine has written this class; a class derived from it may be a user's."""
+    """Return whether a class is TransformerEngine's own; a class that is derived from one may be a user's."""
     spec = getattr(sys.modules.get(kind.__module__), "__spec__", None)
     return spec is not None and _owner(spec) is Owner.TE
 
@@ -69,7 +69,7 @@ def _owner(spec: Any) -> Owner:
 
 
 def _lies_in(origin: str, package: Any) -> bool:
-    """Return whether a file is in the folders that the package is imported from, whatever else has a similar name."""
+    """Return whether a file is in one of the folders that the package is imported from."""
     return any(origin.startswith(folder + os.sep) for folder in getattr(package, "__path__", ()))
 
 
@@ -77,7 +77,7 @@ def _is_port(name: str) -> bool:
     return any(name == port or name.startswith(port + ".") for port in PORTS)
 
 
-# Where in a user's code something runs, or has raised: their innermost line, and the way there.
+# Find the innermost line of a user's code that runs or has raised, and the traceback to it.
 
 
 _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
@@ -86,25 +86,25 @@ _INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 def users_frame(error: BaseException) -> FrameSummary | None:
     """Return the innermost line of the user's own code that was running.
 
-    Where none was, as where a package's module is compared, the innermost line of that package; where PyTorch alone
-    was running, as in a backward pass, None.
+    If there was none, because a package's module is compared, this is the innermost line of that package. If only
+    PyTorch was running, as in a backward pass, it is None.
     """
     return _innermost(_frames(error))
 
 
 def users_line(error: BaseException) -> str:
-    """Return that line as ``models.py:12 in forward``; empty if there is none."""
+    """Return the line of ``users_frame`` as ``models.py:12 in forward``, or an empty text if there is none."""
     return _line(users_frame(error))
 
 
 def interrupted_at(error: BaseException) -> str:
-    """Say where code was interrupted."""
+    """Return a message that says where code was interrupted."""
     line = users_line(error)
     return f"it was interrupted at {line}" if line else "it was interrupted"
 
 
 def forget_handler(error: BaseException) -> None:
-    """Take from an error's traceback the frame of the signal handler that raised it, which runs on top of the code."""
+    """Remove the frame of the signal handler that raised an error, which is the innermost one, from its traceback."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None and last.tb_next.tb_next is not None:
         last = last.tb_next
@@ -113,15 +113,15 @@ def forget_handler(error: BaseException) -> None:
 
 
 def submodule(error: BaseException) -> str:
-    """Return the name of the innermost part that was running in the outermost module; empty for the module itself."""
+    """Return the name of the innermost submodule of the outermost module that was running; empty for that module."""
     selves = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
-    running: list[Any] = [one for one in selves if hasattr(one, "named_modules")]  # without an import of torch
+    running: list[Any] = [one for one in selves if hasattr(one, "named_modules")]  # avoids an import of torch
     names = {id(part): name for name, part in running[0].named_modules()} if running else {}
     return next((names[id(one)] for one in reversed(running) if names.get(id(one))), "")
 
 
 def line_running() -> str:
-    """Return ``users_line`` for what runs now."""
+    """Return ``users_line`` for the code that is running now."""
     return _line(_innermost(_told(reversed(list(traceback.walk_stack(sys._getframe()))))))
 
 
@@ -136,14 +136,12 @@ def _line(frame: FrameSummary | None) -> str:
 
 
 def first_paragraph(error: BaseException) -> str:
-    """Return what an error says up to an empty line; below it, PyTorch lists every kernel that it has."""
+    """Return an error's message up to the first empty line, because PyTorch lists all of its kernels below that."""
     return advised(said(error).strip().partition("\n\n")[0])
 
 
 def way_there(error: BaseException) -> str:
-    """Return the traceback as Python prints it, from the user's first line on; files are named without
-    the folders above.
-    """
+    """Return the traceback as Python prints it, from the user's first line on, with short names of files."""
     frames = _frames(error)
     first = next((i for i, (_, owner) in enumerate(frames) if owner is Owner.USER), 0)
     lines = [
@@ -159,28 +157,26 @@ def _frames(error: BaseException) -> list[tuple[FrameSummary, Owner]]:
 
 
 def _told(walked: Iterable[tuple[FrameType, int]]) -> list[tuple[FrameSummary, Owner]]:
-    """Return each frame as a traceback shows it, and whose code it is; a user need only look into their own."""
+    """Return each frame as a traceback shows it, with the owner of its code."""
     frames = list(walked)
     owners = [whose(frame) for frame, _ in frames]
     return list(zip(StackSummary.extract(iter(frames)), owners, strict=True))
 
 
 def _shown(frame: FrameSummary) -> str:
-    """Return the file, relative to the current folder or to where Python imports from, without the
-    names of folders above.
-    """
+    """Return a frame's file relative to the current folder or to where Python imports from, or else its name."""
     file = Path(frame.filename)
     roots = [Path.cwd(), *(Path(entry) for entry in sys.path if entry)]
     below = [file.relative_to(root).as_posix() for root in roots if file.is_relative_to(root)]
     return min(below, key=len) if below else file.name
 
 
-# Watch what runs while a pass calls a module, and not what a comparison does around the call: Python calls a profile
-# function at the beginning and at the end of every other function, which takes longer than many of them.
+# Watch the functions that run while a pass calls a module. The rest of a comparison is not watched, because Python
+# calls a profile function at the start and end of every function, which takes longer than many functions themselves.
 
 
 class _Calls(threading.local):
-    """Say whether this thread is calling a pair's module, and what watches that; None if nothing does."""
+    """Whether this thread is calling a pair's module, and the profile function that watches such calls, if any."""
 
     running = False
     see: Callable[[FrameType, str, Any], object] | None = None
@@ -191,10 +187,10 @@ _calls = _Calls()
 
 @contextmanager
 def watching_calls(see: Callable[[FrameType, str, Any], object]) -> Iterator[None]:
-    """Within the context, have a profile function see what runs within ``call_of_pair``, in this thread.
+    """Set the profile function that runs within ``call_of_pair``, in this thread and within the context.
 
     Args:
-        see: called as ``sys.setprofile`` says.
+        see: a profile function, as for ``sys.setprofile``.
     """
     before, _calls.see = _calls.see, see
     try:
@@ -205,7 +201,7 @@ def watching_calls(see: Callable[[FrameType, str, Any], object]) -> Iterator[Non
 
 @contextmanager
 def call_of_pair() -> Iterator[None]:
-    """Surround a pass' call of a pair's module: what the pair puts around the module runs within it as well."""
+    """Mark the context as a pass's call of a pair's module, including the pair's own code around the module."""
     running, before = _calls.running, sys.getprofile()
     _calls.running = True
     if _calls.see is not None:
@@ -223,7 +219,7 @@ def is_in_call() -> bool:
     return _calls.running
 
 
-# Does a module without TransformerEngine's modules call TE's functions, or is it plain PyTorch throughout?
+# Find out whether a candidate without TransformerEngine's modules calls TE's functions, or is plain PyTorch.
 
 
 WITHOUT_TE = (
@@ -234,9 +230,9 @@ WITHOUT_TE = (
 
 @contextmanager
 def te_calls() -> Iterator[list[str]]:
-    """Yield a list that gets the name of the first function of TE's that runs when a module is called, in this thread.
+    """Yield a list that receives the name of the first TE function that runs when a module is called in this thread.
 
-    What TE does elsewhere, as when its autocast is entered, does not count.
+    TE functions that run elsewhere, such as when its autocast is entered, do not count.
     """
     found: list[str] = []
 
