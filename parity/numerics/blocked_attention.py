@@ -143,7 +143,7 @@ def attention(
         scale: the scale of the scores; None for ``1 / sqrt(head_dim)``.
         empty_rows: the probabilities of a query that sees no key: NaN as in ``softmax``, or 0 as in
             ``F.scaled_dot_product_attention``.
-        arithmetic: what is rounded.
+        arithmetic: the roundings between the steps.
 
     Returns:
         ``[..., heads, seq_q, value_dim]``; differentiable once.

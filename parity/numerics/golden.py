@@ -79,7 +79,7 @@ class _InBlocks(TorchFunctionMode):
 
 
 def _signature(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):  # type: ignore[no-untyped-def]
-    """Have the signature of PyTorch's function, which is built in and shows none."""
+    """Provide the signature of ``F.scaled_dot_product_attention``, which as a built-in function has none."""
 
 
 SDPA = inspect.signature(_signature)

@@ -191,7 +191,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Return whether the nearest code around PyTorch's is neither TE's nor parity's, or counts as a user's."""
+    """Return whether the nearest code outside PyTorch and Python is a user's, or counts as a user's."""
     while frame is not None and (owner := whose(frame)) in (Owner.TORCH, Owner.PYTHON):
         frame = frame.f_back
     if frame is None:

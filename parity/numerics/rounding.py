@@ -390,7 +390,7 @@ class _RoundingMode(TorchDispatchMode):
         """Return the result of a call between two GEMMs."""
         result = func(*args, **kwargs)
         if self._freedom.stores_pointwise and func in NORMS:
-            result = tree_map_only(Tensor, self._storing.store, result[0]), *result[1:]  # no gradient is None
+            result = tree_map_only(Tensor, self._storing.store, result[0]), *result[1:]  # a missing gradient is None
         elif self._freedom.stores_pointwise and self._is_step_stored(func, args):
             result = self._storing.store(result)
         elif func in COPIES:

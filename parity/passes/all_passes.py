@@ -77,7 +77,7 @@ Tensors = dict[tuple[Kind, str], Tensor]
 
 @dataclass
 class Recalled:
-    """What calls of one candidate before and after its pass tell about the state that it keeps.
+    """The state that a candidate keeps between calls, as shown by calls before and after its pass.
 
     Attributes:
         changed: names of the attributes that its pass changed, without those of TE's own modules.

@@ -174,7 +174,7 @@ def pass_on_rank(given: Given) -> OnRank:
     ranks = joined(made)
     place = made.place(ranks.world.rank)
     with usual_modes(), attention_backends(given.attention) as seen, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the same in each rank and each comparison
+        warnings.simplefilter("ignore")  # each rank would repeat the same warnings
         built = built_on_rank(given, ranks, kernels, precision)
         pair, candidate = built.pair, built.pair.candidate
         parameters = dict(candidate.named_parameters())
@@ -424,7 +424,7 @@ def steps_on_rank(given: GivenSteps) -> list[StepOnRank]:
     kernels, precision = te.kernels(one.backend), PRECISIONS[one.precision]
     ranks = joined(one.made)
     with usual_modes(), attention_backends(one.attention), warnings.catch_warnings(), ExitStack() as resuming:
-        warnings.simplefilter("ignore")  # the same in each rank and each comparison
+        warnings.simplefilter("ignore")  # each rank would repeat the same warnings
 
         def anew() -> TraineeOnRank:
             resuming.enter_context(fresh_quantization())

@@ -188,7 +188,7 @@ def rates(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 def is_rounded(held: Tensor, right: Tensor) -> bool:
     """Return whether ``held`` is ``right`` rounded to the dtype of ``held`` in either direction, so to an ulp."""
     numbers = torch.finfo(held.dtype)
-    ulp = numbers.eps * right.double().abs().clamp(min=numbers.smallest_normal)  # below that, the grid of FP16 is even
+    ulp = numbers.eps * right.double().abs().clamp(min=numbers.smallest_normal)  # below that, the spacing is constant
     return bool(((held.double() - right.double()).abs() <= ulp).all())
 
 

@@ -276,7 +276,7 @@ def remarks(
     for tensor in tensors:
         returned = candidate[tensor.key].dtype
         is_loss = tensor.numel == 1 or tensor.name in log_probs
-        is_loss = is_loss and returned == torch.float32  # which is rightly wider than the rest
+        is_loss = is_loss and returned == torch.float32  # a loss is rightly wider than the rest
         if not (tensor.kind.endswith("gradient") or is_loss) and tensor.numel and returned != dtype:
             yield f"the candidate returns {tensor.label} in {_name(returned)}; the precision's dtype is {_name(dtype)}"
     if recipe:

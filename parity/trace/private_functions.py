@@ -82,7 +82,7 @@ class _StandIns(threading.local):
 
 _HERE = _StandIns()
 _LOCK = threading.Lock()
-_ORIGINALS: dict[PrivateFunction, tuple[Callable[..., Any], int]] = {}  # and the number of open contexts of all threads
+_ORIGINALS: dict[PrivateFunction, tuple[Callable[..., Any], int]] = {}  # with the count of open contexts in all threads
 
 
 @contextmanager
