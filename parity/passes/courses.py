@@ -1,6 +1,6 @@
 """Follow whole trainings: the reference's, exact or rounded, and the candidate's, with and without a switch.
 
-Each reference training runs on its own weights. ``parity.training`` compares single steps.
+Steps of the reference are not compared with those of another training here; ``parity.training`` judges single steps.
 """
 
 from __future__ import annotations

@@ -591,7 +591,7 @@ class TraineeOnRank(Trainee):
 
 
 def _loss_of_part(pair: Pair, made: Degrees, rank: int) -> Callable[..., Tensor]:
-    """Return a function for a rank's share of the whole loss, times the data parallel ranks if the port averages."""
+    """Return a function for a rank's share of the whole loss, times the data parallel size if the port averages."""
 
     def loss(returned: Any, *_: Any, **__: Any) -> Tensor:
         outputs = named_outputs(returned)

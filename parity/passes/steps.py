@@ -202,7 +202,7 @@ class Stepped:
         moved: TE's parameters whose gradients the optimizer reads from other memory than a captured step writes.
         calls: the arguments of each call of the candidate.
         apart: TE's parameters that are not the rounded values of the optimizer's copies.
-        stale: TE's FP8 parameters whose transposed copy did not match them before the step.
+        stale: TE's FP8 parameters whose transposed copy did not match them before the step, though TE trusted it.
         unmade: TE's FP8 parameters whose transposed copy did not match them, whether TE knows it or not, and which the
             graphs of a captured step did not transpose again.
         buffers: the candidate's buffers after the step.
