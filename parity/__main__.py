@@ -1,4 +1,4 @@
-"""``python -m parity`` is the command ``parity``."""
+"""Run the command ``parity`` as ``python -m parity``."""
 
 from parity.cli import main
 

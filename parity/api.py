@@ -21,15 +21,15 @@ from parity.te import PRECISIONS, Backend, Precision
 from parity.te.attention_backend import AttentionBackend, checked_choice
 from parity.user_error import UserError
 
-# Check what ``parity.compare`` accepts besides the pair; each function says what is wrong with an argument. To compare
-# nothing is a mistake, too: an empty list of results would look like one in which everything passed.
+# Checks of the arguments of ``parity.compare`` besides the pair; each raises a UserError that says what is wrong.
+# Comparing nothing is an error, too: an empty list of results would look as if everything had passed.
 
 
 _BACKENDS = ("auto", "gpu", "cpu")
 
 
 def checked_precisions(precisions: object) -> list[str]:
-    """Return names of precisions, at least one."""
+    """Return the names of the precisions, at least one, all of them known."""
     if isinstance(precisions, str) or not isinstance(precisions, Iterable):
         raise UserError(f'precisions must be a list of names, such as ["bf16"], not {precisions!r}')
     names = list(precisions)
@@ -40,7 +40,7 @@ def checked_precisions(precisions: object) -> list[str]:
 
 
 def checked_seeds(seeds: object) -> list[int]:
-    """Return the seeds: whole numbers from 0, Python's or NumPy's, at least one."""
+    """Return the seeds, at least one: Python's or NumPy's integers from 0."""
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
         raise UserError(f"seeds must be a list of whole numbers, such as range(3), not {seeds!r}")
     numbers = list(map(_seed, seeds))
@@ -50,7 +50,7 @@ def checked_seeds(seeds: object) -> list[int]:
 
 
 def check_kinds(backend: object, calibration: object, determinism: object) -> None:
-    """Make sure that the other arguments have the right types.
+    """Check that these arguments are valid.
 
     Raises:
         UserError: if one is not.
@@ -64,7 +64,7 @@ def check_kinds(backend: object, calibration: object, determinism: object) -> No
 
 
 def checked_diagnosis(diagnose: object, seconds: object) -> float | None:
-    """Return the seconds that the search for a failure's cause may take, 0 for no limit; None for no search."""
+    """Return how many seconds the search for a failure's cause may take: 0 for no limit, None for no search."""
     if not isinstance(diagnose, bool):
         raise UserError(f"diagnose must be True or False, not {diagnose!r}")
     if seconds is None:
@@ -102,33 +102,35 @@ def compare(
     """Compare a pair at each of its sizes, precisions and seeds, without pytest.
 
     Args:
-        pair: a function decorated with ``@parity.pair``, or a ``parity.Pair`` of modules, which are judged by the
+        pair: a function decorated with ``@parity.pair``, or a ``parity.Pair`` of modules, which are compared with the
             weights that they hold unless it says ``fill=True``.
         precisions: names from ``parity.te.PRECISIONS``.
         seeds: seeds of weights, inputs and output gradients.
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
         calibration: what faithful ports show, from ``parity calibrate``; the packaged table by default.
-        attention: the attention backend that TE is to take: ``flash``, ``fused``, ``unfused``, ``all`` for each in
-            turn, or ``auto`` for what the pair demands, else TE's own choice.
-        determinism: whether the candidate is built and run again, to see whether it gives the same bytes.
+        attention: the attention backend that TE must use: ``flash``, ``fused``, ``unfused``, ``all`` for each in turn,
+            or ``auto`` for the one that the pair asks for, else TE's own choice.
+        determinism: whether to build and run the candidate again, to see whether it gives the same bytes.
         diagnose: whether to search for the cause of a failure; if not, a result has only the verdict, without findings.
-        diagnosis_seconds: real time after which a search ends with what it has found, and a note says so; 0 for no
-            limit. By default what the environment's ``PARITY_DIAGNOSIS_SECONDS`` says, else 30.
-        steps: for how many steps both are trained; each is judged. 0 compares a single pass.
-        switch: how the candidate is trained: ``resume``, ``resume-dcp``, ``resume-safetensors`` save it in the middle
-            and go on with a new one, ``rollback`` with the same; ``recompute`` makes each call by ``te.checkpoint``;
-            ``micro-batches`` makes each step's gradients of parts of its batch; ``graph`` replays CUDA graphs, and
-            each step must be that of the same training without; ``compile`` calls it by ``torch.compile``;
-            ``offload`` keeps activations on the host, and compares as ``graph`` does.
+        diagnosis_seconds: real time after which a search stops and returns what it has found, with a note; 0 for no
+            limit. The default is the environment variable ``PARITY_DIAGNOSIS_SECONDS``, else 30.
+        steps: how many steps both are trained for; each step is judged. 0 compares a single pass.
+        switch: how the candidate is trained. ``resume``, ``resume-dcp`` and ``resume-safetensors`` save it halfway and
+            go on with a new one, ``rollback`` with the same one. ``recompute`` makes each call through
+            ``te.checkpoint``. ``micro-batches`` accumulates each step's gradients over parts of its batch. ``graph``
+            replays CUDA graphs, and each step must equal the same training's without graphs. ``compile`` calls the
+            candidate through ``torch.compile``. ``offload`` keeps activations on the host, and is compared like
+            ``graph``.
         ranks: how many ranks compute the candidate together, such as ``dict(tp=2)``: degrees of ``tp``, ``cp``, ``ep``
-            and ``dp``, and ``sequence_parallel``; its factory is called with ``ranks=`` then. None: one process.
+            and ``dp``, and ``sequence_parallel``. The pair's function is then called with ``ranks=``. None for one
+            process.
 
     Returns:
         One result for each size, precision, attention backend and seed, in this order.
 
     Raises:
         UserError: if an argument is not as above, or the pair's weight map or inputs do not fit.
-        parity.te.BackendUnavailable: if the backend cannot be had on this machine.
+        parity.te.BackendUnavailable: if the backend is not available on this machine.
     """
     case = as_case(pair)
     chosen = [PRECISIONS[name] for name in checked_precisions(precisions) if case.runs_at(name)]

@@ -1,4 +1,4 @@
-"""Run one case at one precision: only here is the flow from a case to its result written down."""
+"""Run one case at one precision. This is the one place that shows the whole way from a case to its result."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def compare_at(
 ) -> Result:
     """Compare a case at one size, precision and seed, and search for the cause if it fails.
 
-    Never raises because of a module that fails: the result's status and reason tell.
+    Never raises because a module fails: the result's status and reason report that.
 
     Args:
-        diagnosis: seconds of real time that the search may take, 0 for no limit, so that it finds the same on every
+        diagnosis: seconds of real time that the search may take; 0 for no limit, with which it finds the same on every
             machine; None for no search.
     """
     judged = judge_at(case, checked, precision, seed, kernels, calibration, attention, determinism)
@@ -112,13 +112,13 @@ def judge_at(
     made: CandidateRun | None = None,
     noted: Noted = unnoted,
 ) -> Judged:
-    """Take the first step of ``compare_at``: the verdict, which stands whatever becomes of the search for the cause.
+    """Take the first step of ``compare_at``: reach the verdict, which the search for the cause does not change.
 
     Args:
-        other_kernels: whether what other faithful kernels may do is granted (``parity.numerics.kernel_choices``); a
-            verdict without it shows what that costs.
+        other_kernels: whether to allow for what other faithful kernels may do (``parity.numerics.kernel_choices``); a
+            verdict without it shows what that allowance costs.
         made: the candidate's pass, if it has been made already.
-        noted: see ``Asked``; for who must have a verdict though the process ends in a second look.
+        noted: see ``Asked``; for callers that need a verdict even if the process dies during a second look.
     """
     began = time.perf_counter()
     asked = Asked(
@@ -131,8 +131,9 @@ def judge_at(
 
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
-    """Take the second step of ``compare_at``: return the result with the findings of a failure;
-    ``diagnosis`` as there.
+    """Take the second step of ``compare_at``: return the result with the findings of a failure.
+
+    ``diagnosis`` is the same as there.
     """
     result = judged.result
     if not judged.is_unexplained:
@@ -143,12 +144,15 @@ def explain_at(judged: Judged, diagnosis: float | None) -> Result:
     with usual_modes(), undisturbed(mixed(result.seed, "the search")) as disturbed:
         explained = unless_raised(lambda: _explained_in_parts(judged, diagnosis), partial(without_cause, result))
     explained = as_printable(noting(explained, disturbed))
-    notes = dict.fromkeys((*explained.notes, *result.notes))  # of parts, the search has only their own
+    notes = dict.fromkeys((*explained.notes, *result.notes))  # a search in parts has only their notes
     return dataclasses.replace(explained, notes=tuple(notes), seconds=result.seconds + time.perf_counter() - began)
 
 
 def noting(result: Result, disturbed: Disturbed) -> Result:
-    """Note what the pair's code changed in the process; what cannot be undone is an error, unless the pair failed."""
+    """Return the result with notes on what the pair's code changed in the process.
+
+    A change that cannot be undone turns a pass into an error.
+    """
     noted = dataclasses.replace(result, notes=(*result.notes, *filter(None, (disturbed.note, disturbed.problem))))
     if disturbed.problem and result.passed:
         return dataclasses.replace(noted, status="error", reason=disturbed.problem, tensors=())
@@ -159,10 +163,10 @@ _Told = TypeVar("_Told")
 
 
 def unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException], _Told]) -> _Told:
-    """Return what this returns or, whatever it raises, what is known nevertheless; only Ctrl-C ends a comparison.
+    """Return what ``run`` returns or, if it raises, what ``otherwise`` makes of the error; only Ctrl-C gets through.
 
-    Each call of a pair's code may be the one that raises, and what it raises may be anything. So steps need not tell
-    what each of them may raise, and a comparison always has a result.
+    Any call of a pair's code may raise anything. Because this catches it, no step has to say what it may raise, and a
+    comparison always has a result.
     """
     try:
         return run()
@@ -174,14 +178,14 @@ def unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException],
 
 
 def broken_off(asked: Asked, error: BaseException) -> Judged:
-    """Return the error of a comparison that raised where no step expects it, as in a later call of the candidate."""
+    """Return an error for a comparison that raised where no step expects it, such as in the candidate's later calls."""
     whose = "the pair's code" if users_line(error) else "parity itself, by mistake or on an unusual tensor,"
     reason = f"{whose} raised {_raised_at(error)}"
     return Judged(asked.result("error", reason=reason, traceback=way_there(error), device_error=classify(error)))
 
 
 def error_of(asked: Asked, error: BaseException) -> Result:
-    """Return the error of a comparison over ranks or of a training in which something raised, such as its step."""
+    """Return an error for a comparison over ranks or a training in which something raised, such as a step."""
     if isinstance(error, UserError):
         return asked.result("error", reason=said(error))
     return broken_off(asked, error).result
@@ -193,7 +197,7 @@ def _raised_at(error: BaseException) -> str:
 
 
 def without_cause(verdict: Result, error: BaseException) -> Result:
-    """Return the verdict, which stands whatever became of the search for its cause."""
+    """Return the verdict, which still stands, with a note that the search for its cause raised."""
     note = f"the search for the cause raised {_raised_at(error)}"
     return dataclasses.replace(verdict, notes=(*verdict.notes, note), device_error=classify(error))
 
@@ -203,8 +207,8 @@ class _Ran:
     """Hold what a comparison computes before it judges.
 
     Attributes:
-        prepared: golden and what all passes share.
-        known: directions of the mistakes that could be made.
+        prepared: golden and everything else that all passes share.
+        known: directions of the mistakes that a port could make.
         models: the rounding model's tensors, for each way in which faithful kernels compute.
         made: the candidate's pass.
         log_probs: names of the outputs that are log-probabilities of tokens.
@@ -229,13 +233,13 @@ class _Ran:
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """A result as far as the verdict.
+    """A result up to the verdict, before the search for a cause.
 
     Attributes:
-        result: without findings.
+        result: the result without findings.
         unexplained: what a search for the cause needs; None if there is nothing to explain.
-        parts: the parts' verdicts of a comparison whose outputs are judged apart.
-        whole: what was asked for, if the cause is to be looked for in all outputs together first.
+        parts: the verdicts on the parts, if outputs are judged in separate parts.
+        whole: the request, if the cause is to be searched for in all outputs together first.
     """
 
     result: Result
@@ -250,7 +254,7 @@ class Judged:
 
 
 class _PassRaised(Exception):
-    """Raised if a part of the pair raised; the text says which part, what, and where, and its cause is that error."""
+    """Raised if a part of the pair raised; the message says which part, what and where, and that error is its cause."""
 
 
 def _judged_in_parts(asked: Asked) -> Judged:
@@ -260,7 +264,7 @@ def _judged_in_parts(asked: Asked) -> Judged:
         return _compared(dataclasses.replace(asked, case=cases[0]))
     judged: list[Judged] = []
     for case in cases:
-        fails = any(one.result.status == "failed" for one in judged)  # and stays noted while the others are compared
+        fails = any(one.result.status == "failed" for one in judged)  # stays noted while the others are compared
         judged.append(_compared(dataclasses.replace(asked, case=case, noted=unnoted if fails else asked.noted)))
     if any(one.result.status == "error" for one in judged):
         judged = [_compared(asked), *(one for one in judged if one.result.status != "error")]
@@ -270,10 +274,10 @@ def _judged_in_parts(asked: Asked) -> Judged:
 
 
 def _explained_in_parts(judged: Judged, seconds: float) -> Result:
-    """Look for the cause of a failure, first in the whole if the larger outputs failed.
+    """Search for the cause of a failure, first in all outputs together if the larger ones failed.
 
-    What explains these must explain the numbers beside them; a cause of a number alone, or one that the whole does not
-    tell, is looked for in the parts that failed.
+    A cause of the larger outputs' errors must also explain the single numbers beside them. If only a number failed, or
+    this search finds no cause, the failed parts are searched one by one.
     """
     if judged.unexplained is not None:
         return _explained(judged.result, judged.unexplained, seconds)
@@ -292,13 +296,13 @@ def _explained_in_parts(judged: Judged, seconds: float) -> Result:
 def _parts(asked: Asked) -> list[Case]:
     """Return the case once for each part of its outputs that is compared by itself."""
     case, checked, precision, seed, kernels = asked.case, asked.checked, asked.precision, asked.seed, asked.kernels
-    if asked.made is not None:  # of all outputs together
+    if asked.made is not None:  # that pass is of all outputs together
         return [case]
     known = parts_known(case, checked)
     if known is None and why_unavailable(precision, kernels) is None:
         try:
             outputs = prepare(case, checked, precision.dtype, seed, kernels).golden
-        except Exception:  # of which the comparison tells
+        except Exception:  # the comparison itself will report it
             return [case]
         known = parts(case, checked, outputs)
         if len(known) > 1:
@@ -335,7 +339,7 @@ def _compared(asked: Asked) -> Judged:
 
 
 def _with_digests(judged: Sequence[TensorResult], computed: Tensors) -> tuple[TensorResult, ...]:
-    """Return the verdicts with checksums of the candidate's tensors; what was computed of these has none."""
+    """Return the verdicts with checksums of the candidate's tensors; tensors derived from these have none."""
     return tuple(
         dataclasses.replace(each, digest=checksum(computed[each.key])) if each.key in computed else each
         for each in judged
@@ -346,7 +350,7 @@ def _run(asked: Asked) -> _Ran:
     """Run every pass.
 
     Raises:
-        NotOffered: if TE does not offer the attention backend that is asked for.
+        NotOffered: if TE does not offer the requested attention backend.
         UserError: if the pair does not fit together, or nothing could be judged.
         _PassRaised: if one of its modules raises.
     """
@@ -354,7 +358,7 @@ def _run(asked: Asked) -> _Ran:
     with _step("the reference in FP64"):
         prepared = prepare(case, checked, precision.dtype, seed, kernels)
     of_tokens = log_prob_outputs(prepared)
-    known = directions(prepared)  # before other passes, since golden's calls take memory until then
+    known = directions(prepared)  # before other passes, since golden's calls hold memory until then
     with _step("the candidate"):
         made = asked.made or _candidate_run(asked, prepared)
     prepared = as_returned(prepared, made.tensors)
@@ -415,9 +419,10 @@ def _step(which: str) -> Iterator[None]:
 
 
 def _advice(error: BaseException) -> str:
-    """Say what to do about shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), about a layer
-    that is not recomputed as it was computed, or about a graph that an earlier call has left; else return an empty
-    text.
+    """Return what to do about an error that is well known, or an empty text.
+
+    Known are shapes that TE's FP8 kernels do not take (``pytorch/utils.py`` of 2.20.2), a layer that is not recomputed
+    as it was computed, and a graph that an earlier call has left.
     """
     text = said(error)
     if "backward through the graph a second time" in text:
@@ -430,13 +435,13 @@ def _advice(error: BaseException) -> str:
 
 
 def _seen_of_port(asked: Asked, prepared: Prepared) -> Port:
-    """Return what the candidate rounds outside TE's modules, and what it chooses."""
+    """Run the candidate again, and return what it rounds outside TE's modules and what it chooses."""
     precision = asked.precision
     with (
         own_recipes(precision.recipe is not None) as recipes,
         steps_seen(precision.dtype) as steps,
         choices_seen() as chosen,
-        plain_calls(precision.dtype) as names,  # last, since it asks whose code is around the calls
+        plain_calls(precision.dtype) as names,  # last, since it looks at which code surrounds the calls
     ):
         run_again(asked, prepared)
     choices = chosen.of_port(bool(prepared.probed))
@@ -449,8 +454,8 @@ class _Verdicts:
 
     Attributes:
         tensors: the verdicts.
-        port: what the port was seen to do by itself, as far as it counts.
-        remarks: what the verdicts owe to that.
+        port: what the port was seen to do outside TE, as far as it affects the verdicts.
+        remarks: sentences on how this and other faithful kernels changed the verdicts.
     """
 
     tensors: tuple[TensorResult, ...]
@@ -488,16 +493,14 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
 
 
 def _so_far(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult], notes: tuple[str, ...] = ()) -> Result:
-    """Return the failure that a comparison ends as if nothing more becomes known."""
+    """Return the failure that stands if nothing more becomes known."""
     made = ran.made
     told = asked.result("failed", tensors=tuple(tensors), findings=made.recomputed, notes=notes)
     return as_printable(dataclasses.replace(told, attention=made.attention, determinism=made.determinism))
 
 
 def _with_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
-    """Return the models' tensors with what sums over micro-batches lose: added to every second model's, and taken from
-    the others'.
-    """
+    """Return the models' tensors with what sums over micro-batches lose, added and subtracted in turn."""
     if not summed:
         return models
     signs = itertools.cycle((1.0, -1.0))
@@ -510,7 +513,7 @@ def _with_sums(models: Sequence[Tensors], summed: Tensors) -> Sequence[Tensors]:
 def _looked_at_again(
     asked: Asked, ran: _Ran, judge_by: Callable[..., tuple[TensorResult, ...]], first_look: tuple[TensorResult, ...]
 ) -> _Verdicts:
-    """Return the verdicts by what this port was seen to do, and by what other kernels or other roundings may do."""
+    """Judge again, allowing for what this port was seen to do and for what other kernels or roundings may do."""
     prepared, precision, models = ran.prepared, asked.precision, ran.models
     port = _seen_of_port(asked, prepared)
     if port.steps is not None and not all(tensor.passed for tensor in first_look):
@@ -539,7 +542,7 @@ class _Unexplained:
     """A failure whose cause is not known yet.
 
     Attributes:
-        asked, ran, verdicts: how it came about.
+        asked, ran, verdicts: the request, the passes and the verdicts that led to it.
     """
 
     asked: Asked
@@ -592,15 +595,13 @@ def _judged(asked: Asked, ran: _Ran) -> Judged:
 
 
 def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> bool:
-    """Return whether a candidate that failed in a later call than its first passes if each call is its
-    module's first.
-    """
+    """Return whether a candidate that failed only in later calls passes if each call is its module's first."""
     later = [tensor for tensor in tensors if tensor.probed or not ran.prepared.probed]
     if asked.made or asked.precision.warmup_passes or not all(tensor.passed or tensor in later for tensor in tensors):
         return False
     try:
         alone = run_again(asked, ran.prepared, alone=True)
-    except Exception:  # this tells nothing about its calls; the search for a cause runs it as well
+    except Exception:  # says nothing about its calls; the search for a cause runs it as well
         return False
     golden = answerable(golden_truths(ran.prepared), ran.models, alone)
     judged = judge(golden, ran.models, alone, asked.precision, asked.calibration, ran.known)
@@ -610,10 +611,10 @@ def _passes_alone(asked: Asked, ran: _Ran, tensors: Sequence[TensorResult]) -> b
 def _to_explain(
     tensors: Sequence[TensorResult], by_average: Sequence[TensorResult]
 ) -> tuple[tuple[TensorResult, ...], bool]:
-    """Return the verdicts that a search is to explain, and whether it is to judge slices by their tensor's average.
+    """Return the verdicts that a search should explain, and whether it should judge slices by their tensor's average.
 
-    Where some tensor fails by more, one that fails in a small slice alone counts as passed: it is no better evidence
-    than its norm, by which hypotheses are ranked.
+    If some tensor fails even by the average, those that fail only in a small slice count as passed: a slice is no
+    better evidence than the tensor's norm, by which hypotheses are ranked.
     """
     passing = {tensor.label: tensor for tensor in by_average if tensor.passed}
     if all(tensor.passed or tensor.label in passing for tensor in tensors):
@@ -627,7 +628,7 @@ def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Res
 
 
 def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
-    """Return a failure with its findings, and the notes of the search for them, which may take so much real time."""
+    """Return a failure with its findings and the notes of the search, which may take ``seconds`` of real time."""
     from parity.search.explanation import explain  # imported at the first failure: most comparisons pass
     from parity.search.failure import Failure
 
@@ -656,6 +657,6 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
         return dataclasses.replace(result, findings=(*ran.made.recomputed, remembered))
     missed = gradients_missed(ran.made.unreached, prepared.weights, prepared.golden.weight_gradients)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of references that were made wrong on purpose
+        warnings.simplefilter("ignore")  # from references that are wrong on purpose
         found, notes = explain(failure, missed, ran.known, seconds)
     return dataclasses.replace(result, findings=ran.made.recomputed + found, notes=(*result.notes, *notes))

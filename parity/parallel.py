@@ -1,7 +1,7 @@
-"""Compare a candidate that several ranks compute together: the reference runs once, whole, and each rank its part.
+"""Compare a candidate that several ranks compute together: the reference runs once as a whole, each rank runs its part.
 
-The candidate is built whole in this process, too, so that the pair's weight map, its inputs and the rounding model are
-those of any comparison. What the ranks computed is put together, and judged like a pass of the whole.
+The whole candidate is also built in this process, so that the pair's weight map, its inputs and the rounding model are
+the same as in any comparison. The ranks' tensors are put together and judged like those of one pass.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def compare_over_ranks_at(
     diagnosis: float | None = 0.0,
     timeout: float = TIMEOUT,
 ) -> Result:
-    """Compare a case whose candidate ranks compute together, and say what is wrong if it fails.
+    """Compare a case whose candidate is computed by several ranks, and search for the cause if it fails.
 
-    Never raises because of a module or a rank that fails: the result's status and reason tell.
+    Never raises because a module or a rank fails: the result's status and reason report that.
 
     Args:
         made: how many ranks there are, by axis.
@@ -130,7 +130,7 @@ def _between_ranks(
     made: Degrees,
     prepared: Prepared,
 ) -> Result:
-    """Return the result of ranks whose numbers are right together, if what each of them has is as it should be."""
+    """Return the result of ranks whose combined tensors are right; failed if the ranks' own numbers are not."""
     checks: list[tuple[str, Finding | None]] = [
         ("ranks do not agree", apart),
         ("the norm of all gradients is not that of the whole", wrong_norm([one.norm for one in ran], wholes, made)),
@@ -161,7 +161,7 @@ def _explained(
     at: tuple[Any, ...],
     diagnosis: float,
 ) -> Result:
-    """Return the failed result with what is wrong: with the module, if it is wrong in one process, else over ranks."""
+    """Return the failed result with findings: about the module if it is wrong in one process, else about the ranks."""
     alone = judge_at(asked.case, *at)
     if alone.result.status != "passed":
         told = explain_at(alone, diagnosis)
@@ -184,7 +184,7 @@ def _explained(
         found = explained_by_positions(wholes, made, splits, prepared)
     if not found:
         found = explained_by_outputs(wholes, partial(_flowing_back_from, prepared))
-    if not found and apart is None:  # else something is computed that no module in one process computes
+    if not found and apart is None:  # else no module in one process computes the same
         told = explain_at(judged, diagnosis)
         if told.findings and told.findings[0].title not in ("unexplained", "first-divergence"):
             notes = (*result.notes, *told.notes, "the candidate is right in one process, and wrong over ranks")
@@ -206,7 +206,7 @@ def _explained(
 
 
 def _flowing_back_from(prepared: Prepared, output: str) -> Mapping[tuple[str, str], Tensor]:
-    """Return the gradients that the reference has of one output alone, by kind and name of the candidate, in FP64."""
+    """Return the reference's gradients of one output alone, in FP64, by kind and the candidate's name."""
     with in_fp64():
         ran = run(
             prepared.reference.double(),
@@ -225,7 +225,7 @@ def _flowing_back_from(prepared: Prepared, output: str) -> Mapping[tuple[str, st
 
 
 def _reference_on(prepared: Prepared, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what the reference makes of other inputs, by their names, in FP64."""
+    """Return the reference's outputs for other inputs, which are given by name, in FP64."""
     others = with_inputs(prepared.inputs, prepared.input_names, inputs)
     with torch.no_grad(), in_fp64():
         return outputs_of(prepared.reference.double(), prepared.call, others)

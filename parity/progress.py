@@ -1,4 +1,4 @@
-"""Show how far something is, and how long the rest may take: a bar on a terminal, a line now and then elsewhere."""
+"""Show progress and the estimated time left: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from rich.progress import (
 )
 
 QUIET = "PARITY_QUIET"  # if this variable is set, no progress is shown
-_BETWEEN_LINES = 30.0  # seconds; what is over sooner says nothing where there is no terminal
+_BETWEEN_LINES = 30.0  # seconds; without a terminal, anything shorter prints no line
 Each = TypeVar("Each")
 
 
 class Following:
-    """Follow something that is made of parts, as a context manager.
+    """A context manager that shows the progress of work that is made of parts.
 
-    Nothing runs beside what is followed: what is shown changes when a part is done. A thread would be in each process
-    that a user's code forks.
+    The display changes only when a part is done. There is no background thread, because a user's code may fork.
 
     Args:
-        doing: what is done, such as ``comparing``.
+        doing: what is being done, such as ``comparing``.
         total: how many parts there are; None if that is unknown.
         file: where to show it; None for standard error.
     """
@@ -54,7 +53,7 @@ class Following:
                 console=console,
                 auto_refresh=False,
                 transient=True,
-                redirect_stdout=is_own,  # what is printed meanwhile comes above the bar
+                redirect_stdout=is_own,  # what is printed meanwhile appears above the bar
                 redirect_stderr=is_own,
             )
             self._task = self._bar.add_task(self._doing, total=self._total)
@@ -68,11 +67,11 @@ class Following:
         self.end()
 
     def step(self, parts: int = 1, doing: str = "") -> None:
-        """Say that parts are done.
+        """Report that more parts are done.
 
         Args:
             parts: how many more.
-            doing: what is done now, in place of what was said before.
+            doing: what is being done now; empty if that has not changed.
         """
         self._done += parts
         self._doing = doing or self._doing
@@ -84,7 +83,7 @@ class Following:
                 print(line(self._doing, self._done, self._total, self._told - self._began), file=self._file, flush=True)
 
     def at(self, done: int, total: int) -> None:
-        """Say how many parts are done, and how many there are, which may have been unknown or less before."""
+        """Report how many parts are done, and how many there are, which may have been unknown or fewer before."""
         if self._bar is not None and total != self._total:
             self._bar.columns = _columns(total)
             self._bar.update(self._task, total=total)
@@ -92,14 +91,14 @@ class Following:
         self.step(done - self._done)
 
     def end(self) -> None:
-        """Take the bar away, so that what follows stands in its place."""
+        """Remove the bar, so that later output takes its place."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
 def _columns(total: int | None) -> tuple[ProgressColumn, ...]:
-    """Return what a bar shows; without a total, the time so far."""
+    """Return the columns of a bar; without a total, it only shows the time so far."""
     what = TextColumn("{task.description}", markup=False)
     if not total:
         return what, TimeElapsedColumn()
@@ -110,8 +109,8 @@ def followed(parts: Iterable[Each], doing: str, total: int | None = None) -> Ite
     """Yield each part, and show how many are done.
 
     Args:
-        parts: a sequence, or anything whose number ``total`` says.
-        doing, total: as of ``Following``.
+        parts: a sequence, or any iterable if ``total`` says how many there are.
+        doing, total: see ``Following``.
     """
     count = len(parts) if total is None and isinstance(parts, Sized) else total
     if count == 0:
@@ -123,7 +122,7 @@ def followed(parts: Iterable[Each], doing: str, total: int | None = None) -> Ite
 
 
 def line(doing: str, done: int, total: int | None, seconds: float) -> str:
-    """Return ``comparing: 12 of 300 after 40 s, about 16 min left``; without a total, how many are done."""
+    """Return ``comparing: 12 of 300 after 40 s, about 16 min left``; without a total, only how many are done."""
     if total is None:
         return f"{doing}: {done} after {duration(seconds)}"
     left = f", about {duration(seconds * (total - done) / done)} left" if 0 < done < total else ""
@@ -139,12 +138,12 @@ def duration(seconds: float) -> str:
 
 
 def is_quiet() -> bool:
-    """Return whether no progress is to be shown."""
+    """Return whether progress should not be shown."""
     return bool(os.environ.get(QUIET))
 
 
 def _is_terminal(file: TextIO | None) -> bool:
-    """Return whether a bar can be drawn there; that colours are forced makes no terminal of a file."""
+    """Return whether a bar can be drawn there; forcing colours does not turn a file into a terminal."""
     with suppress(ValueError, AttributeError):  # it is closed, or there is none
         return file is not None and file.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return False

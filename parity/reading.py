@@ -1,4 +1,4 @@
-"""Read JSON that a file holds, whatever became of the file: what is wrong is said in a sentence with its line."""
+"""Read JSON from files that may be damaged: what is wrong is reported in one sentence, with its line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 
 from parity.user_error import UserError
 
-# One text of JSON, and what can be wrong with it.
+# One JSON text, and what can be wrong with it.
 #
-# Python's own reader raises several kinds of exceptions, takes numbers of any size, and takes half a surrogate pair,
-# which cannot be written to a file again.
+# Python's own reader raises several kinds of exceptions, and it accepts numbers of any size and halves of surrogate
+# pairs, which cannot be written to a file again.
 
 
 Content = TypeVar("Content")
@@ -27,15 +27,15 @@ class NotReadableError(ValueError):
 
 
 def parsed(data: bytes, model: Callable[[Any], Content]) -> Content:
-    """Return what a text of JSON holds.
+    """Return the content of a JSON text.
 
     Args:
         data: the text.
-        model: makes the content of JSON's plain values, for example a ``TypeAdapter``'s ``validate_python``; it may
-            raise what such code raises for values of another shape.
+        model: turns JSON's plain values into the content, for example a ``TypeAdapter``'s ``validate_python``; it may
+            raise what such code usually raises for values of another shape.
 
     Raises:
-        NotReadableError: if it is not JSON, or the model takes it for something else.
+        NotReadableError: if it is not JSON, or the model rejects it.
     """
     try:
         value = json.loads(data.decode(), parse_int=_integer)
@@ -57,7 +57,7 @@ def parsed(data: bytes, model: Callable[[Any], Content]) -> Content:
 
 
 def why(error: Exception) -> str:
-    """Say in one line what is wrong with a value; of pydantic's errors the first, with its place."""
+    """Return one line that says what is wrong with a value; for pydantic's errors, the first one and its location."""
     errors = getattr(error, "errors", None)
     if callable(errors):
         first = errors(include_url=False)[0]
@@ -79,23 +79,23 @@ def _integer(digits: str) -> int:
 
 
 def bytes_of(path: Path, what: str) -> bytes:
-    """Return what a file holds.
+    """Return the bytes of a file.
 
     Args:
-        path: the file's.
-        what: what it should be, for the message, as "the calibration table"; may be empty.
+        path: the file's path.
+        what: what the file should be, for the message, such as "the calibration table"; may be empty.
 
     Raises:
         UserError: if it cannot be read.
     """
     try:
         return path.read_bytes()
-    except (OSError, ValueError) as error:  # NUL, or what UTF-8 has not, in a path
+    except (OSError, ValueError) as error:  # a path with NUL, or with something UTF-8 lacks
         why_not = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"cannot read {f'{what} ' if what else ''}{path}: {why_not}") from None
 
 
-# Lines of JSON, each by itself: a bad one costs no other.
+# Files of JSON lines. Each line is read by itself, so that a bad one does not affect the others.
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class LeftOut:
     """A line that could not be read.
 
     Attributes:
-        number: the line's, from 1.
-        reason: why.
+        number: the line's number, from 1.
+        reason: why it could not be read.
     """
 
     number: int
@@ -113,13 +113,13 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Lines(Generic[Content]):
-    """Hold the lines of a file of JSON lines, and the problems of those that could not be read.
+    """Hold the lines of a file of JSON lines, and why some of them could not be read.
 
     Attributes:
-        path: the file's.
-        good: each line that could be read, with its number.
-        left_out: the others.
-        raw: the file's bytes, by line, without their ends.
+        path: the file's path.
+        good: the number and content of each line that could be read.
+        left_out: the other lines.
+        raw: the bytes of each line, without line ends.
     """
 
     path: Path
@@ -133,10 +133,10 @@ class Lines(Generic[Content]):
 
 
 def lines(path: Path, model: Callable[[Any], Content], what: str = "") -> Lines[Content]:
-    """Return what the lines of a file hold; leave out those that are damaged, and say why.
+    """Return the contents of a file's lines; damaged lines are left out, with the reason.
 
     Args:
-        path: the file's.
+        path: the file's path.
         model: makes one line's content, see ``parsed``.
         what: see ``bytes_of``.
 

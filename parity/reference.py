@@ -32,7 +32,7 @@ __all__ = [
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries or keys by their positions, in the halves form of Hugging Face's models.
+    """Rotate queries or keys by their positions, in the halves form of Hugging Face's models.
 
     Args:
         head_dim: width of a head, even.
@@ -178,7 +178,7 @@ class CoreAttention(nn.Module):
         return (probabilities @ value).transpose(1, 2).reshape(batch, seq_q, heads * head_dim)
 
     def _in_blocks(self, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None) -> Tensor:
-        """Return the same if the scores would not fit into memory."""
+        """Compute the same in blocks, for scores that would not fit into memory."""
         band = Band(math.inf if self.window is None else self.window, 0 if self.causal else math.inf)
         mask = None if key_is_padding is None else ~key_is_padding[:, None, None, :]
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -326,6 +326,3 @@ class LlamaLayer(nn.Module):
         """Map ``[batch, seq, hidden]`` to the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(x)
-
-
-# Plain PyTorch modules as a model's author writes them; each runs in FP64 after ``.double()``.

@@ -1,4 +1,4 @@
-"""Hold what a comparison finds, as plain data that goes into JSON and back unchanged."""
+"""Hold the results of comparisons, as plain data that goes into JSON and back unchanged."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Finding:
         code: stable, e.g. ``PAR001``; listed in ``docs/findings.md``.
         title: the cause in a few words, e.g. ``not-finite``.
         message: the evidence and what to do, in one sentence or two.
-        sure: whether it is told as a fact; else the message ends with what speaks against it.
-        repair: what to change in the user's code, by itself, or where to look next (``advice`` says which); empty where
-            nothing is known, and in older records.
-        now: lines of the user's code as they are, where the finding knows them.
+        sure: whether it is stated as a fact; if not, the message ends with the evidence against it.
+        repair: what to change in the user's code, without the evidence, or where to look next (``advice`` says which);
+            empty if nothing is known, and in older records.
+        now: lines of the user's code as they are, if the finding knows them.
         then: the same lines as they should be.
     """
 
@@ -94,7 +94,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """Return what reports call the repair; ``PAR5xx`` say where an error is, not why, so theirs is a next step."""
+        """Return what reports call the repair; ``PAR5xx`` say where an error is, not why, so they have a next step."""
         return "next step" if self.code.startswith("PAR5") else "repair"
 
 
@@ -103,7 +103,7 @@ class Code:
     """Hold lines of a user's code, for a repair that can be written as a change of lines.
 
     Attributes:
-        now: the lines as they are; there may be none, since a default is not written.
+        now: the lines as they are; there may be none, since a default need not be written.
         then: the lines as they should be.
     """
 
@@ -120,10 +120,10 @@ class Check:
 
     Attributes:
         statistic: a name of ``parity.judge.statistics``.
-        value: of the candidate; its sign, if it has one, tells a direction.
-        limit: for the value's magnitude: what a faithful port exceeds with a known, small probability.
-        where: the worst place, or the mistake that the error resembles; empty where there is none to name.
-        coefficient: how much of that mistake's change the error contains; about 1 where the mistake was made.
+        value: the candidate's value; its sign, if it has one, gives a direction.
+        limit: the bound on the value's magnitude, which a faithful port exceeds with a known, small probability.
+        where: the worst place, or the mistake that the error resembles; empty if there is none to name.
+        coefficient: how much of that mistake's change the error contains; about 1 if the mistake was made.
     """
 
     statistic: str
@@ -134,20 +134,20 @@ class Check:
 
     @property
     def margin(self) -> float:
-        """The value divided by its limit: up to 1 passes."""
+        """The value divided by its limit; up to 1 passes."""
         return abs(self.value) / self.limit
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Describe how an error lies along one axis of its tensor, in consecutive parts of the axis.
+    """Describe how an error is distributed over consecutive parts of one axis of its tensor.
 
     Attributes:
-        axis: which, from 0.
+        axis: the axis, from 0.
         span: how many indices a part has; the last part may have fewer.
         error: the root mean square of the candidate's finite errors in each part.
-        expected: likewise of the rounding model's.
-        spoiled: how many NaNs and infinities the candidate has in each part; empty where it has none at all.
+        expected: the same of the rounding model's errors.
+        spoiled: how many NaNs and infinities the candidate has in each part; empty if it has none at all.
     """
 
     axis: int
@@ -162,11 +162,11 @@ class Histogram:
     """Count elements by the decimal logarithm of their error over the root mean square of the expected one.
 
     Attributes:
-        start: the lower edge of the first bin; it and the last one also have what lies beyond.
-        width: of a bin.
+        start: the lower edge of the first bin; the first and the last bin also count what lies beyond them.
+        width: the width of a bin.
         error: how many of the candidate's elements each bin has.
-        expected: how many of the rounding model's.
-        exact: how many elements have no error at all, the candidate's and the model's; no bin has them.
+        expected: how many of the rounding model's elements each bin has.
+        exact: how many of the candidate's and of the model's elements have no error at all; no bin counts them.
     """
 
     start: float
@@ -181,9 +181,9 @@ class Picture:
     """Show where a tensor's error lies and how it is distributed, in a few hundred numbers.
 
     Attributes:
-        unit: the root mean square of the expected error; of the candidate's where none is expected.
+        unit: the root mean square of the expected error, or of the candidate's if none is expected.
         profiles: one for each axis that is longer than 1.
-        histogram: None where there are too few elements for one.
+        histogram: None if there are too few elements for one.
     """
 
     unit: float
@@ -199,16 +199,16 @@ class TensorResult:
         name: ``output``, or the reference's name of the input or parameter whose gradient this is.
         kind: what the tensor is.
         shape: in the reference's layout.
-        errors: candidate against golden.
-        expected: the reference under the precision's rounding model against golden; what a faithful port costs.
+        errors: the candidate's errors against golden.
+        expected: the errors of the reference under the precision's rounding model, which a faithful port has, too.
         tolerance_relative_l2: bound on ``errors.relative_l2``, which the check ``norm`` sets.
         tolerance_max_abs: bound on ``errors.max_abs``, in the tensor's own units, which the check ``largest`` sets.
-        margin: the largest of the checks' margins; up to 1 passes; infinite where a NaN or Inf is, or is expected.
+        margin: the largest of the checks' margins; up to 1 passes; infinite if there is a NaN or Inf, or one expected.
         checks: every statistic that was judged.
-        of: the outputs whose gradient it is, where not all are differentiated in one pass; else empty.
-        step: of a training, from 1; 0 for a single pass.
-        picture: where its error lies; the worst tensors of a result have one, those of older records have none.
-        digest: a checksum of the candidate's bytes; empty where none was taken, as in older records.
+        of: the outputs whose gradient it is, if not all are differentiated in one pass; else empty.
+        step: the step of a training, from 1; 0 for a single pass.
+        picture: where its error lies; only the worst tensors of a result have one, and none in older records.
+        digest: a checksum of the candidate's bytes; empty if none was taken, as in older records.
     """
 
     name: str
@@ -253,7 +253,7 @@ class TensorResult:
 
     @property
     def finite(self) -> bool:
-        """Return whether golden, the candidate and what is expected of it are finite, so that it can be judged."""
+        """Return whether golden, the candidate and the rounding model are finite, so that it can be judged."""
         return self.errors.finite and self.expected.finite
 
     @property
@@ -269,12 +269,12 @@ class TensorResult:
 
 @dataclass(frozen=True, slots=True)
 class Determinism:
-    """Hold what became of a candidate that was built again, and ran on the same inputs.
+    """Describe how a candidate differed when it was built again and run on the same inputs.
 
     Attributes:
         differing: labels of the tensors that had other bytes though every random number was the same.
-        first: where the pass first differed; empty where nothing did, or where it could not be found.
-        drawn: labels of the tensors that have other bytes where random numbers are others.
+        first: where the pass first differed; empty if nothing did, or if the place could not be found.
+        drawn: labels of the tensors whose bytes depend on the random numbers.
     """
 
     differing: tuple[str, ...] = ()
@@ -283,7 +283,7 @@ class Determinism:
 
     @property
     def summary(self) -> str:
-        """In one sentence, without its full stop."""
+        """All of this in one sentence, without a full stop."""
         if self.differing:
             where = f"first in {self.first}" if self.first else "further passes that were traced agreed"
             known = _KNOWN if "attn" in self.first or "Attention" in self.first else ""
@@ -304,9 +304,9 @@ class Step:
     """One step of a training.
 
     Attributes:
-        number: from 1.
-        loss: the candidate's, before the step.
-        golden: the reference's in FP64, with the candidate's weights and batch.
+        number: the step's number, from 1.
+        loss: the candidate's loss before the step.
+        golden: the reference's loss in FP64, with the candidate's weights and batch.
         margin: the largest of the loss's and the gradients' margins.
     """
 
@@ -318,31 +318,31 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One case at one size, precision and seed.
+    """The result of one case at one size, precision and seed.
 
     Attributes:
         case: the case's name.
         precision: the precision's name.
         size: the case's size, as declared.
         size_label: the size as item ids show it, e.g. ``2x1024x512``.
-        seed: of weights, inputs and output gradients.
+        seed: the seed of weights, inputs and output gradients.
         backend: ``gpu`` for TE's compiled kernels, ``cpu`` for emulated ones.
         status: ``skipped`` and ``error`` come with a reason and without tensors.
         reason: why it was skipped or could not run, else empty.
         tensors: every compared tensor.
         findings: named causes of a failure.
-        notes: what the comparison leaves unproven, even if it passed; a sentence each.
+        notes: what the comparison leaves unproven, even if it passed; one sentence each.
         seconds: wall time of the whole comparison.
         path: the file that declares the case.
-        attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty where it ran none.
-        forced_attention: the attention backend that TE had to take; empty where it chose.
-        determinism: whether the candidate, built again, gives the same bytes; None where that was not asked for.
-        device_error: what befell the device meanwhile, see ``parity.te.devices``; empty where nothing did.
-        traceback: where a part of the pair raised, from the user's code on; empty where none did.
-        cut_short: whether the run's interruption or the end of a process ended the comparison, so that a resumed run
-            makes it again.
-        steps: of a training, as far as it went; empty for a single pass.
-        ranks: over which ranks the candidate was computed, such as ``tp2-sp``; empty for one process.
+        attention: the attention backends that TE ran, e.g. ``fused (F16_arbitrary_seqlen)``; empty if it ran none.
+        forced_attention: the attention backend that TE had to use; empty if it could choose.
+        determinism: whether the candidate, built again, gives the same bytes; None if that was not asked for.
+        device_error: what happened to the device meanwhile, see ``parity.te.devices``; empty if nothing did.
+        traceback: where a part of the pair raised, from the user's code on; empty if none did.
+        cut_short: whether the comparison was cut short because the run was interrupted or a process ended, so that a
+            resumed run repeats it.
+        steps: the steps of a training, as far as it got; empty for a single pass.
+        ranks: the ranks that computed the candidate, such as ``tp2-sp``; empty for one process.
     """
 
     case: str
@@ -407,7 +407,7 @@ Part = TypeVar("Part")
 def as_printable(part: Part) -> Part:
     """Return the same result, or part of one, with texts that a terminal can show and a file can hold.
 
-    Names of outputs, and what exceptions say, come from code that may put anything into them.
+    Names of outputs and messages of exceptions come from users' code and may contain anything.
     """
     value: Any = part
     if isinstance(value, str):
@@ -424,19 +424,17 @@ def as_printable(part: Part) -> Part:
 
 
 def label_of_way(size_label: str, steps: int = 0, switch: Switch = "", ranks: str = "") -> str:
-    """Return the label of a size at which a pair is trained for some steps, or computed over ranks; of a single pass
-    in one process, the size's own.
-    """
+    """Return the label of a size with the steps and switch of a training and with the ranks, if there are any."""
     return "-".join(filter(None, (size_label, f"steps{steps}" if steps else "", switch if steps else "", ranks)))
 
 
 def to_json(result: Result) -> dict[str, Any]:
-    """Return a dict of JSON types; what JSON has no number for becomes ``{"float": "inf"}``."""
+    """Return a dict of JSON types; a number that JSON lacks becomes, for example, ``{"float": "inf"}``."""
     return _encode(dataclasses.asdict(result))
 
 
 def from_json(record: dict[str, Any]) -> Result:
-    """Return the inverse of ``to_json``; fields that this version does not know are left out.
+    """Return the result that ``to_json`` was given; fields that this version does not know are left out.
 
     Raises:
         pydantic.ValidationError: if a field is missing or of another type; it is a ``ValueError``.
@@ -446,7 +444,7 @@ def from_json(record: dict[str, Any]) -> Result:
 
 @functools.cache
 def _schema() -> TypeAdapter[Result]:
-    return TypeAdapter(Result)  # takes as long as a hundred results, which most processes never read
+    return TypeAdapter(Result)  # as slow to make as a hundred results are to read, and most processes read none
 
 
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}

@@ -1,4 +1,4 @@
-"""Settings that need no torch: the precisions' names, the most training steps, how long a search may take."""
+"""Settings that need no torch: precision names, the most training steps, and how long a search may take."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Iterable
 
 from parity.user_error import UserError
 
-# The precisions' names, for code that need not know what they mean, and so need not import torch.
+# The precisions' names, for code that does not need their meaning and so should not have to import torch.
 
 
 PRECISION_NAMES = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
 
 def check_precisions(names: Iterable[object], where: str) -> None:
-    """Make sure that there are precisions of these names.
+    """Check that every name is that of a precision.
 
     Args:
-        names: as a user wrote them.
+        names: the names as a user wrote them.
         where: the option or argument that has them, for the message, such as ``--precision``.
 
     Raises:
-        UserError: for the first name that there is none of; suggests the nearest one.
+        UserError: for the first name that is unknown; suggests the nearest one.
     """
     for name in names:
         if name not in PRECISION_NAMES:
@@ -47,10 +47,10 @@ LONGEST = 1e9  # Python's timers end at nine times that
 
 
 def default_seconds() -> float:
-    """Return what the environment variable says, for machines on which a search takes longer; 0 for no limit.
+    """Return the default limit in seconds, 0 for none; slow machines may set it by the environment variable.
 
     Raises:
-        UserError: if it is no number of seconds.
+        UserError: if the variable is not a number of seconds.
     """
     text = os.environ.get(VARIABLE)
     if not text:

@@ -1,7 +1,7 @@
-"""Show text that others wrote, so that it does to a terminal, to markdown and to HTML what letters do, and no more.
+"""Make text that others wrote safe to show on a terminal, in markdown and in HTML.
 
-Names of pairs and tensors, messages of exceptions and lines of records may hold anything: escape sequences that move a
-cursor, tags, the end of a table's row.
+Names of pairs and tensors, messages of exceptions and lines of records may contain anything: escape sequences that move
+a cursor, tags, the end of a table's row.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import html
 import re
 from collections.abc import Iterable
 
-# Control characters, but for the line's end; what reverses the direction of writing, or ends a line for some programs;
-# and half a surrogate pair.
+# Control characters except newline, marks that reverse the direction of writing, characters that some programs take for
+# line ends, and halves of surrogate pairs.
 _UNSEEN = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 _TICKS = re.compile("`+")
 _ENTITY = re.compile("&(?=#?[0-9A-Za-z]+;)")
-# Control characters but line breaks and tabs, and halves of surrogate pairs, which UTF-8 has no bytes for.
+# Control characters except line breaks and tabs, and halves of surrogate pairs, which UTF-8 has no bytes for.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -27,19 +27,19 @@ def written(value: float, digits: int = 4) -> str:
 
 
 def printable(value: str) -> str:
-    """Return the text with Python's escapes in the place of what a terminal obeys or a file cannot hold."""
+    """Return the text with Python's escapes for the characters that a terminal obeys or a file cannot hold."""
     if value.isprintable():
         return value
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], value)
 
 
 def text(value: str) -> str:
-    """Return lines for a terminal or a file; what is unseen becomes an escape such as ``\\x1b``."""
+    """Return lines for a terminal or a file; invisible characters become escapes such as ``\\x1b``."""
     return _UNSEEN.sub(_escape, value)
 
 
 def line(value: str) -> str:
-    """Return the same in one line."""
+    """Return the text as one line, with line breaks escaped."""
     return text(value).replace("\n", "\\n")
 
 
@@ -49,7 +49,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def prose(value: str) -> str:
-    """Return one line of markdown in which tags and entities are letters."""
+    """Return one line of markdown that shows tags and entities as plain text."""
     return _ENTITY.sub("&amp;", line(value)).replace("<", "&lt;")
 
 
@@ -69,23 +69,23 @@ def in_html(value: str) -> str:
 
 
 def fence(lines: Iterable[str]) -> str:
-    """Return markdown that shows lines as they are; none of them ends the block."""
+    """Return a markdown code block that shows the lines as they are; none of them can end the block."""
     body = text("\n".join(lines))
     ticks = "`" * max(3, 1 + max(map(len, _TICKS.findall(body)), default=0))
     return f"{ticks}text\n{body}\n{ticks}"
 
 
-# What an exception says, as text that a terminal can show and a file can hold.
+# Messages of exceptions, as text that a terminal can show and a file can hold.
 
 
-# What PyTorch adds to each of CUDA's errors: where to search for it, and how to debug (``c10/cuda/CUDAException.cpp``).
+# PyTorch's additions to each CUDA error: where to search for it, and how to debug (``c10/cuda/CUDAException.cpp``).
 _ADVICE = re.compile(r"\n(Search for `\w+' in https|CUDA kernel errors might be asynchronously).*", re.DOTALL)
 
 
 def said(error: BaseException) -> str:
-    """Return what an exception says, without PyTorch's advice on CUDA's errors.
+    """Return the message of an exception, without PyTorch's advice on CUDA errors.
 
-    The code that says it may be a user's, and raise as well.
+    The exception's ``__str__`` may be a user's code, and raise as well.
     """
     try:
         return printable(_ADVICE.sub("", str(error)))
@@ -95,7 +95,7 @@ def said(error: BaseException) -> str:
         return f"(its __str__ raises {type(another).__name__})"
 
 
-# How PyTorch and CUDA say that there is no GPU (``torch/cuda/__init__.py``, ``torch/cuda/_utils.py``,
+# The ways in which PyTorch and CUDA say that there is no GPU (``torch/cuda/__init__.py``, ``torch/cuda/_utils.py``,
 # ``c10/cuda/CUDAFunctions.cpp``, ``torch/csrc/Device.cpp``, ``aten/src/ATen/detail/CUDAHooksInterface.h``).
 _NO_GPU = re.compile(
     "Torch not compiled with CUDA|PyTorch was compiled without CUDA|No CUDA GPUs are available|no NVIDIA driver|"
@@ -106,7 +106,7 @@ _NO_GPU = re.compile(
 
 
 def advised(text: str) -> str:
-    """Return what was raised, and what to do if it asked for a GPU that is not there."""
+    """Return the message, with advice if the code asked for a GPU that the machine does not have."""
     if not _NO_GPU.search(text):
         return text
     return (
@@ -116,10 +116,10 @@ def advised(text: str) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """Return the exception's type and what it says, if anything."""
+    """Return the exception's type and its message, if it has one."""
     return advised(printable(f"{type(error).__name__}: {said(error)}").removesuffix(": "))
 
 
 def one_line(error: BaseException) -> str:
-    """Return its type and the first line of its message, for a cell of a table."""
+    """Return the exception's type and the first line of its message, for a cell of a table."""
     return f"{type(error).__name__}: {said(error).strip().partition(chr(10))[0]}"

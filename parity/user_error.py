@@ -1,10 +1,10 @@
-"""Tell mistakes of the user from all other exceptions."""
+"""Distinguish mistakes of the user from all other exceptions."""
 
 from __future__ import annotations
 
-from parity.cpu import UserError  # which imports nothing of parity, so the class lies there
+from parity.cpu import UserError  # defined there because parity.cpu imports nothing else of parity
 
 __all__ = ["INTERRUPTS", "UserError"]
 
 INTERRUPTS = (KeyboardInterrupt, GeneratorExit)
-"""These are not mistakes if a user's code raises them; ``sys.exit()`` and ``pytest.skip()`` are."""
+"""Exceptions that are not mistakes if a user's code raises them; ``sys.exit()`` and ``pytest.skip()`` are mistakes."""
