@@ -1,10 +1,10 @@
-"""Compare a training: each step of the candidate's by itself, and what it leaves to the next.
+"""Compare a training: judge each of the candidate's steps by itself, and the state that it leaves to the next.
 
-A training is chaotic: two right ones drift apart, since Adam moves a weight whose gradient is nearly 0 up or down by
-chance. So no step is compared with a step of another training. The candidate trains as it does. At each step the
-reference gets the weights that the candidate has, and loss and gradients are judged like those of any pass; the
-reference's optimizer gets the candidate's gradients, and must make the same step. A training is right if each of its
-steps is, and where one is not, that step is where to look.
+Training is chaotic: two right trainings drift apart, since Adam moves a weight whose gradient is nearly 0 up or down by
+chance. So no step is compared with a step of another training. The candidate trains on its own. At each step the
+reference gets the candidate's weights, and loss and gradients are judged like those of any pass. The reference's
+optimizer gets the candidate's gradients and must make the same step. A training is right if each of its steps is; the
+first step that is not shows where to look.
 """
 
 from __future__ import annotations
@@ -93,34 +93,34 @@ _NOT_OWN = (
     "and reads that format itself"
 )
 _WITHOUT: dict[str, str] = {"graph": "graphs", "offload": "offloading"}
-# By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
+# The largest relative error of a clipping factor, which comes from an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
-# The cosine of gradients and the right ones, at least, where all are multiplied by one number: NVFP4 loses a tenth.
+# The smallest cosine between the right gradients and a multiple of them: NVFP4 loses a tenth.
 _ALONG = 0.98
 _FEWEST_MULTIPLIED = 16
 
 
 @dataclass
 class _Run:
-    """Hold what is asked for, and what is known of the training so far.
+    """Hold what was asked for, and what is known of the training so far.
 
     Attributes:
         asked, checked, steps, switch, diagnosis: what ``train_at`` was asked for.
         trainee: the candidate that is trained.
-        without: the same training without a graph, or without offloading, if it is compared with one.
-        replay: the reference's optimizer, which makes each step of the candidate's.
+        without: the same training without a graph or offloading, if it is compared with that.
+        replay: the reference's optimizer, which repeats each of the candidate's steps.
         history: what the optimizer did in each step to a few elements of each parameter.
-        told: each step as a result tells it.
-        gradients: the sum of the candidate's weight gradients over all earlier steps, for one that is not zeroed.
-        limits: of each weight gradient the largest bound on its relative error, over all steps.
-        amaxes: of each operand the largest magnitude that delayed scaling has seen.
+        told: each step as the result reports it.
+        gradients: the sum of the candidate's weight gradients over all earlier steps, in case they are not zeroed.
+        limits: each weight gradient's largest bound on its relative error, over all steps.
+        amaxes: each operand's largest magnitude that delayed scaling has seen.
         is_narrow: whether the precision's dtype holds all weights that the optimizer made.
         weights: the weights before the previous step; None at the first.
         begun: the candidate's buffers before the first step.
         moved: the reference's buffers that a forward pass has changed so far.
-        buffers: what both have of them before the step.
-        worst: of each tensor the verdict with the largest margin.
-        notes: what is to be said of the whole training.
+        buffers: the buffers of both before the step.
+        worst: each tensor's verdict with the largest margin.
+        notes: notes on the whole training.
     """
 
     asked: Asked
@@ -150,22 +150,22 @@ class _Run:
         return self.checked, self.asked.precision, self.asked.seed, self.asked.kernels
 
     def case_of(self, number: int, weights: Named | None, held: Mapping[str, Tensor] = MappingProxyType({})) -> Case:
-        """Return the case of a step, with the buffers that the candidate has before the step that is made now."""
+        """Return the case of a step, with the candidate's buffers before the current step."""
         return step_case(self.asked.case, number, weights, self.asked.seed, held, self.buffers)
 
     def judge(self, step: Case, made: CandidateRun | None = None) -> Judged:
-        """Return the verdict on the loss and gradients of a step; a new candidate computes them unless it is given."""
+        """Return the verdict on a step's loss and gradients; a new candidate computes them unless ``made`` is given."""
         return judge_at(step, *self.at, self.asked.calibration, self.asked.attention, made=made)
 
     def result(self, status: Status, **fields: Any) -> Result:
-        """Return a result with the worst of all steps' tensors, and what was noted."""
+        """Return a result with the worst tensors of all steps, and the notes."""
         notes = (*self.notes, *fields.pop("notes", ()))
         tensors = thinned(list(self.worst.values()))
         return self.asked.result(status, tensors=tensors, notes=notes, steps=tuple(self.told), **fields)
 
 
 class _Ended(Exception):
-    """Carry the result of a training that no further step can be made of, or judged."""
+    """Carry the result of a training whose next step cannot be made or judged."""
 
     def __init__(self, result: Result) -> None:
         super().__init__(result.reason)
@@ -174,15 +174,15 @@ class _Ended(Exception):
 
 @dataclass(frozen=True)
 class _Made:
-    """Hold one step of the candidate's.
+    """Hold one step of the candidate.
 
     Attributes:
-        number: of the step, from 1.
+        number: the step's number, from 1.
         case: the step as a case, whose output is the loss.
         prepared: the reference, with the weights that the candidate had before the step.
         stepped: what the candidate computed.
-        buffers: the candidate's, before the step.
-        beside: the same step without a graph or offloading, if that is compared.
+        buffers: the candidate's buffers before the step.
+        beside: the same step without a graph or offloading, if it is compared with that.
         lost: what saving and loading lost before the step.
     """
 
@@ -210,18 +210,18 @@ def train_at(
     diagnosis: float | None = 0.0,
     made: Degrees | None = None,
 ) -> Result:
-    """Train the candidate for some steps, judge each, and say what is wrong with the first that is.
+    """Train the candidate for some steps, judge each, and search for the cause of the first that is wrong.
 
-    Never raises because of a module that fails: the result's status and reason tell.
+    Never raises because a module fails: the result's status and reason report that.
 
     Args:
-        steps: how many, from 1.
-        switch: ``resume``, ``resume-dcp`` or ``resume-safetensors`` to save the training in the middle, and to go on
-            with a new module that loads it, which must compute the same to the bit; ``rollback`` to load it into the
-            module that has gone on; ``recompute`` to make each call by ``te.checkpoint``; ``micro-batches`` to make
-            each step's gradients of up to four parts of its batch; ``graph`` to replay CUDA graphs, each step of which
-            must be that of the same training without graphs to the bit; ``compile`` to call it by ``torch.compile``;
-            ``offload`` to keep its activations on the host, with the same steps as without to the bit.
+        steps: how many steps, from 1.
+        switch: ``resume``, ``resume-dcp`` or ``resume-safetensors`` to save the training halfway and go on with a new
+            module that loads it, which must compute the same to the bit; ``rollback`` to load it into the module that
+            has gone on; ``recompute`` to make each call through ``te.checkpoint``; ``micro-batches`` to accumulate each
+            step's gradients over up to four parts of its batch; ``graph`` to replay CUDA graphs, with the same steps as
+            without to the bit; ``compile`` to call the candidate through ``torch.compile``; ``offload`` to keep its
+            activations on the host, with the same steps as without to the bit.
         diagnosis: seconds of real time for the search for a cause, 0 for no limit; None for no search.
         made: how many ranks train it together; None for this process alone.
 
@@ -263,7 +263,7 @@ def _trained(
     resuming: ExitStack,
     made: Degrees | None,
 ) -> Result:
-    """Make step after step, until one is wrong."""
+    """Make and judge one step after another until one is wrong, and return the result."""
     case, precision, seed, kernels = asked.case, asked.precision, asked.seed, asked.kernels
     first = step_case(case, 1, None, seed)
     prepared = prepare(first, checked, precision.dtype, seed, kernels)
@@ -276,8 +276,8 @@ def _trained(
         run.notes += without.notes if without else []
         for number in range(1, steps + 1):
             weights, run.buffers = run.trainee.weights, _buffers(run, prepared)
-            held = run.trainee.quantized  # which scales that have settled may have changed before the first step
-            is_first = number == 1 and (not held or prepared.unlike)  # what it holds would hide that it is another's
+            held = run.trainee.quantized  # settling the scales may have changed these before step 1
+            is_first = number == 1 and (not held or prepared.unlike)  # held weights would hide that they are unlike
             step = first if is_first else run.case_of(number, weights, held)
             prepared = _prepared(run, step, number, weights)
             buffers = run.trainee.buffers
@@ -301,19 +301,21 @@ def _trained(
 
 
 def _buffers(run: _Run, before: Prepared) -> Buffers:
-    """Return what the candidate's training has changed of its buffers, and which of the reference's are given that:
-    those that its own forward pass changes, as it does running statistics, and those that no call changes.
+    """Return the candidate's buffers that its training has changed, and those of the reference that are set to them.
+
+    These are the buffers that the reference's own forward pass changes, such as running statistics, and those that the
+    candidate's training step changes outside of calls.
 
     Args:
         run: the training.
-        before: the previous step; at the first step, the same.
+        before: the previous step; at the first step, that step itself.
     """
     run.moved |= before.golden.buffers
     changed = {
         name: x for name, x in run.trainee.buffers.items() if name not in run.begun or not are_equal(x, run.begun[name])
     }
     by_step: set[str] = set()
-    if isinstance(run.trainee, Trainee) and run.switch != "graph":  # whose replays are no calls
+    if isinstance(run.trainee, Trainee) and run.switch != "graph":  # its replays are not calls
         by_step = changed.keys() - run.trainee.moved_in_calls
     if by_step and not run.buffers.by_step:
         told = f"the training step changes buffers besides calling the candidate, {listed(sorted(by_step))}"
@@ -325,7 +327,7 @@ def _buffers(run: _Run, before: Prepared) -> Buffers:
 
 
 def _offloads_nothing(trainee: Trainee | TraineeOverRanks) -> bool:
-    """Return whether TE's offloading, which the pair leaves to parity, has offloaded nothing."""
+    """Return whether the pair leaves offloading to parity, and TE has offloaded nothing."""
     return isinstance(trainee, Trainee) and not trainee.training.offload and not trainee.journal.offloaded
 
 
@@ -338,7 +340,7 @@ def _begin(
     resuming: ExitStack,
     made: Degrees | None,
 ) -> tuple[Trainee | TraineeOverRanks, Without | None]:
-    """Return the candidate before its first step; and beside it, for a graph or offloading, the training without.
+    """Return the candidate before its first step and, if it uses a graph or offloading, the same training without.
 
     Raises:
         _Ended: if ranks or a capture failed.
@@ -366,7 +368,7 @@ def _prepared(run: _Run, step: Case, number: int, weights: Named) -> Prepared:
     """Return the reference of a step, with golden.
 
     Raises:
-        _Ended: if the training has outgrown what can be judged.
+        _Ended: if the training's numbers have become too large to judge.
     """
     dtype = run.asked.precision.dtype
     if number > 1 and (why := _too_large("its weights", weights.values(), dtype)):
@@ -403,7 +405,7 @@ def _make_step(run: _Run, step: Case, number: int, prepared: Prepared, resuming:
 def _make_step_beside(
     run: _Run, step: Case, number: int, prepared: Prepared, trainee: Trainee, without: Without
 ) -> _Made:
-    """Let the candidate make a step that is compared with the same step of the training without.
+    """Let the candidate make a step that is compared with the same step without a graph or offloading.
 
     Raises:
         _Ended: if TE's offloading breaks the step.
@@ -428,7 +430,7 @@ def _make_step_beside(
 
 
 def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
-    """Return the verdict on a step's loss and gradients, with what is wrong with the step: a finding if anything is."""
+    """Return the verdict on a step's loss and gradients, with a finding if anything is wrong with the step."""
     stepped, prepared, trainee = made.stepped, made.prepared, run.trainee
     if made.lost is not None:
         return dataclasses.replace(judged, findings=(made.lost,))
@@ -449,7 +451,7 @@ def _with_findings(run: _Run, made: _Made, judged: Result) -> Result:
 
 
 def _with_differences(run: _Run, made: _Made, beside: Beside, trainee: Trainee, judged: Result) -> Result:
-    """Return the verdict with what makes a step another than the same step without a graph or offloading."""
+    """Return the verdict with the reason why a step differs from the same step without a graph or offloading."""
     explained = None if judged.passed else partial(_explained, run, made, judged)
     differing = dataclasses.replace(judged, status="failed") if judged.passed else judged
     if run.diagnosis is None:
@@ -463,10 +465,10 @@ def _with_differences(run: _Run, made: _Made, beside: Beside, trainee: Trainee, 
 
 
 def _with_cause(run: _Run, made: _Made, judged: Result, scaled: Finding | None) -> Result:
-    """Return the verdict on a step whose loss or gradients are wrong with the cause, as far as one is found.
+    """Return the verdict on a step whose loss or gradients are wrong, with the cause if one is found.
 
     Args:
-        scaled: what is wrong with delayed scaling, which is told if nothing else is known.
+        scaled: what is wrong with delayed scaling, which is reported if nothing else is known.
 
     Raises:
         _Ended: if a faithful computation of the step overflows as well.
@@ -500,13 +502,13 @@ def _candidate_run(stepped: Stepped) -> CandidateRun:
 
 
 def _new_trainee(resuming: ExitStack, *of: Any) -> Trainee:
-    """Return a new candidate, with TE's state as a new process has it until ``resuming`` is left."""
+    """Return a new candidate, with TE's state as in a new process until ``resuming`` is left."""
     resuming.enter_context(fresh_quantization())
     return Trainee(*of)
 
 
 def _too_large(what: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> str:
-    """Say of tensors that one is not finite, or larger than any number of a dtype; an empty text if none is."""
+    """Say that a tensor is not finite, or larger than any number of a dtype; return an empty text if none is."""
     limit = torch.finfo(dtype).max
     largest = max((float(x.abs().max()) for x in tensors if x.numel()), key=lambda one: math.inf if one != one else one)
     if largest <= limit:
@@ -516,7 +518,7 @@ def _too_large(what: str, tensors: Iterable[Tensor], dtype: torch.dtype) -> str:
 
 
 def _diverged(run: _Run, number: int, why: str) -> Result:
-    """Return the verdict on a training of which no further step can be judged."""
+    """Return the result of a training whose next step cannot be judged."""
     own: list[float] | None = None
     with suppress(NothingToJudge):
         own = of_reference(run.asked.case, *run.at, number).losses
@@ -525,7 +527,7 @@ def _diverged(run: _Run, number: int, why: str) -> Result:
 
 
 def _is_right_anew(run: _Run, made: _Made, backend: str) -> bool:
-    """Return whether a new candidate makes a step right if a backend compiles it, or the pair where that is empty."""
+    """Return whether a new candidate makes a step right if ``backend`` compiles it, or the pair if that is empty."""
     checked, precision, seed, kernels = run.at
     whole = run.asked.case
 
@@ -548,14 +550,15 @@ def _replay(prepared: Prepared, training: Training, setting: Setting | None = No
 
 
 def _fused(prepared: Prepared) -> dict[str, tuple[str, ...]]:
-    """Return the candidate's parameters that hold several of the reference's, with the names of these."""
+    """Return the candidate's parameters that hold several of the reference's, with the names of the latter."""
     sides = ((list(names(right)), tuple(names(left))) for left, right in prepared.weights.items())
     return {own[0]: held for own, held in sides if len(own) == 1 < len(held)}
 
 
 def _multiplied(prepared: Prepared) -> dict[tuple[str, bool], float]:
-    """Return the largest magnitude of what each of the candidate's weights is multiplied by, as the reference has it;
-    by the weight's name, and by whether that is a gradient.
+    """Return the largest magnitude, in the reference, of the operand that each of the candidate's weights multiplies.
+
+    Keys are the weight's name and whether the operand is a gradient.
     """
     found: dict[tuple[str, bool], float] = {}
     for left, right in prepared.weights.items():
@@ -588,7 +591,7 @@ def _add(total: Named, stepped: Stepped) -> None:
 
 
 def _explained(run: _Run, made: _Made, judged: Result) -> Result:
-    """Return the verdict on a step whose loss or gradients are wrong, with what makes them so."""
+    """Return the verdict on a step whose loss or gradients are wrong, with the cause."""
     if judged.status != "failed" or run.diagnosis is None:
         return judged
     number, prepared = made.number, made.prepared
@@ -631,8 +634,9 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
 
 
 def _of_graph(replayed: Replayed, judged: Result, explained: Callable[[], Result] | None) -> Result:
-    """Return the verdict with what makes a step of a graph another than without one: something that the graph keeps,
-    else a mistake that any training may have, such as FP8 weights that are cached.
+    """Return the verdict with the reason why a step in a graph differs from the one without.
+
+    It is something that the graph keeps, else a mistake that any training may have, such as cached FP8 weights.
     """
     if found := replay_explained(replayed):
         return dataclasses.replace(judged, findings=(found,))
@@ -649,9 +653,9 @@ def prepared_weights(prepared: Prepared) -> Named:
 
 
 def _of_buffers(run: _Run, made: _Made) -> Finding | None:
-    """Return which buffer a forward pass moves by a multiple of what the reference's moves it by; None if none.
+    """Return a finding if a forward pass changes a buffer by a multiple of what the reference changes it by, else None.
 
-    Nothing is known of a step that calls the candidate several times, or computes it again in its backward pass.
+    This cannot be told for a step that calls the candidate several times or recomputes it in its backward pass.
     """
     before, after, right = made.buffers, made.stepped.buffers, made.prepared.golden.buffers
     held = dict(made.prepared.reference.named_buffers())
@@ -667,7 +671,7 @@ def _of_buffers(run: _Run, made: _Made) -> Finding | None:
 
 
 def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | None:
-    """Return why the optimizer's step is not the reference's; None if it is."""
+    """Return a finding that says why the optimizer's step is not the reference's; None if it is."""
     trainee, precision = run.trainee, run.asked.precision
     training = trainee.training
     if told := _of_clipping(len(run.history), stepped, training.clip):
@@ -711,9 +715,10 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
 
 
 def _before_clipping(made: _Made, clip: float | None, is_whole: bool) -> _Made:
-    """Return a step with its gradients as they were before they were multiplied without ``clip_grad_norm_``: where
-    those that the optimizer gets have the largest norm, or where backward passes had left the right one. Multiplying
-    them has rounded them once more.
+    """Return a step with its gradients as they were before the port multiplied them without ``clip_grad_norm_``.
+
+    It did so if the gradients that the optimizer gets have exactly the largest norm, or if those that backward passes
+    left had the right norm. The multiplication has rounded the gradients once more.
 
     Args:
         made: the step.
@@ -759,8 +764,10 @@ def _with_gradients_before(made: _Made, own: Named, factor: float) -> _Made:
 
 
 def _multiplied_by(gradients: Named, prepared: Prepared) -> float:
-    """Return by what right gradients were multiplied, as the one tells it that is the nearest to one number's multiple;
-    a number or two are always.
+    """Return the number by which the right gradients were multiplied.
+
+    It is taken from the gradient that is closest to a multiple of the right one. Gradients of a few elements come last,
+    since one or two numbers are always close.
     """
     least, found = math.inf, 1.0
     for name, x in gradients.items():
@@ -775,14 +782,14 @@ def _multiplied_by(gradients: Named, prepared: Prepared) -> float:
 
 
 def _are_along(gradients: Named, prepared: Prepared) -> bool:
-    """Return whether gradients are the right ones times a number, up to what any precision loses of them."""
+    """Return whether gradients are the right ones times a number, up to what any precision loses."""
     right = prepared.golden.weight_gradients
     along = sum(float((x.double() * right[name].to(x.device)).sum()) for name, x in gradients.items())
     return along > _ALONG * norm_together(gradients.values()) * norm_together(right.values())
 
 
 def _of_clipping(number: int, stepped: Stepped, clip: float | None) -> Finding | None:
-    """Return how a step's clipping differs from the reference's; None if it does not."""
+    """Return a finding that says how a step's clipping differs from the reference's; None if it does not."""
     clipping = stepped.clipping
     gradients = {name: x for (kind, name), x in stepped.tensors.items() if kind == "weight gradient"}
     expected = 1.0 if clip is None else min(1.0, clip / (norm_together(gradients.values()) + 1e-6))

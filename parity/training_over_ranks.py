@@ -1,7 +1,7 @@
 """Train a candidate over ranks, and hand out its steps like those of a candidate that one process trains.
 
-The ranks make all steps by themselves, as the port does. Here what they had before and after each step is put together,
-by how the pair says that it is divided, and held against each other where ranks hold the same.
+The ranks make all steps by themselves, as the port does. Their tensors before and after each step are put together as
+the pair says that they are divided, and ranks that should hold the same are compared with each other.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from parity.search.steps import are_made_of, listed, lost_state
 from parity.te.state import Kept
 from parity.user_error import UserError
 
-# By how much a clipping may be off, in relation to itself: an FP32 norm of gradients in 16 bits.
+# The largest relative error of a clipping factor, which comes from an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
-# By how much a rank's share of a batch may be off, in relation to itself, as for micro-batches.
+# The largest relative error of a rank's share of a batch, as for micro-batches.
 _SHARES = 0.02
 
 
@@ -60,7 +60,7 @@ class TraineeOverRanks:
     Attributes:
         training: how its pair is trained.
         made: how many ranks there are.
-        is_plain: whether its steps are parity's own, without any trick.
+        is_plain: whether its steps are parity's own plain ones.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class TraineeOverRanks:
 
     @property
     def _made(self) -> tuple[StepOnRank, ...]:
-        """Return what the ranks have of the last step that was asked for."""
+        """Return what the ranks recorded of the last step that was asked for."""
         return self._steps[self._next - 1]
 
     def step(self, prepared: Prepared) -> Stepped:
@@ -182,14 +182,14 @@ class TraineeOverRanks:
 
     @property
     def gradients_scale(self) -> float:
-        """Return by what ranks multiply their gradients, which they then average."""
+        """Return the number by which ranks multiply their gradients before they average them."""
         return float(self.made.dp) if self._made[0].loss_over.get("dp") else 1.0
 
     def _added_up(self, loss: Whole) -> Whole:
         """Return the loss of the whole batch on each rank.
 
-        Ranks that divide a batch or a sequence have parts of it, which add up, or the means of their parts, unless the
-        port has reduced it already: then all of them have the same.
+        Ranks that divide a batch or a sequence hold parts of the loss that add up, or the means of their parts. If the
+        port has reduced the loss already, all of them hold the same.
         """
         values = {one.rank: one.values.double() for one in loss.pieces}
         for axis, is_mean in self._made[0].loss_over.items():
@@ -211,11 +211,11 @@ class TraineeOverRanks:
         return {name: x.reshape(-1)[self._elements[name]].double() for name, x in tensors.items()}
 
     def _whole(self, step: Sequence[StepOnRank], parts: Callable[[StepOnRank], Mapping[str, Tensor]]) -> Named:
-        """Return whole tensors in the candidate's layout, FP64: of elements that a rank's optimizer steps, that rank's.
+        """Return whole tensors in the candidate's layout, FP64, with each element from the rank that steps it, if any.
 
         Args:
-            step: what each rank has.
-            parts: returns what a rank has of its parameters.
+            step: what each rank recorded.
+            parts: returns a rank's tensors by its parameters' names.
         """
         found: Named = {}
         for is_owner, (rank, one) in itertools.product((False, True), reversed(list(enumerate(step)))):
@@ -228,10 +228,10 @@ class TraineeOverRanks:
                 whole[at[mine]] = x.flatten().double()[mine]
         return found
 
-    # What ranks that hold the same must agree in.
+    # Checks that ranks agree in what they all hold.
 
     def between_ranks(self, judged: Result, prepared: Prepared) -> Finding | None:
-        """Return what is wrong between the ranks in the last step; None if nothing is, or it is something else.
+        """Return what is wrong between the ranks in the last step; None if nothing is, or something else is.
 
         Args:
             judged: the verdict on the step's loss and gradients.
@@ -275,7 +275,7 @@ class TraineeOverRanks:
         return f"; those of {_numbers(sorted(right))} are right, and those of {_numbers(wrong)} are wrong"
 
     def _of_shares(self, judged: Result, prepared: Prepared) -> Finding | None:
-        """Return which ranks' parts of a batch count for more or less than they should in gradients that all share."""
+        """Return a finding if ranks' parts of a batch count for more or less than they should in shared gradients."""
         ranks, whole = self.made.peers("dp")[0], named_inputs(prepared.inputs, prepared.input_names)
         splits = self._made[0].ran.splits
         of_dp = {name: [one for one in splits.get(name, ()) if one.axis == "dp"] for name in whole}
@@ -327,7 +327,7 @@ class TraineeOverRanks:
         )
 
     def unexplained(self, judged: Result, prepared: Prepared) -> Finding:
-        """Return what is known of a step that is right in one process, and over ranks wrong for no reason found."""
+        """Return what is known of a step that is right in one process, but wrong over ranks for no known reason."""
         wrong = listed([one.label for one in judged.tensors if not one.passed])
         told = (
             f"in step {self._next} the candidate is right in one process, but over {self.made.label} wrong in {wrong}"
@@ -343,7 +343,7 @@ class TraineeOverRanks:
         )
 
     def _of_reduction(self, judged: Result) -> Finding | None:
-        """Return whether gradients that ranks hold in FP32 have numbers of 16 bits alone, and are wrong."""
+        """Return a finding if gradients that ranks hold in FP32 are wrong and contain only BF16 numbers."""
         gradients = {one.name: one for one in self._wholes if one.kind == "weight gradient"}
         narrow = [
             name
@@ -364,7 +364,7 @@ class TraineeOverRanks:
         )
 
     def _of_amaxes(self) -> Finding | None:
-        """Return which ranks that compute one tensor together do not share its scale."""
+        """Return a finding if ranks that compute one tensor together do not share its scale."""
         for axis in ("tp", "cp"):
             for a, b in (pair for peers in self.made.peers(axis) for pair in itertools.pairwise(peers)):
                 for (_, x), (_, y) in zip(self._made[a].scaling, self._made[b].scaling, strict=False):
@@ -378,10 +378,10 @@ class TraineeOverRanks:
         return None
 
     def of_shards(self, wrong: Mapping[str, Tensor]) -> Finding | None:
-        """Return whose parts an optimizer steps wrongly that ranks divide; None if it is not divided, or all are wrong.
+        """Return which ranks step their parts of the weights wrongly; None if ranks do not divide the optimizer.
 
         Args:
-            wrong: whether each followed element is stepped as the reference's optimizer does not, by parameter.
+            wrong: for each parameter, which of the followed elements are not stepped as by the reference's optimizer.
         """
         step = self._made
         owned = [sum(len(x) for x in one.owned.values()) for one in step]
@@ -404,7 +404,7 @@ class TraineeOverRanks:
         )
 
     def _exchanged(self) -> Finding | None:
-        """Return which part of a weight holds after the step what another part was."""
+        """Return a finding if one part of a weight holds another part's values after the step."""
         for one in self._made:
             for name, x in one.weights.items():
                 size = len(one.owned.get(name, ()))
@@ -425,7 +425,7 @@ class TraineeOverRanks:
         return None
 
     def _of_clipping(self) -> Finding | None:
-        """Return which ranks have clipped by a norm that is not that of all gradients."""
+        """Return a finding if ranks have clipped by a norm that is not that of all gradients."""
         clip = self.training.clip
         if clip is None:
             return None
@@ -435,7 +435,7 @@ class TraineeOverRanks:
         return told or wrong_norm(made, self._wholes, self.made, _CLIPPING)
 
     def _of_weights(self) -> Finding | None:
-        """Return which ranks have other weights after the step, though they had the same and the same gradients."""
+        """Return a finding if ranks hold different weights after a step from equal weights and gradients."""
         told = self._apart(lambda one: one.after)
         if told is None:
             return None
@@ -448,7 +448,7 @@ class TraineeOverRanks:
         )
 
     def _not_taken_over(self) -> Finding | None:
-        """Return which rank still has a part of a weight from before the step that another rank's optimizer stepped."""
+        """Return a finding if a rank still holds the old values of a part that another rank's optimizer stepped."""
         for owner, other in itertools.permutations(range(self.made.count), 2):
             one, stale = self._made[owner], self._made[other]
             for name, at in one.owned.items():
