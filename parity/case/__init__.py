@@ -1,1 +1,1 @@
-"""Declare pairs: what a user writes, their sizes and weight maps, and whether all of it fits together."""
+"""Declare pairs with their sizes and weight maps, and check that everything fits together."""

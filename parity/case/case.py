@@ -1,4 +1,4 @@
-"""Declare a pair: the reference, the candidate, their sizes and inputs; a case is a pair that was registered."""
+"""Declare a pair: the reference, the candidate and their inputs. A case is a registered pair with its sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rng:
         self._generator = torch.Generator().manual_seed(mixed(seed, purpose))
 
     def normal(self, *shape: int | Sequence[int], std: float = 1.0, mean: float = 0.0) -> Tensor:
-        """Return Gaussian values of the given shape, as numbers or in one tuple."""
+        """Return Gaussian values; the shape is given as numbers or as one tuple."""
         drawn = torch.empty(_flat(shape), dtype=torch.float32)
         drawn.normal_(generator=self._generator)  # ``draws`` sees the method
         return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # scaling takes longer than a repeated draw
@@ -67,7 +67,7 @@ class Rng:
 
 
 def _flat(shape: Sequence[int | Sequence[int]]) -> tuple[int, ...]:
-    """Return the sizes of a shape that is given as numbers, or in one tuple."""
+    """Return the sizes of a shape that is given as numbers or as one tuple."""
     return tuple(chain.from_iterable((one,) if isinstance(one, int) else one for one in shape))
 
 
@@ -82,28 +82,28 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 @dataclass(frozen=True)
 class Training:
-    """Say how a pair is trained, if a comparison is asked for steps.
+    """Say how a pair is trained, for comparisons of training steps.
 
     Attributes:
         optimizer: makes the reference's optimizer: ``lambda model: torch.optim.SGD(model.parameters(), lr=0.1)``.
             AdamW by default, see ``parity.case.training``.
-        candidate_optimizer: makes the candidate's. By default TE's FusedAdam, with FP32 master weights of weights in 16
-            bits, if ``optimizer`` is left out as well; else what ``optimizer`` makes.
+        candidate_optimizer: makes the candidate's optimizer. By default what ``optimizer`` makes or, if that is left
+            out as well, TE's FusedAdam, with FP32 master weights for weights in 16 bits.
         loss: called as ``loss(returned, *inputs)`` with what a module returned and the inputs; returns one number. By
-            default a single number that is returned is the loss; of anything else, half the squared distance to fixed
-            targets.
+            default, a single returned number is the loss itself; for anything else, the loss is half the squared
+            distance to fixed targets.
         clip: the largest norm of all gradients together, to which both are clipped; None for no clipping.
-        scheduler: makes the learning rate's schedule of an optimizer, which takes a step after each of the optimizer's.
+        scheduler: makes an optimizer's learning rate schedule, which takes a step after each step of the optimizer.
         candidate_step: the port's own training step, ``step(model, optimizer, *inputs)``, which makes one step of the
             optimizer, and returns the loss. ``model(*inputs)`` calls the candidate as the pair says, under the
-            precision's recipe, and ``model.loss(*inputs)`` returns its loss. By default a step without any trick.
-        save: called as ``save(module, optimizer, file)`` with a binary file, where a training is interrupted to be
+            precision's recipe, and ``model.loss(*inputs)`` returns its loss. By default a plain step.
+        save: called as ``save(module, optimizer, file)`` with a binary file, when a training is interrupted to be
             resumed. By default ``torch.save`` of both states.
         load: called as ``load(module, optimizer, file)`` with a newly built candidate, its optimizer, and that file.
         graph: captures CUDA graphs for the switch ``graph``, called as ``graph(model, optimizer, *inputs)`` before the
-            first step, with ``model`` as a step has it and a batch's inputs. It returns the step that replays them,
-            which is called like ``candidate_step``; or None if calling the module replays. By default TE's
-            ``make_graphed_callables`` of the candidate.
+            first step, with ``model`` as in ``candidate_step`` and a batch's inputs. It returns the step that replays
+            them, which is called like ``candidate_step``; or None if calling the module replays them. By default, TE's
+            ``make_graphed_callables`` captures the candidate.
         compile: compiles the candidate for the switch ``compile``, called as ``compile(module)``. By default
             ``module.compile()``, which on the CPU kernels generates no code.
         offload: lets the candidate offload its activations for the switch ``offload``, called once before the first
@@ -133,11 +133,11 @@ def checked_steps(steps: object) -> int:
 
 
 SWITCHES_OVER_RANKS: tuple[Switch, ...] = ("resume", "resume-dcp", "resume-safetensors", "rollback", "recompute")
-"""Ways of training that ranks can take together."""
+"""Switches that a training over ranks supports."""
 
 
 def checked_switches(chosen: Sequence[str], steps: int) -> tuple[Switch, ...]:
-    """Return names of ways of training; a training that is resumed has two steps at least."""
+    """Return the names of the chosen switches, which need a training of at least two steps."""
     known = [switch for switch in get_args(Switch) if switch]
     unknown = [name for name in chosen if name not in known]
     if unknown:
@@ -158,7 +158,7 @@ class Pair:
             position) or a dict (passed by keyword). Floating-point inputs are rounded to the precision and get
             gradients.
         weights: which reference parameters hold which TE parameters, see ``parity.case.weight_map``; an entry with
-            names such as ``layers.{i}.weight`` stands for one for each layer that the reference has.
+            names such as ``layers.{i}.weight`` stands for one entry for each layer of the reference.
         call_reference: called as ``call_reference(reference, *inputs)`` if calling the module is not enough.
         call_candidate: the same for the candidate, e.g. to pass TE its mask arguments.
         fill: whether the candidate is given the reference's weights, as the map says, before it runs. With False it
@@ -167,8 +167,8 @@ class Pair:
             returns.
         training: how both are trained, for a comparison of steps.
         parallel: how the candidate is computed over ranks, for a pair that is declared with ``ranks=``.
-        evaluation: whether both are called in evaluation mode and without gradients, so that outputs alone are
-            compared, as of a model that decodes with a cache.
+        evaluation: whether both are called in evaluation mode and without gradients, so that only outputs are
+            compared, for example of a model that decodes with a cache.
     """
 
     reference: nn.Module
@@ -183,7 +183,7 @@ class Pair:
     evaluation: bool = False
 
     def __post_init__(self) -> None:
-        """Write out the weight map's entries that stand for several layers; whether they fit is checked later."""
+        """Expand the weight map's entries that stand for several layers; whether they fit is checked later."""
         modules = (self.reference, self.candidate)
         if has_patterns(self.weights) and all(isinstance(module, nn.Module) for module in modules):
             known = ([name for name, _ in module.named_parameters()] for module in modules)
@@ -198,21 +198,21 @@ class Case:
         name: unique over all cases of a run.
         factory: ``factory(te, **size)`` builds the Pair; ``te`` is ``transformer_engine.pytorch``.
         sizes: keyword arguments of the factory, one mapping for each size.
-        precisions: names from ``parity.te``; None means each that the run asks for.
+        precisions: names from ``parity.te``; None means all that the run asks for.
         marks: pytest marks, besides the precision's own.
         vary_constants: whether parameters whose elements are all equal (a norm's ones, a bias's zeros) get noise, so
             that one that was never copied shows.
         probe: whether the outputs are compared on probing inputs, too, see ``parity.passes.draws``; False if
             floating-point inputs may not take any value, such as probabilities.
-        attention: the attention backends that TE is to take, each in an item of its own; empty lets TE choose.
+        attention: the attention backends that TE must use, each in an item of its own; empty lets TE choose.
         path: the file that declares the case.
         line: the line of the declaration, from 1.
-        steps: how many steps the pair is trained for, beside the single pass; 0 for none.
+        steps: how many steps the pair is trained for, besides the single pass; 0 for none.
         switches: further ways in which it is trained, each in an item of its own, see ``parity.training.train_at``.
-        ranks: over which ranks the candidate is computed, each in an item of its own; then the factory is called with
-            ``ranks=`` as well.
-        at: what it is called with: this process's place among the ranks.
-        is_step: whether what both return is the loss of a training step, so that gradients begin with 1.
+        ranks: the layouts of ranks that compute the candidate, each in an item of its own; the factory is then called
+            with ``ranks=`` as well.
+        at: this process's place among the ranks, which the factory gets as ``ranks=``.
+        is_step: whether both return the loss of a training step, so that its own gradient is 1.
         held: the candidate's quantized parameters before that step, by name, if it has any.
         part_of: the whole case, if only some of its outputs are compared here; None for all outputs.
         outputs: names of the outputs of this part; empty for all.
@@ -239,7 +239,7 @@ class Case:
 
     @property
     def whole(self) -> Case:
-        """The case that was declared, also for a part of it."""
+        """The declared case, even if this is only a part of it."""
         return self.part_of or self
 
     def build(self, te: ModuleType, size: Size) -> Pair:
@@ -264,8 +264,7 @@ def are_same(entry: object, other: object) -> bool:
 
 
 def as_case(pair: Case | Pair) -> Case:
-    """Return the case itself, or one whose builds are copies of the user's own modules, with the weights that both
-    hold.
+    """Return the case itself, or for a pair of modules a case that builds copies of both, with the weights they hold.
 
     Raises:
         UserError: if it is neither; from the build, if a module cannot be copied.
@@ -293,8 +292,9 @@ def _copied(pair: Pair) -> Pair:
 def signed_as_call(
     function: Callable[..., Any], module: nn.Module, call: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Return a function that stands for a pair's call of a module, with that call's parameters, by which inputs are
-    named; ``call`` as in ``Pair``.
+    """Return the function with the parameters of a pair's call of a module, since inputs are named by them.
+
+    ``call`` is as in ``Pair``; None for calling the module itself.
     """
     itself = [] if call else [inspect.Parameter("_module", inspect.Parameter.POSITIONAL_ONLY)]
     called = inspect.signature(call or module.forward).parameters.values()
@@ -325,7 +325,5 @@ def _drawn(pair: Pair, size: Size, rng: Rng) -> Any:
 
 
 def _plain(inputs: Any) -> Any:
-    """Return a mapping as a dict, since PyTorch finds no tensors in other mappings, such as what a
-    tokenizer returns.
-    """
+    """Return any mapping as a dict, since PyTorch finds no tensors in other mappings, such as a tokenizer's output."""
     return dict(inputs) if isinstance(inputs, Mapping) else inputs

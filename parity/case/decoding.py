@@ -1,4 +1,4 @@
-"""Decode with TE's cache of keys and values, where the reference sees the whole sequence at once."""
+"""Decode with TE's cache of keys and values, while the reference sees the whole sequence at once."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 from parity.user_error import UserError
 
-_MASK = "padding_causal"  # which TE aligns at the bottom right where keys come from a cache
+_MASK = "padding_causal"  # TE aligns it at the bottom right if keys come from a cache
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """A loop over the tokens of a batch, with ``te.InferenceParams``: prompts at once, then one token a sequence.
+    """A loop over the tokens of a batch, with ``te.InferenceParams``: whole prompts, then one token per sequence.
 
-    It is called as ``decode(module, x)`` within a pair's ``call_candidate``, and returns what the module's steps
-    return, joined as one pass over ``x`` would return it. TE counts one token for each sequence that goes on, so a
-    prompt cannot be given in several parts (``pytorch/attention/inference.py`` of 2.20.2).
+    It is called as ``decode(module, x)`` within a pair's ``call_candidate``. It joins the outputs of the module's steps
+    into what one pass over ``x`` would return. TE counts one token for each sequence that goes on, so a prompt cannot
+    be given in several parts (``pytorch/attention/inference.py`` of 2.20.2).
 
     Attributes:
         kv_heads: number of heads of keys and values.
         head_dim: width of a head of keys, and of values if ``head_dim_v`` is None.
-        prompt: how many tokens come first and at once: for all sequences, or for each.
-        qkv_format: with which TE's layers were built.
+        prompt: how many tokens the first step takes: one number for all sequences, or one for each.
+        qkv_format: the format that TE's layers were built with.
         page_size: tokens in a page of a paged cache; None for one that is not paged.
         head_dim_v: width of a head of values.
         step: called as ``step(module, part, **given)`` for each part, in the format; ``given`` holds
-            ``inference_params`` and, in format ``thd``, lengths. None calls the module with as much of ``given`` as its
+            ``inference_params`` and, in format ``thd``, lengths. None calls the module with those of ``given`` that its
             forward names, and with a mask type that suits a cache.
     """
 
@@ -49,10 +49,10 @@ class Decoding:
         """Return the outputs of all tokens, ``[batch, seq, ...]``; 0 beyond a sequence's length.
 
         Args:
-            module: takes parts of ``x``.
+            module: called with parts of ``x``.
             x: ids ``[batch, seq]`` or activations ``[batch, seq, width]``.
             lengths: how many tokens each sequence has; None for all of them.
-            given: passed to each step, as rotary angles are.
+            given: passed to each step, such as rotary angles.
         """
         batch, seq = x.shape[:2]
         ends = [seq] * batch if lengths is None else [int(length) for length in lengths]
@@ -102,7 +102,7 @@ class Decoding:
         self, module: nn.Module, part: Tensor, cache: Any, counts: Mapping[int, int], given: Mapping[str, Any]
     ) -> Tensor:
         passed: dict[str, Any] = {"inference_params": cache}
-        if self.qkv_format == "thd":  # of the new tokens alone: TE adds those in the cache
+        if self.qkv_format == "thd":  # of the new tokens only: TE adds those in the cache
             longest = max(counts.values())
             passed |= {"cu_seqlens_q": cache.cu_seqlens_q, "cu_seqlens_kv": cache.cu_seqlens_q}
             passed |= {"max_seqlen_q": longest, "max_seqlen_kv": longest}
@@ -121,13 +121,13 @@ class Decoding:
         return returned
 
     def _laid_out(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Return the new tokens of each sequence in one tensor of the format, with zeros behind shorter ones."""
+        """Return the new tokens of all sequences in one tensor of the format, with shorter ones padded with zeros."""
         if self.qkv_format == "thd":
             return torch.cat(list(tokens))
         return nn.utils.rnn.pad_sequence(list(tokens), batch_first=self.qkv_format == "bshd")
 
     def _parts(self, returned: Tensor, counts: Mapping[int, int]) -> list[Tensor]:
-        """Return what a step made of each sequence's tokens."""
+        """Return a step's output for each sequence's tokens."""
         if self.qkv_format == "thd":
             return list(returned.split(list(counts.values())))
         by_row = returned if self.qkv_format == "bshd" else returned.transpose(0, 1)

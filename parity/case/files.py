@@ -13,7 +13,7 @@ from importlib import util
 from pathlib import Path
 from types import CodeType, FrameType
 
-# Tell from a file's text whether it uses parity, before anything is imported.
+# Find out from a file's text whether it uses parity, before anything is imported.
 
 
 _NAME = "parity"
@@ -22,11 +22,10 @@ _LOOKS_LIKE_AN_IMPORT = re.compile(rf"(?m)^[^#\n]*\b(import|from)\s[^#\n]*\b{_NA
 
 
 def imports_parity(file: Path) -> bool:
-    """Return whether the file imports parity or something from it, in any form, or imports a module
-    beside it that does.
+    """Return whether the file, or a module beside it that it imports, imports parity or something from it in any form.
 
-    Such a module may declare pairs for the file. Beside it are the modules in its folder, and those below the folder
-    of its outermost package.
+    Such a module may declare pairs for the file. The modules beside a file are those in its folder, and those below
+    the folder of its outermost package.
     """
     seen: set[Path] = set()
     front = [file]
@@ -45,7 +44,7 @@ def imports_parity(file: Path) -> bool:
 def that_import_parity(
     paths: Iterable[Path], patterns: Sequence[str], ignored_folders: Sequence[str]
 ) -> Iterator[Path]:
-    """Yield those of these files that do, and those below these folders.
+    """Yield the files that import parity, among the given ones and below the given folders.
 
     Args:
         paths: files and folders.
@@ -64,13 +63,11 @@ def that_import_parity(
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """Yield the modules that a file imports, with leading dots if they are relative; names of functions
-    are among them.
-    """
+    """Yield the modules that a file imports, with leading dots if they are relative, and also names of functions."""
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the file's text, such as invalid escapes; its import gives them
+            warnings.simplefilter("ignore")  # about the text, such as invalid escapes; the import will warn
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         yield from [_NAME] if _LOOKS_LIKE_AN_IMPORT.search(text) else []
@@ -113,7 +110,7 @@ class Place:
         line: its innermost line that led to the declaration, from 1.
         module: the name under which the file is imported.
         body: the code of the module whose import declares the pair, a new object each time the file is imported; None
-            if not an import declares it, but a function that is called later.
+            if a function that is called later declares it.
     """
 
     path: Path = Path()
@@ -125,7 +122,7 @@ class Place:
 def place_of(caller: FrameType | None) -> Place:
     """Return the place of a declaration that this frame makes.
 
-    Outside of an import it is the frame's own, in a script, a notebook or a test.
+    Outside of an import, as in a script, a notebook or a test, it is the frame's own place.
     """
     if caller is None:
         return Place()
@@ -153,7 +150,7 @@ def _being_imported(frame: FrameType | None) -> FrameType | None:
 
 
 def _is_import(body: FrameType) -> bool:
-    """Return whether the frame runs a module's own file; ``exec`` runs a text under the module's name."""
+    """Return whether the frame runs a module's own file, and not a text that ``exec`` runs under the module's name."""
     origin = getattr(body.f_globals.get("__spec__"), "origin", None)
     if origin is None or body.f_globals.get("__name__") == "__main__":
         return False

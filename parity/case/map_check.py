@@ -32,7 +32,7 @@ from parity.case.weight_map import (
 
 @dataclass(frozen=True)
 class OtherNames:
-    """Other names in a module.
+    """Names in a module other than its parameters' own.
 
     Attributes:
         tied: further names of tied parameters, with the first name, the only one in ``module.named_parameters()``.
@@ -52,7 +52,7 @@ class Parameters:
     Attributes:
         kind: ``reference`` or ``TE``.
         shapes: the shapes of its parameters, by name.
-        others: what other names mean.
+        others: its other names.
     """
 
     kind: str
@@ -75,7 +75,7 @@ def other_names(module: nn.Module) -> OtherNames:
     )
 
 
-# A map's problems as a user reads them: what layers repeat is said once, advice is given once, and long lists are cut.
+# A map's problems as a user reads them: problems of similar layers are merged, advice is given once, lists are cut.
 
 
 MOST_LINES = 20
@@ -88,11 +88,11 @@ _CONSTANT = re.compile(r"constant\([^)]*\)")
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold what is wrong.
+    """One thing that is wrong with a map.
 
     Attributes:
         text: the problem, with the parameters' names and shapes.
-        advice: what to do; said once for all problems that share it, whatever constants it names.
+        advice: what to do; given once for all problems that share it, whatever constants it names.
     """
 
     text: str
@@ -100,9 +100,7 @@ class Problem:
 
 
 def lines(problems: Iterable[Problem]) -> list[str]:
-    """Return a line for each problem, with similar layers in one; the first of very many, and the ends
-    of very long ones.
-    """
+    """Return a line for each problem, merged for similar layers; long lists and long lines are shortened."""
     told: set[str] = set()
     found: list[str] = []
     for problem in _together(problems):
@@ -121,7 +119,7 @@ def _short(text: str) -> str:
 
 
 def _together(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield problems in the order of their first, with those merged that differ only in layers' numbers."""
+    """Yield the problems in their order; those that differ only in layers' numbers are merged into the first."""
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
         alike.setdefault((_NUMBER.sub("#", problem.text), _NUMBER.sub("#", problem.advice)), []).append(problem)
@@ -137,9 +135,7 @@ def _columns(problems: Sequence[Problem]) -> list[tuple[int, ...]]:
 
 
 def _are_all_combinations(problems: Sequence[Problem]) -> bool:
-    """Return whether numbers that vary independently, such as those of layers and experts, occur in all
-    combinations.
-    """
+    """Return whether independent numbers, such as those of layers and experts, occur in all combinations."""
     independent = {tuple(number - column[0] for number in column): len(set(column)) for column in _columns(problems)}
     return math.prod(independent.values()) == len(problems)
 
@@ -161,7 +157,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 # Parameters that only one of the modules ties: what to say about them, and what to write in the map.
 
 
-# Said about TE's parameter, if the reference has two.
+# Advice on TE's one parameter, if the reference has two.
 UNTIED = "but the reference has two parameters: tie these, or build the TE module with two"
 
 
@@ -189,8 +185,9 @@ def tied_in_entry(
 
 
 def tied_elsewhere(name: str, shape: Shape, there: Parameters, here: Parameters) -> str | None:
-    """Return the name under which the other module ties what is an unused parameter here: the same, or
-    one of its shape.
+    """Return the name under which the other module ties a parameter that is unused here, if there is one.
+
+    It is the same name or, failing that, the only one of the same shape.
     """
     tied = [other for other, first in there.others.tied.items() if there.shapes[first] == shape]
     if name in tied:
@@ -211,17 +208,17 @@ def _first(side: Side, module: Parameters) -> str | None:
 
 
 def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tuple[str, ...]:
-    """Say which parameters the candidate holds apart that are one in the reference, a sentence each.
+    """Return a sentence about each parameter that is one in the reference, but that the candidate holds apart.
 
     Two parameters are also one if they share their memory, as after ``b.weight = nn.Parameter(a.weight.data)``: an
-    optimizer that steps on one steps on the other.
+    optimizer that changes one changes the other.
 
     Args:
         weights: a map that ``check_map`` accepts.
         reference, candidate: as they train, before anything casts them.
 
     Raises:
-        WeightMapError: if the candidate has two parameters in one memory, where the reference has two.
+        WeightMapError: if two of the candidate's parameters share memory, but are separate in the reference.
     """
     of_reference, of_candidate = _sharing(reference), _sharing(candidate)
     by_left = {name: sides for sides in weights.items() for name in names(sides[0])}
@@ -248,7 +245,7 @@ def untied(weights: WeightMap, reference: nn.Module, candidate: nn.Module) -> tu
 
 
 def _told(in_reference: str, apart: list[str]) -> str:
-    """Say what becomes of parameters that are apart."""
+    """Say what happens to parameters that are held apart."""
     shown = ", ".join(f'"{name}"' for name in dict.fromkeys(apart))
     return (
         f"in the reference {in_reference}, but the candidate holds it apart, in {shown}: these are equal now, but "
@@ -285,7 +282,7 @@ def share_memory_alike(copied: nn.Module, original: nn.Module) -> None:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...] | None:
-    """Return where a tensor is in memory; None if it has none of its own, as a quantized or empty one."""
+    """Return where a tensor is in memory; None if it has none of its own, such as a quantized or empty one."""
     if tensor.is_meta or not tensor.numel() or not tensor.data_ptr():
         return None
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -345,9 +342,9 @@ def unused_of_te(weights: WeightMap, reference: Parameters, candidate: Parameter
 
 
 def norm_without_bias(bias: str, weights: WeightMap, reference: Parameters, candidate: Parameters) -> str | None:
-    """Return the weight of the reference's norm that has no bias, such as an RMSNorm, if TE's norm has this one.
+    """Return the weight of the reference's norm without a bias, such as an RMSNorm, if ``bias`` is that of TE's norm.
 
-    None where the parameter is no bias of a norm, or the reference's norm has one or is PyTorch's LayerNorm.
+    None if the parameter is not the bias of a norm, or if the reference's norm has a bias or is PyTorch's LayerNorm.
     """
     weight = _weight_beside(bias, candidate.shapes)
     if weight is None:
@@ -360,7 +357,7 @@ def norm_without_bias(bias: str, weights: WeightMap, reference: Parameters, cand
 
 
 def _norm_of_bias(bias: str, weights: WeightMap, reference: Parameters, candidate: Parameters) -> str | None:
-    """Return the weight of TE's norm that has no bias, if the reference's norm has this one."""
+    """Return the weight of TE's norm without a bias, if ``bias`` is that of the reference's norm."""
     weight = _weight_beside(bias, reference.shapes)
     if weight is None:
         return None
@@ -380,13 +377,13 @@ def _weight_beside(bias: str, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _has_bias(weight: str, module: Parameters) -> bool:
-    """Return whether a parameter of its shape beside it may be its bias, whatever its name."""
+    """Return whether a parameter of the same shape beside this weight may be its bias, whatever its name."""
     scope, shape = weight.rpartition(".")[0], module.shapes[weight]
     beside = [name for name in module.shapes if name != weight and name.rpartition(".")[0] == scope]
     return any(module.shapes[name] == shape and name.rpartition(".")[2][:1] in "bo" for name in beside)
 
 
-# Does a weight map use each parameter of both modules once, in shapes that fit? If not, what is wrong?
+# Check that a weight map uses each parameter of both modules once, in shapes that fit, and say what is wrong if not.
 
 
 _NO_OTHERS = OtherNames()
@@ -399,16 +396,16 @@ def check_map(
     reference_others: OtherNames = _NO_OTHERS,
     candidate_others: OtherNames = _NO_OTHERS,
 ) -> None:
-    """Make sure that a map uses each parameter of both modules once, in shapes that fit.
+    """Check that a map uses each parameter of both modules once, in shapes that fit.
 
     Args:
         weights: the map.
         reference_shapes: shapes of the reference's parameters by name.
         candidate_shapes: shapes of TE's parameters by name.
-        reference_others, candidate_others: what their other names mean, see ``other_names``.
+        reference_others, candidate_others: their other names, see ``other_names``.
 
     Raises:
-        WeightMapError: with every problem, one per line; those of similar layers share a line. An empty map
+        WeightMapError: with every problem, one per line; those of similar layers share a line. For an empty map, that
             is the only problem.
     """
     reference = Parameters("reference", reference_shapes, reference_others)

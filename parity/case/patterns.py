@@ -1,4 +1,4 @@
-"""Expand patterns of a weight map: one entry for what all layers have, ``"layers.{i}.norm.weight"``."""
+"""Expand patterns of a weight map, such as ``"layers.{i}.norm.weight"``, which is one entry for all layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TypeVar
 from parity.case.weight_map import SIDES, Constant, Copies, Experts, Side, Stack, WeightMap, describe, names, renamed
 
 # A name in braces stands for a number: ``{i}``, and ``{i+1}`` for the next one, if the two sides count from different
-# numbers or the first layers have entries of their own; ``i`` itself is never less than 0. An entry is meant for each
-# number that the names on its left have among the reference's parameters, whatever TE has: if the counts differ, the
-# map's check names the layers that one side lacks.
-# A name in braces that only one side has stands for all of its numbers at once, in the outermost term that is given one
-# part: ``experts("fc1.weight{e}")`` is ``experts("fc1.weight0", "fc1.weight1", ...)``. What matches nothing is left as
-# it is, as a name that no module has.
+# numbers or the first layers have entries of their own; ``i`` itself is never less than 0. An entry is expanded for
+# each number that the names on its left have among the reference's parameters, whatever TE has. If the counts differ,
+# the map's check names the layers that one side lacks.
+# A name in braces that only one side has stands for all of its numbers at once, in the outermost term that has one
+# part: ``experts("fc1.weight{e}")`` is ``experts("fc1.weight0", "fc1.weight1", ...)``. A pattern that matches nothing
+# is kept unchanged, as a name that no module has.
 
 
 Numbers = Mapping[str, int]
@@ -47,7 +47,7 @@ def expanded(weights: WeightMap, reference: Iterable[str], candidate: Iterable[s
         if not (isinstance(left, SIDES) and isinstance(right, SIDES)) or not (_indices(left) or _indices(right)):
             found[left] = right
             continue
-        # A constant has no name, so that TE's own parameters say how many there are.
+        # A constant has no name, so TE's own parameters say how many layers there are.
         counted, among = (left, ours) if any(names(left)) else (right, theirs)
         shared = _indices(left) & _indices(right) if counted is left else _indices(right)
         layers = _numbers(counted, shared, among) if shared else [{}]
@@ -57,7 +57,7 @@ def expanded(weights: WeightMap, reference: Iterable[str], candidate: Iterable[s
 
 
 def expanded_names(by_name: Mapping[str, _Value], candidate: Iterable[str]) -> dict[str, _Value]:
-    """Return a mapping from names with an entry for each name that a pattern stands for; ones that match none go."""
+    """Return a mapping with an entry for each name that a pattern matches; patterns that match none are dropped."""
     known = tuple(candidate)
     found: dict[str, _Value] = {}
     for pattern, value in by_name.items():
@@ -76,7 +76,7 @@ def _of_name(name: str) -> list[str]:
 
 
 def _numbers(side: Side, wanted: set[str], known: Sequence[str]) -> list[Numbers]:
-    """Return the numbers that stand for these indices in names that are known, in their order."""
+    """Return the numbers that these indices stand for in known names, in ascending order."""
     order = [index for name in names(side) for index in _of_name(name) if index in wanted]
     order = list(dict.fromkeys(order))
     found: set[tuple[int, ...]] = set()
@@ -87,7 +87,7 @@ def _numbers(side: Side, wanted: set[str], known: Sequence[str]) -> list[Numbers
 
 
 def _matched(name: str, known: Sequence[str]) -> Iterator[Numbers]:
-    """Yield the numbers with which a name is one that is known; an index that it has twice is one number."""
+    """Yield the numbers with which a pattern becomes a known name; an index that occurs twice has one number."""
     expression = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, _INDEX.sub("\0", name).split("\0"))))
     indices = [(index, int(offset or 0)) for index, offset in _INDEX.findall(name)]
     for matched in filter(None, map(expression.fullmatch, known)):
@@ -100,7 +100,7 @@ def _matched(name: str, known: Sequence[str]) -> Iterator[Numbers]:
 
 
 def _filled(side: Side, numbers: Numbers, known: Sequence[str]) -> Side:
-    """Return the side with numbers in the places of their indices, and of others that it has, with all of them."""
+    """Return the side with these numbers in place of their indices; any other index gets all of its numbers."""
     return _gathered(renamed(side, lambda name: _filled_name(name, numbers)), known)
 
 
@@ -125,7 +125,7 @@ def _parts(part: Side, known: Sequence[str]) -> list[Side]:
     return [renamed(part, partial(_filled_name, numbers=one)) for one in _numbers(part, _indices(part), known)]
 
 
-# The way back: one entry for those of all layers, where it stands for exactly these.
+# The inverse: entries of several layers become one pattern, if it stands for exactly these.
 
 
 _LETTERS = "ijk"
@@ -134,11 +134,11 @@ _Entry = tuple[Side, Side]
 
 
 def collapsed(weights: WeightMap, reference: Iterable[str], candidate: Iterable[str]) -> dict[Side, Side]:
-    """Return a map that ``expanded`` makes this one of, with one entry for what several layers have alike.
+    """Return a map that ``expanded`` turns into this one, with one entry for what several layers have in common.
 
     Args:
         weights: a map without patterns.
-        reference: the names of the reference's parameters, those that the map leaves out as well.
+        reference: the names of the reference's parameters, including those that the map leaves out.
         candidate: the names of the candidate's.
     """
     ours, theirs = tuple(reference), tuple(candidate)
@@ -160,7 +160,7 @@ def collapsed(weights: WeightMap, reference: Iterable[str], candidate: Iterable[
 
 
 def _replaced(members: list[_Entry], pattern: _Entry, ours: Sequence[str], theirs: Sequence[str]) -> list[_Entry]:
-    """Return the pattern, if it stands for these entries and no others; else these."""
+    """Return the pattern if it stands for these entries and no others, else the entries."""
 
     def described(entries: list[_Entry]) -> set[tuple[str, str]]:
         return {(describe(left), describe(right)) for left, right in expanded(dict(entries), ours, theirs).items()}
@@ -169,9 +169,9 @@ def _replaced(members: list[_Entry], pattern: _Entry, ours: Sequence[str], their
 
 
 def _pattern(entry: _Entry, letter: str) -> _Entry:
-    """Return the entry with a letter in the place of its layer's number; as it is if a side's names do not agree in it.
+    """Return the entry with a letter in place of its layer's number; unchanged if the names of a side differ in it.
 
-    If the two sides count from different numbers, that is said: ``{i+1}``.
+    If the two sides count from different numbers, one gets an offset: ``{i+1}``.
     """
     layers = [{_layer(name) for name in names(side)} for side in entry]
     counted = [{int(layer[1]) for layer in side if layer is not None} for side in layers]

@@ -41,7 +41,7 @@ def checked_name(name: object) -> str:
 
 
 def checked_factory(factory: Any) -> Callable[..., Pair]:
-    """Return a function whose first parameter is ``te``."""
+    """Return the factory, a function whose first parameter must be ``te``."""
     if isinstance(factory, Case):
         raise UserError(
             f"@pair decorates a function, not the pair {factory.name!r}; declare two pairs by calling "
@@ -56,7 +56,7 @@ def checked_factory(factory: Any) -> Callable[..., Pair]:
 
 
 def checked_switch(argument: str, value: object) -> bool:
-    """Return True or False; a text such as ``"no"`` would count as true."""
+    """Return the value, which must be True or False, since a text such as ``"no"`` would count as true."""
     if not isinstance(value, bool):
         raise UserError(f"{argument} must be True or False, not {value!r}")
     return value
@@ -91,7 +91,7 @@ def checked_precisions(precisions: object) -> tuple[str, ...] | None:
 
 
 def checked_ranks(ranks: object) -> tuple[Degrees, ...]:
-    """Return over which ranks a candidate is computed; a single dict is one of them."""
+    """Return the layouts of ranks that compute the candidate; a single dict is one layout."""
     asked = [ranks] if isinstance(ranks, Mapping) else ranks
     if isinstance(asked, str) or not isinstance(asked, Iterable):
         raise UserError(f"ranks must be a list of dicts, such as [dict(tp=2)], not {ranks!r}")
@@ -195,26 +195,26 @@ def pair(
     Args:
         name: unique over all cases; letters, digits, ``_``, ``-`` and ``.``.
         sizes: keyword arguments of the factory, one dict for each size at which the pair is compared.
-        precisions: names from ``parity.te.PRECISIONS``; None means each that the run asks for.
+        precisions: names from ``parity.te.PRECISIONS``; None means all that the run asks for.
         marks: names of pytest marks.
         vary_constants: whether parameters whose elements are all equal get noise, so that one that was never copied
             shows.
         probe: whether the outputs are compared on probing inputs as well.
-        attention: ``flash``, ``fused``, ``unfused``: attention backends that TE is to take, each in an item of its own.
-        steps: how many steps the pair is trained for, in an item of its own beside the one of a single pass.
+        attention: ``flash``, ``fused``, ``unfused``: attention backends that TE must use, each in an item of its own.
+        steps: how many steps the pair is trained for, in an item of its own besides that of a single pass.
         switches: ``resume``, ``resume-dcp``, ``resume-safetensors``, ``rollback``, ``recompute``, ``micro-batches``,
-            ``graph``, ``compile``, ``offload``: further ways of these steps, each in an item of its own.
-        ranks: over which ranks the candidate is computed, each in an item of its own, such as ``[dict(tp=2)]``: degrees
-            of ``tp``, ``cp``, ``ep``, ``dp`` and ``pp``, and ``sequence_parallel``. The factory is called with
-            ``ranks=`` then, a ``parity.Ranks`` with the process groups.
+            ``graph``, ``compile``, ``offload``: further ways to make these steps, each in an item of its own.
+        ranks: layouts of ranks that compute the candidate, each in an item of its own, such as ``[dict(tp=2)]``:
+            degrees of ``tp``, ``cp``, ``ep``, ``dp`` and ``pp``, and ``sequence_parallel``. The factory is then called
+            with ``ranks=``, a ``parity.Ranks`` with the process groups.
 
     Returns:
         A decorator that replaces the factory by its ``Case``.
 
     Raises:
         UserError: if it decorates the function itself, without parentheses. From the decorator, if an argument is not
-            as above, the factory does not take the sizes, or another declaration has the name. A second import of the
-            file, or calling the same lines again later, replaces the case.
+            as above, the factory does not take the sizes, or another declaration has the same name. Importing the file
+            again, or running the same lines again later, replaces the case.
     """
     written = _callers_place(inspect.currentframe())
     if callable(name):
@@ -261,7 +261,7 @@ def _refused(case: Case, mistake: UserError) -> Case:
 
 @contextmanager
 def mistakes_kept() -> Iterator[None]:
-    """Within the context, a pair that is declared wrongly does not keep the others of its file from being declared."""
+    """Keep mistakes in declarations instead of raising them, so that the other pairs of a file are declared as well."""
     before = _KEEPS_MISTAKES.set(True)
     try:
         yield
@@ -284,17 +284,16 @@ def cases() -> list[Case]:
 
 
 def restore(declared: Sequence[Case]) -> None:
-    """Make these the declared cases, which undoes what was declared, rightly or not, since ``declared = cases()``."""
+    """Make these the declared cases, which undoes all declarations, right or wrong, since ``declared = cases()``."""
     _MISDECLARED.clear()
     _CASES.clear()
     _CASES.update({case.name: case for case in declared})
 
 
 def load_file(path: str | Path) -> list[Case]:
-    """Import a Python file and return the cases that it declares; a file that is already imported is
-    not imported again.
+    """Import a Python file, unless it is already imported, and return the cases that it declares.
 
-    As under pytest, the module has the file's stem as name (its path, where another file took that name) and finds
+    As under pytest, the module is named after the file's stem (or its path, if another file took that name) and finds
     the modules beside it while it is imported.
 
     Raises:
@@ -314,7 +313,7 @@ def load_file(path: str | Path) -> list[Case]:
 
 
 def module_of(path: Path) -> ModuleType:
-    """Return the module of a file of pairs, which is imported unless it was before.
+    """Return the module of a file of pairs, and import it if that has not been done.
 
     Raises:
         UserError: if it cannot be imported.
@@ -425,9 +424,7 @@ def _place(case: Case) -> Place:
 
 
 def _same_declaration(case: Case, place: Place, other: Case) -> bool:
-    """Return whether a file was imported again, a function called again, or typed again into an
-    interpreter or notebook.
-    """
+    """Return whether a file was imported again, or a function called or typed into an interpreter or notebook again."""
     if case.path == other.path:
         bodies = place.body, _place(other).body
         if None not in bodies:
@@ -495,7 +492,7 @@ def _told(error: BaseException) -> str:
 
 @contextmanager
 def _undone_on_failure() -> Iterator[None]:
-    """Within the context, a module that cannot be imported declares nothing."""
+    """Undo what a module has declared in the context if importing it fails."""
     before = cases()
     try:
         yield

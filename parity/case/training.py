@@ -1,4 +1,4 @@
-"""Train a module as its pair says: its loss, its optimizer, what one step is, and how states are saved and read."""
+"""Train a module as its pair says: its loss, optimizer and training step, and how states are saved and loaded."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from parity.ranks.layout import Parallel
 from parity.te import state
 from parity.user_error import UserError
 
-# The optimizer that both have if the pair names none. Its eps is too small for any gradient to feel.
+# The optimizer of both if the pair names none. Its eps is too small to matter for any gradient.
 ADAM: dict[str, Any] = dict(lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
 def reference_optimizer(training: Training) -> MakeOptimizer:
-    """Return what makes the reference's optimizer."""
+    """Return the function that makes the reference's optimizer."""
     return training.optimizer or (lambda model: AdamW(model.parameters(), **ADAM))
 
 
 def candidate_optimizer(training: Training, te: ModuleType) -> MakeOptimizer:
-    """Return what makes the candidate's optimizer."""
+    """Return the function that makes the candidate's optimizer."""
 
     def fused_adam(model: nn.Module) -> Optimizer:
         narrow = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in model.parameters())
@@ -79,9 +79,9 @@ class Model:
         module: the reference or the candidate.
         micro_batch: the number of the micro-batch, from 0, if a step has several; a TE module is told whether it is
             the first, unless the pair calls it.
-        recipe: of the precision, an object of TE's; None without one.
-        cuda: ``torch.cuda``, or what has its streams and graphs on the CPU kernels.
-        calls: the arguments of all calls since the last clearing.
+        recipe: the precision's recipe, an object of TE's; None if it has none.
+        cuda: ``torch.cuda``, or what stands in for its streams and graphs on the CPU kernels.
+        calls: the arguments of all calls since this was last cleared.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Model:
         recipe: Any = None,
         cuda: Any = torch.cuda,
     ) -> None:
-        """Call ``module`` by ``call``, each time in a new context that ``around`` makes, such as TE's autocast."""
+        """Call ``module`` through ``call``, each time in a new context that ``around`` makes, such as TE's autocast."""
         self.module, self.recipe, self.cuda = module, recipe, cuda
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.micro_batch: int | None = None
@@ -109,12 +109,12 @@ class Model:
             return self._call(self.module, *args, **kwargs)
 
     def without_recipe(self) -> Model:
-        """Return the same, called in no context."""
+        """Return the same model, whose calls are in no context."""
         return Model(self.module, self._call, self._loss, cuda=self.cuda)
 
     @contextmanager
     def within(self, around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Within the context, call the module in another context as well, which ``around`` makes for each call."""
+        """Call the module in one more context, which ``around`` makes for each call, until this one is left."""
         outer = self._around
 
         @contextmanager
@@ -129,7 +129,7 @@ class Model:
             self._around = outer
 
     def called_by(self, call: Callable[..., Any]) -> Model:
-        """Return the same, which calls its module in another way."""
+        """Return the same model, which calls its module through ``call``."""
         return Model(self.module, call, self._loss, self._around, self.recipe, self.cuda)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -148,8 +148,8 @@ class Model:
 def distance_to_targets(returned: Any, *_: Any, **__: Any) -> Tensor:
     """Return a single number as it is; else half the squared distance of the outputs to targets, averaged over tokens.
 
-    All tokens have one target, so that micro-batches have the loss of their tokens. It holds multiples of 1/8 up to 2,
-    which every precision has. A mean over tokens alone keeps gradients in FP16's range.
+    All tokens have the same target, so that the loss of a micro-batch is that of its tokens. The target holds multiples
+    of 1/8 up to 2, which every precision represents. Averaging only over tokens keeps gradients in FP16's range.
     """
     outputs = [x for x in tree_leaves(returned) if isinstance(x, Tensor) and x.is_floating_point()]
     if len(outputs) == 1 and outputs[0].numel() == 1:
@@ -165,10 +165,10 @@ def distance_to_targets(returned: Any, *_: Any, **__: Any) -> Tensor:
 def distance_of_part(
     number: int, output: Tensor, whole: torch.Size, part_of: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return what a part of an output adds to that distance.
+    """Return what a part of an output adds to the loss of ``distance_to_targets``.
 
     Args:
-        number: of the output, from 0.
+        number: the output's number, from 0.
         output: the part.
         whole: the shape of the whole output.
         part_of: returns the part of a whole tensor; None for a part that is the whole.
@@ -181,7 +181,7 @@ def distance_of_part(
     return (wide - target).square().sum() / (2 * max(tokens, 1))
 
 
-# A CUDA graph that captures the loss cannot draw them on the host, or copy them from there.
+# Targets are cached, since a CUDA graph that captures the loss cannot draw them on the host or copy them from there.
 @functools.lru_cache(maxsize=64)
 def _target(number: int, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
     return (Rng(number, "targets").integers(*shape, low=-16, high=17) / 8).to(device, dtype)
@@ -192,8 +192,8 @@ class MicroBatch:
     """Hold a part of a batch.
 
     Attributes:
-        share: by what its loss is multiplied.
-        args, kwargs: arguments of a call.
+        share: the factor of its loss.
+        args, kwargs: the arguments of its call.
     """
 
     share: float
@@ -206,12 +206,12 @@ def plain_step(
     split: Callable[[Any], Sequence[MicroBatch]] | None = None,
     between_ranks: Parallel | None = None,
 ) -> Callable[..., Tensor]:
-    """Return a training step without any trick: gradients of one batch, clipped if they are to be, and an update.
+    """Return a plain training step: gradients of one batch, clipping if asked for, and an update.
 
     Args:
-        clip: the largest norm of all gradients; None for any.
+        clip: the largest norm of all gradients; None for no clipping.
         split: splits the inputs into micro-batches, whose gradients are added up.
-        between_ranks: what the port does after a backward pass, and how it computes that norm, on one of several ranks.
+        between_ranks: what the port does on each rank after a backward pass, and how it computes the norm there.
     """
 
     def step(model: Model, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
@@ -234,7 +234,7 @@ def plain_step(
             between_ranks.finish(model.module)
         if clip is not None and between_ranks is not None and between_ranks.gradient_norm is not None:
             norm = torch.as_tensor(between_ranks.gradient_norm(model.module))
-            clip_grad._clip_grads_with_norm_(model.parameters(), clip, norm)  # where a step's watcher sees it
+            clip_grad._clip_grads_with_norm_(model.parameters(), clip, norm)  # so that a step's watcher sees it
         elif clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -244,7 +244,7 @@ def plain_step(
 
 
 def losses(pair: Pair) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Return how to call the reference and the candidate so that each returns its loss."""
+    """Return two functions that call the reference and the candidate and return the loss of each."""
 
     def calling(module: nn.Module, call: Callable[..., Any] | None) -> Callable[..., Tensor]:
         def loss(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -260,7 +260,7 @@ def losses(pair: Pair) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 @dataclass(frozen=True)
 class Way:
-    """Save and load a training in one way.
+    """One way to save and load a training.
 
     Attributes:
         save: called as ``save(module, optimizer, file)``.
@@ -287,7 +287,7 @@ def load(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
 
 
 def _state_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer's whole state, which a ``ZeroRedundancyOptimizer`` collects from all ranks for each."""
+    """Return an optimizer's whole state, which each rank of a ``ZeroRedundancyOptimizer`` collects from all ranks."""
     if not hasattr(optimizer, "consolidate_state_dict"):
         return optimizer.state_dict()
     found: dict[str, Any] = {}
@@ -297,14 +297,14 @@ def _state_of(optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
-# Formats of named tensors: what else there is, such as an optimizer's settings, goes beside them as JSON.
+# Formats that hold named tensors; everything else, such as an optimizer's settings, is stored beside them as JSON.
 
 
 _STRUCTURE = "structure"
 
 
 def _apart(states: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """Return the same tree as JSON has it, and put its tensors into ``tensors``, by their paths.
+    """Return the tree in JSON's types, and put its tensors into ``tensors``, by their paths.
 
     Tensors that FSDP divides stay divided.
     """
@@ -329,7 +329,7 @@ def _apart(states: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def _together(structure: Any, tensors: Mapping[str, Tensor], mesh: Any = None) -> Any:
-    """Return the tree that ``_apart`` took apart; ``mesh`` is that of the ranks which divide tensors."""
+    """Return the tree that ``_apart`` took apart; ``mesh`` is the device mesh of the ranks that divide tensors."""
     if not isinstance(structure, dict):
         return structure
     ((kind, content),) = structure.items()
@@ -352,7 +352,7 @@ def own_part(x: Any) -> Tensor:
 
 
 def _divided(own: Tensor, mesh: Any, held: Sequence[int | None], shape: Sequence[int], stride: Sequence[int]) -> Any:
-    """Return a tensor that FSDP divides, of this rank's part."""
+    """Return a tensor that FSDP divides, made of this rank's part."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(own, mesh, _placements(held), shape=torch.Size(shape), stride=tuple(stride))
@@ -365,7 +365,7 @@ def _placements(held: Sequence[int | None]) -> list[Any]:
 
 
 def _mesh(module: nn.Module) -> Any:
-    """Return that of the ranks which divide the module's parameters; None if none do."""
+    """Return the device mesh of the ranks that divide the module's parameters; None if they are not divided."""
     parameters: Iterable[Any] = module.parameters()
     return next((one.device_mesh for one in parameters if hasattr(one, "to_local")), None)
 
@@ -387,9 +387,9 @@ def _filled(module: nn.Module, optimizer: Optimizer, structure: str, tensors: Ma
 
 
 def _save_safetensors(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Write one file of tensors, of those that ranks divide this rank's part.
+    """Write one file of tensors; of those that ranks divide, only this rank's part.
 
-    Tensors that share their memory are written each by itself.
+    Tensors that share their memory are written separately.
     """
     structure, tensors = _taken_apart(module, optimizer)
     copies = {name: own_part(x).cpu().clone().contiguous() for name, x in tensors.items()}
@@ -413,13 +413,14 @@ def _safetensors(submodule: str = "") -> Any:
         raise UserError("the switch resume-safetensors needs safetensors: pip install safetensors") from error
 
 
-# torch.distributed.checkpoint, by one process or all ranks. It reads into tensors that are there, and a new module's
-# ``_extra_state`` has not the size of one that has run with delayed scaling: so each is made in its size in the file.
-# Ranks name their own tensors by their number. Those that FSDP divides have one name, and each rank writes its part.
+# torch.distributed.checkpoint, by one process or all ranks. It reads into existing tensors, but a new module's
+# ``_extra_state`` has another size than that of one that has run with delayed scaling, so each tensor is allocated in
+# the size that the file says. The names of a rank's own tensors begin with its number. Tensors that FSDP divides have
+# one name, and each rank writes its part.
 
 
 def _save_distributed(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Write the folder of a distributed checkpoint, as one archive; all ranks have to do so, and each gets it whole."""
+    """Write a distributed checkpoint's folder as one archive; all ranks must call this, and each writes all of it."""
     structure, tensors = _taken_apart(module, optimizer)
     states = {_of_rank(name, x): x for name, x in {**tensors, _STRUCTURE: structure}.items()}
     with _shared_folder() as folder, _distributed_checkpoint() as distributed:
@@ -448,7 +449,7 @@ def _load_distributed(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -
 
 
 def _of_rank(name: str, value: Any = None) -> str:
-    """Return what a checkpoint calls a value that is this rank's own, or that all ranks divide."""
+    """Return the name in a checkpoint of a value that is this rank's own, or that all ranks divide."""
     return name if hasattr(value, "to_local") else f"rank {torch.distributed.get_rank() if _ranks() else 0}.{name}"
 
 
@@ -475,7 +476,7 @@ def _ranks() -> int:
 
 @contextmanager
 def _shared_folder() -> Iterator[str]:
-    """Hand all ranks one temporary folder, which is there until each of them has left it."""
+    """Hand all ranks one temporary folder, which exists until all of them have left the context."""
     with TemporaryDirectory() as own:
         folders = [own]
         if _ranks():
@@ -487,7 +488,7 @@ def _shared_folder() -> Iterator[str]:
 
 @contextmanager
 def _distributed_checkpoint() -> Iterator[Any]:
-    """Hand out ``torch.distributed.checkpoint``, which does not remark here that there may be no other processes."""
+    """Hand out ``torch.distributed.checkpoint``, without its warning that there may be no other processes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield importlib.import_module("torch.distributed.checkpoint")
@@ -498,4 +499,4 @@ WAYS: dict[str, Way] = {
     "resume-dcp": Way(_save_distributed, _load_distributed),
     "resume-safetensors": Way(_save_safetensors, _load_safetensors),
 }
-"""Maps a switch to the way that it asks for."""
+"""Map each switch to its way of saving and loading."""

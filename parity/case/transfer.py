@@ -50,7 +50,7 @@ def fill(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def to_reference(
     weights: WeightMap, candidate_tensors: Mapping[str, Tensor], reference_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """Invert ``to_candidate``; constants are dropped, and of copies the first counts."""
+    """Invert ``to_candidate``; constants are dropped, and the first of several copies is taken."""
     inverse = ((right, left) for left, right in weights.items())
     like = torch.empty(0)
     return {
@@ -65,8 +65,8 @@ def gradients_to_reference(
 ) -> dict[str, Tensor]:
     """Return the gradients with respect to the reference's parameters, from those with respect to TE's.
 
-    A map moves elements and adds numbers, so gradients move alike and what is added vanishes; those of copies add up.
-    An entry is left out if none of its TE parameters has a gradient.
+    A map moves elements and adds numbers. Gradients move in the same way, added numbers have none, and the gradients of
+    copies add up. An entry is left out if none of its TE parameters has a gradient.
 
     Raises:
         KeyError: if only some of an entry's parameters have one.
@@ -78,7 +78,7 @@ def gradients_to_reference(
 def gradients_to_candidate(
     weights: WeightMap, gradients: Mapping[str, Tensor], candidate_shapes: Mapping[str, Shape]
 ) -> dict[str, Tensor]:
-    """Invert ``gradients_to_reference``, but for copies: each is given what all of them together have.
+    """Invert ``gradients_to_reference``, except that each copy gets the gradient of all copies together.
 
     An entry is left out if one of its reference's parameters has no gradient.
     """
@@ -89,15 +89,15 @@ def gradients_to_candidate(
 def counterparts(
     weights: WeightMap, candidate: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 ) -> dict[str, str]:
-    """Return which of the reference's buffers each of the candidate's should equal, where that can be told.
+    """Return which of the reference's buffers each of the candidate's should equal, if that can be told.
 
-    That is the one of its name; else that of the module whose parameters the map gives to the candidate's; else the
-    only one of its shape, where it is the only one too.
+    It is the one of the same name; else that of the module whose parameters the map gives to the candidate's module;
+    else the only one of the same shape, if the candidate's is also the only one.
 
     Args:
-        weights: the map, which has parameters alone.
-        candidate: its buffers, by name.
-        reference: likewise.
+        weights: the map, which covers only parameters.
+        candidate: the candidate's buffers, by name.
+        reference: the reference's buffers, by name.
     """
     of_module: dict[str, set[str]] = {}
     for left, right in weights.items():
@@ -125,16 +125,16 @@ def _any_in(side: Side, tensors: Mapping[str, Tensor]) -> bool:
     return any(name in tensors for name in names(side))
 
 
-# A reference with one norm for each of TE's, if several of TE's modules have a norm that the reference has once.
+# Give the reference one norm for each of TE's, if several of TE's modules have a norm that the reference has once.
 #
-# Parallel attention and MLP may read one norm (GPT-J, Phi, Cohere). TE's layer has two norms that hold the same, and
-# each returns its own rounded gradient, while the reference's one norm is given the sum of both: more is rounded, and
-# partly cancels. The rounding model computes as TE does.
+# Parallel attention and MLP may read one norm (GPT-J, Phi, Cohere). TE's layer has two equal norms, and each returns
+# its own rounded gradient, while the reference's one norm gets the sum of both: TE rounds more, and part of that cancels.
+# The rounding model computes as TE does.
 
 
 @contextmanager
 def separate_norms(reference: nn.Module, weights: WeightMap) -> Iterator[None]:
-    """Within the context, one pass of the reference has as many norms as TE has by this map.
+    """Let one pass of the reference in this context have as many norms as TE has by this map.
 
     Args:
         reference: its submodules hold the norms and the layers that read them.
@@ -152,8 +152,9 @@ def separate_norms(reference: nn.Module, weights: WeightMap) -> Iterator[None]:
 
 
 def _norms(weights: WeightMap) -> dict[str, list[str]]:
-    """Return the submodules that TE has several times, each with TE's modules except the first, which
-    reads the reference's.
+    """Return the norms that TE has several times, with TE's modules for each, except the first.
+
+    The first one uses the reference's own norm.
     """
     found: dict[str, list[str]] = {}
     for left, right in weights.items():
@@ -179,9 +180,7 @@ def _holder(parameter: str) -> str:
 
 
 class _OwnNorm:
-    """A norm of its own, computed once in a pass, so that its readers' gradients add up before its own
-    backward pass.
-    """
+    """A further norm, computed once per pass, so that its readers' gradients add up before its own backward pass."""
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm = norm

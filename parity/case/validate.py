@@ -1,4 +1,4 @@
-"""Check what a pair builds before anything is allocated, on the meta device, and say what is wrong with it."""
+"""Check what a pair builds on the meta device, before anything is allocated, and say what is wrong with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from parity.user_error import INTERRUPTS, UserError
 
 _META = torch.device("meta")
 _MOVES = (Tensor.cpu, Tensor.cuda)
-# Values that nothing holds need not be drawn; on the meta device, PyTorch takes long to draw none.
+# On the meta device no values are held, so none are drawn: PyTorch takes long even for drawing none.
 _DRAWS = (Tensor.normal_, Tensor.uniform_)
 _INITS = (init.normal_, init.uniform_, init.kaiming_uniform_)
 _DRAWN = (torch.randn, torch.rand)
@@ -46,7 +46,7 @@ _DRAWN = (torch.randn, torch.rand)
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Within the context, every tensor that is created or moved is on the meta device, whatever device the code names.
+    """Put every tensor that is created or moved in the context on the meta device, whatever device the code names.
 
     Code that reads a tensor's values, or mixes in real tensors, raises as it does for any meta tensor.
     """
@@ -55,7 +55,7 @@ def without_memory() -> Iterator[None]:
 
 
 class _EveryDeviceIsMeta(TorchFunctionMode):
-    """Replaces devices in the arguments of PyTorch's functions; ``torch.device("meta")`` alone would yield to them."""
+    """Replace devices in the arguments of PyTorch's functions, which would override ``torch.device("meta")``."""
 
     def __torch_function__(
         self,
@@ -88,11 +88,11 @@ def _names_device(argument: Any, moves: bool) -> bool:
     return moves and isinstance(argument, (str, int)) and not isinstance(argument, bool)
 
 
-# Modules that a pair can have at all: their parameters have shapes, are real, and stay the module's own.
+# Which modules a pair can have at all: their parameters must have shapes, be real, and stay the module's own.
 
 
 def check_module(role: str, module: Any) -> None:
-    """Make sure that a module can be compared.
+    """Check that a module can be compared.
 
     Args:
         role: ``reference`` or ``candidate``, for the message.
@@ -131,9 +131,9 @@ def check_module(role: str, module: Any) -> None:
 
 
 def parameters_outside_te(pair: Pair) -> frozenset[str]:
-    """Return the reference's parameters that the candidate holds in no module of TE's, nor in one derived from these.
+    """Return the reference's parameters that the candidate holds outside of TE's modules and modules derived from them.
 
-    A parameter that is tied to one of TE's, as a head's to an embedding's, is within.
+    A parameter that is tied to one of TE's, such as a head's to an embedding's, counts as TE's.
     """
     within = {id(parameter) for module in of_te(pair.candidate).values() for parameter in module.parameters()}
     parameters = dict(pair.candidate.named_parameters())
@@ -156,7 +156,7 @@ def has_te(module: nn.Module) -> bool:
     return bool(of_te(module))
 
 
-# Find a case's mistakes before anything runs: built at each size without memory, its parts must fit together.
+# Find a case's mistakes before anything runs: it is built at each size without memory, and its parts must fit together.
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,8 +208,8 @@ def attention_of(case: Case, checked: CheckedSize, asked: str) -> Sequence[Atten
     """Return the attention backends to force, each in an item of its own; None lets TE choose.
 
     Args:
-        case: may demand some, if the run leaves it open.
-        checked: a candidate without attention is one item, whatever is asked for.
+        case: the case, which may ask for some backends if the run leaves that open.
+        checked: its size; a candidate without attention is one item, whatever is asked for.
         asked: what the run asks for, one of ``CHOICES``.
 
     Raises:
@@ -252,7 +252,7 @@ def _check_size(case: Case, te: ModuleType, size: Size) -> CheckedSize:
 
 
 def proposes_a_map(case: Case) -> str:
-    """Say what proposes a weight map for a case."""
+    """Return a sentence that says how to get a proposal of a weight map for a case."""
     if case.path.suffix != ".py":
         return "parity.suggest_map(pair) proposes a map"
     return f"`parity suggest-map {case.path.name}::{case.name}` proposes a map"
@@ -260,7 +260,7 @@ def proposes_a_map(case: Case) -> str:
 
 @contextmanager
 def located(case: Case, size: Size) -> Iterator[None]:
-    """Within the context, a ``UserError`` names the case, its file and line, and the size."""
+    """Let a ``UserError`` that is raised in the context name the case, its file and line, and the size."""
     try:
         yield
     except UserError as error:
@@ -306,7 +306,7 @@ def modules_without_memory(case: Case, te: ModuleType, size: Size) -> Pair:
 def with_buffers_alone(case: Case, te: ModuleType, size: Size) -> Pair:
     """Return the pair at a size with the values of its buffers, but not of its parameters.
 
-    Each parameter has memory from when it is made until its module is given it, so only one at a time has some.
+    A parameter has memory only until its module registers it, so only one of them has memory at a time.
 
     Raises:
         UserError: if the factory raises.
@@ -382,7 +382,7 @@ _EXAMPLES = {
 
 
 def _check_training(training: Any) -> None:
-    """Refuse what is no function, or takes parameters in place of a module, as PyTorch's optimizers do."""
+    """Refuse attributes that are not functions, or take parameters in place of a module, as PyTorch's optimizers do."""
     if not isinstance(training, Training):
         raise UserError(f"training must be a parity.Training, not {_type_name(training)}")
     for name, function in vars(training).items():

@@ -412,7 +412,7 @@ def describe(side: object, module: str = "") -> str:
 
 
 def _short(value: object) -> str:
-    """Return an option's value; for an order of hundreds of rows, only its ends."""
+    """Return an option's value; only the ends of an order of hundreds of rows."""
     if not isinstance(value, tuple) or len(value) <= _MOST_SHOWN:
         return repr(value)
     first, last = (", ".join(map(repr, some)) for some in (value[:3], value[-3:]))
@@ -451,7 +451,7 @@ def stack(*terms: Side, dim: int = 0) -> Term:
     """Return the terms one after another along an existing dimension: gate over up, or Q over K over V.
 
     Args:
-        terms: of equal shape except for ``dim``.
+        terms: names or terms of equal shape except for ``dim``.
         dim: the dimension along which they follow each other.
     """
     return Stack(_sides("stack", *terms), _dimension("stack", dim))
@@ -471,9 +471,9 @@ def shift(term: Side, by: float) -> Term:
     """Return the term plus a number: with ``by=-1.0`` on the left, a norm's gain as TE's
     ``zero_centered_gamma`` stores it.
 
-    In FP64 a shift by 1 of values that were rounded to a narrower dtype is exact, there and back, where their magnitude
-    is 0 or between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16: below, the last
-    bits of the value are finer than the last bit of the sum. In the narrower dtype itself it rounds.
+    In FP64, a shift by 1 and back is exact for values that were rounded to a narrower dtype, if their magnitude is 0 or
+    between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16. Below that, the last
+    bits of the value are finer than the last bit of the sum. In the narrower dtype itself, the shift rounds.
     """
     return Shift(_sides("shift", term), _number("shift", by))
 
@@ -540,15 +540,15 @@ def rope_halves(term: Side, *, head_dim: int, rotary_dim: int | None = None) -> 
 def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
     """Return the term with its elements in another order or another shape, written as for ``einops.rearrange``.
 
-    Gate and up in alternate rows, as gate over up: ``rearrange("gate_up.weight", "(ffn two) hidden -> (two ffn)
-    hidden", two=2)``. A convolution over patches, as a linear layer: ``rearrange("conv.weight", "out c h w -> out (c h
-    w)")``. Fused Q, K and V of each head, as all of Q, then K, then V: ``rearrange("qkv.weight", "(h three d) i ->
-    (three h d) i", h=16, three=3)``.
+    To turn gate and up in alternate rows into gate over up: ``rearrange("gate_up.weight", "(ffn two) hidden -> (two
+    ffn) hidden", two=2)``. To turn a convolution over patches into a linear layer: ``rearrange("conv.weight", "out c h
+    w -> out (c h w)")``. To turn fused Q, K and V of each head into all of Q, then K, then V: ``rearrange("qkv.weight",
+    "(h three d) i -> (three h d) i", h=16, three=3)``.
 
     Args:
         term: a parameter's name or a term.
-        pattern: of einops, with the same axes on both sides of its arrow.
-        sizes: of axes that do not follow from the shape.
+        pattern: a pattern of einops, with the same axes on both sides of its arrow.
+        sizes: the sizes of axes that do not follow from the shape.
     """
     if not isinstance(pattern, str) or pattern.count("->") != 1:
         raise WeightMapError(f'rearrange() needs a pattern "before -> after" as in einops, not {pattern!r}')
@@ -557,7 +557,7 @@ def rearrange(term: Side, pattern: str, **sizes: int) -> Term:
 
 
 def copies(*terms: Side) -> Term:
-    """Return a term for TE parameters that all hold the same one of the reference's; right sides only.
+    """Return a term for TE parameters that all hold the same reference parameter; right sides only.
 
     A reference whose attention and MLP read one norm (GPT-J, Phi, Cohere) becomes a layer that has two: ``{"ln.weight":
     copies("self_attention.layernorm_qkv.layer_norm_weight", "layernorm_mlp.layer_norm_weight")}``. The reference's
@@ -585,7 +585,7 @@ def under(weights: WeightMap, reference: str, candidate: str | None = None) -> d
     stands for each number that the reference's parameters have there.
 
     Args:
-        weights: the map of the module by itself.
+        weights: the map of the module on its own.
         reference: the prefix of its parameters' names in the reference, e.g. ``"model.layers.{i}."``.
         candidate: their prefix in the TE model; None for the same.
     """
