@@ -128,7 +128,7 @@ def _any_in(side: Side, tensors: Mapping[str, Tensor]) -> bool:
 # Give the reference one norm for each of TE's, if several of TE's modules have a norm that the reference has once.
 #
 # Parallel attention and MLP may read one norm (GPT-J, Phi, Cohere). TE's layer has two equal norms, and each returns
-# its own rounded gradient, while the reference's one norm gets the sum of both: TE rounds more, and part of that cancels.
+# its own rounded gradient, while the reference's one norm gets the sum of both: TE rounds more, and part of it cancels.
 # The rounding model computes as TE does.
 
 
