@@ -1,8 +1,8 @@
-"""Call a function on every rank of a group that talks by gloo, and return what each returned.
+"""Call a function on every rank of a group that communicates by gloo, and return what each returned.
 
 A rank that raises, dies or hangs ends the launch, and the error says which rank it was and where; nothing is left
-running. Ranks are forked by a server that has imported PyTorch and TE, and nothing else of this process: TE's modules
-hold locks and caches that a fork of this process would copy half-used.
+running. Ranks are forked by a server process that has imported PyTorch and TE and shares nothing else with this one:
+TE's modules hold locks and caches, which a fork of this process would copy in the middle of use.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from parity.shown import raised
 
 IMPORTED_BEFORE = ("parity.ranks.te_on_cpu",)
 _BEGUN = ()  # what a rank sends before it calls the function
-_TO_BEGIN = 300.0  # seconds that ranks may take to be there, imports included
+_TO_BEGIN = 300.0  # seconds that ranks may take to start, imports included
 _GRACE = 0.5  # seconds in which other ranks may say why they failed as well, or where they are
-_TOLD = 6000  # characters of what a rank printed that an error repeats
-# A rank may print without end, into a file: the launch looks at it so often, and where it is larger than that, its
-# first part alone stays.
+_TOLD = 6000  # characters of a rank's output that an error repeats
+# A rank may print without end, into a file. The launch looks at the file this often, and if it has become larger than
+# this, only its first part is kept.
 _LOOKS = 1.0  # seconds
 _MOST_PRINTED, _KEPT = 64 << 20, 1 << 20  # bytes
 
@@ -46,10 +46,10 @@ class RankFailure:
     """Say how one rank failed.
 
     Attributes:
-        rank: which it was.
+        rank: the rank's number.
         how: ``raised``, ``died`` or ``hung``.
         what: the exception, the signal or exit code, or the time that it was given, in a few words.
-        where: the traceback, innermost frame last; for a rank that hung or crashed innermost frame first.
+        where: the traceback, innermost frame last; innermost frame first for a rank that hung or crashed.
     """
 
     rank: int
@@ -62,10 +62,10 @@ class RankFailure:
 
 
 class RanksFailed(RuntimeError):
-    """Raised if a launch has no result of every rank.
+    """Raised if a launch does not get a result from every rank.
 
     Attributes:
-        failures: ranks that died, then the others as they failed; later ones may have failed because of the first.
+        failures: ranks that died, then the others in the order in which they failed, perhaps because of the first.
     """
 
     def __init__(self, ranks: int, failures: Sequence[RankFailure]) -> None:
@@ -82,16 +82,16 @@ def launch(
     environment: Mapping[str, str] | None = None,
     imported_before: Sequence[str] = IMPORTED_BEFORE,
 ) -> list[Any]:
-    """Return what ``function(*arguments)`` returned on each rank, in their order.
+    """Return what ``function(*arguments)`` returned on each rank, in the order of ranks.
 
     Args:
-        function: of a module, and not within another function, since other processes have to find it. It runs in one
-            thread, within the default process group, and what it returns is pickled.
+        function: a function of a module, not one within another function, since other processes have to find it. It
+            runs in one thread, within the default process group, and what it returns is pickled.
         ranks: how many processes there are.
-        arguments: the same for all; a function learns its rank from ``torch.distributed``.
-        timeout: seconds from when all ranks are there, after which those that have not returned are taken to hang.
+        arguments: the arguments, the same for all; a function learns its rank from ``torch.distributed``.
+        timeout: how many seconds after all ranks have started those that have not returned count as hung.
         environment: variables to set in each rank, before anything that the server did not import is imported.
-        imported_before: modules that the server of ranks has imported, if this launch is the first and starts it.
+        imported_before: modules that the server imports, if this launch is the first and starts it.
 
     Raises:
         RanksFailed: if a rank raised, died or did not return in time.
@@ -137,7 +137,7 @@ def _started(
     environment: Mapping[str, str],
     folder: str,
 ) -> Iterator[list[_Rank]]:
-    """Yield the ranks, running; none of them runs afterwards."""
+    """Yield the running ranks; all of them are ended afterwards."""
     running: list[_Rank] = []
     try:
         for number in range(ranks):
@@ -159,7 +159,7 @@ def _started(
 
 
 def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any], list[RankFailure]]:
-    """Return the results by rank, and the failures as they came."""
+    """Return the results by rank, and the failures, those of ranks that died first."""
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
     waiting = {rank.answer: rank for rank in running}
@@ -185,7 +185,7 @@ def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any],
     if waiting and not failures:
         given = f"it had not returned after {timeout:g} s"
         failures += _hung(list(waiting.values()), f"it had not begun after {_TO_BEGIN:g} s" if not_begun else given)
-    # What a rank raises that was talking to one that died comes from that, though it may be told first.
+    # A rank may raise because it was talking to one that died, even if its error arrives first.
     return results, sorted(failures, key=lambda failure: failure.how != "died")
 
 
@@ -197,13 +197,13 @@ def _answer(rank: _Rank) -> RankFailure | tuple[Any, ...]:
         code = rank.process.exitcode or 0
         what = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         return RankFailure(rank.number, "died", what, _printed(rank.folder, rank.number)[-_TOLD:])
-    except Exception as error:  # a class whose objects can be pickled, but not made again
+    except Exception as error:  # an object of a class that can be pickled, but not unpickled
         return RankFailure(rank.number, "raised", f"what it returned cannot be read: {raised(error)}", "")
     return answer
 
 
 def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
-    """Ask ranks where they are."""
+    """Ask ranks where they hang, and return their failures."""
     printed = {rank.number: _size(_output(rank.folder, rank.number)) for rank in running}
     if hasattr(signal, "SIGUSR1"):
         for rank in running:
@@ -222,7 +222,7 @@ def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
 
 
 def _from_stack(text: str) -> str:
-    """Leave out what a rank goes on printing before the stack that it was asked for."""
+    """Leave out what a rank printed before the stack that it was asked for."""
     return text[max(0, text.find("Stack (most recent call first)")) :]
 
 
@@ -231,7 +231,7 @@ def _output(folder: str, rank: int) -> Path:
 
 
 def _printed(folder: str, rank: int, begin: int | None = None) -> str:
-    """Return what a rank has printed from a byte on, or at the end."""
+    """Return what a rank has printed from a byte on, or the end of it, at most ``_KEPT`` bytes."""
     file = _output(folder, rank)
     at = max(0, _size(file) - _KEPT) if begin is None else begin
     try:
@@ -250,12 +250,12 @@ def _size(file: Path) -> int:
 
 
 def _shorten(file: Path) -> None:
-    """Take back what was printed beyond what is kept, if that is much; who prints goes on at the file's new end."""
+    """Truncate a file that has become too large; a rank that prints goes on at the file's new end."""
     if _size(file) > _MOST_PRINTED:
         os.truncate(file, _KEPT)
 
 
-# A rank.
+# The process of a rank.
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
 
 
 def _print_to(file: Path) -> None:
-    """Let this process print to the file, also what C++ prints, and the stack if it crashes or is asked where it is."""
+    """Send this process's output to the file, including C++'s, and the stack if it crashes or is asked for it."""
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -315,6 +315,6 @@ def _join_process_group(place: _Place) -> None:
         init_method=f"file://{place.folder}/store",
         rank=place.rank,
         world_size=place.ranks,
-        timeout=timedelta(seconds=_TO_BEGIN + place.timeout),  # so that the launch ends before gloo does
+        timeout=timedelta(seconds=_TO_BEGIN + place.timeout),  # so that the launch times out before gloo does
     )
     torch.distributed.barrier()  # a rank that ends at once does not keep others from getting here

@@ -25,14 +25,14 @@ class Pipeline:
     """Say how a pair is computed over ``pp`` ranks, each of which has a stage.
 
     Attributes:
-        micro_batches: into how many micro-batches the batch is divided.
-        dim: which dimension of inputs and outputs that is.
-        names: called with the name of a stage's parameter, returns that of the whole candidate's; None if the stages
-            keep these names.
+        micro_batches: how many micro-batches the batch is divided into.
+        dim: the batch's dimension in inputs and outputs.
+        names: called with the name of a stage's parameter, returns its name in the whole candidate; None if they are
+            the same.
         step: the port's own schedule, called as ``step(module, *inputs, target=, loss=)`` on each rank in place of
-            parity's. It makes the forward and the backward passes of all micro-batches, of which each has the loss
-            ``loss(output, target)``, with its part of ``target``, and these are added up. It returns the whole output
-            on the last stage, and None on others.
+            parity's. It makes the forward and the backward passes of all micro-batches. The loss of each is
+            ``loss(output, target)``, with its part of ``target``, and these losses are added up. The step returns the
+            whole output on the last stage, and None on others.
     """
 
     micro_batches: int = 1
@@ -44,7 +44,7 @@ class Pipeline:
         """Return the micro-batches of inputs or outputs.
 
         Raises:
-            UserError: if the batch does not divide.
+            UserError: if the batch does not divide evenly.
         """
 
         def chunks(x: Tensor) -> tuple[Tensor, ...]:
@@ -67,10 +67,10 @@ def summed_product(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Stage:
-    """Pass one rank's stage forward and backward once."""
+    """Run one rank's stage forward and backward once."""
 
     def __init__(self, pipeline: Pipeline, axis: Axis) -> None:
-        """Begin with nothing received."""
+        """Begin with nothing sent or received."""
         self._pipeline, self._axis = pipeline, axis
         self._received: list[list[Tensor]] = []
         self._sent: list[list[Tensor]] = []
@@ -88,7 +88,7 @@ class Stage:
     def forward(self, call: Callable[..., Any] | None, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of all micro-batches on the last stage, and nothing on others.
 
-        A later stage is called with what the one before it returned in place of the first input.
+        A later stage gets the previous stage's output in place of the first input.
         """
         returned = []
         for some, named in self._pipeline.parts((args, kwargs)):
@@ -104,7 +104,7 @@ class Stage:
         return _together(returned, self._pipeline.dim) if returned else None
 
     def backward(self) -> None:
-        """Differentiate what was sent on, if this is not the last stage, and hand on what flows back."""
+        """Differentiate what was sent on, unless this is the last stage, and send gradients to the previous stage."""
         for i in range(self._pipeline.micro_batches):
             if not self.is_last:
                 gradients = [self._get(self._after, torch.empty_like(x)) for x in self._sent[i]]
@@ -150,12 +150,12 @@ class Stage:
                 if is_differentiable:
                     received.append(leaves[i].requires_grad_())
         self._received.append(received)
-        # A module may write to what it is given, which autograd allows of all but leaves.
+        # A module may write to its inputs, which autograd does not allow for leaves.
         return tree_map_only(Tensor, lambda x: x.clone(), tree_unflatten(leaves, spec))
 
 
 def _together(returned: Sequence[Any], dim: int) -> Any:
-    """Return the outputs of micro-batches as one."""
+    """Return the outputs of all micro-batches as one output."""
     if len(returned) == 1:
         return returned[0]
     flat = [tree_flatten(one) for one in returned]
@@ -166,11 +166,11 @@ def _together(returned: Sequence[Any], dim: int) -> Any:
     return tree_unflatten(leaves, flat[0][1])
 
 
-# Ranks, and the part of each tensor that one holds.
+# Ranks, and the part of each tensor that a rank holds.
 
 
 AxisName = Literal["tp", "cp", "ep", "dp", "pp"]
-# Neighbours differ in the first of them, as in Megatron.
+# Neighbouring ranks differ in the first axis, as in Megatron.
 AXES: tuple[AxisName, ...] = get_args(AxisName)
 DIVIDING = AXES[:-1]  # whose ranks divide tensors; those of pp have stages
 MOST_RANKS = 64
@@ -178,7 +178,7 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True)
 class Degrees:
-    """Say how many ranks divide what among them.
+    """Say how many ranks there are along each axis.
 
     Attributes:
         tp: tensor parallel ranks, which divide weights.
@@ -203,7 +203,7 @@ class Degrees:
 
     @property
     def label(self) -> str:
-        """Return how items are called, such as ``tp2-sp`` or ``tp2xdp2``."""
+        """Return the label in items' names, such as ``tp2-sp`` or ``tp2xdp2``."""
         parts = "x".join(f"{axis}{self.of(axis)}" for axis in AXES if self.of(axis) > 1) or "tp1"
         return f"{parts}-sp" if self.sequence_parallel else parts
 
@@ -220,7 +220,7 @@ class Degrees:
         return found
 
     def peers(self, axis: AxisName) -> list[list[int]]:
-        """Return the groups of ranks that differ along this axis alone."""
+        """Return the groups of ranks that differ only along this axis."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.count):
             others = tuple(place for name, place in self.place(rank).items() if name != axis)
@@ -229,10 +229,10 @@ class Degrees:
 
 
 def degrees(asked: object) -> Degrees:
-    """Return what a pair asks for as ``dict(tp=2, sequence_parallel=True)``.
+    """Return the degrees that a pair asks for, such as ``dict(tp=2, sequence_parallel=True)``.
 
     Raises:
-        UserError: if it is something else.
+        UserError: if these are no degrees.
     """
     if isinstance(asked, Degrees):
         return asked
@@ -260,8 +260,8 @@ class Axis:
     Attributes:
         size: how many ranks there are along it.
         rank: which of them this one is.
-        group: their process group; None without any, as where a pair is compared in one process.
-        ranks: which ranks of all these are.
+        group: their process group; None if there is none, such as when a pair is compared in one process.
+        ranks: their numbers among all ranks.
     """
 
     size: int = 1
@@ -272,7 +272,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Hold what a pair's function is handed as ``ranks``.
+    """Hold what a pair's function is given as ``ranks``.
 
     Attributes:
         tp, cp, ep, dp, pp: the axes.
@@ -292,7 +292,7 @@ class Ranks:
 
     @staticmethod
     def stream() -> Any:
-        """Return a CUDA stream, as TE's ``set_context_parallel_group`` wants one, or what stands for it on a CPU."""
+        """Return a CUDA stream, which TE's ``set_context_parallel_group`` wants, or what stands in for it on a CPU."""
         return torch.cuda.Stream() if torch.cuda.is_available() else cuda.Stream()
 
 
@@ -300,7 +300,7 @@ WHOLE = Ranks()
 
 
 def joined(made: Degrees) -> Ranks:
-    """Return this rank's view; every rank of the default process group has to call it."""
+    """Return this rank's view of all axes; every rank of the default process group has to call this."""
     from torch import distributed
 
     rank = distributed.get_rank()
@@ -342,7 +342,7 @@ def over(axis: AxisName, dim: int = 0, *, blocks: int = 1, balanced: bool = Fals
     Args:
         axis: ``tp``, ``cp``, ``ep`` or ``dp``.
         dim: the dimension.
-        blocks: into how many blocks the dimension falls, each of which is divided by itself: 2 for the weight of a
+        blocks: how many blocks the dimension consists of, each of which is divided separately: 2 for the weight of a
             gated linear unit, whose gate and up projections follow each other.
         balanced: whether the dimension is cut into twice as many parts as ranks, and each rank holds one from the
             front and one from the back, as causal attention over context parallel ranks does
@@ -365,12 +365,12 @@ def part(x: Tensor, split: Iterable[Over], made: Degrees, place: Mapping[AxisNam
 
     Args:
         x: the whole tensor.
-        split: how it is divided, one axis after the other; by none, each rank holds all of it.
+        split: how it is divided, one axis after the other; if empty, each rank holds all of it.
         made: how many ranks there are.
         place: where the rank is, see ``Degrees.place``.
 
     Raises:
-        UserError: if a dimension does not divide.
+        UserError: if a dimension does not divide evenly.
     """
     for one in split:
         count, mine = made.of(one.axis), place[one.axis]
@@ -400,23 +400,23 @@ def whole_shape(shape: Sequence[int], split: Split, made: Degrees) -> torch.Size
 
 
 def places(shape: Sequence[int], split: Split, made: Degrees, rank: int) -> Tensor:
-    """Return where in the whole tensor, seen as a vector, each element of a rank's part is."""
+    """Return the place of each element of a rank's part in the whole tensor, seen as a vector."""
     everywhere = torch.arange(math.prod(shape)).view(tuple(shape))
     return part(everywhere, split, made, made.place(rank))
 
 
-# What ranks have of a tensor, and the whole that this makes.
+# The pieces of a tensor that ranks hold, and the whole that they make.
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Hold what one rank has of a tensor.
+    """Hold one rank's part of a tensor.
 
     Attributes:
-        rank: which it is.
+        rank: the rank's number.
         values: what it computed.
         split: how the whole is divided.
-        places: where in the whole, seen as a vector, each of these values belongs.
+        places: the place of each value in the whole, seen as a vector.
     """
 
     rank: int
@@ -430,10 +430,10 @@ class Whole:
     """A tensor that ranks have computed.
 
     Attributes:
-        kind: as in results, or ``weight``.
-        name: of an output, an input or a parameter of the candidate.
-        exact: the right one, FP64.
-        pieces: what each rank has of it; none of a rank that has nothing of it.
+        kind: a kind as in results, or ``weight``.
+        name: the name of an output, an input or a parameter of the candidate.
+        exact: the right values, FP64.
+        pieces: the pieces of all ranks that hold any of it.
         limit: the bound on its relative error; 0 if there is none.
     """
 
@@ -444,21 +444,21 @@ class Whole:
     limit: float = 0.0
 
     def joined(self) -> Tensor:
-        """Return the tensor as the ranks have it; where they disagree, what is farther off."""
+        """Return the tensor as the ranks computed it; where they disagree, the values that are farther off."""
         whole = torch.full((self.exact.numel(),), math.nan, dtype=self.pieces[0].values.dtype)
         for piece in sorted(self.pieces, key=lambda piece: self._off(piece.values, piece.places)):
             whole[piece.places.flatten()] = piece.values.flatten()
         return whole.view(self.exact.shape)
 
     def apart(self) -> tuple[int, int] | None:
-        """Return two ranks that should have the same numbers, and do not; None if all agree to the bit."""
+        """Return two ranks that should have the same numbers but do not; None if all agree to the bit."""
         for one, other in itertools.combinations(self.pieces, 2):
             if torch.equal(one.places, other.places) and not torch.equal(one.values, other.values):
                 return one.rank, other.rank
         return None
 
     def off(self, pieces: Sequence[Piece] | None = None) -> float:
-        """Return how far off pieces are together, the ranks' own by default, relative to the whole."""
+        """Return the largest relative error of the pieces, which are those of all ranks by default."""
         some = self.pieces if pieces is None else pieces
         return max((self._off(piece.values, piece.places) for piece in some), default=math.inf)
 
@@ -479,7 +479,7 @@ class Held:
 
     Attributes:
         whole: the name of the whole parameter.
-        split: how that is divided.
+        split: how the whole is divided.
     """
 
     whole: str
@@ -496,18 +496,18 @@ def marked(
     place: Mapping[AxisName, int],
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Held]:
-    """Return what each of a rank's parameters is a part of, by its name and by TE's marks.
+    """Return the whole parameter that each of a rank's parameters is a part of, by its name and by TE's marks.
 
     TE marks parameters that tensor parallel ranks divide (``set_tensor_model_parallel_attributes`` in
     ``pytorch/distributed.py`` of TE 2.20.2). A gated linear unit's first weight holds two projections, each of which is
-    divided (``pytorch/module/layernorm_mlp.py``). Experts are told by their numbers: each rank counts its own from 0.
+    divided (``pytorch/module/layernorm_mlp.py``). Experts are known by their numbers: each rank counts its own from 0.
 
     Args:
         module: the rank's candidate.
-        shapes: of the whole candidate's parameters, by name.
+        shapes: the shapes of the whole candidate's parameters, by name.
         made: how many ranks there are.
-        place: where this one is.
-        renamed: names of the whole candidate's parameters by the rank's own, where others do not follow from these.
+        place: where this rank is.
+        renamed: the whole candidate's parameter names by the rank's own, if they do not follow from these.
 
     Raises:
         UserError: if the whole candidate has no such parameter.
@@ -532,7 +532,7 @@ def held_by(
     place: Mapping[AxisName, int],
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Held]:
-    """Return what each of a rank's parameters is a part of: as the pair says, else as TE marks it.
+    """Return the whole parameter that each of a rank's parameters is a part of: as the pair says, else as TE marks it.
 
     Args:
         module, shapes, made, place, renamed: see ``marked``.
@@ -557,7 +557,7 @@ def held_by(
 
 
 def _of_te(parameter: Tensor, whole: tuple[int, ...], made: Degrees, blocks: int) -> Split:
-    if tuple(parameter.shape) == whole:  # also what FSDP holds as a part: it tells the shape of the whole
+    if tuple(parameter.shape) == whole:  # also a part that FSDP holds, which has the shape of the whole
         return ()
     dim = getattr(parameter, "partition_dim", None)
     if not getattr(parameter, "tensor_model_parallel", False) or not isinstance(dim, int) or made.tp == 1:
@@ -574,7 +574,10 @@ def _gated(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _whole_names(names: Sequence[str], whole: Sequence[str], ranks: int, rank: int) -> dict[str, str]:
-    """Return the whole parameters' names by a rank's own: without a wrapper's prefix, and with experts counted on."""
+    """Return the whole parameters' names by a rank's own.
+
+    Wrappers' prefixes are removed, and experts are numbered over all ranks.
+    """
     known, found = set(whole), {}
     plain = {name: _unwrapped(name, known) for name in names}
     own, all_of_them = _counted(plain.values()), _counted(whole)
@@ -599,7 +602,7 @@ def _unwrapped(name: str, known: set[str]) -> str:
 
 
 def _counted(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return which numbers names have at each place where they have one."""
+    """Return the numbers that occur at each place of the names where there is one."""
     found: dict[str, set[str]] = {}
     for name, number in itertools.chain.from_iterable(((n, m) for m in re.finditer(r"\d+", n)) for n in names):
         found.setdefault(f"{name[: number.start()]}#{name[number.end() :]}", set()).add(number.group())
@@ -612,20 +615,20 @@ class Parallel:
 
     Attributes:
         splits: how inputs and outputs are divided, by their names in results (``input``, ``output``): a list of
-            ``over(...)``. What is not named, each rank is given, or returns, whole.
-        weights: how parameters of the candidate are divided, by their names, where TE's marks do not say it;
+            ``over(...)``. Inputs that are not named are given whole to each rank, and outputs are returned whole.
+        weights: how parameters of the candidate are divided, by their names, if TE's marks do not say it;
             ``layers.{i}.weight`` names that of each layer.
-        finish: called as ``finish(module)`` on each rank after the backward pass, if what a port does then is left to
-            it, such as reducing gradients over ranks.
+        finish: called as ``finish(module)`` on each rank after the backward pass, for work that a port has to do itself
+            then, such as reducing gradients over ranks.
         gradient_norm: called as ``gradient_norm(module)`` after that, if gradients are clipped; returns the norm of all
             gradients, over all ranks, as the port computes it on each.
-        averages: whether the port averages gradients over data parallel ranks, and does not add them up. The gradient
-            with respect to each rank's outputs is multiplied by their number then, as that of a mean of means is.
+        averages: whether the port averages gradients over data parallel ranks instead of adding them up. The gradient
+            with respect to each rank's outputs is then multiplied by their number, as for a mean of means.
         amax_group: the process group that the port gives ``te.autocast`` as ``amax_reduction_group``; all ranks by
             default.
-        pipeline: how stages run and what they have, for a pair that is computed over ``pp`` ranks.
-        dropout: whether the pair's modules have dropout, as a port trains. Then all numbers are compared with it
-            switched off, and ranks make one more pass with it, of which it is judged what they drop.
+        pipeline: how stages run and how their parameters are named, for a pair that is computed over ``pp`` ranks.
+        dropout: whether the pair's modules have dropout, as a port trains. All numbers are then compared with it
+            switched off, and ranks make one more pass with it, in which only what they drop is judged.
     """
 
     splits: Mapping[str, Sequence[Over]] = field(default_factory=dict)
@@ -638,10 +641,10 @@ class Parallel:
     dropout: bool = False
 
     def check(self, names: Sequence[str]) -> None:
-        """Make sure that what is divided is among the inputs and outputs of these names.
+        """Check that ``splits`` only names these inputs and outputs.
 
         Raises:
-            UserError: if not.
+            UserError: if it names another.
         """
         unknown = [name for name in self.splits if name not in names]
         if unknown:

@@ -1,4 +1,4 @@
-"""Imports TE on the CPU kernels; a process that is forked after it need not."""
+"""Import TE on the CPU kernels, so that processes that are forked afterwards need not."""
 
 from parity import te
 

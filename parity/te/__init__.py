@@ -1,5 +1,6 @@
-"""Hand out ``transformer_engine.pytorch``, on real kernels if there is a GPU, else on the CPU kernels, and define what
-the name of a precision means.
+"""Hand out ``transformer_engine.pytorch``, and define what the name of a precision means.
+
+TE runs on its real kernels if there is a GPU, else on the CPU kernels.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ def why_no_gpu() -> str | None:
 
 
 def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
-    """Return TE on the backend asked for; ``auto`` takes the GPU if TE's real kernels can run.
+    """Return TE on the requested backend; ``auto`` takes the GPU if TE's real kernels can run.
 
-    A process runs one of the two: TE's Python is imported once, for real kernels or for the CPU's.
+    A process can only use one of the two, since TE's Python is imported once, for the real kernels or for the CPU's.
 
     Raises:
-        BackendUnavailable: if the GPU is asked for and cannot be had, TE's kernels are there but do not load, or the
-            other backend is loaded already.
+        BackendUnavailable: if the GPU is asked for but not available, TE's kernels are installed but do not load, or
+            the other backend is loaded already.
     """
     reason = why_no_gpu()
     if backend == "gpu" and reason is not None:
@@ -99,10 +100,10 @@ def kernels(backend: Backend | Literal["auto"] = "auto") -> Kernels:
 
 
 def _as_if_compiled() -> None:
-    """Change what PyTorch's compiler changes for good in a process that compiles, as TE's fused functions do on a GPU.
+    """Make the lasting changes to the process that PyTorch's compiler makes when TE's fused functions use it on a GPU.
 
-    Else the first pair that meets one would be told to have changed it (``torch/_inductor/compile_fx.py`` and
-    ``torch/_dynamo/mutation_guard.py`` of 2.11 and 2.13).
+    Otherwise they would be reported as the doing of the first pair that uses such a function
+    (``torch/_inductor/compile_fx.py`` and ``torch/_dynamo/mutation_guard.py`` of 2.11 and 2.13).
     """
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))
     if "torch._dynamo" in sys.modules:
@@ -111,9 +112,9 @@ def _as_if_compiled() -> None:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within the context, ``import transformer_engine.pytorch`` imports TE on the CPU kernels, GPU or not.
+    """Let ``import transformer_engine.pytorch`` in this context import TE on the CPU kernels, GPU or not.
 
-    What was imported stays so: TE's modules compute on the CPU afterwards as well.
+    This outlasts the context: modules that were imported in it go on computing on the CPU.
 
     Raises:
         BackendUnavailable: if this process has already imported TransformerEngine on its real kernels.
@@ -169,11 +170,11 @@ class Precision:
 
     Attributes:
         name: as users write it and reports show it.
-        dtype: that of parameters, inputs, gradients and stored activations.
+        dtype: the dtype of parameters, inputs, gradients and stored activations.
         rounding: what a faithful kernel rounds, for the expected error.
         recipe: a class of ``transformer_engine.common.recipe``, or None if no FP8 is used.
-        warmup_passes: the least number of forward and backward passes before the one that is compared; a recipe that
-            scales by the past has no scales before.
+        warmup_passes: the least number of forward and backward passes before the one that is compared, since a recipe
+            that scales by earlier passes has no scales at first.
     """
 
     name: str
@@ -183,7 +184,7 @@ class Precision:
     warmup_passes: int = 0
 
     def new_recipe(self) -> Any:
-        """Return an object of TE's recipe; None without one."""
+        """Return a new object of TE's recipe; None if there is no recipe."""
         if self.recipe is None:
             return None
         return getattr(importlib.import_module("transformer_engine.common.recipe"), self.recipe)()
@@ -192,7 +193,7 @@ class Precision:
         """Return the context for the forward pass of TE's modules; it has a new recipe each time.
 
         Args:
-            kernels: TE's.
+            kernels: TE's kernels.
             group: the process group over which amaxes are reduced, if there is one.
         """
         recipe = self.new_recipe()
@@ -237,7 +238,7 @@ _IS_AVAILABLE = {
 def why_unavailable(precision: Precision, kernels: Kernels) -> str | None:
     """Return why this machine cannot run the precision on these kernels, or None if it can.
 
-    The CPU kernels emulate a Hopper GPU, whose answers TE itself gives.
+    The CPU kernels emulate a Hopper GPU, for which TE itself gives the answer.
     """
     if precision.recipe is not None:
         available, reason = getattr(kernels.te, _IS_AVAILABLE[precision.recipe])(return_reason=True)

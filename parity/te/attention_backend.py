@@ -1,4 +1,4 @@
-"""See which attention kernel TE runs, and force one by TE's variables of the environment."""
+"""Record which attention kernels TE runs, and force one by TE's environment variables."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def te_variables(variables: Mapping[str, str]) -> Iterator[None]:
 #
 # TE picks one for each configuration and remembers the last pick (``get_attention_backend`` and ``_attention_backends``
 # in ``pytorch/attention/dot_product_attention`` of TE 2.14 to 2.20). It reads the environment variables
-# ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` at each pick. So forcing one means to set them, and
-# to make TE forget its last pick.
+# ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` at each pick. So forcing one means setting them and
+# making TE forget its last pick.
 
 
 AttentionBackend = Literal["flash", "fused", "unfused"]
@@ -59,10 +59,10 @@ class NotOffered(Exception):
 
 
 def checked_choice(text: str) -> str:
-    """Return one of ``CHOICES``.
+    """Return the text, which must be one of ``CHOICES``.
 
     Raises:
-        UserError: if it is none.
+        UserError: if it is not.
     """
     if text not in CHOICES:
         raise UserError(f"the attention backend is {text!r}, but must be one of {', '.join(CHOICES)}")
@@ -76,13 +76,13 @@ def has_attention(module: nn.Module) -> bool:
 
 @contextmanager
 def attention_backends(forced: AttentionBackend | None = None) -> Iterator[dict[str, None]]:
-    """Within the context, TE picks its attention backends anew, only the forced one if there is one.
+    """Let TE pick its attention backends anew in this context, and only the forced one if there is one.
 
     Args:
         forced: the backend; None leaves the pick to TE.
 
     Yields:
-        The backends that ran so far, in the order of their first calls: ``fused (F16_arbitrary_seqlen)``.
+        The backends that ran so far, such as ``fused (F16_arbitrary_seqlen)``, in the order of their first calls.
 
     Raises:
         NotOffered: within the context, if a module asks for attention and TE refuses the forced backend.
@@ -151,7 +151,7 @@ class _Collecting(logging.Handler):
 
 @contextmanager
 def _logged(messages: list[str] | None) -> Iterator[None]:
-    """Within the context, what TE logs about its picks goes only to ``messages``; nothing changes if that is None."""
+    """Send what TE logs about its picks in this context only to ``messages``; change nothing if that is None."""
     if messages is None or _UTILS not in sys.modules:
         yield
         return

@@ -1,4 +1,4 @@
-"""Let code that names a GPU run without one, and tell errors of a device from errors of the port."""
+"""Let code that names a GPU run without one, and distinguish errors of the device from errors of the port."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _CPU = torch.device("cpu")
 
 @contextmanager
 def cuda_is_cpu_without_gpu() -> Iterator[None]:
-    """Within the context, ``device="cuda"``, ``device=0``, ``.cuda()`` and ``.to("cuda")`` mean the CPU if PyTorch sees
-    no GPU.
+    """Let ``device="cuda"``, ``device=0``, ``.cuda()`` and ``.to("cuda")`` mean the CPU if PyTorch sees no GPU.
 
-    So a factory that was written on a GPU machine builds its pair on a laptop. Parity moves modules and inputs to where
-    the kernels run in any case.
+    With this, a factory that was written on a GPU machine can build its pair on a laptop. Parity always moves modules
+    and inputs to where the kernels run.
     """
     if torch.cuda.is_available():
         yield
@@ -63,11 +62,11 @@ def _is_cuda(argument: Any, is_device: bool = True) -> bool:
 
 @contextmanager
 def refusing_meta_tensors() -> Iterator[None]:
-    """Within the context, TE's compiled functions raise if they are given a tensor on the meta device.
+    """Let TE's compiled functions raise in this context if they are given a tensor on the meta device.
 
-    They would read its address, which is 0: an illegal access, after which CUDA answers nothing. A module whose weights
-    are quantized where they are made gives them such tensors. The CPU kernels are written in Python, and compute shapes
-    of them.
+    They would read its address, which is 0. After such an illegal access CUDA no longer answers. A module that
+    quantizes its weights when it creates them passes such tensors. The CPU kernels are written in Python, and compute
+    shapes from them.
 
     Raises:
         TypeError: within the context.
@@ -92,7 +91,7 @@ def refusing_meta_tensors() -> Iterator[None]:
             setattr(compiled, name, function)
 
 
-# Tell errors of the device from errors of the port: memory ran out, or a kernel broke the process's CUDA context.
+# Distinguish errors of the device from errors of the port: memory ran out, or a kernel broke the CUDA context.
 
 
 # PyTorch's CPU allocator, cuBLAS, and the texts of cudaErrorMemoryAllocation and CUDNN_STATUS_ALLOC_FAILED.
@@ -112,12 +111,13 @@ def classify(error: BaseException, context_works: Callable[[], bool] | None = No
     """Return what an exception says about the device.
 
     Args:
-        error: as it was caught.
-        context_works: asked whether CUDA still works, if the text alone does not tell; asks CUDA by default.
+        error: the exception.
+        context_works: called to find out whether CUDA still works, if the message alone does not say; asks CUDA by
+            default.
 
     Returns:
-        ``out of memory``: the same may succeed when others hold less. ``broken``: every later CUDA call of this process
-        fails. Empty: it is not an error of the device.
+        ``out of memory``: the same may succeed when others use less memory. ``broken``: every later CUDA call of this
+        process fails. Empty: it is not an error of the device.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "out of memory"

@@ -1,4 +1,4 @@
-"""Give each candidate TE's process-wide state as a new process has it, and notice what a candidate does with it."""
+"""Give each candidate TE's process-wide state as in a new process, and observe what the candidate does with it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 # TE's global state of quantization, fresh for each candidate.
 #
 # TE keeps the amax buffers of every module that ever ran with delayed scaling, and goes over them all after each pass,
-# so the hundredth candidate of a process pays for those before it. What is left by a pass that raised within a recipe's
-# context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantization.py`` of TE 2.14 to 2.20.
+# so the hundredth candidate of a process pays for those before it. State that is left by a pass that raised within a
+# recipe's context stays as well. Source: ``FP8GlobalStateManager`` in ``pytorch/quantization.py`` of TE 2.14 to 2.20.
 
 
 _Ran = TypeVar("_Ran")
 
-# In powers of two, a scale may be this much less than a pass asks for: a floating-point format's numbers then reach
-# down as far, except for one power of two.
+# By how many powers of two a scale may be smaller than a pass asks for: the format then loses just one power of two at
+# the lower end of its range.
 _TOO_SMALL = 1.0
-# It may be this much more; beyond that, what saturates is off by more than rounding: E4M3's largest number is 448, and
-# 464 is as near to it as to the next one. E5M2 reaches farther.
+# By how many powers of two it may be larger. Beyond this, saturation costs more than rounding: E4M3's largest number is
+# 448, and 464 is as near to it as to the next one. E5M2 reaches farther.
 _TOO_LARGE = math.log2(464 / 448)
 
 
 @contextmanager
 def fresh_quantization() -> Iterator[None]:
-    """Within the context, TE knows of no module that ran before; afterwards its state is what it was."""
+    """Make TE forget all modules that ran before this context, and restore its state afterwards."""
     manager = state_manager()
     if manager is None:
         yield
@@ -65,7 +65,7 @@ def settled(
     """Return the result of the first pass after the warm-up whose scales fit its own numbers.
 
     With delayed scaling a tensor's scale comes from earlier passes, and is 1 at first. A gradient smaller than the
-    format's least number then becomes 0, and so do all gradients computed from it, for which no scale can be had. So
+    format's smallest number then becomes 0, and so do all gradients computed from it, so that they have no scale. So
     each pass settles the scales of one more layer, from the loss backwards.
 
     Args:
@@ -74,8 +74,8 @@ def settled(
         on_all_ranks: returns whether the scales of all ranks fit, if several compute together.
     """
     ran = run()
-    # A pass settles at least one tensor, unless it computes something else each time: with other numbers, or with
-    # modules that each pass creates, whose scales TE keeps as well.
+    # A pass settles at least one tensor, unless each pass computes something else: with other numbers, or with modules
+    # that it creates, whose scales TE keeps as well.
     most = warmup_passes + len(_scales()) if warmup_passes else 0
     for passes in range(1, most + 1):
         before = _scales()
@@ -110,11 +110,11 @@ def state_manager() -> Any:
 
 # TE's process-wide caches and switches, reset for each candidate to what a new process has.
 #
-# If ``DotProductAttention`` is given no ALiBi slopes, it takes those of the previous call if the sizes agree: what one
-# port forgets would come from another port's pass. ``LayerNormMLP`` chooses its kernels by how ``te.checkpoint`` ran
-# last. The other caches hold what follows from sizes alone, but they hand out the tensor itself, and whoever writes to
-# it changes it for all who come later. ``attention_backend`` resets which attention kernel TE picked. Source: the
-# modules named here, in TE 2.14 to 2.20.
+# If ``DotProductAttention`` is given no ALiBi slopes, it takes those of the previous call if the sizes agree, so that
+# slopes that one port forgets would come from another port's pass. ``LayerNormMLP`` chooses its kernels by how
+# ``te.checkpoint`` ran last. The other caches hold tensors that depend only on sizes, but they hand out the tensor
+# itself, and code that writes to it changes it for all later passes. ``attention_backend`` resets which attention
+# kernel TE picked. Source: the modules named here, in TE 2.14 to 2.20.
 
 
 _TE = "transformer_engine.pytorch"
@@ -143,14 +143,14 @@ _SWITCHES: dict[str, dict[str, Any]] = {
         "_IN_ACTIVATION_RECOMPUTE_REGION": False,
         "_ACTIVATION_RECOMPUTE_PHASE": False,
     },
-    f"{_TE}.graph": {"_IS_GRAPH_CAPTURING": False},  # which a capture that raises leaves set
+    f"{_TE}.graph": {"_IS_GRAPH_CAPTURING": False},  # a capture that raises leaves it set
 }
 """Variables with their values in a new process, by module."""
 
 
 @contextmanager
 def fresh_caches() -> Iterator[None]:
-    """Within the context, TE's caches hold nothing of earlier passes; afterwards they hold what they did before.
+    """Empty TE's caches of earlier passes in this context, and restore them afterwards.
 
     A cache that this version of TE lacks, or whose module is not imported yet, is left out.
     """
@@ -173,7 +173,7 @@ def _held(module: str, name: str) -> Any:
 
 @contextmanager
 def _holding(cache: Any, content: Any) -> Iterator[None]:
-    """Within the context, the dict or list holds only this content; it stays the same object."""
+    """Let the dict or list hold only this content in the context; it stays the same object."""
     if cache is None:
         yield
         return
@@ -207,7 +207,7 @@ def _switched(module: str, values: dict[str, Any]) -> Iterator[None]:
 # Recipes that a candidate turns on by itself, by entering ``te.autocast`` within the precision's own.
 #
 # Source: ``FP8GlobalStateManager.autocast_enter`` in ``pytorch/quantization.py`` of TE 2.20. Versions that keep their
-# state otherwise are left alone.
+# state in another way are left alone.
 
 
 _STATE = ("autocast_depth", "fp8_enabled", "fp8_recipe")
@@ -215,11 +215,11 @@ _STATE = ("autocast_depth", "fp8_enabled", "fp8_recipe")
 
 @contextmanager
 def own_recipes(has_recipe: bool, left_out: bool = False) -> Iterator[list[str]]:
-    """Within the context, append each recipe that differs from the one around it, and the user's line that enters it.
+    """List the recipes entered in this context that differ from the one around them, with the user's line of each.
 
     Args:
         has_recipe: whether the precision has a recipe, in whose context the candidate runs.
-        left_out: whether the candidate's own recipe is ignored, and the one around it stays on.
+        left_out: whether to ignore the candidate's own recipe, so that the one around it stays on.
     """
     seen: list[str] = []
     manager = state_manager()
@@ -257,29 +257,29 @@ def _told(recipe: Any) -> str:
     return f"{name} at {line}" if line else name
 
 
-# Modules that a backward pass computes again under another recipe than the forward pass did.
+# Modules that a backward pass recomputes under another recipe than that of the forward pass.
 #
 # ``torch.utils.checkpoint`` restores PyTorch's own autocast for its recomputation, but not TE's. The backward pass of a
-# training step runs after ``te.autocast`` has been left, so the layer is computed again without quantization, and its
+# training step runs after ``te.autocast`` has been left, so the layer is recomputed without quantization, and its
 # gradients are those of another function. ``te.checkpoint`` enters the recipe again (``_CheckpointFunction.backward``
-# in ``pytorch/distributed.py`` of TE 2.20). No tolerance shows it: what is not quantized is nearer to FP64.
+# in ``pytorch/distributed.py`` of TE 2.20). No tolerance shows this, since unquantized numbers are nearer to FP64.
 
 
 @dataclass
 class Recomputes:
-    """The recipes under which each of TE's modules ran: in the forward pass, and when a backward pass ran it again."""
+    """The recipes under which each of TE's modules ran: in the forward pass, and when a backward pass reran it."""
 
     _names: dict[nn.Module, str] = field(default_factory=dict)
     _forward: dict[nn.Module, set[str]] = field(default_factory=dict)
     _again: dict[nn.Module, set[str]] = field(default_factory=dict)
 
     def watch(self, module: nn.Module) -> None:
-        """Name modules as this candidate does; it has not run yet."""
+        """Remember the names of a candidate's modules before it runs."""
         self._names |= {part: name for name, part in module.named_modules()}
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Within the context, note every call of one of TE's modules."""
+        """Note every call of one of TE's modules in this context."""
         hook = register_module_forward_pre_hook(self._note)
         try:
             yield
@@ -293,9 +293,7 @@ class Recomputes:
 
     @property
     def otherwise(self) -> list[str]:
-        """Say what is wrong with the first module that ran again under another recipe, and what to do;
-        empty if none did.
-        """
+        """Say which module first ran again under another recipe, and what to do about it; empty if none did."""
         for module, again in self._again.items():
             before = self._forward.get(module, again)
             if not again <= before:
@@ -346,15 +344,15 @@ def clear(module: nn.Module) -> None:
             main_grad.zero_()
 
 
-# The cosine of a gradient and what it was before it was rounded to 16 bits and multiplied by a number is beyond this.
+# A gradient that was rounded to 16 bits and multiplied by a number has at least this cosine with the original.
 _HANDED_OVER = 0.999
 
 
 def gradient(parameter: Any) -> Tensor | None:
     """Return a parameter's gradient, wherever it is; None if none arrived.
 
-    A parameter that PyTorch uses as well, as a tied embedding does, has one part in ``main_grad`` and one in ``grad``.
-    A port may have handed ``main_grad`` over to ``grad``, and clipped or unscaled it there.
+    A parameter that PyTorch's own code uses as well, such as a tied embedding, has one part in ``main_grad`` and one in
+    ``grad``. A port may have handed ``main_grad`` over to ``grad``, and clipped or unscaled it there.
     """
     grad, main_grad = parameter.grad, getattr(parameter, "main_grad", None)
     if not (getattr(parameter, "grad_added_to_main_grad", False) and isinstance(main_grad, Tensor)):
@@ -366,9 +364,7 @@ def gradient(parameter: Any) -> Tensor | None:
 
 
 def _added_to_main_grad(module: nn.Module) -> Iterator[Any]:
-    """Yield the parameters whose gradients TE adds to ``main_grad``, and a few that never get one
-    there, such as biases.
-    """
+    """Yield the parameters whose gradients TE adds to ``main_grad``, and some that never get one, such as biases."""
     for submodule in module.modules():
         if any(getattr(submodule, switch, False) is True for switch in _MAIN_GRAD_SWITCHES):
             yield from (parameter for parameter in submodule.parameters(recurse=False) if parameter.requires_grad)
@@ -380,9 +376,9 @@ def _added_to_main_grad(module: nn.Module) -> Iterator[Any]:
 def moved(candidate: nn.Module, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the candidate itself, on the given device or in the given dtype.
 
-    Quantized parameters forget there that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired. Complex
-    buffers, such as rotary tables, keep their dtype, as under ``module.bfloat16()``: ``module.to(dtype)`` would drop
-    their imaginary part.
+    Moving makes quantized parameters forget that they are trained (``Float8Tensor`` in TE 2.20.2), which is repaired
+    here. Complex buffers, such as rotary tables, keep their dtype, as under ``module.bfloat16()``, while
+    ``module.to(dtype)`` would drop their imaginary part.
     """
     trained = [parameter.requires_grad for parameter in candidate.parameters()]
     complex_buffers = [
@@ -412,18 +408,16 @@ def dequantized(candidate: nn.Module) -> nn.Module:
 
 
 def dequantized_tensor(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values that a parameter stands for, in its own dtype or another; the parameter itself if it is not
-    quantized.
-    """
+    """Return a quantized parameter's values, in its own dtype or another; any other parameter is returned as it is."""
     held: Any = parameter
     return held.dequantize(dtype=dtype) if is_quantized(parameter) else parameter
 
 
 def check(candidate: nn.Module, precision: Precision) -> None:
-    """Make sure that the precision fits the quantized parameters.
+    """Check that the precision fits the quantized parameters.
 
     Args:
-        candidate: in the precision's dtype, as far as its parameters can be.
+        candidate: the candidate, in the precision's dtype as far as its parameters allow that.
         precision: the precision at which it is compared.
 
     Raises:
@@ -450,7 +444,7 @@ def is_quantized(parameter: Tensor) -> bool:
 
 
 def over_quantization(held: Tensor, values: Tensor) -> float:
-    """Return how far a quantized parameter is from the values that it should stand for, over what its format costs."""
+    """Return a quantized parameter's distance from the values that it should have, relative to its format's error."""
     filled = copy.deepcopy(held)
     with torch.no_grad():
         filled.copy_(values.to(torch.float32))
@@ -461,7 +455,7 @@ def over_quantization(held: Tensor, values: Tensor) -> float:
 
 
 def stale_transposes(module: nn.Module, in_a_graph: bool = False) -> dict[str, Tensor]:
-    """Return the transposed copies of FP8 parameters that are not their transposes, though TE takes them for valid.
+    """Return the transposed copies of FP8 parameters that are not their transposes, although TE considers them valid.
 
     GPUs before Blackwell compute gradients of inputs from this copy. ``Float8Tensor`` keeps it until something tells
     it that its numbers have changed (``_transpose_invalid`` in ``pytorch/tensor/storage/float8_tensor_storage.py`` of
@@ -469,7 +463,7 @@ def stale_transposes(module: nn.Module, in_a_graph: bool = False) -> dict[str, T
 
     Args:
         module: holds the parameters.
-        in_a_graph: whether those are meant that TE knows to be invalid: a graph's replay does not ask.
+        in_a_graph: whether to include copies that TE knows to be invalid, since a graph's replay does not check.
     """
     found = {}
     for name, parameter in module.named_parameters():
@@ -490,9 +484,9 @@ def _some(names: list[str]) -> str:
 
 
 # What delayed scaling keeps of each tensor that it quantizes: its amax history, and the scale that follows.
-# ``fp8_meta`` of TE's modules and ``_fp8_metas`` of its operations hold them: three tensors a GEMM in the forward pass
-# (input, weight, output) and two in the backward pass; operations have no outputs. Source: ``pytorch/module/base.py``,
-# ``pytorch/ops/op.py`` and ``pytorch/constants.py`` of TE 2.20.2.
+# ``fp8_meta`` of TE's modules and ``_fp8_metas`` of its operations hold them: three tensors per GEMM in the forward
+# pass (input, weight, output) and two in the backward pass; operations have no outputs. Source:
+# ``pytorch/module/base.py``, ``pytorch/ops/op.py`` and ``pytorch/constants.py`` of TE 2.20.2.
 
 
 Role = Literal["input", "weight", "output", "output gradient", "input gradient"]
@@ -507,12 +501,12 @@ class Slot:
 
     Attributes:
         module: the module's name.
-        place: tells the tensor from the module's others.
+        place: distinguishes the tensor from the module's others.
         role: what the tensor is in its GEMM.
         weights: names of the parameters that the GEMM multiplies; empty if it has none, as in attention.
-        history: TE's own, FP32: the amax of the pass under way first, then those before it, the oldest first.
-        scale: TE's own, one number in FP32.
-        recipe: by which the scale is computed.
+        history: TE's own amax history, FP32: the current pass first, then the earlier ones, the oldest first.
+        scale: TE's own scale, one number in FP32.
+        recipe: the recipe by which the scale is computed.
         largest: the largest number of the tensor's format.
     """
 
@@ -527,14 +521,14 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Return how messages call the tensor."""
+        """Return the tensor's name in messages."""
         whose = self.weights[0] if self.weights else self.module or "the module"
         more = f" and {len(self.weights) - 1} more" if len(self.weights) > 1 else ""
         return whose + more if self.role == "weight" else f"the {self.role} of {whose}{more}"
 
 
 def slots(module: nn.Module) -> Iterator[Slot]:
-    """Yield what delayed scaling keeps for each tensor of a module; nothing before its first pass, or without it."""
+    """Yield what delayed scaling keeps for each tensor of a module; nothing before its first pass or without it."""
     for path, one in module.named_modules():
         metas = getattr(one, "_fp8_metas", None)  # of an operation, by direction
         found = [getattr(one, "fp8_meta", None)] if metas is None else list(metas.values())
@@ -576,9 +570,9 @@ class Kept:
 
     Attributes:
         slot: the tensor.
-        history: a copy.
-        scale: a copy.
-        weight: the largest magnitude of what a weight is quantized from; None if that is not known, or it is none.
+        history: a copy of its amax history.
+        scale: its scale.
+        weight: the largest magnitude that a weight is quantized from; None if that is unknown, or it is no weight.
     """
 
     slot: Slot
@@ -593,8 +587,8 @@ def kept(
     """Return what delayed scaling keeps now, by module and place.
 
     Args:
-        quantized_from: returns of what numbers a weight is quantized, by its name, None where that is not known; left
-            out if magnitudes of weights are not asked for.
+        quantized_from: returns the numbers that a weight of this name is quantized from, None if they are unknown; not
+            needed if magnitudes of weights are not asked for.
     """
 
     def largest(slot: Slot) -> float | None:
