@@ -1,4 +1,4 @@
-"""Read checkpoints as others write them, without loading them into memory, and write one tensor after the other."""
+"""Read checkpoints in common formats without loading them into memory, and write one tensor after the other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parity.progress import Following, followed
 from parity.shown import one_line
 from parity.user_error import UserError
 
-# Read a file, or the files that an index names. Tensors are maps of the files: what is not looked at is not read.
+# Read a file, or the files that an index names. Tensors are memory-mapped, so that only those that are used are read.
 
 
 INDEX = ".index.json"
@@ -37,10 +37,10 @@ def read(path: Path, within: str = "") -> dict[str, Tensor]:
     Args:
         path: a file of safetensors or of ``torch.save``, an index ``*.index.json`` of several, or a folder with one of
             these under the name that Hugging Face gives it.
-        within: for a file of ``torch.save``, the entry that holds the model, such as ``model``; nested ones with dots.
+        within: for a file of ``torch.save``, the entry that holds the model, such as ``model``; dots join nested ones.
 
     Raises:
-        UserError: if there is no such file, it is damaged, or it holds other things than tensors.
+        UserError: if there is no such file, it is damaged, or it holds anything but tensors.
     """
     path = _file(path)
     return _of_index(path, within) if path.name.endswith(INDEX) else _of_file(path, within)
@@ -83,7 +83,7 @@ def _of_index(path: Path, within: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(places.values()):
         shard = path.with_name(name)
-        if not os.path.isfile(shard):  # which no name is too long for
+        if not os.path.isfile(shard):  # Path.is_file raises if a name is too long
             raise UserError(f"{path} names {name!r}, which is not beside it; was it downloaded whole?")
         held = _of_file(shard, within)
         for key in (key for key, place in places.items() if place == name):
@@ -152,7 +152,7 @@ def _entries(held: Any) -> str:
 
 
 def _loaded(path: Path) -> Any:
-    """Return what ``torch.save`` wrote; code that the file names is not run."""
+    """Return what ``torch.save`` wrote, without running code that the file names."""
 
     def load(mmap: bool) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
@@ -160,14 +160,14 @@ def _loaded(path: Path) -> Any:
     try:
         try:
             return load(mmap=True)
-        except RuntimeError:  # before PyTorch 1.6 files were not archives, which alone can be mapped
+        except RuntimeError:  # files from before PyTorch 1.6 are no archives and cannot be mapped
             return load(mmap=False)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} holds more than tensors and plain values, or is damaged, so that it is not read "
             f"(weights_only=True): {one_line(error)}; save the module's state_dict() alone"
         ) from None
-    except Exception as error:  # PyTorch's reader of pickles raises what a damaged program of theirs leads to
+    except Exception as error:  # PyTorch's unpickler raises anything for a damaged file
         raise UserError(f"{path} cannot be read by torch.load: {one_line(error)}") from None
 
 
@@ -193,7 +193,7 @@ _NAMES = {
 
 
 def write(path: Path, plan: Plan) -> int:
-    """Write what a conversion makes as one file of safetensors, whole or not at all, and show how much of it is done.
+    """Write what a conversion makes as one file of safetensors, completely or not at all, and show the progress.
 
     Args:
         path: the file, which is replaced if it is there.
@@ -203,7 +203,7 @@ def write(path: Path, plan: Plan) -> int:
         How many bytes the file has.
 
     Raises:
-        UserError: if the file cannot be written, or a tensor's dtype has no name in the format; from a step.
+        UserError: if the file cannot be written, a tensor's dtype has no name in the format, or a step raises it.
     """
     return _write(path, followed(plan.steps, "converting"), plan.steps)
 
@@ -211,12 +211,12 @@ def write(path: Path, plan: Plan) -> int:
 def write_shards(folder: Path, plan: Plan, largest: int) -> list[int]:
     """Write what a conversion makes as files of safetensors in a folder, with an index, as Hugging Face does.
 
-    The folder is there when all of it is written, and not before.
+    The folder appears only when all of it is written.
 
     Args:
-        folder: where to write; it must not be there, or be empty.
+        folder: where to write; it must not exist, or be empty.
         plan: the conversion, whose steps are computed one after the other.
-        largest: how many bytes of tensors a file may have. Tensors that a step makes are in one file, even if they are
+        largest: how many bytes of tensors a file may have. Tensors of one step are in one file, even if they are
             larger.
 
     Returns:
@@ -262,7 +262,7 @@ def _stepping(steps: list[Step], following: Following) -> Iterator[Step]:
 
 
 def _write(path: Path, steps: Iterable[Step], planned: list[Step]) -> int:
-    """Write one file, and return how many bytes it has; ``steps`` are those that are planned, as they are followed."""
+    """Write one file and return its size in bytes; ``steps`` yields the planned steps and shows the progress."""
     header, places, size = _header([one for step in planned for one in step.made])
     with _said(path), files.replacing(path) as file:
         file.write(len(header).to_bytes(8, "little"))
@@ -277,7 +277,7 @@ def _write(path: Path, steps: Iterable[Step], planned: list[Step]) -> int:
 def _header(made: list[Made]) -> tuple[bytes, dict[str, int], int]:
     """Return the header, where each tensor begins after it, and how many bytes they have together."""
     places: dict[str, int] = {}
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0
     for one in sorted(made, key=lambda one: (-one.dtype.itemsize, one.key)):
         if one.dtype not in _NAMES:
@@ -302,7 +302,7 @@ def _put(file: BinaryIO, place: int, tensor: Tensor) -> None:
 
 @contextmanager
 def _said(path: Path) -> Iterator[None]:
-    """Within the context, a file that cannot be written is the user's mistake."""
+    """Turn a failure to write in this context into a ``UserError``."""
     try:
         yield
     except OSError as error:

@@ -54,44 +54,45 @@ def convert(
     ``te_module.load_state_dict(converted)`` takes the result as it is, with ``strict=True``: it has the empty
     ``_extra_state`` that a new module of TE's has, and tied parameters under each of their names.
 
-    The pair's modules are built without memory. Elements are moved, not computed with, so that there and back gives
-    each bit again; but a ``shift`` (a gain that TE stores minus 1) is computed in FP64 and rounded once to the result's
-    dtype. A gain ``g`` is exact there and back from 0.5 to 2; others may be off by half a unit in the last place
-    of ``g - 1``, and another half of one of their own.
+    The pair's modules are built without memory. Elements are moved, not computed with, so converting back restores each
+    bit. Only a ``shift`` (a gain that TE stores minus 1) is computed, in FP64, and rounded once to the result's dtype.
+    A gain ``g`` from 0.5 to 2 is exact there and back; others may be off by half a unit in the last place of ``g - 1``,
+    and another half of one of their own.
 
     Args:
         pair: a function decorated with ``@parity.pair``, or a ``parity.Pair``.
-        state_dict: of the reference (``to="te"``) or of the TE module (``to="reference"``), by name; in FP64, FP32,
-            BF16 or FP16, on any device, in the shapes that the modules have at ``size``. TE's quantized tensors are
-            read as the numbers that they stand for.
+        state_dict: the state dict of the reference (``to="te"``) or of the TE module (``to="reference"``), by name; in
+            FP64, FP32, BF16 or FP16, on any device, in the shapes that the modules have at ``size``. TE's quantized
+            tensors are read as the numbers that they stand for.
         to: which of the two modules the result is for.
         size: arguments of the pair's function with which its modules have the checkpoint's shapes; it need not be among
-            the pair's sizes, and what it leaves out is as in the first of these. None: the first of the pair's sizes
-            that fits.
-        dtype: the dtype of the result's floating-point parameters; None for that which they have. Parameters that one
-            of TE's holds together get the dtype that holds each of them; a ``constant`` that of most elements.
-        prefix: what keys of the reference's checkpoint begin with and names in the reference do not, such as
-            ``"model."``; with ``"model.layers.3.=layer."``, names begin with ``layer.`` instead. Several may be given:
-            the longest that fits counts, and keys that none fits stay as they are.
+            the pair's sizes, and arguments that it leaves out are as in the first of these. None for the first of the
+            pair's sizes that fits.
+        dtype: the dtype of the result's floating-point parameters; None to keep theirs. Parameters that one TE
+            parameter holds together get a dtype that holds each of them; a ``constant`` gets that of most elements.
+        prefix: a prefix of keys in the reference's checkpoint that names in the reference lack, such as ``"model."``;
+            with ``"model.layers.3.=layer."``, names begin with ``layer.`` instead. Several may be given: the longest
+            that fits counts, and keys that none fits stay as they are.
         te_prefix: the same for TE's checkpoint and module.
-        ignore: keys of ``state_dict`` that may be left out, as patterns of a shell: ``"*.inv_freq"``.
-        copy: whether the result shares no memory with ``state_dict``. With False, what the map only renames is the
-            same memory.
-        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run; TE's modules are built, none runs.
+        ignore: keys of ``state_dict`` that may be left out, as shell patterns: ``"*.inv_freq"``.
+        copy: whether the result shares no memory with ``state_dict``. With False, tensors that the map only renames
+            share it.
+        backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run; TE's modules are built, but not
+            run.
 
     Returns:
         Tensors by their keys, in the order of the module's own ``state_dict()``, contiguous, on the device on which
-        they were given. What both keep as a persistent buffer of the same name and shape is carried over; buffers that
-        only the new side has are as the pair's function makes them, and those that only the old side has are left out
-        if they have the values that the pair's function gives them. What modules of one's own return from
+        they were given. Persistent buffers that both sides have in the same name and shape are carried over. Buffers
+        that only the new side has are as the pair's function makes them. Those that only the old side has are left out
+        if they have the values that the pair's function gives them. What a user's own modules return from
         ``get_extra_state`` is not converted.
 
     Raises:
-        ConversionError: a ``UserError``, if keys are missing or too many, or shapes or dtypes do not fit; if the
-            reference has no place for what TE holds (a bias that is no more what ``constant`` says, ``copies`` that
+        ConversionError: a ``UserError``, if keys are missing or superfluous, or shapes or dtypes do not fit; if the
+            reference has no place for what TE holds (a bias that no longer is what ``constant`` says, ``copies`` that
             have drifted apart), or tied parameters differ; if a number is beyond the dtype's largest.
         UserError: if an argument is not as above, or the pair cannot be built or its map does not fit.
-        parity.te.BackendUnavailable: if the backend cannot be had on this machine.
+        parity.te.BackendUnavailable: if the backend is not available on this machine.
     """
     if not isinstance(copy, bool):
         raise UserError(f"copy must be True or False, not {copy!r}")
@@ -117,7 +118,7 @@ def planned_conversion(
     """Plan what ``convert`` does, with its arguments; no value of ``state_dict`` is read.
 
     Raises:
-        UserError: as ``convert``, but for what only values tell.
+        UserError: as ``convert``, except for problems that only values show.
     """
     if to not in get_args(Direction):
         raise UserError(f'to is {to!r}, but must be "te" or "reference"')
@@ -135,12 +136,12 @@ def planned_conversion(
             return plan(inverse, state_dict, *sides.layouts(to), both[1], both[0], wanted)
         except ConversionError as error:
             misfits.append(f"{sides.where}:\n{_indented(str(error))}")
-    # The size with the fewest problems is the one that was meant.
+    # Report the size with the fewest problems, which is likely to be the one that was meant.
     raise ConversionError(min(misfits, key=lambda text: text.count("\n")))
 
 
 def _check_tensors(state_dict: object, may_be_left_out: Ignored) -> None:
-    """Make sure that it is a state dict, and has the numbers of what may not be left out.
+    """Check that this is a state dict, with readable numbers for all keys that may not be left out.
 
     Raises:
         UserError: if not.
@@ -148,7 +149,7 @@ def _check_tensors(state_dict: object, may_be_left_out: Ignored) -> None:
     if not isinstance(state_dict, Mapping):
         raise UserError(f"state_dict must be a mapping from names to tensors, not {type(state_dict).__name__}")
     for key, value in state_dict.items():
-        if isinstance(key, str) and is_extra_state(key):  # a module of one's own may keep anything there
+        if isinstance(key, str) and is_extra_state(key):  # a user's module may keep anything there
             continue
         if not isinstance(key, str) or not isinstance(value, Tensor):
             nested = isinstance(value, Mapping)
@@ -189,8 +190,8 @@ class _Sides:
 
     Attributes:
         where: the pair and the size, for messages.
-        pair: its modules may be on the meta device.
-        buffers: builds it with the values of its buffers.
+        pair: the pair, whose modules may be on the meta device.
+        case, te, size: what the pair was built from; the case is None for a ``parity.Pair`` of modules.
     """
 
     where: str
@@ -205,7 +206,7 @@ class _Sides:
         return self.pair.weights
 
     def layouts(self, to: Direction) -> tuple[Layout, Layout]:
-        """Return what the old and the new checkpoint's modules hold."""
+        """Return the layouts of the old and the new checkpoint's modules."""
         both = layout_of("reference", self.pair.reference), layout_of("TE", self.pair.candidate)
         unshared = both[0].buffers.keys() ^ both[1].buffers.keys()
         held = {**both[0].buffers, **both[1].buffers}

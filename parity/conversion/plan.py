@@ -1,4 +1,4 @@
-"""Plan a conversion: a checkpoint's names as a module's, what is made of what, and what does not fit the map."""
+"""Plan a conversion: rename a checkpoint's keys, say which tensors are made of which, and what does not fit the map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parity.case.weight_map import Constant, Copies, Shape, Shift, Side, WeightM
 from parity.te.state import dequantized_tensor
 from parity.user_error import UserError
 
-# What a checkpoint holds as a module names it: prefixes, further names of tied parameters, patterns to ignore.
+# A checkpoint's keys as names of a module: prefixes, further names of tied parameters, patterns to ignore.
 
 
 # What a module's state dict holds. TE's modules have a key ``_extra_state`` each, see below.
@@ -38,7 +38,7 @@ class Layout:
         parameters: shapes of the parameters, tied ones under their first name.
         tied: further names of tied parameters, with their first.
         buffers: the persistent buffers.
-        states: keys of what TE's modules hold beside parameters and buffers.
+        states: keys of what TE's modules hold besides parameters and buffers.
     """
 
     kind: str
@@ -72,15 +72,15 @@ def is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
-# A checkpoint's keys may begin otherwise than the module's names, as if the module is a part of the model.
+# A checkpoint's keys may have other prefixes than the module's names, such as when the module is a part of a model.
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Exchange beginnings of a checkpoint's keys for what the module's names have in their place.
+    """Exchange prefixes of a checkpoint's keys for those of the module's names, and the other way round.
 
     Attributes:
-        pairs: of both; the longest that fits counts, and a name that none fits stays as it is.
+        pairs: pairs of both; the longest that fits counts, and a name that none fits stays as it is.
     """
 
     pairs: tuple[tuple[str, str], ...] = ()
@@ -98,7 +98,7 @@ def prefixes(texts: str | Sequence[str], argument: str) -> Prefixes:
     """Read ``"model."``, which the module's names lack, or ``"model.layers.3.=layer."``.
 
     Raises:
-        UserError: if a text is none, or two of them begin alike.
+        UserError: if a text has another form, or two of them have the same prefix on one side.
     """
     given = [texts] if isinstance(texts, str) else list(texts)
     for text in given:
@@ -121,11 +121,11 @@ def _exchanged(name: str, pairs: Iterable[tuple[str, str]]) -> str:
     return after + name[len(before) :]
 
 
-_LOOKED_AT = 20  # names, since each is compared with every key that ends like it
+_LOOKED_AT = 20  # names; each is compared with every key that ends like it
 
 
 def suggested_prefix(keys: Iterable[str], names: Sequence[str]) -> str | None:
-    """Return the prefix under which the keys are most of the names, as ``prefixes`` reads it; None if there is none."""
+    """Return the prefix that turns the keys into most of the names, as ``prefixes`` reads it; None if there is none."""
     looked_at = names[:_LOOKED_AT]
     by_end: dict[str, list[str]] = {}
     for key in keys:
@@ -146,7 +146,7 @@ def _end(name: str) -> str:
 
 
 def _beginnings(key: str, name: str) -> tuple[str, str]:
-    """Return what is before the parts with which both end."""
+    """Return what precedes the parts that both names end with."""
     ours, theirs = key.split("."), name.split(".")
     while ours and theirs and ours[-1] == theirs[-1]:
         ours.pop()
@@ -156,7 +156,7 @@ def _beginnings(key: str, name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Ignored:
-    """Hold keys that may be left out, as patterns of a shell."""
+    """Hold keys that may be left out, as shell patterns."""
 
     patterns: tuple[str, ...] = ()
 
@@ -165,10 +165,10 @@ class Ignored:
 
 
 def ignored(patterns: str | Sequence[str]) -> Ignored:
-    """Return the patterns, of which a text is one.
+    """Return the patterns; a text is a single pattern.
 
     Raises:
-        UserError: if one is no text.
+        UserError: if a pattern is not a text.
     """
     given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     if not all(isinstance(pattern, str) and pattern for pattern in given):
@@ -227,14 +227,14 @@ class Step:
 
 @dataclass
 class Plan:
-    """A conversion that was checked, as far as names, shapes and dtypes tell.
+    """A conversion whose names, shapes and dtypes were checked.
 
     Attributes:
         order: the new checkpoint's keys in its module's order.
-        steps: what makes them.
-        left_out: keys of the old checkpoint that the new one has no place for, by the reason.
-        rounded: by how much a number was rounded at most, of tensors that the map does arithmetic with, by their keys;
-            known when a step has been computed.
+        steps: the steps that make them.
+        left_out: keys of the old checkpoint that the new one has no place for, each with the reason.
+        rounded: the largest rounding error of each tensor that the map does arithmetic with, by its key; known when
+            its step has been computed.
     """
 
     order: tuple[str, ...] = ()
@@ -263,12 +263,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class _Found:
-    """Hold what of a checkpoint has a place.
+    """Hold the keys of a checkpoint that have a place.
 
     Attributes:
         keys: the key of each parameter that was found, by the parameter's name.
         buffers: the same for buffers.
-        again: keys of tied parameters, with the one that was taken.
+        again: further keys of tied parameters, with the one that was taken.
     """
 
     keys: dict[str, str] = field(default_factory=dict)
@@ -292,12 +292,12 @@ def plan(
         old: the checkpoint.
         source: what its module holds; buffers that ``target`` lacks have values.
         target: what the other module holds; buffers that ``source`` lacks have values.
-        old_prefixes: how keys of ``old`` begin.
-        new_prefixes: how keys of the new checkpoint begin.
+        old_prefixes: prefixes of keys in ``old``.
+        new_prefixes: prefixes of keys in the new checkpoint.
         wanted: how tensors are handed over.
 
     Raises:
-        ConversionError: with every key that is missing, too many, or does not fit.
+        ConversionError: with every key that is missing, superfluous, or does not fit.
     """
     found, made = _Found(), Plan()
     without_place = list(_sorted_in(old, source, target, old_prefixes, wanted.ignore, found, made))
@@ -326,7 +326,7 @@ def _sorted_in(
     found: _Found,
     made: Plan,
 ) -> Iterator[Problem]:
-    """Sort each key in; yield what to say about those that have no place."""
+    """Find a place for each key, and yield a problem for each that has none."""
     numbered = {_numbered(name) for name in source.parameters}
     for key, tensor in old.items():
         name = before.inside(key)
@@ -360,19 +360,19 @@ def _sorted_in(
 
 
 def _numbered(name: str) -> str:
-    """Return a name that is the same in each layer: ``layers.#.norm.weight``."""
+    """Return the name without its numbers, which is the same in each layer: ``layers.#.norm.weight``."""
     return _NUMBER.sub("#", name)
 
 
 def _are_the_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether a buffer has the values that a new module's has, up to the dtype of the checkpoint."""
+    """Return whether a buffer has the values of a new module's, in the dtype of the checkpoint."""
     if other.is_meta or one.shape != other.shape:
         return False
     return torch.equal(one, other.to(one.device, one.dtype))
 
 
 def _missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: Prefixes) -> Iterator[Problem]:
-    """Yield what to say about parameters that the checkpoint lacks."""
+    """Yield a problem for each parameter that the checkpoint lacks."""
     missing = [name for name in source.parameters if name not in found.keys]
     taken = {*found.keys.values(), *found.again, *found.buffers.values()}
     prefix = suggested_prefix((key for key in old if key not in taken), missing)
@@ -392,7 +392,7 @@ def _missing(old: Mapping[str, Tensor], source: Layout, found: _Found, before: P
 
 
 def _misfits(old: Mapping[str, Tensor], source: Layout, found: _Found) -> Iterator[Problem]:
-    """Yield what to say about tensors of another shape, or of numbers that a map cannot move."""
+    """Yield a problem for each tensor that has another shape, or numbers that a map cannot move."""
     for name, key in found.keys.items():
         tensor, shape = old[key], source.parameters[name]
         if tuple(tensor.shape) != tuple(shape):
@@ -470,7 +470,7 @@ class _Entry:
     plan: Plan
 
     def step(self) -> Step:
-        """Return what the entry makes."""
+        """Return the step that makes the entry's tensors."""
         return Step(
             tuple(
                 Made(self.prefixes.outside(other), tuple(self.target.parameters[name]), self._dtype)
@@ -522,7 +522,7 @@ class _Entry:
         return stored
 
     def _check_nothing_is_lost(self, given: Mapping[str, Tensor], moved: Mapping[str, Tensor], like: Tensor) -> None:
-        """Refuse to drop what the other side has no place for: copies that differ, and what is no constant any more.
+        """Refuse to drop what the new side has no place for: copies that differ, and values other than the constant.
 
         Raises:
             ConversionError: with the names.
@@ -547,7 +547,7 @@ class _Entry:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two are equal, but for the last bits that a shift and its inverse lose in FP64."""
+    """Return whether two tensors are equal, except for the last bits that a shift and its inverse lose in FP64."""
     if one.dtype is not torch.float64:
         return torch.equal(one, other)
     eps = torch.finfo(torch.float64).eps
@@ -558,17 +558,17 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return float((one.double() - other.double()).abs().max()) if one.numel() else math.nan
 
 
-# What goes over as it is: buffers by name, and what TE's modules keep beside tensors.
+# What is carried over unchanged: buffers by name, and what TE's modules keep besides tensors.
 
 
 def _carried(old: Mapping[str, Tensor], target: Layout, found: _Found, after: Prefixes, copy: bool) -> Iterator[Step]:
     """Yield a step for each buffer and each extra state of the new checkpoint.
 
-    TE's modules all have a key ``_extra_state``, and ``load_state_dict(strict=True)`` asks for it. It holds the scales
-    and the amax histories of delayed scaling, pickled, once a module has run with it; in one that has not it is an
-    empty tensor, which TE reads as nothing (``TransformerEngineBaseModule.get_extra_state`` and ``set_extra_state`` in
-    ``pytorch/module/base.py``, the operations' in ``pytorch/ops/op.py``, TE 2.14 to 2.20). Scales begin anew then, as
-    in a new module.
+    TE's modules all have a key ``_extra_state``, and ``load_state_dict(strict=True)`` asks for it. Once a module has
+    run with delayed scaling, it holds the pickled scales and amax histories. Before that it is an empty tensor, which
+    TE reads as nothing (``TransformerEngineBaseModule.get_extra_state`` and ``set_extra_state`` in
+    ``pytorch/module/base.py``, the operations' in ``pytorch/ops/op.py``, TE 2.14 to 2.20). The empty tensor is written
+    here, so that scales begin anew, as in a new module.
     """
     for name, own in target.buffers.items():
         held = old[found.buffers[name]] if name in found.buffers else own

@@ -1,4 +1,4 @@
-"""List the layouts in which units can map, and read which of them a module's own names and attributes speak against."""
+"""List the layouts in which units can map, and find those that a module's own names and attributes contradict."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from parity.suggest.units import BIAS, WEIGHT, Group, Reading, Unit, is_norm, is
 # The entries by which a group of units can map: each layout in which somebody stores the same numbers.
 
 
-# The number of heads and their width, which no shape tells.
+# The number of heads and their width, which shapes do not show.
 
 
 # Their names in modules of TE, Hugging Face and Meta.
@@ -136,8 +136,8 @@ class Shapes:
 def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
     """Return every layout whose shapes fit, the likeliest first; biases follow their weights.
 
-    Where the reference has no bias, TE's is constant 0. Where order alone put the reference's units together, each
-    other order is a layout too.
+    If the reference has no bias, TE's is constant 0. If only their order put the reference's units together, each other
+    order is a layout, too.
     """
     kinds = {kind for unit in group.reference for kind in unit.parameters}
     lacking = {unit: [kind for kind in unit.parameters if kind not in kinds] for unit in group.candidate}
@@ -154,8 +154,7 @@ def layouts(group: Group, shapes: Shapes, geometry: Geometry) -> list[Layout]:
 
 
 def constant_layouts(unit: Unit) -> list[Layout]:
-    """Return layouts for a unit of TE that the reference lacks, if numbers can stand for it: 0 for a
-    bias, 1 for a norm's gain.
+    """Return layouts for a unit of TE that the reference lacks, if constants can fill it: 0 a bias, 1 a norm's gain.
 
     TE's norm with ``zero_centered_gamma`` stores its gain minus 1, which is 0.
     """
@@ -170,9 +169,7 @@ def constant_layouts(unit: Unit) -> list[Layout]:
 
 
 def copied_entries(entries: Entries, unit: Unit, twin: Unit) -> Entries:
-    """Return the entries of a unit's layout, with its twin's parameters filled alike; a constant has an
-    entry for each.
-    """
+    """Return the entries of a unit's layout that also fill its twin's parameters; a constant has an entry for each."""
     filled: list[tuple[Side, Side]] = []
     for left, right in entries:
         kind = next(kind for kind, name in unit.parameters.items() if name in names(right))
@@ -256,19 +253,19 @@ def _of_two(
 
 
 def _in_turn(count: int) -> tuple[int, ...]:
-    """Return the order of two stacks of so many blocks in which a block of one follows each of the other's."""
+    """Return the order that interleaves two stacks of ``count`` blocks each."""
     return tuple(i for block in range(count) for i in (block, count + block))
 
 
 def _evens_first(count: int) -> tuple[int, ...]:
-    """Return the order of so many blocks, back from ``_in_turn``: the first, third and so on, then the others."""
+    """Return the order of ``count`` blocks that undoes ``_in_turn``: the first, third and so on, then the others."""
     return (*range(0, count, 2), *range(1, count, 2))
 
 
 def _of_attention(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Layout]:
-    """Yield layouts for query, key and value, fused or not on either side; fused by group or one after another."""
+    """Yield layouts for query, key and value, fused or not on either side; if fused, by group or one after another."""
     if reference[0].has_bias_of_all and all(BIAS in unit.parameters for unit in candidate):
         yield from map(Layout, _of_one_bias(reference, candidate, transposed, geometry))
         return
@@ -302,7 +299,7 @@ def _of_attention(
 def _of_one_bias(
     reference: Sequence[Unit], candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Entries]:
-    """Yield entries for three weights of the reference, whose query has the bias of all three, in this order.
+    """Yield entries for three weights of the reference whose query unit holds one bias for all three, in this order.
 
     ``nn.MultiheadAttention`` with ``kdim`` or ``vdim`` has ``q_proj_weight``, ``k_proj_weight``, ``v_proj_weight`` and
     ``in_proj_bias``.
@@ -324,9 +321,7 @@ def _of_one_bias(
 def _of_one_bias_to_one(
     weights: Sequence[Side], bias: Side, te_weight: Side, te_bias: Side, heads: Sequence[tuple[int, int]]
 ) -> Iterator[Entries]:
-    """Yield the entries for TE's fused weight, by group for each of these groups and head dimensions,
-    or one after another.
-    """
+    """Yield the entries for TE's fused weight: by group, for each pair in ``heads``, or one after another."""
     for groups, head_dim in heads:
         fused = interleaved_qkv(*weights, groups=groups, head_dim=head_dim)
         yield (fused, te_weight), (bias, separated_qkv(te_bias, groups=groups, head_dim=head_dim))
@@ -351,7 +346,7 @@ def _of_one_bias_to_query_beside_key_and_value(
 def _of_query_beside_key_and_value(
     reference: Unit, candidate: Sequence[Unit], transposed: bool, geometry: Geometry
 ) -> Iterator[Entries]:
-    """Yield one weight for all three that TE's cross-attention holds in two, key and value stacked or head by head."""
+    """Yield entries for one weight that TE's cross-attention holds in two, key and value stacked or head by head."""
     query, fused = candidate
     for count in (None, *geometry.groups):
         entries: list[tuple[Side, Side]] = []
@@ -372,8 +367,8 @@ def _fused_layouts(
 
     Args:
         left: for each kind, one side of the reference or three.
-        right: the candidate's, likewise; None for a bias that one of its three units lacks.
-        geometries: groups and head dimensions that are possible.
+        right: the same for the candidate; None for a bias that one of its three units lacks.
+        geometries: possible groups and head dimensions.
     """
     fused_left = len(next(iter(left.values()))) == 1
     fused_right = len(next(iter(right.values()))) == 1
@@ -406,7 +401,7 @@ def _fused_layouts(
 
 
 def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> list[Any]:
-    """Return query and key for the other form of RoPE; None stays None."""
+    """Return the parts with query and key in the other form of RoPE; None stays None."""
     query, key, value = parts
     rotated = [
         part if part is None else rope_halves(part, head_dim=head_dim, rotary_dim=rotary_dim) for part in (query, key)
@@ -417,7 +412,7 @@ def _rotated(parts: Sequence[Side | None], head_dim: int, rotary_dim: int) -> li
 def _of_fused_experts(
     reference: Sequence[Unit], candidate: Sequence[Unit], words: Sequence[str], transposed: bool
 ) -> Iterator[Entries]:
-    """Yield a weight ``[experts, out, in]`` on one side or both; with gate and up, also with their rows in turn."""
+    """Yield entries for a weight ``[experts, out, in]`` on one side or both; gate and up also with rows in turn."""
     in_two = words == ["gate", "up"]
     orders: list[tuple[int, ...]] = [(0, 1), (1, 0)] if in_two else [(0,)]
     kinds = dict.fromkeys(kind for unit in candidate for kind in unit.parameters)
@@ -483,7 +478,7 @@ def _rows(unit: Unit, transposed: bool) -> int:
     return unit.shape[-1] if transposed else unit.shape[0]
 
 
-# How modules say that they store their weights, and which layouts that speaks against.
+# What modules say about how they store their weights, and which layouts contradict that.
 
 
 # How query, key and value (or the latter two) are fused: group by group, or all of one after all of another.
@@ -499,7 +494,7 @@ _FUSED_BY_TE_IN_CROSS_ATTENTION = ("key_value.weight", "key_value.bias")
 
 @dataclass(frozen=True)
 class Stored:
-    """Hold what a module says about its parameters, by their names; about some it says nothing.
+    """Hold what a module says about its parameters, by their names; it says nothing about some of them.
 
     Attributes:
         offsets: what was added to a norm's gain: -1.0 with TE's ``zero_centered_gamma``, else 0.0.
@@ -515,7 +510,7 @@ class Stored:
 def stored(module: nn.Module) -> Stored:
     """Return what the module's parts say, PyTorch's by their class and TE's by their attributes.
 
-    A class that is derived from one of PyTorch's and computes otherwise says nothing.
+    A class that is derived from one of PyTorch's and computes something else says nothing.
     """
     offsets: dict[str, float] = {}
     orders: dict[str, Order] = {}
@@ -550,9 +545,7 @@ def _orders_in_te(attention: nn.Module) -> Iterator[tuple[str, Order]]:
 
 
 def with_doubts(layouts: Sequence[Layout], reference: Stored, candidate: Stored) -> list[Layout]:
-    """Return the layouts; those that contradict what the modules say become unusual and come last,
-    unless all usual ones do.
-    """
+    """Return the layouts; those that contradict the modules become unusual and come last, unless all usual ones do."""
     doubted = [
         replace(layout, usual=layout.usual and not _contradicts(layout.entries, reference, candidate))
         for layout in layouts
@@ -606,7 +599,7 @@ def _transposes(side: Side, matrices: frozenset[str]) -> bool:
 
 
 def _orders(side: Side, module: Stored) -> frozenset[Order]:
-    """Return in which orders the queries, keys and values of a side may be; none if a term takes them in another."""
+    """Return the possible orders of a side's queries, keys and values; none if a term expects another order."""
     if isinstance(side, str):
         return frozenset({module.orders[side]}) if side in module.orders else _ANY
     if isinstance(side, Constant):
@@ -624,7 +617,7 @@ def _orders(side: Side, module: Stored) -> frozenset[Order]:
 
 
 def _reordered(before: frozenset[Order], order: Sequence[int]) -> frozenset[Order]:
-    """Return the orders after keys and values were put in turn head by head, or the other way round."""
+    """Return the possible orders after keys and values were reordered from in turn to by group, or the other way."""
     groups = len(order) // 2
     by_group = tuple(block for group in range(groups) for block in (group, groups + group))
     in_turn = (*range(0, 2 * groups, 2), *range(1, 2 * groups, 2))

@@ -1,4 +1,4 @@
-"""Propose a weight map for two modules, say what has no place in it, and how ranks divide a candidate's parameters."""
+"""Propose a weight map for two modules, and say what has no place in it and how ranks divide the parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from parity.suggest.units import BIAS, Group, Matching, Unit, is_norm, match, pa
 from parity.te import Backend, Kernels
 from parity.user_error import UserError
 
-# What has no place in a suggested map, and what is probably wrong with the modules, in a sentence each.
+# What has no place in a suggested map, and what is probably wrong with the modules, in one sentence each.
 
 
 def parameters_of(pair: Pair) -> tuple[Parameters, Parameters]:
@@ -51,7 +51,7 @@ def parameters_of(pair: Pair) -> tuple[Parameters, Parameters]:
 
 
 def of_one_name(matching: Matching) -> Iterator[Group]:
-    """Yield units with the same name that were not matched, since their shapes do not go together."""
+    """Yield units with the same name that were not matched because their shapes do not go together."""
     named = {(unit.path, unit.expert): unit for unit in matching.reference_left}
     for unit in matching.candidate_left:
         if (other := named.get((unit.path, unit.expert))) is not None:
@@ -68,9 +68,9 @@ def problems_of(
 
     Args:
         misfits: groups that no layout fits.
-        reference_left: units with those parameters that no alternative has.
+        reference_left: units with the parameters that no alternative has.
         candidate_left: the same for the candidate's units.
-        parameters: those of both modules.
+        parameters: the parameters of both modules.
     """
     told = {
         name for group in misfits for unit in (*group.reference, *group.candidate) for name in unit.parameters.values()
@@ -162,15 +162,15 @@ def suggest_map(
         size: the size at which the modules are built and run; None for the case's first.
         seed: the seed of weights and inputs.
         backend: ``gpu``, ``cpu``, or ``auto`` for TE's real kernels if they can run.
-        keep: whether the entries that the pair's ``weights`` has are to stay.
-        max_runs: how many alternatives are run at most; twice as many if none of the usual ones fits.
-        ranks: over which ranks the candidate is computed, such as ``dict(tp=2)`` or several of these; None for those
-            that the pair is declared with.
-        progress: called whenever a map has been run, with how many were run so far and how many there may be.
+        keep: whether to keep the entries of the pair's ``weights``.
+        max_runs: the largest number of alternatives that are run; twice as many if none of the usual ones fits.
+        ranks: the layout of ranks that compute the candidate, such as ``dict(tp=2)``, or several of these; None for
+            those that the pair is declared with.
+        progress: called after each run of a map, with how many were run so far and how many there may be.
 
     Raises:
-        UserError: if the pair cannot be built, or an entry that is to stay does not fit the modules.
-        parity.te.BackendUnavailable: if the backend cannot be had on this machine.
+        UserError: if the pair cannot be built, or an entry that is kept does not fit the modules.
+        parity.te.BackendUnavailable: if the backend is not available on this machine.
     """
     case = as_case(pair)
     if ranks is not None:
@@ -203,7 +203,7 @@ def suggest_map(
 
 
 def _open_choices(pair: Pair, shapes: Shapes, kept: WeightMap) -> tuple[list[Choice], list[str]]:
-    """Return what there is to choose for the parameters that no kept entry names, and which of them have no place."""
+    """Return the choices for the parameters that no kept entry names, and the problems of those without a place."""
     candidate_units = units_of(shapes.candidate)
     experts = 1 + max((unit.expert for unit in candidate_units if unit.expert is not None), default=-1)
     units = with_experts(units_of(shapes.reference), experts), candidate_units
@@ -261,7 +261,7 @@ def _search(
     max_runs: int,
     progress: Callable[[int, int], object],
 ) -> tuple[Settled, Sequence[Choice]]:
-    """Return where the search ended, and the choices that it was about."""
+    """Return the result of the search, and the choices that it was about."""
     usual = [choice.usual() for choice in found]
     runs = 0
 
@@ -325,7 +325,7 @@ Outcome = Literal["settled", "tied", "not run"]
 
 @dataclass(frozen=True)
 class Alternative:
-    """Hold one of the ways in which parameters could map.
+    """One of the ways in which parameters could map.
 
     Attributes:
         entries: left and right sides of the weight map, without those that all alternatives share.
@@ -345,7 +345,7 @@ class Decision:
     Attributes:
         about: TE's parameters, those of the first layer if layers repeat it.
         alternatives: the chosen one first, then by error.
-        repeats: for how many layers at once it was decided.
+        repeats: how many layers it was decided for at once.
     """
 
     about: tuple[str, ...]
@@ -354,7 +354,7 @@ class Decision:
 
     @property
     def outcome(self) -> Outcome:
-        """``settled`` where the chosen error is less than half that of any other, ``tied`` where it is not."""
+        """``settled`` if the chosen error is less than half of any other, else ``tied``; ``not run`` if one is NaN."""
         errors = [alternative.error for alternative in self.alternatives]
         if any(map(math.isnan, errors)):
             return "not run"
@@ -368,15 +368,15 @@ class Suggestion:
     Attributes:
         weights: the map; without an entry for what is in ``problems``.
         decisions: what names and shapes left open, and how it was settled.
-        problems: what has no place in the map, or why the modules could not be run; a sentence each.
-        hints: what is probably wrong with the modules, if the map does not fit; a sentence each.
+        problems: what has no place in the map, or why the modules could not be run; one sentence each.
+        hints: what is probably wrong with the modules, if the map does not fit; one sentence each.
         error: relative L2 error of the outputs in FP32 under the map; NaN if it could not be run.
         expected: what FP32 costs the reference itself (TE multiplies in TF32); NaN if it could not be run.
         limit: the map fits if the error is at most this.
         runs: how many maps were run.
         divided: how ranks divide the candidate's parameters, if that was asked for.
-        written: the map as it is written into a file: with one entry, ``"layers.{i}.weight"``, for what all layers have
-            alike.
+        written: the map as it is written into a file, with one entry, such as ``"layers.{i}.weight"``, for what all
+            layers have in common.
     """
 
     weights: WeightMap
@@ -487,17 +487,17 @@ def _side(side: Side) -> str:
     return written
 
 
-# How ranks divide a candidate's parameters: as TE marks them, else as their shapes tell.
+# How ranks divide a candidate's parameters: as TE marks them, else as their shapes show.
 
 
 @dataclass(frozen=True)
 class Divided:
-    """Tell how ranks divide one parameter of the candidate.
+    """Say how ranks divide one parameter of the candidate.
 
     Attributes:
-        name: the whole parameter's.
-        split: one axis after the other; none if each rank that has it has it whole.
-        reason: what says so, in a few words.
+        name: the whole parameter's name.
+        split: one axis after the other; empty if each rank that holds the parameter holds all of it.
+        reason: the evidence for this, in a few words.
     """
 
     name: str
@@ -521,9 +521,9 @@ class _Seen:
     """Hold what a rank has of a whole parameter.
 
     Attributes:
-        shape: of its part.
-        marked: how TE marks the whole one as divided.
-        sharded: whether FSDP holds a part of it, and tells the whole one's shape.
+        shape: the shape of its part.
+        marked: how TE marks the whole as divided.
+        sharded: whether FSDP holds a part of it and reports the shape of the whole.
     """
 
     shape: Shape
@@ -532,7 +532,7 @@ class _Seen:
 
 
 def _on_rank(asked: _Asked) -> dict[str, _Seen]:
-    """Return what this rank has, by the names of the whole parameters."""
+    """Return what this rank has of each parameter, by the names of the whole parameters."""
     kernels, ranks = te.kernels("cpu"), joined(asked.made)
     case = replace(asked.source.case(), at=ranks, ranks=(asked.made,))
     with usual_modes(), warnings.catch_warnings():
@@ -546,20 +546,20 @@ def _on_rank(asked: _Asked) -> dict[str, _Seen]:
     }
 
 
-# In this process: what all ranks have, for one axis after the other, so that nothing else can divide a parameter.
+# In this process: compare what all ranks have along one axis at a time, so that nothing else divides a parameter.
 
 
 def divided(
     case: Case, size: Size, among: Sequence[Degrees], weights: WeightMap, shapes: Shapes
 ) -> tuple[tuple[Divided, ...], tuple[str, ...]]:
-    """Return how each parameter of the candidate is divided along every axis, and what is not known of it.
+    """Return how each parameter of the candidate is divided along every axis, and sentences about what is not known.
 
     Args:
-        case: whose candidate it is.
-        size: at which it is built.
+        case: the candidate's case.
+        size: the size at which it is built.
         among: how many ranks there are, by axis.
         weights: the weight map, by which a parameter may hold several of the reference's.
-        shapes: of all parameters, in one process.
+        shapes: the shapes of all parameters, in one process.
     """
     found: dict[str, list[Divided]] = {name: [] for name in shapes.candidate}
     problems: dict[str, None] = {}
@@ -594,10 +594,10 @@ def _over_ranks(
     left: Side | None,
     reference: Mapping[str, Shape],
 ) -> Divided:
-    """Return how a parameter is divided along an axis, by what ranks have of it.
+    """Return how a parameter is divided along an axis, judging by what ranks have of it.
 
     Raises:
-        UserError: if nothing says it, or ``over`` cannot.
+        UserError: if nothing shows this, or ``over`` cannot express it.
     """
     if not having:
         raise UserError(f"no rank has {name}, which the candidate has in one process")
@@ -618,7 +618,7 @@ def _over_ranks(
 def _in_blocks(
     name: str, one: Over, reason: str, left: Side | None, reference: Mapping[str, Shape]
 ) -> tuple[Split, str]:
-    """Return the split; where a parameter holds several of the reference's, each of them is divided by itself."""
+    """Return the split; if a parameter holds several of the reference's, each of them is divided separately."""
     if not isinstance(left, Stack) or left.dim != one.dim or one.blocks > 1:
         return (one,), reason
     lengths = [shape_of(part, reference)[left.dim] for part in left.parts]

@@ -43,13 +43,13 @@ from parity.user_error import INTERRUPTS, UserError
 # The questions that names and shapes leave open, each with the answers to be tried.
 
 
-# If no more units than this were matched by their order alone, every order is tried; else, each two exchanged.
+# If at most this many units were matched only by their order, every order is tried; else, each exchange of two.
 _ALL_ORDERS_UP_TO = 4
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Alternatives of which one holds.
+    """Alternatives of which one is right.
 
     Attributes:
         layouts: the alternatives, the likeliest first.
@@ -76,10 +76,10 @@ class Choice:
 def choices(
     matching: Matching, shapes: Shapes, geometry: Geometry, stored: tuple[Stored, Stored]
 ) -> tuple[list[Choice], list[Group]]:
-    """Return what there is to choose, and the groups that no layout fits.
+    """Return the choices, and the groups that no layout fits.
 
-    Layers that repeat a group repeat its layout: they are one choice. Layouts that contradict what the reference and
-    the candidate say of how they store their weights are unusual.
+    Layers that repeat a group also repeat its layout, so they are one choice. Layouts that contradict what the
+    reference and the candidate say about how they store their weights are unusual.
     """
     alternatives = [(group, with_doubts(layouts(group, shapes, geometry), *stored)) for group in matching.groups]
     misfits = [group for group, found in alternatives if not found]
@@ -99,8 +99,8 @@ def choices(
 def _twins(matching: Matching, declared: Mapping[str, int]) -> dict[Group, list[Unit]]:
     """Return units of TE that the reference lacks, by the group that may hold the same numbers.
 
-    A layer of TE whose blocks are parallel has two norms, where the reference may have one: the norm before. A
-    reference may tie its head to its embedding, where TE's module has both.
+    A layer of TE with parallel blocks has two norms, while the reference may have only one, which comes first in TE. A
+    reference may tie its head to its embedding, while TE's module has both.
     """
 
     def place(unit: Unit) -> int:
@@ -129,7 +129,7 @@ def _may_be_tied(one: Unit, other: Unit) -> bool:
 
 
 def _with_twins(own: list[Layout], group: Group, twins: Sequence[Unit]) -> list[Layout]:
-    """Return a norm's layouts, each with the same numbers in its twins, or with constants in them."""
+    """Return a group's layouts, each with the same numbers in its twins, or with constants in them."""
     for twin in twins:
         copied = [replace(layout, entries=copied_entries(layout.entries, group.candidate[0], twin)) for layout in own]
         apart = [
@@ -198,11 +198,11 @@ _BETTER = 0.99
 
 @dataclass(frozen=True)
 class Settled:
-    """Say where a search ended.
+    """Hold the result of a search.
 
     Attributes:
         picks: the chosen alternative of each choice.
-        error: the error under these.
+        error: the error under these picks.
         alternatives: for each choice, the error of each of its alternatives with the other choices as picked; NaN if no
             run was left to try it.
         runs: how many maps were tried.
@@ -215,7 +215,7 @@ class Settled:
 
 
 class _Search:
-    """Errors that are known, and how many runs there may be."""
+    """The errors that are known so far, and how many runs there may be."""
 
     def __init__(self, error_of: ErrorOf, max_runs: int) -> None:
         self._error_of = error_of
@@ -228,7 +228,7 @@ class _Search:
 
     @property
     def best(self) -> Picks:
-        """The picks with the smallest error; of equals, the first tried, which is the likeliest."""
+        """The picks with the smallest error; among equals the first that was tried, which is the likeliest."""
         return min(self._known, key=lambda picks: self._known[picks])
 
     def error(self, picks: Picks) -> float:
@@ -240,7 +240,7 @@ class _Search:
         return self._known[picks]
 
     def try_until(self, limit: float, candidates: Iterable[Picks]) -> None:
-        """Try one after another, until one is within the limit or no run is left."""
+        """Try picks one after another until one is within the limit or no run is left."""
         for picks in candidates:
             if not self.error(picks) > limit:
                 return
@@ -250,8 +250,8 @@ def settle(counts: Sequence[int], error_of: ErrorOf, limit: float, max_runs: int
     """Search for picks whose error is at most ``limit``, or else for the best.
 
     From the likeliest picks, choices are changed one by one as long as the error falls. If that ends above the limit,
-    all combinations are tried if the runs suffice, else pairs of choices and random starts: in a chain of layers
-    nothing gets better before all is right.
+    all combinations are tried if the runs suffice, else pairs of choices and random starts: in a chain of layers,
+    nothing gets better before everything is right.
 
     Args:
         counts: how many alternatives each choice has, the likeliest first.
@@ -328,10 +328,10 @@ class Trial:
     """Two modules, ready to be run under one weight map after another.
 
     Attributes:
-        candidate: in FP32, in evaluation mode, so that no dropout is drawn.
+        candidate: the candidate in FP32, in evaluation mode, so that no dropout is drawn.
         call: how to call it, or None.
-        inputs: as the pair returns them, in FP32.
-        reference_weights: by name, in FP32.
+        inputs: the inputs as the pair returns them, in FP32.
+        reference_weights: the reference's weights by name, in FP32.
         golden: the reference's outputs in FP64.
         expected: the relative L2 error that TF32's rounding costs the reference itself, the worst of all outputs.
         limit: the largest relative L2 error at which a map fits.
@@ -346,7 +346,7 @@ class Trial:
     limit: float
 
     def error(self, weight_map: WeightMap) -> float:
-        """Return the relative L2 error of the candidate's outputs, the worst of them; infinite if one is not finite.
+        """Return the largest relative L2 error of the candidate's outputs; infinite if one is not finite.
 
         Raises:
             UserError: if the candidate raises or returns outputs of other shapes than the reference's.
@@ -357,9 +357,7 @@ class Trial:
             return _worst_error(self._run(), self.golden)
 
     def _run(self) -> dict[str, Tensor]:
-        """Return the outputs; with gradients only if it does not run without, as with TE's offloading
-        of activations.
-        """
+        """Return the outputs; gradients are on only if it does not run without them, as with TE's offloading."""
         try:
             with torch.no_grad():
                 return _outputs("candidate", self.candidate, self.call, self.inputs)
@@ -373,13 +371,13 @@ class Trial:
 def prepare_trial(pair: Pair, size: Size, seed: int, kernels: Kernels) -> Trial:
     """Run the reference in FP64, and under FP32's rounding model.
 
-    Parameters whose elements are all equal get noise first: two norms that are all ones could not be told apart.
-    Parameters that TE holds quantized are converted to FP32: what a format loses of them would hide a wrong entry.
+    Parameters whose elements are all equal get noise first, since two norms that are all ones could not be told apart.
+    Parameters that TE holds quantized are converted to FP32, since their format's error would hide a wrong entry.
 
     Args:
-        pair: its modules are changed: cast, moved, and given weights.
+        pair: the pair, whose modules are cast, moved, and given weights.
         size: the case's size.
-        seed: the seed of the inputs and of that noise.
+        seed: the seed of the inputs and of the noise.
         kernels: the kernels on which the candidate runs.
 
     Raises:

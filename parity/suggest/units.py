@@ -1,4 +1,4 @@
-"""Group parameters into units, a weight and its bias, and match units of both modules that hold the same numbers."""
+"""Group parameters into units of a weight and its bias, and match units of both modules that hold the same numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Unit:
     """The parameters of one linear layer, norm or embedding.
 
     Attributes:
-        path: dotted, without ``weight`` or ``bias``: ``layers.0.self_attn.q_proj``, ``layernorm_qkv.query``.
+        path: the dotted path without ``weight`` or ``bias``: ``layers.0.self_attn.q_proj``, ``layernorm_qkv.query``.
         expert: its number among the experts of a mixture; None if it does not belong to a single expert.
         parameters: full names by kind, ``weight`` or ``bias``.
         shapes: the shapes of those parameters, by kind.
@@ -99,7 +99,8 @@ def units_of(shapes: Mapping[str, Shape]) -> list[Unit]:
 def with_experts(units: Sequence[Unit], count: int) -> list[Unit]:
     """Return the units, numbered as experts if the last number in their path counts up to the number of experts.
 
-    For a mixture whose list of experts has another name; units stay as they are where one has an expert's number.
+    This is for a mixture whose list of experts has another name. If a unit has an expert's number, all stay as they
+    are.
     """
     found = [_LAST_NUMBER.fullmatch(unit.path) for unit in units]
     families = grouped(filter(None, found), lambda match: (match["before"], match["after"]))
@@ -131,7 +132,7 @@ def _parse(name: str) -> tuple[str, str, int | None]:
 def _weight_of(name: str, shapes: Mapping[str, Shape]) -> str | None:
     """Return the weight of a bias: ``w1`` or ``w_in`` beside ``b1`` or ``b_in``; ``g`` for a norm's.
 
-    The bias of query, key and value belongs to the query, where each has a weight.
+    One bias for query, key and value belongs to the query, if each of them has its own weight.
     """
     scope, dot, leaf = name.rpartition(".")
     if leaf == _BIAS_OF_ALL:
@@ -189,15 +190,15 @@ _ATTENTION = ("attn", "attention")
 _CROSS = ("cross", "inter_attention", "encoder_attn", "encdec")
 _CROSS_OF_TE = ("query_layer", "layernorm_query", "key_value")
 _MLP = ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "moe", "expert")
-# Words for the last layer of attention or of an MLP, whichever they stand in.
+# Words for the last layer of attention or of an MLP, whichever contains them.
 _LAST_LAYER = {"c_proj", "wo", "proj", "dense", "out_proj", "linear_proj"}
 
 
 def parts_by_unit(units: Sequence[Unit]) -> dict[Unit, Parts]:
-    """Return the parts that each unit's name tells; no entry if it tells none.
+    """Return the parts that each unit's name shows; units whose name shows none have no entry.
 
-    A unit of cross-attention has ``cross query`` and so on, also where it is one by what stands beside it. An MLP's
-    first layer with twice the elements of its second holds gate and up.
+    A unit of cross-attention has ``cross query`` and so on, even if only the units beside it show that it is one. An
+    MLP's first layer with twice the elements of its second holds gate and up.
     """
     siblings = grouped(units, lambda unit: unit.scope)
     told = {unit: _parts(unit, siblings[unit.scope], units) for unit in units}
@@ -331,9 +332,7 @@ class Reading:
 
 
 def flat(shape: Shape) -> Shape:
-    """Return the shape as a linear layer has it: without dimensions of 1, a convolution's channels and
-    patch in one dimension.
-    """
+    """Return the shape without dimensions of 1, and with a convolution's channels and patch in one, as in a linear layer."""
     long = tuple(length for length in shape if length != 1)
     return (long[0], math.prod(long[1:])) if len(long) > 2 else long
 
@@ -354,8 +353,9 @@ def readings(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Iterator[R
 
 
 def _matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterator[Reading]:
-    """Yield each order in which a patch's channels, rows and columns can follow each other; one if it
-    has one element.
+    """Yield each order in which a patch's channels, rows and columns can follow each other.
+
+    There is only one if the patch has a single element.
     """
     shape = convolutions[0].shape
     outer, channels, *patch = _KERNEL_AXES[len(shape)].split()
@@ -378,8 +378,9 @@ def _matrices(reference: Sequence[Unit], convolutions: Sequence[Unit]) -> Iterat
 
 
 def _of_heads(reference: Sequence[Unit], projections: Sequence[Unit]) -> Iterator[Reading]:
-    """Yield projections to heads and back: ``[in, heads, head_dim]`` or ``[heads, head_dim, in]``, and
-    the latter for out.
+    """Yield readings of projections to heads, ``[in, heads, head_dim]`` or ``[heads, head_dim, in]``, and back.
+
+    The weight of a projection back is ``[heads, head_dim, out]``.
     """
     for pattern in ("d h k -> (h k) d", "h k d -> (h k) d", "h k d -> d (h k)"):
         units = tuple(
@@ -412,7 +413,7 @@ def _differ_by_ones(one: Shape, other: Shape) -> bool:
 
 
 def _pattern(one: Shape, other: Shape) -> str:
-    """Return the pattern from a shape to another that has its dimensions of 1 in other places."""
+    """Return the pattern from one shape to another that has dimensions of 1 in other places."""
     left, right = iter(_AXES), iter(_AXES)
     before = " ".join("1" if n == 1 else next(left) for n in one)
     after = " ".join("1" if n == 1 else next(right) for n in other)
@@ -425,7 +426,7 @@ def _pattern(one: Shape, other: Shape) -> str:
 # A part, an expert, and its number among its kind in the model, such as the third layer's query.
 Key = tuple[str, int | None, int]
 
-# RoPE's form is one question for query and key, and which half is the gate is one for both halves.
+# Parts that are decided together: the form of RoPE for query and key, and which half is the gate for both halves.
 _TOGETHER = (QKV, tuple(f"cross {part}" for part in QKV), (GATE, UP))
 
 
@@ -434,7 +435,7 @@ class Group:
     """Units of both modules that hold the same numbers, e.g. ``q_proj``, ``k_proj`` and ``v_proj`` and TE's ``qkv``.
 
     Attributes:
-        reference, candidate: in the order of their parts.
+        reference, candidate: the units in the order of their parts.
         parts: what the candidate's units compute; empty if no name tells.
         named: whether names matched them; else their shapes did, and the order of the reference's is a guess.
     """
@@ -542,8 +543,9 @@ def _by_part(reference: Mapping[Unit, Parts], candidate: Mapping[Unit, Parts]) -
 
 
 def _numbers_of_experts(reference: Iterable[Unit], candidate: Iterable[Unit]) -> set[int]:
-    """Return how many experts a weight ``[experts, out, in]`` may have: as many as have numbers, or as
-    such weights on both sides.
+    """Return how many experts a weight ``[experts, out, in]`` may have.
+
+    They are as many as have numbers or, if none have, as many as such weights have on both sides.
     """
     numbered = 1 + max((unit.expert for unit in (*reference, *candidate) if unit.expert is not None), default=-1)
     if numbered:
@@ -552,9 +554,7 @@ def _numbers_of_experts(reference: Iterable[Unit], candidate: Iterable[Unit]) ->
 
 
 def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Unit]:
-    """Return each part of each expert of each unit; a fused weight ``[experts, out, in]`` has the parts
-    of all experts.
-    """
+    """Return the units by part and expert; a fused weight ``[experts, out, in]`` has the parts of all experts."""
     keys: dict[Key, Unit] = {}
     seen: Counter[tuple[str, int | None]] = Counter()
     for unit, unit_parts in parts.items():
@@ -602,8 +602,7 @@ def _by_path(reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping
 def _stacks_by_shape(
     reference: Sequence[Unit], candidate: Sequence[Unit], told: Mapping[Unit, Parts]
 ) -> Iterator[tuple[Group, ...]]:
-    """Yield weights ``[experts, out, in]`` with the layers that TE has for each expert, if there are as
-    many on both sides.
+    """Yield weights ``[experts, out, in]`` with TE's layers for each expert, if both sides have equally many.
 
     Otherwise yield two such weights that follow each other, for layers that hold the elements of both.
     """
@@ -645,13 +644,13 @@ def _stacked(
 
 
 def _halves_of(layers: Sequence[Unit], others: Iterable[Sequence[Unit]]) -> Parts:
-    """Return gate and up if other layers lead from half as many channels back to as many as these read."""
+    """Return gate and up if other layers map half of these layers' output channels back to their input channels."""
     rows, columns = layers[0].shape
     return (GATE, UP) if any(2 * other[0].shape[1] == rows and other[0].shape[0] == columns for other in others) else ()
 
 
 def _in_any_order(shape: Shape) -> Shape:
-    """Return the shape of a stack such that rows and columns make no difference."""
+    """Return the shape of a stack with its rows and columns sorted, so that they can be exchanged."""
     return (shape[0], *sorted(shape[1:]))
 
 
@@ -660,7 +659,7 @@ def _transposed(shape: Shape) -> Shape:
 
 
 def _fused_by_shape(reference: Sequence[Unit], candidate: Sequence[Unit]) -> Group | None:
-    """Yield a unit of TE that no single unit of the reference fits, with the two or three that fit together."""
+    """Return a unit of TE that no single unit of the reference fits, with the two or three that fit together."""
     for unit in candidate:
         if len(unit.shape) != 2 or any(_fit(other, unit) for other in reference):
             continue
@@ -684,7 +683,7 @@ def _by_shape(
     told: Mapping[Unit, Parts],
     order: Callable[[Shape], Shape],
 ) -> Iterator[tuple[Group, ...]]:
-    """Match units by their order if both sides have as many of one shape."""
+    """Match units by their order if both sides have equally many of one shape."""
     classes: dict[object, tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
     for side, units in enumerate((reference, candidate)):
         for unit in units:
