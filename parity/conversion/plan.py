@@ -176,7 +176,7 @@ def ignored(patterns: str | Sequence[str]) -> Ignored:
     return Ignored(given)
 
 
-# Which tensors a conversion makes of which, in which dtype, and what of a checkpoint does not fit the map.
+# Which tensors a conversion makes of which, in which dtype, and what does not fit the map.
 
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -392,7 +392,7 @@ def part(x: Tensor, split: Iterable[Over], made: Degrees, place: Mapping[AxisNam
 
 
 def whole_shape(shape: Sequence[int], split: Split, made: Degrees) -> torch.Size:
-    """Return the shape of the whole tensor of which each rank has a part of this shape."""
+    """Return the shape of the whole tensor, given the shape of one rank's part."""
     whole = list(shape)
     for one in split:
         whole[one.dim] *= made.of(one.axis)
@@ -602,7 +602,7 @@ def _unwrapped(name: str, known: set[str]) -> str:
 
 
 def _counted(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return the numbers that occur at each place of the names where there is one."""
+    """Return the numbers in the names, by the place in which they occur."""
     found: dict[str, set[str]] = {}
     for name, number in itertools.chain.from_iterable(((n, m) for m in re.finditer(r"\d+", n)) for n in names):
         found.setdefault(f"{name[: number.start()]}#{name[number.end() :]}", set()).add(number.group())

@@ -332,7 +332,7 @@ class Reading:
 
 
 def flat(shape: Shape) -> Shape:
-    """Return the shape without dimensions of 1, and with a convolution's channels and patch in one, as in a linear layer."""
+    """Return the shape as in a linear layer: without dimensions of 1, with a convolution's channels and patch in one."""
     long = tuple(length for length in shape if length != 1)
     return (long[0], math.prod(long[1:])) if len(long) > 2 else long
 
@@ -436,7 +436,7 @@ class Group:
 
     Attributes:
         reference, candidate: the units in the order of their parts.
-        parts: what the candidate's units compute; empty if no name tells.
+        parts: what the candidate's units compute; empty if no name shows it.
         named: whether names matched them; else their shapes did, and the order of the reference's is a guess.
     """
 
@@ -475,7 +475,7 @@ def match(
 
     Args:
         reference, candidate: units that are to be matched.
-        told: what the names of both tell, see ``parts_by_unit``; may include further units.
+        told: what the names of both show, see ``parts_by_unit``; may include further units.
     """
     left = {unit: told[0].get(unit, ()) for unit in reference}
     right = {unit: told[1].get(unit, ()) for unit in candidate}
