@@ -623,7 +623,7 @@ def _to_explain(
 
 
 def _explained(result: Result, unexplained: _Unexplained, seconds: float) -> Result:
-    """Return a failure with its findings and the search's notes, or with a note that says how the search broke off."""
+    """Return a failure with its findings and the search's notes, or with a note on what ended the search."""
     return unless_raised(lambda: _searched_for(result, unexplained, seconds), partial(without_cause, result))
 
 

@@ -122,10 +122,10 @@ class NormLinear(nn.Module):
     """``linear(norm(x))``.
 
     Args:
-        norm: over the last dimension.
+        norm: the norm over the last dimension.
         in_features: the norm's width.
         out_features: the linear layer's width.
-        bias: of the linear layer.
+        bias: whether the linear layer has a bias.
     """
 
     def __init__(self, norm: nn.Module, in_features: int, out_features: int, bias: bool = True) -> None:
@@ -155,12 +155,12 @@ class CoreAttention(nn.Module):
         self.window = window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None = None) -> Tensor:
-        """Attend.
+        """Compute the attention.
 
         Args:
             query: ``[batch, seq_q, heads, head_dim]``.
-            key: ``[batch, seq_kv, groups, head_dim]``; heads are shared out to the groups in order.
-            value: as key.
+            key: ``[batch, seq_kv, groups, head_dim]``; consecutive heads share a group.
+            value: the same shape as ``key``.
             key_is_padding: ``[batch, seq_kv]``, True where a key is to be ignored.
 
         Returns:
@@ -202,7 +202,7 @@ class Attention(nn.Module):
         hidden: width of the input and output.
         heads: number of query heads.
         groups: number of key and value heads.
-        bias: of all projections.
+        bias: whether the projections have biases.
         rope: whether queries and keys are rotated by their positions.
     """
 
@@ -233,9 +233,9 @@ class MLP(nn.Module):
     Args:
         hidden: width of the input and output.
         ffn: width between the two linear layers.
-        activation: a name of ``POINTWISE``.
-        bias: of both linear layers.
-        eps: of the norm.
+        activation: a key of ``POINTWISE``.
+        bias: whether both linear layers have biases.
+        eps: the norm's eps.
     """
 
     def __init__(self, hidden: int, ffn: int, activation: str = "gelu", bias: bool = True, eps: float = 1e-5) -> None:
@@ -256,8 +256,8 @@ class GatedMLP(nn.Module):
     Args:
         hidden: width of the input and output.
         ffn: width of the gate and of up.
-        activation: a name of ``GATES``.
-        eps: of the norm.
+        activation: a key of ``GATES``.
+        eps: the norm's eps.
     """
 
     def __init__(self, hidden: int, ffn: int, activation: str, eps: float = 1e-5) -> None:
@@ -313,7 +313,7 @@ class LlamaLayer(nn.Module):
         ffn: width inside the MLP.
         heads: number of query heads.
         groups: number of key and value heads.
-        eps: of both norms.
+        eps: the eps of both norms.
     """
 
     def __init__(self, hidden: int, ffn: int, heads: int, groups: int, eps: float = 1e-5) -> None:

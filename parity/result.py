@@ -69,7 +69,7 @@ class Finding:
     """A named cause of a failure, with its evidence.
 
     Attributes:
-        code: stable, e.g. ``PAR001``; listed in ``docs/findings.md``.
+        code: a stable code, e.g. ``PAR001``; listed in ``docs/findings.md``.
         title: the cause in a few words, e.g. ``not-finite``.
         message: the evidence and what to do, in one sentence or two.
         sure: whether it is stated as a fact; if not, the message ends with the evidence against it.
@@ -200,7 +200,7 @@ class TensorResult:
         kind: what the tensor is.
         shape: in the reference's layout.
         errors: the candidate's errors against golden.
-        expected: the errors of the reference under the precision's rounding model, which a faithful port has, too.
+        expected: the errors of the reference under the precision's rounding model: the cost of a faithful port.
         tolerance_relative_l2: bound on ``errors.relative_l2``, which the check ``norm`` sets.
         tolerance_max_abs: bound on ``errors.max_abs``, in the tensor's own units, which the check ``largest`` sets.
         margin: the largest of the checks' margins; up to 1 passes; infinite if there is a NaN or Inf, or one expected.
@@ -374,7 +374,7 @@ class Result:
 
     @property
     def margin(self) -> float:
-        """The largest margin over all tensors; NaN where nothing was compared."""
+        """The largest margin over all tensors; NaN if nothing was compared."""
         return max((tensor.margin for tensor in self.tensors), default=math.nan)
 
     @property

@@ -95,7 +95,7 @@ _NOT_OWN = (
 _WITHOUT: dict[str, str] = {"graph": "graphs", "offload": "offloading"}
 # The largest relative error of a clipping factor, which comes from an FP32 norm of gradients in 16 bits.
 _CLIPPING = 1e-2
-# The smallest cosine between the right gradients and a multiple of them: NVFP4 loses a tenth.
+# Gradients that are a multiple of the right ones have at least this cosine with them: NVFP4 loses a tenth.
 _ALONG = 0.98
 _FEWEST_MULTIPLIED = 16
 
@@ -277,7 +277,7 @@ def _trained(
         for number in range(1, steps + 1):
             weights, run.buffers = run.trainee.weights, _buffers(run, prepared)
             held = run.trainee.quantized  # settling the scales may have changed these before step 1
-            is_first = number == 1 and (not held or prepared.unlike)  # held weights would hide that they are unlike
+            is_first = number == 1 and (not held or prepared.unlike)  # ``held`` would hide unlike weights
             step = first if is_first else run.case_of(number, weights, held)
             prepared = _prepared(run, step, number, weights)
             buffers = run.trainee.buffers

@@ -468,8 +468,9 @@ def transpose(term: Side) -> Term:
 
 
 def shift(term: Side, by: float) -> Term:
-    """Return the term plus a number: with ``by=-1.0`` on the left, a norm's gain as TE's
-    ``zero_centered_gamma`` stores it.
+    """Return the term plus a number.
+
+    With ``by=-1.0`` on the left, it is a norm's gain as TE's ``zero_centered_gamma`` stores it.
 
     In FP64, a shift by 1 and back is exact for values that were rounded to a narrower dtype, if their magnitude is 0 or
     between 2**-29 and 2**53 for FP32, 0 or from 2**-45 to 2**53 for BF16, and always for FP16. Below that, the last
@@ -567,10 +568,10 @@ def copies(*terms: Side) -> Term:
 
 
 def constant(value: float, *shape: int) -> Term:
-    """Return a parameter that the reference lacks and TE has, e.g. ``{constant(0.0, hidden): "fc1_bias"}``; left sides
-    only.
+    """Return a parameter that the reference lacks and TE has; left sides only.
 
-    Its gradient has no counterpart in the reference and is dropped.
+    For example, ``{constant(0.0, hidden): "fc1_bias"}``. Its gradient has no counterpart in the reference and is
+    dropped.
     """
     for length in shape:
         if not isinstance(length, Integral) or length < 0:

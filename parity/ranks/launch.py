@@ -159,7 +159,7 @@ def _started(
 
 
 def _gathered(running: Sequence[_Rank], timeout: float) -> tuple[dict[int, Any], list[RankFailure]]:
-    """Return the results by rank, and the failures, those of ranks that died first."""
+    """Return the results by rank, and the failures, beginning with ranks that died."""
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
     waiting = {rank.answer: rank for rank in running}
@@ -222,7 +222,7 @@ def _hung(running: Sequence[_Rank], what: str) -> list[RankFailure]:
 
 
 def _from_stack(text: str) -> str:
-    """Leave out what a rank printed before the stack that it was asked for."""
+    """Drop what a rank printed before the stack that it was asked for."""
     return text[max(0, text.find("Stack (most recent call first)")) :]
 
 

@@ -232,7 +232,7 @@ def degrees(asked: object) -> Degrees:
     """Return the degrees that a pair asks for, such as ``dict(tp=2, sequence_parallel=True)``.
 
     Raises:
-        UserError: if these are no degrees.
+        UserError: if it asks for anything else.
     """
     if isinstance(asked, Degrees):
         return asked

@@ -453,8 +453,9 @@ def _one_expert(names: Sequence[str], order: tuple[int, ...], transposed: bool) 
 
 
 def _is_stacked(reference: Sequence[Unit], candidate: Sequence[Unit]) -> bool:
-    """Return whether a side has all experts in one weight, and the other side has all experts;
-    convolutions do not count.
+    """Return whether one side has all experts in one weight, and the other side has all experts in some form.
+
+    Convolutions do not count.
     """
     stacked = [any(is_stack(unit) for unit in side) for side in (reference, candidate)]
     numbered = [all(unit.expert is not None for unit in side) for side in (reference, candidate)]

@@ -135,7 +135,7 @@ def _listed(units: Sequence[Unit]) -> str:
     return ", ".join(named)
 
 
-# Propose a weight map for two modules: by names and shapes, and where these do not tell, by running both.
+# Propose a weight map for two modules: by names and shapes and, where these leave it open, by running both.
 
 
 MAX_RUNS = 300
@@ -314,7 +314,7 @@ def _decisions(found: Sequence[Choice], picks: Picks, settled: Settled | None) -
         yield Decision(choice.about, tuple(alternatives), choice.repeats)
 
 
-# A suggestion as plain data, and printed.
+# A suggestion as plain data and as text.
 
 
 # The data.

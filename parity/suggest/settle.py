@@ -279,8 +279,9 @@ def settle(counts: Sequence[int], error_of: ErrorOf, limit: float, max_runs: int
 
 
 def _descend(start: Picks, counts: Sequence[int], search: _Search, limit: float) -> Picks:
-    """Change one choice after another to its best alternative, until none helps; within the limit, only
-    if it clearly helps.
+    """Change one choice after another to its best alternative until no change helps.
+
+    Once the error is within the limit, only changes that clearly help are made.
     """
     best, error = start, search.error(start)
     moved = True

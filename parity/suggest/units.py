@@ -317,7 +317,7 @@ class Reading:
     """One way to read the reference's weights with as many dimensions as the candidate's have.
 
     Attributes:
-        units: the reference's, in the shapes that they are read in.
+        units: the reference's units, in the shapes that they are read in.
         patterns: patterns of ``rearrange``, by parameter; empty if they are read as they are.
         usual: whether it is tried at once.
     """
@@ -332,7 +332,7 @@ class Reading:
 
 
 def flat(shape: Shape) -> Shape:
-    """Return the shape as in a linear layer: without dimensions of 1, with a convolution's channels and patch in one."""
+    """Return the shape as in a linear layer: without dimensions of 1, a convolution's channels and patch in one."""
     long = tuple(length for length in shape if length != 1)
     return (long[0], math.prod(long[1:])) if len(long) > 2 else long
 
@@ -468,14 +468,14 @@ class Matching:
 def match(
     reference: Sequence[Unit], candidate: Sequence[Unit], told: tuple[Mapping[Unit, Parts], Mapping[Unit, Parts]]
 ) -> Matching:
-    """Match units whose names tell the same part, then those with the same name, then those with fitting shapes.
+    """Match units whose names show the same part, then those with the same name, then those with fitting shapes.
 
     The n-th query belongs to the n-th query, in the order in which the modules declare them, so that it does not matter
     how layers are numbered; if the two have different numbers of them, names decide nothing.
 
     Args:
         reference, candidate: units that are to be matched.
-        told: what the names of both show, see ``parts_by_unit``; may include further units.
+        told: the parts that the names of both show, see ``parts_by_unit``; may include further units.
     """
     left = {unit: told[0].get(unit, ()) for unit in reference}
     right = {unit: told[1].get(unit, ()) for unit in candidate}
@@ -567,7 +567,7 @@ def _keys(parts: Mapping[Unit, Parts], experts: Container[int]) -> dict[Key, Uni
 
 
 def _connected(start: Key, left: Mapping[Key, Unit], right: Mapping[Key, Unit], shared: set[Key]) -> set[Key]:
-    """Return the keys whose units also hold one of these keys, and those whose layouts are the same question."""
+    """Return the keys whose units are connected to this key's, or whose layouts must be decided together with it."""
     found, front = {start}, [start]
     while front:
         key = front.pop()
