@@ -50,7 +50,7 @@ class Rng:
     def normal(self, *shape: int | Sequence[int], std: float = 1.0, mean: float = 0.0) -> Tensor:
         """Return Gaussian values; the shape is given as numbers or as one tuple."""
         drawn = torch.empty(_flat(shape), dtype=torch.float32)
-        drawn.normal_(generator=self._generator)  # ``draws`` sees the method
+        drawn.normal_(generator=self._generator)  # ``parity.passes.draws`` recognises this operation
         return drawn if (std, mean) == (1.0, 0.0) else drawn * std + mean  # scaling takes longer than a repeated draw
 
     def uniform(self, *shape: int | Sequence[int], low: float = 0.0, high: float = 1.0) -> Tensor:
