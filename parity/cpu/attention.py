@@ -1,7 +1,7 @@
-"""Fused attention: which of it the emulated GPU offers, its forward and backward, and the cache of keys and values.
+"""Fused attention: the configurations that the emulated GPU serves, forward and backward, and the KV cache.
 
-Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2. ``flash`` and ``flash_fp8`` compute; here are the
-kernels' parameters, and the tensors that the forward pass hands to the backward pass.
+Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2. ``flash`` and ``flash_fp8`` compute. This module
+handles the kernels' parameters, and the tensors that the forward pass hands to the backward pass.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
     "get_fused_attn_backend",
 ]
 
-# Which fused attention the emulated GPU offers for a configuration.
+# The choice of a fused attention backend for a configuration.
 #
-# Up to 2.19 TransformerEngine writes the rules down (``nvte_get_fused_attn_backend`` in
-# ``common/fused_attn/fused_attn.cpp``); 2.20 asks cuDNN itself, which cannot be asked here. So every version gets the
-# written rules, for the cuDNN that ``parity.cpu.cuda`` names (the rules for older and newer ones, and the kernels for
-# short sequences that TE 2.14 and 2.15 still had beside them, are left out) and for the configurations that
-# ``parity.cpu.attention`` computes.
+# TransformerEngine up to 2.19 has the rules in its source (``nvte_get_fused_attn_backend`` in
+# ``common/fused_attn/fused_attn.cpp``). 2.20 asks cuDNN itself, which is not available here, so the rules from TE's
+# source serve every version. Only those for the cuDNN version of ``parity.cpu.cuda`` and for the configurations that
+# ``parity.cpu.attention`` computes are here; those for other versions of cuDNN, and the kernels for short sequences
+# that TE 2.14 and 2.15 still had, are left out.
 
 
 _F16_DTYPES = (DType.kFloat16, DType.kBFloat16)
@@ -50,7 +50,7 @@ _LAST_CUDNN_WITH_GRAPH_BUG = 91500
 
 @dataclass(frozen=True)
 class _Configuration:
-    """Hold what the answer depends on, named and ordered as TE up to 2.19 passes it; units are elements and tokens."""
+    """Hold the parameters that decide, named and ordered as TE up to 2.19 passes them, in elements and tokens."""
 
     is_training: bool
     qkv_dtype: int
@@ -76,10 +76,10 @@ class _Configuration:
 def get_fused_attn_backend(
     *configuration: Any,
 ) -> NVTE_Fused_Attn_Backend | tuple[NVTE_Fused_Attn_Backend, str]:
-    """Return cuDNN's attention for FP8, or for FP16 and BF16, if it serves this configuration; else no backend.
+    """Return cuDNN's backend for FP8, or for FP16 and BF16, if it serves this configuration, and otherwise no backend.
 
-    TE 2.20 passes one object and takes the reason as well; up to 2.19 it passes each property and takes the backend
-    alone (``attention/dot_product_attention/utils.py``).
+    TE 2.20 passes one object and also expects the reason. Up to 2.19, TE passes each property separately and expects
+    only the backend (``attention/dot_product_attention/utils.py``).
     """
     if len(configuration) == 1:
         return _choose(_from_object(configuration[0]))
@@ -92,7 +92,7 @@ def _from_object(parameters: Any) -> _Configuration:
 
 
 def _choose(configuration: _Configuration) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """Return the backend for these dtypes, or none and why cuDNN does not serve this."""
+    """Return the backend and an empty reason, or no backend and why cuDNN does not serve this configuration."""
     is_fp8 = configuration.qkv_dtype in _FP8_DTYPES
     reason = next((_objections_in_fp8 if is_fp8 else _objections)(configuration), "")
     if reason:
@@ -102,7 +102,7 @@ def _choose(configuration: _Configuration) -> tuple[NVTE_Fused_Attn_Backend, str
 
 
 def _objections_in_fp8(configuration: _Configuration) -> Iterator[str]:
-    """Yield the rules for cuDNN 9.7 to 9.20; sliding windows and the recipes are up to TE's Python."""
+    """Yield the rules of cuDNN 9.7 to 9.20 that are broken; TE's Python checks sliding windows and recipes itself."""
     c, architecture = configuration, _architecture()
     if architecture < 90:
         yield f"FP8 attention needs compute capability 9.0, and the GPU has {architecture / 10}"
@@ -132,7 +132,7 @@ def _head_dimensions_fit_in_fp8(c: _Configuration, architecture: int) -> bool:
 
 
 def _objections(configuration: _Configuration) -> Iterator[str]:
-    """Yield why cuDNN does not serve this in FP16 and BF16; nothing if it does."""
+    """Yield each reason why cuDNN does not serve this configuration in FP16 and BF16."""
     c, architecture = configuration, _architecture()
     if c.qkv_dtype not in _F16_DTYPES or c.kv_dtype != c.qkv_dtype:
         yield "fused attention takes FP16, BF16 and FP8"
@@ -249,23 +249,23 @@ def fused_attn_fwd(
     return_max_logit: bool,
     cuda_graph: bool,
 ) -> list[Tensor]:
-    """Compute attention; unless the mask type has padding, the sequences are as long as the tensors.
+    """Compute attention. Without a padding mask type, every sequence is as long as the tensors.
 
     Args:
         Q: ``[batch, seq, heads, features]``, or as the layout says; FP16, BF16 or TE's FP8 tensor.
-        K: with GQA groups for heads; pages of a cache if the layout is paged.
-        V: as K, with features of its own.
-        fake_dtype: FP16 or BF16: what O is, or seems to be if it is quantized.
+        K: like Q, but with GQA groups for heads; pages of a cache if the layout is paged.
+        V: like K, but its number of features may differ.
+        fake_dtype: FP16 or BF16, the dtype of O; the nominal dtype if O is quantized.
         cu_seqlens_q: cumulative lengths ``[batch + 1]``, INT32.
         cu_seqlens_q_padded: in ``thd``, where sequences start, ``[batch + 1]``. Default: without gaps.
         page_table_k: pages of each sequence, ``[batch, pages]``; that of V is the same.
-        s_quantizer: with FP8, of the probabilities; keeps their amax.
-        o_quantizer: with FP8, of O; with delayed scaling O is quantized and its amax kept.
+        s_quantizer: with FP8, the quantizer of the probabilities; it keeps their amax.
+        o_quantizer: with FP8, the quantizer of O; with delayed scaling, O is quantized and its amax kept.
         Bias: ``[batch or 1, heads or 1, seq_q or 1, seq_kv]``; not with FP8.
         SoftmaxOffset: the sink's score, ``[1, heads, 1, 1]`` FP32.
 
     Returns:
-        O, 0 for padding; the log-sum-exp, FP32 ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in
+        O, 0 in padding; the log-sum-exp, FP32 ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in
         ``thd``; the largest scores in the same shape if ``return_max_logit``; the RNG state, INT64 ``[2]``; the bias
         and the softmax offset if there are any.
 
@@ -334,19 +334,20 @@ def fused_attn_bwd(
     dqkv_quantizer: Any,
     cuda_graph: bool,
 ) -> list[Tensor | None]:
-    """Return the gradients of ``fused_attn_fwd``; arguments as there.
+    """Return the gradients of ``fused_attn_fwd``, from the arguments described there and these:
 
     Args:
-        O: what the forward returned; with FP8 quantized, or FP16 and BF16.
-        dO: quantized if Q is.
-        Aux_CTX_Tensors: what the forward returned after O, without the largest scores.
-        s_quantizer: with FP8, of the probabilities, with the scale that it had in the forward.
-        dp_quantizer: with FP8, of the gradients of the scores; keeps their amax.
-        dqkv_quantizer: with FP8, of the results; with delayed scaling they are quantized and their amax kept.
+        O: the forward's O; if Q is FP8, it may be quantized or FP16 or BF16.
+        dO: the gradient of O, quantized if Q is.
+        Aux_CTX_Tensors: the forward's other results, without the largest scores.
+        s_quantizer: with FP8, the quantizer of the probabilities, with the scale that it had in the forward.
+        dp_quantizer: with FP8, the quantizer of the gradients of the scores; it keeps their amax.
+        dqkv_quantizer: with FP8, the quantizer of the results; with delayed scaling, they are quantized and their amax
+            kept.
 
     Returns:
-        The gradients of Q, K and V, shaped and typed as they are and in one tensor if the layout says so; of the bias
-        in its shape and dtype, or None; of the softmax offset, FP32 ``[1, heads, 1, 1]``, or None.
+        The gradients of Q, K and V, in their shapes and dtypes, and in one tensor if the layout says so; that of the
+        bias in its shape and dtype, or None; that of the softmax offset, FP32 ``[1, heads, 1, 1]``, or None.
 
     Raises:
         ValueError: for a dtype or a bias that cuDNN does not take.
@@ -394,7 +395,8 @@ def _attention(scale: float, band: Band, bias_type: int, sink: Tensor | None, dr
 def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> Tensor:
     """Return seed and offset, INT64 ``[2]``: drawn from the generator (default: the CPU's) for dropout, 0 without it.
 
-    On a GPU each call advances the GPU's generator; the CPU's also serves the user, so it is left alone where possible.
+    On a GPU, each call advances the GPU's generator. The CPU's generator also serves the user's code, so it is advanced
+    only where dropout needs it.
     """
     if dropout == 0.0:
         return torch.zeros(2, dtype=torch.int64)
@@ -405,7 +407,7 @@ def _draw_rng_state(dropout: float, generator: torch.Generator | None) -> Tensor
 def _check_operands(
     kernel: str, query: Any, key: Any, value: Any, bias_type: int, return_max_logit: bool = False
 ) -> bool:
-    """Return whether the operands are FP8."""
+    """Return whether the operands are FP8, and raise an error for operands that cuDNN does not take."""
     operands = (("Q", query), ("K", key), ("V", value))
     if all(float8.is_float8_tensor(tensor) for _, tensor in operands):
         if bias_type != NVTE_Bias_Type.NVTE_NO_BIAS or return_max_logit:
@@ -424,7 +426,7 @@ def _check_operands(
     return False
 
 
-# The cache of keys and values for inference, and conversions between padded and packed sequences.
+# The KV cache for inference, and conversions between padded and packed sequences.
 #
 # Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2 and ``common/fused_attn/kv_cache.cu``.
 
@@ -441,7 +443,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
-    """Pack padded sequences ``[batch, seq, heads, features]`` to ``[t, heads, features]``, then zeros."""
+    """Pack padded sequences ``[batch, seq, heads, features]`` into ``[t, heads, features]``, with zeros at the end."""
     batch, max_seq_len = tensor.shape[:2]
     result = tensor.new_zeros(t, *tensor.shape[2:])
     result[: int(cu_seqlens[batch])] = tensor[_is_token(cu_seqlens, batch, max_seq_len)]
@@ -471,17 +473,17 @@ def copy_to_kv_cache(
     """Append the new tokens of each sequence to the cache, in place.
 
     Args:
-        new_k: ``[b, max_ctx_len, heads, features]``, with the first two swapped in ``sbhd``, or packed in ``thd``.
+        new_k: ``[b, max_ctx_len, heads, features]``; in ``sbhd`` the first two are swapped, and ``thd`` is packed.
         k_cache: ``[sequences, max_seq_len, heads, features]``, or ``[pages, page size, heads, features]`` if paged.
-        page_table: the pages of each sequence, ``[at least b, max_pages_per_seq]``, or ``[at least b]`` if there is one
-            page for each.
+        page_table: the pages of each sequence, ``[at least b, max_pages_per_seq]``, or ``[at least b]`` if each has
+            one page.
         cu_new_lens: cumulative numbers of new tokens, ``[at least b + 1]``.
-        cu_cached_lens: of all tokens, the new ones included.
-        is_non_paged: ``page_table`` says where in the cache each sequence lay so far: those that go on are first moved
-            to the front, in their order.
+        cu_cached_lens: cumulative numbers of all tokens, including the new ones.
+        is_non_paged: ``page_table`` holds the previous place of each sequence in the cache. The sequences that continue
+            are first moved to the front, in their order.
 
     Raises:
-        ValueError: if dtypes differ, or for another format.
+        ValueError: if dtypes differ, or if the format is none of these three.
     """
     if not new_k.dtype == new_v.dtype == k_cache.dtype == v_cache.dtype:
         dtypes = [str(tensor.dtype) for tensor in (new_k, new_v, k_cache, v_cache)]
@@ -511,7 +513,7 @@ def _tokens(tensor: Tensor, qkv_format: int, entry: Tensor, token: Tensor) -> Te
 
 
 def _move_to_front(caches: tuple[Tensor, Tensor], sources: Tensor, lengths: Tensor) -> None:
-    """Move sequence j from ``sources[j]`` to j, up to the last j before which the sources decrease."""
+    """Move sequence j from ``sources[j]`` to j, up to the last j whose source is greater than the next."""
     falls = (sources.diff() < 0).nonzero()
     count = int(falls[-1]) + 1 if len(falls) else len(sources)
     sources, lengths = sources[:count], lengths[:count]

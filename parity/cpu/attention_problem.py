@@ -1,6 +1,6 @@
-"""A call of attention apart from its precision: which keys a query attends to, scores, and where sequences lie.
+"""The parts of attention that do not depend on precision: masks, scores, and the memory layout of sequences.
 
-``flash`` (FP16, BF16) and ``flash_fp8`` both compute from this, a block of queries at a time.
+``flash`` (FP16, BF16) and ``flash_fp8`` both build on this, and compute a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity.cpu.enums import NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout
 
-# Which keys a query attends to, and ALiBi's distance penalty.
+# The keys that a query attends to, and ALiBi's distance penalty.
 #
 # Follows how TransformerEngine 2.20.2 describes masks to cuDNN
 # (``common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu``) and to its users (``get_full_mask`` and ``get_alibi`` in
@@ -28,9 +28,9 @@ class Band:
 
     Attributes:
         left: keys before the diagonal; None for all.
-        right: keys behind the diagonal; None for all.
-        bottom_right: the diagonal ends at the last query and the last key (the offset is keys minus queries); else it
-            starts at the first ones (the offset is 0).
+        right: keys after the diagonal; None for all.
+        bottom_right: whether the diagonal ends at the last query and the last key (the offset is keys minus queries);
+            otherwise it starts at the first ones (the offset is 0).
     """
 
     left: int | None
@@ -49,7 +49,7 @@ def is_causal(mask_type: int) -> bool:
 
 
 def is_padding(mask_type: int) -> bool:
-    """Return whether the sequences of a batch have lengths of their own."""
+    """Return whether the sequences of a batch may differ in length."""
     return "PADDING" in NVTE_Mask_Type(mask_type).name
 
 
@@ -92,34 +92,33 @@ def alibi_slopes(heads: int) -> Tensor:
 def alibi(slopes: Tensor, rows: range, columns: range) -> Tensor:
     """Return ALiBi's penalty, ``[heads, rows, columns]`` FP32: minus slope times the distance between query and key.
 
-    The distance counts from the first query and the first key (TE's table of biases: fused attention aligns ALiBi top
-    left).
+    Query 0 and key 0 are at distance 0, because fused attention aligns ALiBi top left (TE's table of biases).
     """
     distance = torch.arange(columns.start, columns.stop) - torch.arange(rows.start, rows.stop)[:, None]
     return distance.abs().neg() * slopes[:, None, None]
 
 
-# Scores of attention, a block of queries at a time: what the kernels for each precision have in common.
+# Attention scores of one block of queries, which the kernels of all precisions share.
 
 
-# FP32 scores in memory at a time: attention of no more is one block, as it is. Larger attention comes in blocks of
-# queries of few heads, with enough rows to keep the matrix products busy; a half or a quarter of both took longer
-# (4,096 tokens, 8 heads of 128, an AMD EPYC).
+# The number of FP32 scores in memory at a time. Attention with no more scores is a single block; larger attention is
+# split into blocks of a few heads with enough queries to keep matrix products fast. A half or a quarter of both numbers
+# took longer (4,096 tokens, 8 heads of 128, an AMD EPYC).
 _SCORES_IN_A_BLOCK, _QUERIES_IN_A_BLOCK = 1 << 20, 256
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Hold what turns scores into probabilities.
+    """Hold the parameters that turn queries and keys into probabilities.
 
     Attributes:
         scale: factor of ``q k``.
-        band: which keys a query attends to.
+        band: the keys that a query attends to.
         alibi: whether ALiBi's penalty is added.
-        bias: added to the scaled scores, ``[batch or 1, heads or 1, queries or 1, keys]``; None for nothing.
-        sink: one more score for each head, of a key without a value, ``[heads]`` FP32; None for none.
-        dropout: the probability with which a probability becomes 0, the others growing by ``1 / (1 - dropout)``.
-        seed: of the dropout mask; the same in forward and backward.
+        bias: added to the scaled scores, ``[batch or 1, heads or 1, queries or 1, keys]``; None for no bias.
+        sink: one more score for each head, that of a key without a value, ``[heads]`` FP32; None for no sink.
+        dropout: the chance that an attention weight is dropped; the others are multiplied by ``1 / (1 - dropout)``.
+        seed: the seed of the dropout mask, the same in forward and backward.
     """
 
     scale: float
@@ -136,9 +135,9 @@ class Block:
     """Some queries of some heads, and the keys that at least one of them may see.
 
     Attributes:
-        entries: of the batch.
-        heads: of the queries.
-        groups: of the keys that these heads have.
+        entries: entries of the batch.
+        heads: query heads.
+        groups: the GQA groups of these heads.
     """
 
     entries: slice
@@ -149,23 +148,23 @@ class Block:
 
     @property
     def of_queries(self) -> tuple[slice, slice, slice]:
-        """Return the index into what has a row for each query."""
+        """Return the index into a tensor that has a row for each query."""
         return self.entries, self.heads, slice(self.rows.start, self.rows.stop)
 
     @property
     def of_keys(self) -> tuple[slice, slice, slice]:
-        """Return the index into what has a row for each key."""
+        """Return the index into a tensor that has a row for each key."""
         return self.entries, self.groups, slice(self.columns.start, self.columns.stop)
 
     @property
     def of_keys_by_head(self) -> tuple[slice, slice, slice]:
-        """Return the index into what has a row for each key and head of the queries."""
+        """Return the index into a tensor that has a row for each key and query head."""
         return self.entries, self.heads, slice(self.columns.start, self.columns.stop)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """FP32 gradients, shaped as the inputs; ``bias`` and ``sink`` are None where there is none."""
+    """FP32 gradients in the shapes of the inputs; ``bias`` and ``sink`` are None if the attention has none."""
 
     query: Tensor
     key: Tensor
@@ -175,7 +174,7 @@ class Gradients:
 
 
 def blocks(attention: Attention, query: Tensor, key: Tensor) -> Iterator[Block]:
-    """Yield blocks of queries with the keys that they may see; small attention is one block."""
+    """Yield blocks of queries with the keys that they may see; small attention is a single block."""
     batch, heads, queries, _ = query.shape
     groups, keys = key.shape[1:3]
     rows_at_once, heads_at_once = queries, batch * heads
@@ -189,7 +188,7 @@ def blocks(attention: Attention, query: Tensor, key: Tensor) -> Iterator[Block]:
 
 
 def _shares(batch: int, heads: int, groups: int, heads_at_once: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield entries of the batch, heads of queries and their groups: whole entries, else whole groups, else heads."""
+    """Yield entries of the batch, query heads and their groups, in whole entries or groups where they fit."""
     in_group = heads // groups
     step = min(heads, heads_at_once // in_group * in_group or math.gcd(in_group, heads_at_once))
     entries = max(1, heads_at_once // heads)
@@ -201,7 +200,7 @@ def _shares(batch: int, heads: int, groups: int, heads_at_once: int) -> Iterator
 
 
 def of_block(query: Tensor, key: Tensor, attention: Attention, block: Block) -> Tensor:
-    """Return scores, ``[entries, heads, rows, columns]`` FP32: scaled, biased, minus infinity where a key is hidden.
+    """Return scaled and biased scores, ``[entries, heads, rows, columns]`` FP32; hidden keys get minus infinity.
 
     Args:
         query: all queries.
@@ -224,7 +223,7 @@ def of_block(query: Tensor, key: Tensor, attention: Attention, block: Block) -> 
 
 
 def _edges(band: Band, block: Block, queries: int, keys: int) -> Iterator[range]:
-    """Yield the keys of a block that may be hidden from some of its queries: those at its left and at its right."""
+    """Yield the keys at the left and at the right of a block that may be hidden from some of its queries."""
     offset = keys - queries if band.bottom_right else 0
     columns, rows = block.columns, block.rows
     left = (
@@ -238,7 +237,7 @@ def _edges(band: Band, block: Block, queries: int, keys: int) -> Iterator[range]
 
 
 def add_bias_grad(bias_grad: Tensor, score_grad: Tensor, block: Block) -> None:
-    """Add the gradient of a block's scores to that of the bias, summed over what the bias is shared by."""
+    """Add the gradient of a block's scores to that of the bias, summed over the dimensions that share a bias."""
     part = _part_of_bias(bias_grad, block)
     part += score_grad.sum_to_size(part.shape)
 
@@ -251,7 +250,7 @@ def _part_of_bias(bias: Tensor, block: Block) -> Tensor:
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """Return a contiguous FP32 copy, or the tensor itself if it is that already."""
+    """Return a contiguous FP32 copy, or the tensor itself if it is already contiguous FP32."""
     return tensor.to(torch.float32, memory_format=torch.contiguous_format)
 
 
@@ -267,8 +266,9 @@ def times_keys(of_heads: Tensor, of_groups: Tensor) -> Tensor:
 
 
 def sink_of(attention: Attention, block: Block) -> Tensor:
-    """Return the scores of the sinks of a block's heads, ``[1, heads, 1, 1]``; minus infinity, which changes nothing,
-    where there are none.
+    """Return the scores of the sinks of a block's heads, ``[1, heads, 1, 1]``.
+
+    Without sinks they are minus infinity, which changes nothing.
     """
     if attention.sink is None:
         return torch.full((1, 1, 1, 1), -math.inf)
@@ -281,7 +281,7 @@ def generator_of(attention: Attention) -> torch.Generator:
 
 
 def drop(weights: Tensor, attention: Attention, masks_from: torch.Generator) -> Tensor | None:
-    """Drop entries of ``weights`` in place; returns the factor of each, or None if none is dropped."""
+    """Drop entries of ``weights`` in place, and return the factor of each, or None without dropout."""
     if attention.dropout == 0.0:
         return None
     kept = torch.empty_like(weights).bernoulli_(1 - attention.dropout, generator=masks_from)
@@ -291,7 +291,7 @@ def drop(weights: Tensor, attention: Attention, masks_from: torch.Generator) -> 
 
 
 def zero_gradients(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> Gradients:
-    """Return zeros in FP32 to add up gradients in."""
+    """Return FP32 zeros in which to accumulate gradients."""
     return Gradients(
         query=torch.zeros(query.shape),
         key=torch.zeros(key.shape),
@@ -301,21 +301,21 @@ def zero_gradients(query: Tensor, key: Tensor, value: Tensor, attention: Attenti
     )
 
 
-# Where the sequences of a batch lie in memory, for each of TransformerEngine's layouts of queries, keys and values.
+# The place of a batch's sequences in memory, for each of TransformerEngine's layouts of queries, keys and values.
 #
-# Layouts are named as in ``common/include/transformer_engine/fused_attn.h`` (TE 2.20.2): b batch, s sequence, t tokens
-# of all sequences one after the other, h heads, d features; a 3 or 2 where QKV or KV share a tensor.
+# Layouts are named as in ``common/include/transformer_engine/fused_attn.h`` (TE 2.20.2): b is batch, s sequence, t the
+# tokens of all sequences one after the other, h heads, d features; a 3 or 2 means that QKV or KV share a tensor.
 
 
 @dataclass(frozen=True)
 class Span:
-    """Say where a sequence, or all sequences of a batch, are found in a tensor.
+    """Locate a sequence, or all sequences of a batch, in a tensor.
 
     Attributes:
-        format: ``bshd``, ``sbhd``, ``thd``, or ``bhs`` and ``th`` for what has a number for each query and head.
+        format: ``bshd``, ``sbhd``, ``thd``, or ``bhs`` and ``th`` for tensors with one number per query and head.
         batch: the entries of the batch; None in ``thd``.
-        start: the first token, in ``thd``; else 0.
-        length: in tokens; of each sequence if there are several.
+        start: the first token in ``thd``, otherwise 0.
+        length: the number of tokens, of each sequence if there are several.
         pages: the pages of the sequence, ``[pages]``, if ``format`` describes pages; else None.
     """
 
@@ -348,12 +348,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Layout:
-    """Say how queries, keys and values lie in memory.
+    """Describe how queries, keys and values lie in memory.
 
     Attributes:
         query: ``bshd``, ``sbhd``, ``thd`` or ``bhsd``.
-        key: of keys and values: as the query's; of a page if ``paged``.
-        shared: ``3hd`` or ``h3d`` if Q, K and V share a tensor, ``2hd`` or ``h2d`` if K and V do, else empty.
+        key: one of the same formats, for keys and values; that of a page if ``paged``.
+        shared: ``3hd`` or ``h3d`` if Q, K and V share a tensor, ``2hd`` or ``h2d`` if K and V do, otherwise empty.
         paged: whether keys and values lie on pages.
     """
 
@@ -365,7 +365,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one length, worked on together: one of a batch, or a whole batch without padding."""
+    """Sequences of equal length that are computed together: one of a batch, or a whole batch without padding."""
 
     query: Span
     key: Span
@@ -398,7 +398,7 @@ def reshaped(shape: Sequence[int], old: str, new: str) -> list[int]:
     """Return the shape in format ``new`` of a tensor whose shape in format ``old`` is ``shape``.
 
     Raises:
-        ValueError: if one of two different formats is ``thd``, whose shape does not tell the batch.
+        ValueError: if exactly one of the formats is ``thd``, whose shape does not contain the batch size.
     """
     if old == new:
         return list(shape)
@@ -409,7 +409,7 @@ def reshaped(shape: Sequence[int], old: str, new: str) -> list[int]:
 
 
 def gradient_buffers(layout: Layout, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Return zeros for the gradients of Q, K and V, in their shapes, and in one tensor where the layout shares one."""
+    """Return zeros for the gradients of Q, K and V, in their shapes, and in one tensor if the layout shares one."""
     apart = 0 if "3" in layout.shared else 1 if "2" in layout.shared else 3
     buffers = [torch.zeros(shape, dtype=dtype) for shape in shapes[:apart]]
     if apart < 3:
@@ -422,11 +422,11 @@ def gradient_buffers(layout: Layout, shapes: Sequence[Sequence[int]], dtype: tor
 
 @dataclass(frozen=True)
 class Lengths:
-    """Say how long the sequences of a batch are and where they start, in tokens; one entry for each sequence.
+    """Hold the lengths and starts of a batch's sequences, in tokens, with one entry for each sequence.
 
     Attributes:
         length: number of tokens.
-        start: in ``thd``, the first token.
+        start: index of the first token, used in ``thd`` only.
     """
 
     length: list[int]
@@ -434,13 +434,13 @@ class Lengths:
 
 
 def lengths(cumulative: Tensor, padded: Tensor | None) -> Lengths:
-    """Return the lengths from cumulative ones ``[batch + 1]``; ``padded`` also counts the padding between sequences."""
+    """Convert cumulative lengths ``[batch + 1]``; ``padded`` also counts the padding between sequences."""
     start = (cumulative if padded is None else padded)[:-1].tolist()
     return Lengths(cumulative.diff().tolist(), start)
 
 
 def whole_batch(layout: Layout, query: Tensor, key: Tensor) -> Iterator[Sequences]:
-    """Yield all sequences at once, since none is padded."""
+    """Yield all sequences of a batch without padding as one item."""
     everything = slice(None)
     queries, keys = query.shape[layout.query.index("s")], key.shape[layout.key.index("s")]
     yield Sequences(
@@ -465,22 +465,22 @@ def each_sequence(layout: Layout, query: Lengths, key: Lengths, page_table: Tens
         )
 
 
-# A call of fused attention, apart from its precision: sequences, layouts, and what the forward hands to the backward.
+# A call of fused attention in any precision: its sequences and layouts, and buffers for its results.
 #
 # Follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2.
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Hold what forward and backward share, whatever the precision.
+    """Hold the parameters that forward and backward share, in any precision.
 
     Attributes:
-        attention: without bias and seed, which each sequence has its own part of.
-        bias: of the whole batch, or None.
-        seed: of the dropout masks.
-        cumulative: lengths of queries and of keys, ``[batch + 1]`` INT32 each.
-        padded: the same with padding between sequences, or None.
-        output_format: of O: ``bshd``, ``sbhd`` or ``thd``.
+        attention: without bias and seed, which ``parts`` sets for each sequence.
+        bias: the bias of the whole batch, or None.
+        seed: the seed of the first dropout mask.
+        cumulative: cumulative lengths of queries and of keys, ``[batch + 1]`` INT32 each.
+        padded: the same, but including the padding between sequences, or None.
+        output_format: the format of O: ``bshd``, ``sbhd`` or ``thd``.
     """
 
     layout: Layout
@@ -496,14 +496,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class GradientFormats:
-    """Say how gradients lie in memory: that of O, which comes in, and those of Q, K and V, which go out."""
+    """Describe how gradients lie in memory: the incoming gradient of O, and the outgoing ones of Q, K and V."""
 
     output: str
     inputs: Layout
 
 
 def parts(problem: Problem, query: Tensor, key: Tensor) -> Iterator[tuple[Sequences, Attention]]:
-    """Yield the sequences to work on, each with its part of the bias and a seed of its own."""
+    """Yield the sequences to compute, each with its part of the bias and its own seed."""
     if problem.is_padded:
         query_lengths = lengths(problem.cumulative[0], problem.padded[0])
         key_lengths = lengths(problem.cumulative[1], problem.padded[1])
@@ -529,9 +529,9 @@ def new_output(problem: Problem, query: Tensor, value: Tensor, dtype: torch.dtyp
 
 
 def new_statistics(problem: Problem, query: Tensor, max_seqlen_q: int) -> Tensor:
-    """Return minus infinity, which stays where there is padding, FP32, in the shape that cuDNN 9.6 and later use.
+    """Return FP32 minus infinity, which padding keeps, in the shape that cuDNN 9.6 and later use.
 
-    That is ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd``.
+    The shape is ``[batch, heads, max_seqlen_q, 1]``, or ``[tokens, heads, 1]`` in ``thd``.
     """
     layout = problem.layout.query
     if layout == "thd":
@@ -544,7 +544,7 @@ def new_statistics(problem: Problem, query: Tensor, max_seqlen_q: int) -> Tensor
 def new_gradients(
     problem: Problem, layout: Layout, qkv: tuple[Tensor, Tensor, Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return zeros for the gradients of Q, K and V in ``layout``, in one tensor where it says so."""
+    """Return zeros for the gradients of Q, K and V in ``layout``, in one tensor if it shares one."""
     old = (problem.layout.query, problem.layout.key, problem.layout.key)
     new = (layout.query, layout.key, layout.key)
     shapes = [reshaped(tensor.shape, *formats) for tensor, *formats in zip(qkv, old, new, strict=True)]

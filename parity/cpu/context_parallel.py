@@ -1,8 +1,8 @@
-"""Divide packed sequences (``thd``) for context parallelism, in which each rank has two chunks of each.
+"""Divide packed sequences (``thd``) for context parallelism, in which each rank has two chunks of each sequence.
 
-Stands for the ``thd`` functions of ``csrc/extensions/attention.cpp`` and for
+Replaces the ``thd`` functions of ``csrc/extensions/attention.cpp`` and for
 ``common/fused_attn/context_parallel.cu`` of TransformerEngine 2.20.2. ``cu_seqlens`` are the starts of the sequences
-and the end of the last one, each of which is divisible by what a function divides it by.
+and the end of the last one, which are all divisible by the number that a function divides them by.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ __all__ = [
 
 
 def _sequences(starts: Tensor) -> Tensor:
-    """Return for each token the sequence that it belongs to."""
+    """Return the sequence to which each token belongs."""
     tokens = torch.arange(int(starts[-1]), dtype=starts.dtype)
     return torch.searchsorted(starts[1:].contiguous(), tokens, right=True)
 
 
 def _second_half(starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the tokens of all second halves lie among all tokens, and the sequence of each."""
+    """Return the indices of all tokens in second halves, and the sequence of each."""
     halves = starts // 2
     sequence = _sequences(halves)
     return torch.arange(len(sequence)) + halves[sequence + 1], sequence
 
 
 def _tokens_dim(tensor: Tensor) -> int:
-    """Return which dimension counts tokens: ``[t, h, d]``, or keys and values as ``[2, t, h, d]``."""
+    """Return the dimension of tokens in ``[t, h, d]``, or in keys and values ``[2, t, h, d]``."""
     if tensor.dim() not in (3, 4):
         raise ValueError(f"expected packed tokens as [t, h, d] or [2, t, h, d], and got {list(tensor.shape)}")
     return tensor.dim() - 3
 
 
 def _check_tokens(tensor: Tensor, first: int) -> None:
-    """Make sure that a token can be moved by 16 bytes at a time.
+    """Check that tokens can be moved 16 bytes at a time, as TE's kernels do.
 
     Raises:
-        ValueError: if it cannot.
+        ValueError: if the bytes of a token are not a multiple of 16.
     """
     size = tensor.shape[first:].numel() * tensor.element_size()
     if size % 16:
@@ -70,11 +70,11 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> T
     return half
 
 
-# The logarithms of the softmax's sums: ``[h, t]`` if they are packed, else ``[b, h, s]``.
+# The log-sum-exps of the softmax: ``[h, t]`` if they are packed, otherwise ``[b, h, s]``.
 
 
 def _of_second_half(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return where second halves' numbers are in ``lse``, and where they are in a tensor of those alone."""
+    """Return the indices of the second halves in ``lse``, and those in a tensor of second halves only."""
     heads = torch.arange(lse.shape[-2])[:, None]
     tokens, sequence = _second_half(cu_seqlens)
     if lse_packed:
@@ -86,13 +86,13 @@ def _of_second_half(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> tuple[
 
 
 def thd_second_half_lse_correction(lse: Tensor, lse_per_step: Tensor, cu_seqlens: Tensor, lse_packed: bool) -> None:
-    """Add a step's sums, of second halves alone, to ``lse``."""
+    """Merge a step's log-sum-exps, which are of second halves only, into ``lse``."""
     whole, half = _of_second_half(lse, cu_seqlens, lse_packed)
     lse[whole] = torch.logaddexp(lse[whole], lse_per_step[half])
 
 
 def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> Tensor:
-    """Return the numbers of second halves, padded with zeros to this length."""
+    """Return the log-sum-exps of second halves, padded with zeros to ``second_half_lse_seqlen``."""
     whole, half = _of_second_half(lse, cu_seqlens, lse_packed)
     result = lse.new_zeros([*lse.shape[:-1], second_half_lse_seqlen])
     result[half] = lse[whole]
@@ -109,10 +109,11 @@ def thd_out_correction(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Merge a step's output into ``out``, each by its share of the softmax, in FP32.
+    """Merge a step's output into ``out`` in FP32, each weighted by its share of the softmax.
 
-    ``old_lse`` are the sums behind ``out``, and ``lse`` those of both. TE's Python says that the kernel promotes; that
-    it rounds once follows what TE does for other formats, and was not read in the kernel, which is in no public source.
+    ``old_lse`` are the log-sum-exps of ``out`` so far, and ``lse`` those of both. TE's Python says that the kernel
+    computes in higher precision. No public source contains the kernel; rounding only once is assumed, as TE does for
+    other formats.
     """
     tokens, whole, part = _to_merge(lse, cu_seqlens, only_second_half, lse_packed)
     before = _shared(out[tokens], old_lse[whole], lse[whole])
@@ -129,14 +130,14 @@ def thd_out_correction_by_final_sums(
     only_second_half: bool,
     lse_packed: bool,
 ) -> None:
-    """Add a step's output to ``out``, by its share of the whole softmax, as before 2.20: rounded twice."""
+    """Add a step's output, weighted by its share of the whole softmax, as before TE 2.20, which rounds twice."""
     tokens, whole, part = _to_merge(lse, cu_seqlens, only_second_half, lse_packed)
     step = _shared(out_per_step[: len(tokens)], lse_per_step[part], lse[whole])
     out[tokens] = out[tokens] + step.to(out.dtype)
 
 
 def _to_merge(lse: Tensor, cu_seqlens: Tensor, only_second_half: bool, lse_packed: bool) -> Any:
-    """Return the tokens that a step's output is of, and where their sums are: of all steps, and of this one."""
+    """Return the tokens of a step's output, and the indices of their log-sum-exps among all steps' and this step's."""
     if only_second_half:
         return _second_half(cu_seqlens)[0], *_of_second_half(lse, cu_seqlens, lse_packed)
     sequence = _sequences(cu_seqlens)
@@ -146,7 +147,7 @@ def _to_merge(lse: Tensor, cu_seqlens: Tensor, only_second_half: bool, lse_packe
 
 
 def _shared(output: Tensor, lse: Tensor, of_lse: Tensor) -> Tensor:
-    """Return what an output contributes; one that saw no key is zero, and its sum's logarithm is no number."""
+    """Return an output times its share; a token that saw no key has output 0 and no finite log-sum-exp."""
     share = torch.exp(lse - of_lse).T[..., None]
     return torch.where(output == 0, torch.zeros((), dtype=torch.float32), output.float() * share)
 
@@ -157,12 +158,12 @@ def _shared(output: Tensor, lse: Tensor, of_lse: Tensor) -> Tensor:
 def thd_grad_correction(
     grad: Tensor, grad_per_step: Tensor, cu_seqlens: Tensor, first_half: str, second_half: str
 ) -> None:
-    """Do with each half of the sequences as said: ``add`` a step's gradient, ``copy`` it, write ``zero``, do ``none``.
+    """Apply an operation to each half of the sequences: ``add`` or ``copy`` a step's gradient, ``zero``, or ``none``.
 
-    A step's gradient is of that half alone if nothing of it goes to the other one.
+    A step's gradient covers only one half if the other half takes nothing from it.
 
     Raises:
-        ValueError: for what TE's kernels do not do either.
+        ValueError: for combinations that TE's kernels do not have either.
     """
     done = {first_half, second_half}
     if done not in ({"add", "none"}, {"copy", "none"}, {"copy", "zero"}, {"add", "copy"}):
@@ -184,11 +185,11 @@ def thd_grad_correction(
         grad.index_copy_(dim, tokens, values)
 
 
-# Which rank has which tokens: of each sequence the chunks ``rank`` and ``2 * world_size - 1 - rank``.
+# The tokens of each rank, which has chunks ``rank`` and ``2 * world_size - 1 - rank`` of each sequence.
 
 
 def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int) -> Tensor:
-    """Return which tokens a rank has."""
+    """Return the indices of a rank's tokens."""
     if total_tokens <= 0 or total_tokens % (2 * world_size):
         raise ValueError(f"{total_tokens} tokens cannot be divided into 2 chunks for each of {world_size} ranks")
     starts = cu_seqlens // world_size
@@ -207,13 +208,13 @@ def _in_rank_order(cu_seqlens: Tensor, total_tokens: int, cp_size: int) -> Tenso
 
 
 def thd_sequence_order_to_cp_rank_order(inp: Tensor, cu_seqlens: Tensor, cp_size: int, total_tokens: int) -> Tensor:
-    """Return the tokens rank by rank."""
+    """Reorder tokens so that they stand rank by rank."""
     _check_tokens(inp, 1)
     return inp.index_select(0, _in_rank_order(cu_seqlens, total_tokens, cp_size))
 
 
 def thd_cp_rank_order_to_sequence_order(inp: Tensor, cu_seqlens: Tensor, cp_size: int, total_tokens: int) -> Tensor:
-    """Return tokens that stand rank by rank in their order."""
+    """Put tokens that stand rank by rank back into the order of the sequences."""
     _check_tokens(inp, 1)
     order = _in_rank_order(cu_seqlens, total_tokens, cp_size).long()
     return torch.empty_like(inp, memory_format=torch.contiguous_format).index_copy_(0, order, inp)
@@ -222,13 +223,13 @@ def thd_cp_rank_order_to_sequence_order(inp: Tensor, cu_seqlens: Tensor, cp_size
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     out: Tensor, inp: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
 ) -> None:
-    """Copy those tokens of each sequence that are not padding.
+    """Copy the tokens of each sequence that are not padding.
 
     Args:
-        out: written to at these tokens alone.
-        inp: of the same shape.
+        out: written only at these tokens.
+        inp: has the same shape.
         cu_seqlens_padded: where sequences start, padding included; the first may start after token 0.
-        cu_seqlens: tells the sequences' lengths.
+        cu_seqlens: gives the lengths of the sequences.
     """
     tokens = torch.arange(len(inp), dtype=cu_seqlens_padded.dtype)
     count = len(cu_seqlens) - 1

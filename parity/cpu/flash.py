@@ -11,13 +11,13 @@ output                                 the product divided by the sum of the row
 backward: P                            FP32 ``exp(score - lse)``; rounded for the product with dO
 backward: dS, scaled                   FP32 ``P (dP - sum(dO O)) scale``; rounded for the products with Q and K
 gradients                              summed in FP32, rounded once; with GQA and MQA those of K and V are rounded for
-                                       each head of the queries, and rounded again once summed over a group
+                                       each query head, summed over the group, and rounded again
 =====================================  ===============================================================================
 
 The two roundings of GQA are in the graph that NVIDIA/cudnn-frontend 1.23.0 builds (``node/
 scaled_dot_product_flash_attention.h``: ``dV_fullhead`` and ``dK_fullhead`` have the data type of Q); cuDNN 9.19 on an
-H200 makes them too. A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a row
-are seen at once.
+H200 also rounds twice. A flash kernel subtracts the largest score of the keys it has seen so far; here all keys of a
+row are seen at once.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, attention: Attention) -> 
 
     Args:
         query: ``[batch, heads, queries, features]``, BF16 or FP16.
-        key: ``[batch, groups, keys, features]``; heads are shared out to groups in order.
+        key: ``[batch, groups, keys, features]``; consecutive heads share a group.
         value: ``[batch, groups, keys, value features]``.
 
     Returns:
         The output ``[batch, heads, queries, value features]`` in the dtype of the query; the log of the sum of
-        ``exp(score)``, the sink's included, and the largest score, both ``[batch, heads, queries, 1]`` FP32 and
-        minus infinity where a query attends to nothing. The output is 0 there.
+        ``exp(score)``, including the sink's; and the largest score. The last two, FP32 ``[batch, heads, queries, 1]``,
+        are minus infinity where a query attends to nothing. The output is 0 there.
     """
     batch, heads, queries, _ = query.shape
     output = query.new_empty(batch, heads, queries, value.shape[-1])
@@ -97,10 +97,10 @@ def backward(
     """Return the gradients of ``forward``, from its inputs, its output and its log-sum-exp.
 
     Args:
-        output_grad: shaped and typed as the output.
+        output_grad: in the shape and dtype of the output.
 
     Returns:
-        FP32 gradients; those of keys and values are sums over a group's heads of what each head rounded.
+        FP32 gradients; each head's gradients of keys and values were rounded before they were summed over a group.
     """
     batch, heads = query.shape[:2]
     dtype, groups = query.dtype, key.shape[1]
@@ -134,7 +134,7 @@ def backward(
 
 
 def _of_groups(of_heads: Tensor, groups: int) -> Tensor:
-    """Add up ``[batch, heads, keys, n]`` over the heads of each group, in FP32."""
+    """Sum ``[batch, heads, keys, n]`` over the heads of each group in FP32."""
     return of_heads.float().unflatten(1, (groups, -1)).sum(2)
 
 
@@ -143,7 +143,7 @@ def _of_groups(of_heads: Tensor, groups: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Hold what the backward reads."""
+    """Hold the tensors that the backward reads."""
 
     query: Tensor
     key: Tensor

@@ -28,25 +28,25 @@ from parity.cpu.attention_problem import (
 
 # Attention in FP8 with one scale per tensor, on sequences of one length, a block of queries at a time.
 #
-# What is multiplied and rounded, and where, is the graph that TransformerEngine builds of cuDNN
+# Products and roundings follow the cuDNN graph that TransformerEngine builds
 # (``common/fused_attn/fused_attn_fp8.cu`` in TE's repository at 01144a02, which has the calls of 2.20 to ``sdpa_fp8``
 # and ``sdpa_fp8_backward``), as NVIDIA/cudnn-frontend spells it out node by node in ``include/cudnn_frontend/node``:
-# ``sdpa_fp8.h`` at 1b0b5eac, ``sdpa_fp8_bwd.h`` at 0b73d066 and ``matmul_fp8.h`` at 0b1577c8 (1.15). Whatever is not
-# said to be rounded is FP32, sums too:
+# ``sdpa_fp8.h`` at 1b0b5eac, ``sdpa_fp8_bwd.h`` at 0b73d066 and ``matmul_fp8.h`` at 0b1577c8 (1.15). Everything else,
+# including sums, is FP32:
 #
 # ==========================  =====================================================================================
-# scores                      products of codes, times the attention's scale and what the codes of Q and K stand for
+# scores                      products of codes, times the attention's scale and the descales of Q and K
 # P, the softmax of scores    normalised; amax taken; then times ``scale_s`` cast to the type of Q, for the V product
-# O                           product of codes, times ``descale_s`` and what the codes of V stand for
-# backward: P                 ``exp(score - lse)``; as above cast for the product with dO, and not for dS
-# backward: ``sum(dO O)``     of codes of dO, and of O as it is given: codes, or FP16 and BF16 with current scaling
+# O                           product of codes, times ``descale_s`` and the descale of V
+# backward: P                 ``exp(score - lse)``; cast as above for the product with dO, and not for dS
+# backward: ``sum(dO O)``     from codes of dO, and O as it is given: codes, or FP16 and BF16 with current scaling
 # backward: dS, scaled        ``P (dP - sum(dO O)) scale``; amax taken; then times ``scale_dp`` cast to the type of dO,
 #                             for the products with Q and K
 # ==========================  =====================================================================================
 #
-# There are two liberties. A flash kernel may cast P before it is normalised, which the graph does not show: its errors
-# would differ, but have the same size. And the frontend's backward graph does not apply the dropout mask to dP, without
-# which dS is not the gradient; here it is applied.
+# This differs from the GPU in two ways. First, a flash kernel may cast P before it is normalised, which the graph does
+# not show. Its errors would differ, but have the same size. Second, the frontend's backward graph does not apply the
+# dropout mask to dP; here it is applied, because dS is not the gradient without it.
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Operand:
     """A tensor as a kernel reads it: ``values`` times ``descale``.
 
     Attributes:
-        values: what FP8 codes stand for without their scale, in a dtype that holds it exactly; or unquantized values.
+        values: the unscaled values of FP8 codes, in a dtype that holds them exactly, or unquantized values.
         descale: 1 for unquantized values.
     """
 
@@ -64,7 +64,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Cast:
-    """Say how an intermediate tensor is cast: ``dtype`` of FP8, after a multiplication by ``scale``."""
+    """Describe the cast of an intermediate tensor: multiply by ``scale``, then round to the FP8 ``dtype``."""
 
     dtype: torch.dtype
     scale: float
@@ -74,18 +74,18 @@ class Cast:
         return 1.0 / self.scale
 
     def of(self, values: Tensor) -> Tensor:
-        """Return what the codes of FP32 ``values`` stand for without the scale, FP32."""
+        """Return the unscaled FP32 values of the codes of FP32 ``values``."""
         return float8.rounded(values * self.scale, self.dtype)
 
 
 @dataclass(frozen=True)
 class Result:
-    """Hold what the forward computes.
+    """Hold the results of the forward.
 
     Attributes:
         output: ``[batch, heads, queries, value features]`` FP32.
-        lse: log of the sum of ``exp(score)``, ``[batch, heads, queries, 1]`` FP32; minus infinity for no key.
-        amax: of P, an FP32 scalar.
+        lse: log of the sum of ``exp(score)``, ``[batch, heads, queries, 1]`` FP32; minus infinity without keys.
+        amax: the amax of P, an FP32 scalar.
     """
 
     output: Tensor
@@ -138,7 +138,7 @@ def backward(
     """Return the gradients of ``forward``, from its inputs, its output and its log-sum-exp, and the amax of dS.
 
     Args:
-        probabilities: the cast of P, the forward's.
+        probabilities: the forward's cast of P.
         score_grads: the cast of dS.
     """
     of_codes = replace(attention, scale=attention.scale * query.descale * key.descale)
@@ -176,24 +176,24 @@ def backward(
 
 # Fused attention in FP8 with one scale per tensor, forward and backward, on all sequences of a batch.
 #
-# Which quantizer makes which tensor follows ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2 and
-# ``common/fused_attn/fused_attn_fp8.cu`` (see ``flash_fp8``):
+# Quantizers are used as in ``csrc/extensions/attention.cpp`` of TransformerEngine 2.20.2 and
+# ``common/fused_attn/fused_attn_fp8.cu`` (see above):
 #
 # =================  ==================================  ======================================================
 # tensor             delayed scaling                     current scaling
 # =================  ==================================  ======================================================
 # Q, K, V, dO        come in as codes                    come in as codes
-# P (S in TE), dS    the quantizer's scale, amax kept    the same: TE gives these two delayed scaling
+# P (S in TE), dS    the quantizer's scale, amax kept    the same, as TE uses delayed scaling for these two
 # O                  codes, amax kept                    rounded to FP16 or BF16
 # dQ, dK, dV         codes, one amax of the three kept   rounded to FP16 or BF16
 # =================  ==================================  ======================================================
 #
-# An amax is kept if it exceeds the one that the quantizer has, which TE's recipe sets to 0 between steps.
+# A kept amax replaces the quantizer's if it is larger; TE's recipe sets the quantizer's to 0 between steps.
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """Hold what the backward reads: TE's FP8 tensors; ``output`` may be FP16 or BF16; ``lse`` is FP32."""
+    """Hold the backward's inputs: TE's FP8 tensors, an ``output`` that may be FP16 or BF16, and FP32 ``lse``."""
 
     query: Any
     key: Any
@@ -216,9 +216,10 @@ def forward_of_batch(
     """Return O and the log-sum-exp.
 
     Args:
-        query: TE's FP8 tensor; as key and value.
-        s_quantizer: of P.
-        dtype: FP16 or BF16: what O is, or seems to be if it is quantized.
+        query: TE's FP8 tensor, like key and value.
+        s_quantizer: the quantizer of P.
+        o_quantizer: the quantizer of O.
+        dtype: FP16 or BF16, the dtype of O; the nominal dtype if O is quantized.
     """
     q, k, v = (_operand(tensor) for tensor in (query, key, value))
     probabilities = _cast(s_quantizer, "S")
@@ -279,9 +280,9 @@ def backward_of_batch(
 
 @dataclass(frozen=True)
 class _Written:
-    """Say how FP32 results go out: as codes of a delayed quantizer, else rounded to ``dtype``.
+    """Describe how FP32 results are stored: as codes with delayed scaling, otherwise rounded to ``dtype``.
 
-    With current scaling TE's kernel writes high precision too, and TE's Python quantizes it where it needs to.
+    With current scaling, TE's kernel also writes high precision, and TE's Python quantizes it where needed.
     """
 
     quantizer: Any
@@ -296,7 +297,7 @@ class _Written:
         return float8.is_delayed(self.quantizer)
 
     def write(self, view: Tensor, values: Tensor) -> None:
-        """Put a part into its place; keeps its amax."""
+        """Write a part into its place, and keep its amax if it is cast to codes."""
         if not self._makes_codes:
             view.copy_(values)
             return
@@ -304,7 +305,7 @@ class _Written:
         view.copy_(float8.encode(values, self.quantizer.scale, float8.fp8_dtype(self.quantizer)).data)
 
     def finished(self, buffer: Tensor) -> Any:
-        """Return the whole tensor, as TE's."""
+        """Return the whole result, as TE's tensor if it holds codes."""
         if not self._makes_codes:
             return buffer
         codes = float8.Codes(buffer, self.quantizer.scale.detach().reshape(1).reciprocal())

@@ -39,10 +39,11 @@ def fused_rope_forward(
             ``2 size`` chunks of a sequence.
 
     Returns:
-        Shape and dtype of ``input``, contiguous. THD tokens past the last sequence, which TE leaves unwritten, are 0.
+        A contiguous tensor in the shape and dtype of ``input``. THD tokens after the last sequence, which TE leaves
+        unwritten, are 0.
 
     Raises:
-        ValueError: for shapes that do not fit together, or positions that ``freqs`` does not reach.
+        ValueError: for shapes that do not fit together, or positions without angles in ``freqs``.
     """
     angles = _token_angles(input, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _rotate_tokens(input, angles, interleaved, inverse=False)
@@ -58,7 +59,7 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> Tensor:
-    """Return the gradient of ``fused_rope_forward``: the rotation backwards. Arguments and errors as there."""
+    """Return the gradient of ``fused_rope_forward`` by the inverse rotation; arguments and errors are the same."""
     angles = _token_angles(output_grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _rotate_tokens(output_grads, angles, interleaved, inverse=True)
 
@@ -78,14 +79,14 @@ def fused_qkv_rope_forward(
 
     Args:
         qkv_input: ``[s, b, groups, q + k + v]`` or ``[b, s, groups, q + k + v]``.
-        q_freqs, k_freqs: as ``freqs`` of ``fused_rope_forward``.
-        qkv_split_arg_list: ``(q, k, v)``: features of a group's queries, keys and values. v is the head dimension.
+        q_freqs, k_freqs: like ``freqs`` of ``fused_rope_forward``.
+        qkv_split_arg_list: ``(q, k, v)``, the features of a group's queries, keys and values; v is the head dimension.
 
     Returns:
         Queries ``[.., .., groups * q / k, k]``, keys ``[.., .., groups, k]``, values ``[.., .., groups, v]``.
 
     Raises:
-        ValueError: as ``fused_rope_forward``.
+        ValueError: in the same cases as ``fused_rope_forward``.
     """
     q_size, k_size, v_size = qkv_split_arg_list
     query, key, value = qkv_input.split([q_size, k_size, v_size], dim=-1)
@@ -112,7 +113,7 @@ def fused_qkv_rope_backward(
 ) -> Tensor:
     """Return the gradient of ``fused_qkv_rope_forward``, ``[.., .., groups, q + k + v]``.
 
-    Arguments as there. TE's kernel takes no start positions here, so its gradient is right only where they are 0.
+    Arguments are the same, but TE's kernel takes no start positions, so its gradient is only right if they are 0.
     """
     q_size, k_size, v_size = qkv_split_arg_list
     outer = q_grad_out.shape[:2]
@@ -146,7 +147,7 @@ def _token_angles(
     else:
         length, batch = tokens.shape[:2] if qkv_format.name == "NVTE_SBHD" else reversed(tokens.shape[:2])
         positions = _chunked(torch.arange(length), length, cp_size, cp_rank).unsqueeze(-1)
-        if start_positions is not None:  # of as many sequences as a cache holds, which may be more
+        if start_positions is not None:  # a cache may hold more sequences than this batch
             positions = positions + start_positions[:batch]
         positions = positions if qkv_format.name == "NVTE_SBHD" else positions.transpose(0, 1)
     if positions.numel() and int(positions.max()) >= len(freqs):
@@ -170,7 +171,7 @@ def _packed_positions(
 
 
 def _chunked(index: Tensor, length: int | Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Return the positions in the whole sequence of the tokens that are ``index``-th of ``length`` on this rank."""
+    """Return the positions in whole sequences of this rank's tokens, given by ``index`` out of ``length`` here."""
     if cp_size == 1:
         return index
     near = cp_rank * length // 2
@@ -179,7 +180,7 @@ def _chunked(index: Tensor, length: int | Tensor, cp_size: int, cp_rank: int) ->
 
 
 def _rotate_tokens(tokens: Tensor, angles: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    """Rotate the leading tokens, which ``angles`` reaches, and set the others to 0."""
+    """Rotate the leading tokens, which have angles, and set the others to 0."""
     if tokens.dim() == 4 or len(angles) == len(tokens):
         return _rotate(tokens, angles, interleaved, inverse)
     output = tokens.new_zeros(tokens.shape)

@@ -1,9 +1,10 @@
 """Softmax of scaled attention scores over keys, with four kinds of mask.
 
-Follows TransformerEngine 2.20.2: ``csrc/extensions/softmax.cpp`` and ``common/fused_softmax/*.cu``. FP16 and BF16
-only: for FP32 scores TE's Python takes PyTorch's softmax. Everything inside is FP32, and each result is rounded once.
+Follows TransformerEngine 2.20.2: ``csrc/extensions/softmax.cpp`` and ``common/fused_softmax/*.cu``. Only FP16
+and BF16 are supported, because TE's Python uses PyTorch's softmax for FP32 scores. Intermediate results are FP32, and
+each result is rounded once.
 
-The forwards round the scale to the dtype of the scores, since the CUDA launchers take it in that type; the backwards
+The forwards round the scale to the dtype of the scores, because the CUDA launchers take it in that type. The backwards
 use it as it is.
 """
 
@@ -35,7 +36,7 @@ def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
         input: scores, FP16 or BF16, ``[batch, heads, queries, keys]``.
 
     Returns:
-        Probabilities in shape and dtype of ``input``.
+        Probabilities in the shape and dtype of ``input``.
 
     Raises:
         ValueError: for other dtypes, and for shapes that TE's kernel refuses.
@@ -45,7 +46,7 @@ def scaled_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
 
 
 def scaled_masked_softmax_forward(input: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
-    """Apply ``scaled_softmax_forward`` where masked scores are -10000; a row with nothing above that gets zeros.
+    """Apply ``scaled_softmax_forward`` with masked scores of -10000; a row whose maximum is -10000 becomes zeros.
 
     Args:
         mask: bool or uint8, ``[batch or 1, 1, queries, keys]``; true or 1 means masked out.
@@ -72,8 +73,8 @@ def scaled_upper_triang_masked_softmax_forward(input: Tensor, scale_factor: floa
 def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: float) -> Tensor:
     """Return the causal softmax aligned bottom right: the last query attends to all keys.
 
-    As ``scaled_softmax_forward`` for shapes. Where there are more queries than keys, the first rows attend to nothing
-    and are zeros.
+    Shapes are those of ``scaled_softmax_forward``. If there are more queries than keys, the first rows attend to
+    nothing and become zeros.
     """
     _check_attention_scores(input, least_queries=1)
     future = _future(input)
@@ -85,7 +86,7 @@ def scaled_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale
     """Return ``scale_factor * (g y - y sum(g y))`` for gradients g of probabilities y, summed over the last dimension.
 
     Returns:
-        A new tensor in shape and dtype of ``output_grads``.
+        A new tensor in the shape and dtype of ``output_grads``.
 
     Raises:
         ValueError: if either is not a 4D tensor of FP16 or BF16.
@@ -94,21 +95,21 @@ def scaled_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale
 
 
 def scaled_masked_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """Return what ``scaled_softmax_backward`` does: masked probabilities are 0, and so are their gradients."""
+    """Apply ``scaled_softmax_backward``; masked probabilities are 0, and so are their gradients."""
     return _backward(output_grads, softmax_results, scale_factor, dimensions=4)
 
 
 def scaled_upper_triang_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """Return what ``scaled_softmax_backward`` does, of 3D tensors; 0 where a key lies after the query."""
+    """Apply ``scaled_softmax_backward`` to 3D tensors, with 0 where a key comes after the query."""
     return _backward(output_grads, softmax_results, scale_factor, dimensions=3, is_causal=True)
 
 
 def scaled_aligned_causal_masked_softmax_backward(
     output_grads: Tensor, softmax_results: Tensor, scale_factor: float
 ) -> Tensor:
-    """Return what ``scaled_softmax_backward`` does; 0 where a key lies after the query."""
+    """Apply ``scaled_softmax_backward``, with 0 where a key comes after the query."""
     return _backward(output_grads, softmax_results, scale_factor, dimensions=4, is_causal=True)
 
 
@@ -132,7 +133,7 @@ def _scaled(scores: Tensor, scale_factor: float) -> Tensor:
 
 
 def _future(scores: Tensor) -> Tensor:
-    """Return which keys lie after each query, ``[queries, keys]``, if the last query is as old as the last key."""
+    """Return which keys come after each query, ``[queries, keys]``, if the last query is aligned with the last key."""
     queries, keys = scores.shape[-2:]
     return torch.ones(queries, keys, dtype=torch.bool).triu_(keys - queries + 1)
 
