@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 
 from parity.cpu import float8
 
-# Matrices cut into blocks that share a scale: the largest magnitude of each, and one factor for each.
+# Matrices that are cut into blocks: the amax of each block, and multiplication by one factor per block.
 #
 # A block is ``(rows, columns)``, and a matrix ``[m, n]`` has ``ceil(m / rows) * ceil(n / columns)`` of them; those at
-# the end may be smaller. What holds one number per block is a matrix too, ``[blocks down, blocks across]``.
+# the end may be smaller. Numbers of which there is one per block form a matrix ``[blocks down, blocks across]``.
 
 
 Block = tuple[int, int]
@@ -35,7 +35,7 @@ def as_matrix(values: Tensor) -> Tensor:
 
 
 def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the size of ``as_matrix`` of a tensor of this shape."""
+    """Return the rows and columns that ``as_matrix`` makes of a tensor of this shape."""
     rows = 1
     for size in shape[:-1]:
         rows *= size
@@ -45,8 +45,8 @@ def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
 def amax(values: Tensor, block: Block) -> Tensor:
     """Return the largest magnitude in each block of ``[m, n]``, FP32; NaNs do not count, as in CUDA's ``fmaxf``."""
     magnitudes = _tiles(values, block).abs()
-    # Without signs, the bits of numbers are ordered as the numbers, NaNs last; PyTorch's maximum of integers is several
-    # times faster over short rows, and over one dimension at a time.
+    # Without signs, the bits of floating-point numbers are in the numbers' order, with NaNs last. PyTorch's maximum of
+    # integers is several times faster over short rows, and over one dimension at a time.
     bits = magnitudes.view(_BITS[magnitudes.itemsize])
     largest = bits.amax(1).amax(2).view(magnitudes.dtype).float()
     if largest.isnan().any():
@@ -56,11 +56,11 @@ def amax(values: Tensor, block: Block) -> Tensor:
 
 
 def in_parts(compute: Callable[[Tensor], tuple[Tensor, Tensor]], matrix: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return what ``compute`` makes of a matrix, computed in parts that stay in a core's cache.
+    """Apply ``compute`` to a matrix in parts that stay in a core's cache, and return the joined results.
 
     Args:
-        compute: makes codes and scales, in both of which rows follow those of the matrix.
-        rows: a multiple of which a part has.
+        compute: returns codes and scales, whose rows are both in the order of the matrix's.
+        rows: each part but the last has a multiple of this number of rows.
     """
     step = max(1, float8.AT_ONCE // max(1, matrix.shape[1] * rows)) * rows
     if matrix.shape[0] <= step:
@@ -70,20 +70,20 @@ def in_parts(compute: Callable[[Tensor], tuple[Tensor, Tensor]], matrix: Tensor,
 
 
 def multiply(values: Tensor, factors: Tensor, block: Block) -> Tensor:
-    """Return ``[m, n]`` times the factor of each block: a new tensor, FP32 if the factors are."""
+    """Return a new tensor, ``[m, n]`` times the factor of each block, in FP32 if the factors are."""
     rows, columns = values.shape
     product = _tiles(values, block) * factors[:, None, :, None]
     return product.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
 def expand(numbers: Tensor, block: Block, shape: Sequence[int]) -> Tensor:
-    """Return the number of its block for each element of a matrix of this shape."""
+    """Repeat the number of each block for all its elements, in a matrix of this shape."""
     spread = numbers.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return spread[: shape[0], : shape[1]]
 
 
 def fill_up(numbers: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a contiguous matrix of this shape, with zeros after the rows and columns of ``numbers``."""
+    """Return ``numbers`` as a contiguous matrix of this shape, padded with zeros at the bottom and the right."""
     missing = (0, shape[1] - numbers.shape[1], 0, shape[0] - numbers.shape[0])
     return pad(numbers, missing).contiguous() if any(missing) else numbers.contiguous()
 
@@ -93,7 +93,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def _tiles(values: Tensor, block: Block) -> Tensor:
-    """Reshape ``[m, n]`` to ``[blocks down, block rows, blocks across, block columns]``, filled up with zeros."""
+    """Reshape ``[m, n]`` to ``[blocks down, block rows, blocks across, block columns]``, padded with zeros."""
     rows, columns = (round_up(size, length) for size, length in zip(values.shape, block, strict=True))
     values = fill_up(values, (rows, columns))
     return values.view(rows // block[0], block[0], columns // block[1], block[1])
@@ -122,7 +122,7 @@ _VECTOR = {"rowwise": (1, _LENGTH), "columnwise": (_LENGTH, 1)}
 
 
 def settings(quantizer: Any) -> dict[str, Any]:
-    """Return what a ``Float8BlockwiseQTensor`` is constructed with, beside its buffers."""
+    """Return the arguments of ``Float8BlockwiseQTensor`` besides its buffers."""
     return {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
 
 
@@ -132,7 +132,7 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``.
         quantizer: TE's ``Float8BlockQuantizer``.
-        amaxes: of no use to blocks, which have their own.
+        amaxes: not used, because each block takes its own.
     """
     flat = as_matrix(values)
     both = _cast(flat, (_LENGTH, _LENGTH), quantizer) if quantizer.block_scaling_dim == 2 else None
@@ -158,16 +158,16 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
 
 
 def decode(tensor: Any) -> Tensor:
-    """Return the values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
+    """Return the FP32 values, ``[*leading, k]``, decoded from the rowwise codes if there are any."""
     columnwise = tensor._rowwise_data is None
     matrix = operand(tensor, columnwise)[0].float()
     return (matrix.t() if columnwise else matrix).reshape(logical_shape(tensor))
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """Return what a GEMM multiplies, ``[outer, inner]``, and 1, the factor that is left to it.
+    """Return the values that a GEMM multiplies, ``[outer, inner]``, and 1, because no factor is left to apply.
 
-    The values are BF16, which holds them exactly, if all scales are powers of two, and FP32 else.
+    If all scales are powers of two, the values are BF16, which holds them exactly; otherwise they are FP32.
     """
     codes, scale_inv, block = _codes_and_scales(tensor, columnwise)
     exact = not (scale_inv.contiguous().view(torch.int32) & 0x7FFFFF).any()

@@ -1,8 +1,8 @@
-"""Casts to and from FP8 and FP4, of one tensor and of several that lie one after the other: the experts of a mixture.
+"""Casts to and from FP8 and FP4, of one tensor or of a group of them such as the experts of a mixture.
 
 Follows TransformerEngine 2.20.2: ``csrc/extensions/cast.cpp``, ``csrc/quantizer.cpp``, ``csrc/extensions/bias.cpp``,
-``csrc/extensions/transpose.cpp`` and ``common/recipe/recipe_common.cuh``. Codes with one scale a tensor (delayed and
-current scaling) are made here, those with a scale a block by ``formats.py``.
+``csrc/extensions/transpose.cpp`` and ``common/recipe/recipe_common.cuh``. Codes with one scale per tensor (delayed
+and current scaling) are computed here, those with one scale per block by ``formats.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def is_mxfp8(quantizer: Any) -> bool:
-    """Return whether the quantizer makes MXFP8: then a bias gradient is summed by the kernel that casts."""
+    """Return whether the quantizer makes MXFP8, where the kernel that casts also sums the bias gradient."""
     return type(quantizer).__name__ == "MXFP8Quantizer"
 
 
@@ -60,7 +60,7 @@ def store(
     amax_before_rounding: bool = False,
     kernel: str = "store",
 ) -> Any:
-    """Return what a TE kernel does with its FP32 results.
+    """Return the FP32 results of a TE kernel as it stores them.
 
     ========================  ======================================================================================
     no quantizer              rounded once, to ``dtype``
@@ -69,17 +69,17 @@ def store(
     block-scaled formats      rounded to ``dtype``, the rounded values cast with scales from the amaxes of their blocks
     ========================  ======================================================================================
 
-    As in ``csrc/extensions/activation.cpp`` and ``normalization.cpp`` of TE 2.20.2.
+    This follows ``csrc/extensions/activation.cpp`` and ``normalization.cpp`` of TE 2.20.2.
 
     Args:
         values: FP32, any shape.
         quantizer: TE's, or None.
-        dtype: FP32, FP16 or BF16: what the result is, or seems to be if it is quantized.
-        output: where the result goes: a tensor, or a TE quantized tensor if there is a quantizer. Default: a new one.
+        dtype: FP32, FP16 or BF16, the dtype of the result; the nominal dtype if it is quantized.
+        output: a tensor to write, or a TE quantized tensor if there is a quantizer. Default: a new one.
         amax_before_rounding: with current scaling and NVFP4, take the amax of the FP32 values, as TE's activation
             kernels do (``unary_kernel`` in ``common/util/vectorized_pointwise.h``); its norms take that of the
-            rounded ones.
-        kernel: who calls, for the error.
+            rounded values.
+        kernel: name of the calling kernel, for the error.
 
     Returns:
         ``output``, or a new tensor of ``dtype``, or a new TE quantized tensor.
@@ -101,14 +101,14 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
     Args:
         tensor: FP32, FP16 or BF16, any shape.
-        quantizer: TE's; its usages say which buffers the result has.
+        quantizer: TE's; its usages determine the buffers of the result.
         output: a TE quantized tensor to fill. Default: a new one.
         noop: FP32 flag of one element; 1 leaves ``output``, its scale and the amax as they are.
 
     Raises:
-        NotImplementedError: for quantizers that are not TE's own, and for columnwise data alone with one scale a
-            tensor, which TE's kernels lack too.
-        RuntimeError: for shapes that a block-scaled format does not have.
+        NotImplementedError: for quantizers that are not TE's own, and for only columnwise data with one scale per
+            tensor, which TE's kernels do not support either.
+        RuntimeError: for shapes that a block-scaled format does not support.
     """
     check_quantizer(quantizer, "quantize")
     tensor = tensor.detach()
@@ -124,7 +124,7 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 def _quantize(values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amax: Tensor | None = None) -> Any:
     entry = formats.of_quantizer(quantizer)
     if entry is not None:
-        # After a random Hadamard transform the columns have another amax.
+        # A random Hadamard transform changes the amax of the columns.
         known = {} if amax is None or getattr(quantizer, "with_rht", False) else {"rowwise": amax, "columnwise": amax}
         return formats.quantize(entry, values, quantizer, dtype, output, known)
     if output is not None:
@@ -150,7 +150,7 @@ def _empty(quantizer: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
-    """Return the scale to cast with; delayed scaling also raises the amax that it keeps for later steps."""
+    """Return the scale for a cast; with delayed scaling, also update the amax that is kept for later steps."""
     amax = float8.amax_of(values) if amax is None else amax
     if not float8.is_delayed(quantizer):
         return current_scale(amax, quantizer)
@@ -159,7 +159,7 @@ def _scale(values: Tensor, quantizer: Any, amax: Tensor | None) -> Tensor:
 
 
 def current_scale(amax: Tensor, quantizer: Any) -> Tensor:
-    """Return current scaling's FP32 scale for an amax, which is first reduced over the quantizer's ranks, in place."""
+    """Return current scaling's FP32 scale for an amax, which is first reduced in place over the quantizer's ranks."""
     if quantizer.with_amax_reduction:
         torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, quantizer.amax_reduction_group)
     limit = torch.finfo(float8.fp8_dtype(quantizer)).max
@@ -167,7 +167,7 @@ def current_scale(amax: Tensor, quantizer: Any) -> Tensor:
 
 
 def dequantize(input: Any, otype: int) -> Tensor:
-    """Return codes times their scales, in FP32, rounded once to ``otype`` (``csrc/extensions/cast.cpp``, TE 2.20.2)."""
+    """Multiply codes by their scales in FP32, and round once to ``otype`` (``csrc/extensions/cast.cpp``, TE 2.20.2)."""
     entry = formats.of_tensor(input)
     if entry is not None:
         return entry.kernels.decode(input).to(TORCH_DTYPE[int(otype)])
@@ -187,8 +187,8 @@ def bgrad_quantize(input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
         quantizer: TE's, or None to leave the gradient as it is.
 
     Returns:
-        The sum over the leading dimensions of the gradient before the cast, summed in FP32 and rounded to the input's
-        dtype, ``[features]``; and the gradient.
+        The FP32 sum of the gradient before the cast over its leading dimensions, rounded to the input's dtype,
+        ``[features]``; and the gradient.
     """
     bias_grad = input.reshape(-1, input.shape[-1]).sum(0, dtype=torch.float32).to(input.dtype)
     return bias_grad, input if quantizer is None else quantize(input, quantizer)
@@ -220,7 +220,7 @@ def create_empty_quantized_tensor(
     device: torch.device | str = "cpu",
     pin_memory: bool = False,
 ) -> Any:
-    """Return a TE quantized tensor whose buffers hold nothing yet, with those that the quantizer's usages ask for."""
+    """Return a TE quantized tensor with the uninitialised buffers that the quantizer's usages ask for."""
     check_quantizer(quantizer, "create_empty_quantized_tensor")
     return _empty(quantizer, shape, dtype)
 
@@ -245,7 +245,7 @@ def nvfp4_data_transpose(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def nvfp4_2d_scale_transpose(input: Tensor, output: Tensor, M_tiles: int, K_tiles: int) -> None:
-    """Write rowwise scales of 16 x 16 blocks, each repeated 16 times down, as columnwise ones into ``output``.
+    """Transpose the rowwise scales of 16 x 16 blocks, which are repeated over 16 rows, into columnwise ``output``.
 
     Args:
         input: E4M3 bytes, ``[m up to 128, k / 16 up to 4]``.
@@ -262,14 +262,15 @@ def swap_first_dims(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
     return swapped.contiguous() if out is None else out.copy_(swapped)
 
 
-# Casts of several matrices that lie one after the other in one tensor: the experts of a mixture.
+# Casts of several matrices that lie one after the other in one tensor, such as the experts of a mixture.
 #
 # Follows ``csrc/extensions/cast.cpp`` and ``csrc/quantizer.cpp`` (``create_grouped_tensor``) of TransformerEngine
 # 2.20.2. The result is a ``GroupedTensor``, or a ``GroupedTensorStorage`` if the quantizer is internal. Its buffers
-# hold those of the groups end to end, each group cast as if it were alone; TE's own Python tells where each begins.
+# hold those of the groups end to end, and each group is cast as if it were alone. TE's own Python computes where each
+# begins.
 #
-# Block-scaled formats need groups whose numbers of rows are multiples of 128. A GPU checks their sum alone, as it never
-# reads the single numbers on the host; where they are no multiples, its groups write over each other's scales. Here
+# Block-scaled formats need groups whose numbers of rows are multiples of 128. A GPU only checks their sum, because the
+# host never reads the individual numbers; if they are not multiples, its groups overwrite each other's scales. Here
 # that is an error.
 
 
@@ -289,16 +290,15 @@ def group_quantize(
     """Cast each group of matrices with one quantizer.
 
     Args:
-        tensor: FP32, FP16 or BF16, one group after another in memory, which are seen as a matrix: ``[sum of rows,
-            columns]``, ``[rows, sum of columns]``, or ``[1, elements]`` if both differ. What lies behind the last group
-            is left out.
+        tensor: FP32, FP16 or BF16, a matrix with one group after another in memory: ``[sum of rows, columns]``,
+            ``[rows, sum of columns]``, or ``[1, elements]`` if both differ. Elements after the last group are ignored.
         quantizer: TE's, with current scaling or a block-scaled format.
-        num_tensors: how many groups there are.
+        num_tensors: number of groups.
         first_dims: int64, rows of each group. Default: all the same.
         last_dims: int64, columns of each group. Default: all the same.
-        tensor_offsets: int64, where each group begins, and the end; the output keeps it. Default: computed.
+        tensor_offsets: int64, the start of each group, and the end; the output keeps it. Default: computed.
         noop_flag: FP32, one element; 1 leaves ``output`` as it is.
-        output: a grouped tensor of the same quantizer and shape, to be filled. Default: a new one.
+        output: a grouped tensor of the same quantizer and shape, which is filled. Default: a new one.
 
     Raises:
         RuntimeError: for quantizers, options and shapes that TE's kernels do not group.
@@ -325,7 +325,7 @@ def bgrad_group_quantize(
 ) -> tuple[Any, Tensor]:
     """Return ``group_quantize`` of an output gradient, and the bias gradients, ``[groups, columns]`` in its dtype.
 
-    A bias gradient is the sum over a group's rows before the cast, in FP32 and rounded once.
+    A bias gradient is the FP32 sum over a group's rows before the cast, rounded once.
 
     Raises:
         RuntimeError: for quantizers other than MXFP8's and block scaling's, and for groups of several widths.
@@ -366,7 +366,7 @@ def nvfp4_group_quantize_with_amax(
 
 
 def group_dequantize(input: Any, otype: int) -> Any:
-    """Return the values of a grouped tensor, as one of high precision: each group's, rounded once to ``otype``."""
+    """Decode a grouped tensor into one of high precision, whose values are rounded once to ``otype``."""
     dtype = TORCH_DTYPE[int(otype)]
     values = torch.cat([dequantize(member, otype).reshape(-1) for member in members(input)])
     data = values.new_zeros(input.logical_shape[0] * input.logical_shape[1])
@@ -392,16 +392,16 @@ def group_requantize_inplace(
     tensor_offsets: Tensor | None = None,
     return_dequantized: bool = False,
 ) -> Tensor | None:
-    """Give a grouped tensor with rowwise MXFP8 data the columnwise data that its quantizer asks for, for a GEMM.
+    """Add the columnwise data that the quantizer asks for to a grouped tensor with rowwise MXFP8 data, for a GEMM.
 
-    They are cast from the rowwise data, decoded and rounded to ``otype``. All scales are swizzled afterwards.
+    It is cast from the rowwise data, decoded and rounded to ``otype``. All scales are swizzled afterwards.
 
     Returns:
         The decoded values, ``[rows, columns]``, if they are asked for.
 
     Raises:
-        RuntimeError: for other formats, and for a tensor without rowwise data, or that has columnwise data or swizzled
-            scales already; one with swizzled scales and all that is asked for is left as it is.
+        RuntimeError: for other formats, for a tensor without rowwise data, and for one that already has columnwise data
+            or swizzled scales. A tensor with swizzled scales and all the data asked for is left as it is.
     """
     if type(quantizer).__name__ != "MXFP8Quantizer" or type(grouped_x.quantizer) is not type(quantizer):
         raise RuntimeError("group_requantize_inplace serves MXFP8 tensors alone")
@@ -433,16 +433,16 @@ def group_requantize_inplace(
 
 
 def members(grouped: Any) -> list[Any]:
-    """Return each group as a TE tensor, or a plain one; views of the grouped tensor's buffers."""
+    """Return each group as a TE tensor or a plain one, with views of the grouped tensor's buffers."""
     found: list[Any] = grouped.split_into_quantized_tensors()
-    for member in found:  # TE's Python marks them as their quantizer would, however the group's scales lie
+    for member in found:  # TE's Python marks them as their quantizer would, even if the group's scales differ
         if hasattr(member, f"_{swizzle.FLAG}"):
             setattr(member, f"_{swizzle.FLAG}", swizzle.is_swizzled(grouped))
     return found
 
 
 def swizzle_groups(grouped: Any, rowwise: bool, columnwise: bool) -> None:
-    """Swizzle the scales of a grouped MXFP8 tensor, and drop those of a direction that is not asked for."""
+    """Swizzle a grouped MXFP8 tensor's scales, and drop those of directions that are not asked for."""
     if type(grouped.quantizer).__name__ != "MXFP8Quantizer" or swizzle.is_swizzled(grouped):
         return
     swizzled: dict[str, Tensor] = {}
@@ -462,9 +462,9 @@ def swizzle_groups(grouped: Any, rowwise: bool, columnwise: bool) -> None:
 
 
 def _check_groups(quantizer: Any, first_dims: Tensor | None, last_dims: Tensor | None) -> None:
-    """Raise for what TE's grouped kernels do not serve.
+    """Raise ``RuntimeError`` for quantizers and groups that TE's grouped kernels do not serve.
 
-    Groups of several widths are cast to MXFP8, and by current scaling if they all have as many rows: see
+    Only MXFP8 takes groups of several widths, and current scaling if they all have the same number of rows. See
     ``group_quantize`` in ``csrc/extensions/cast.cpp``, and ``group_quantize_fp8.cuh`` and
     ``group_quantize_fp8_blockwise.cuh`` in ``common/cast``, of TE 2.20.
     """
@@ -494,7 +494,7 @@ def _empty_groups(
     """Return a grouped tensor with the buffers that the quantizer's usages ask for.
 
     Raises:
-        RuntimeError: for numbers of rows that block scales do not fit.
+        RuntimeError: if a block-scaled format gets a group whose number of rows is no multiple of 128.
     """
     rows, columns = tensor.shape
     same = rows if last_dims is not None else rows // num_tensors
@@ -518,7 +518,7 @@ def _te_class(name: str) -> Any:
 
 
 def _groups_of(tensor: Tensor, grouped: Any) -> list[Tensor]:
-    """Return the groups, which follow each other in memory."""
+    """Return the groups of ``tensor``, which follow each other in memory."""
     shapes = grouped.tensor_shapes
     sizes = [rows * columns for rows, columns in shapes]
     parts = tensor.detach().reshape(-1)[: sum(sizes)].split(sizes)
@@ -526,7 +526,7 @@ def _groups_of(tensor: Tensor, grouped: Any) -> list[Tensor]:
 
 
 def _fill(output: Any, tensor: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> None:
-    """Cast each group into its part of the buffers; ``amaxes``, of each group by direction, where they are known."""
+    """Cast each group into its part of the buffers; ``amaxes`` holds known amaxes of all groups by direction."""
     entry = formats.of_quantizer(quantizer)
     is_swizzled = entry is not None and entry.kernels.settings(quantizer).get(swizzle.FLAG, False)
     setattr(output, f"_{swizzle.FLAG}", is_swizzled)

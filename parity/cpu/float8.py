@@ -1,8 +1,8 @@
-"""Per-tensor FP8: how numbers become codes, and TransformerEngine's tensors that hold them.
+"""Per-tensor FP8: conversions between numbers and codes, and TransformerEngine's tensors that hold codes.
 
-FP8 GEMMs of an Ada or a Hopper read both operands along the inner dimension: what TE calls columnwise data is there a
-transposed copy, shaped ``[last, *leading]``. A Blackwell reads one copy either way, so it always has the codes and
-never a transpose (``csrc/quantizer.cpp`` of TE 2.20.2).
+FP8 GEMMs of an Ada or a Hopper read both operands along the inner dimension. There, TE's columnwise data is a
+transposed copy, ``[last, *leading]``. A Blackwell reads one copy either way, so it always has the codes and never a
+transpose (``csrc/quantizer.cpp`` of TE 2.20.2).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from parity.cpu.enums import TORCH_DTYPE
 
 _CANONICAL_NAN = 0x7F
 _LARGEST_FP32 = torch.finfo(torch.float32).max
-# Elements that are cast at once: what lies between the values and their codes stays in a core's cache.
+# Elements that are cast at once, so that intermediate results stay in a core's cache.
 AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Hold what a per-tensor quantization makes.
+    """Hold the result of a per-tensor quantization.
 
     Attributes:
         data: uint8 codes in the shape of the values.
-        scale_inv: FP32 of shape [1]; a code stands for its FP8 value times this.
+        scale_inv: FP32 of shape [1], the factor of the codes' FP8 values.
     """
 
     data: Tensor
@@ -38,12 +38,12 @@ class Codes:
 
 
 def is_delayed(quantizer: Any) -> bool:
-    """Return whether the quantizer's scale is from earlier steps: then kernels cast to FP8 from their FP32 results."""
+    """Return whether the scale comes from earlier steps, so that kernels can cast their FP32 results directly."""
     return type(quantizer).__name__ == "Float8Quantizer"
 
 
 def is_current(quantizer: Any) -> bool:
-    """Return whether the quantizer computes its scale from the very values it casts."""
+    """Return whether the quantizer computes its scale from the values that it casts."""
     return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
 
 
@@ -59,7 +59,7 @@ def is_float8_tensor(value: Any) -> bool:
 
 
 def amax_of(values: Tensor) -> Tensor:
-    """Return the largest magnitude, an FP32 scalar; NaNs do not count, as in CUDA's ``fmaxf``, and no values give 0."""
+    """Return the largest magnitude, an FP32 scalar. NaNs do not count, as in CUDA's ``fmaxf``; no values give 0."""
     if values.numel() == 0:
         return torch.zeros((), dtype=torch.float32)
     low, high = torch.aminmax(values)
@@ -71,7 +71,7 @@ def amax_of(values: Tensor) -> Tensor:
 
 
 def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
-    """Cast ``values * scale`` to FP8; the product is FP32, and scale_inv the reciprocal of the scale.
+    """Cast the FP32 product ``values * scale`` to FP8, with the reciprocal of the scale as scale_inv.
 
     Args:
         values: FP32, FP16 or BF16, any shape.
@@ -86,7 +86,7 @@ def encode(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Codes:
 
 
 def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the uint8 codes of FP32 values, which are overwritten: nearest even, saturating; NaN is 0x7F.
+    """Round FP32 values, which are overwritten, to uint8 codes: to nearest even, saturating; NaN becomes 0x7F.
 
     The conversion is CUDA's ``__nv_cvt_float_to_fp8(..., __NV_SATFINITE, ...)``, which TE's ``cast_transpose`` and
     ``unary_kernel`` (``common/util/vectorized_pointwise.h``, 2.20.2) use.
@@ -99,10 +99,10 @@ def cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round FP32 values, which are overwritten, to what the codes of ``cast`` stand for; NaN stays NaN.
+    """Round FP32 values, which are overwritten, to the values of ``cast``'s codes; NaN stays NaN.
 
-    Adding and taking away 1.5 times a large enough power of two rounds off what lies below the format's last bit. It
-    is several times faster than PyTorch's conversions.
+    Adding and subtracting 1.5 times a large enough power of two rounds to the format's last bit. This is several times
+    faster than PyTorch's conversions.
     """
     format_ = torch.finfo(dtype)
     scaled.clamp_(-format_.max, format_.max)
@@ -114,15 +114,16 @@ def rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 def scale_from_amax(
     amax: Tensor, limit: float, epsilon: float = 0.0, power_of_two: bool = False, largest: float = _LARGEST_FP32
 ) -> Tensor:
-    """Return the scale that takes ``amax`` to ``limit`` (``compute_scale_from_amax`` in ``recipe_common.cuh``, TE
-    2.20.2).
+    """Return the scale that maps ``amax`` to ``limit``.
+
+    Follows ``compute_scale_from_amax`` in ``recipe_common.cuh``, TE 2.20.2.
 
     Args:
         amax: FP32, any shape.
         limit: the largest finite value of the FP8 type.
-        epsilon: smaller amaxes count as this.
+        epsilon: the least amax; smaller ones are replaced by it.
         power_of_two: round the scale down to a power of two.
-        largest: what stands for a scale that exceeds FP32.
+        largest: replaces a scale that exceeds FP32.
 
     Returns:
         FP32 in the shape of ``amax``: ``limit / amax``; 1 where amax is 0, infinite or NaN.
@@ -136,7 +137,7 @@ def scale_from_amax(
 
 
 def decode(codes: Tensor, dtype: torch.dtype, to: torch.dtype = torch.float32) -> Tensor:
-    """Return the FP8 values, unscaled, of uint8 codes; exact in FP32 and in BF16."""
+    """Return the unscaled FP8 values of uint8 codes, which FP32 and BF16 hold exactly."""
     values = torch.empty(codes.shape, dtype=to)
     for part, decoded in zip(codes.reshape(-1).split(AT_ONCE), values.view(-1).split(AT_ONCE), strict=True):
         torch.index_select(_values(dtype, to), 0, part.int(), out=decoded)
@@ -150,7 +151,7 @@ def dequantize(tensor: Any) -> Tensor:
 
 @functools.cache
 def _values(dtype: torch.dtype, to: torch.dtype) -> Tensor:
-    """Return what each of the 256 codes stands for: a table, as PyTorch's own conversion is several times slower."""
+    """Return a table of the values of all 256 codes, because PyTorch's own conversion is several times slower."""
     return torch.arange(256, dtype=torch.uint8).view(dtype).to(to)
 
 
@@ -205,10 +206,10 @@ def _needs_transpose(quantizer: Any) -> bool:
 def prepare(quantizer: Any, output: Any) -> None:
     """Give a TE tensor the buffers that the quantizer's usages ask for, and no others.
 
-    Buffers that are there already stay, so that whoever holds them sees the result.
+    Existing buffers are kept, so that other references to them see the result.
 
     Raises:
-        TypeError: if ``output`` is no per-tensor FP8 tensor.
+        TypeError: if ``output`` is not a per-tensor FP8 tensor.
     """
     if not is_float8_tensor(output):
         raise TypeError(f"{type(quantizer).__name__} writes into a Float8Tensor, but was given {type(output).__name__}")
@@ -225,24 +226,24 @@ def prepare(quantizer: Any, output: Any) -> None:
     output._fp8_dtype = quantizer.dtype
 
 
-# What lasts from step to step may have been made in inference mode, outside of which PyTorch would not write to it. A
-# GPU's kernels know no such mode.
+# Tensors that last from step to step may have been made in inference mode, and PyTorch refuses to write to them outside
+# it. A GPU's kernels know no such mode.
 
 
 @torch.inference_mode()
 def keep_amax(quantizer: Any, amax: Tensor) -> None:
-    """Raise the amax that delayed scaling keeps for later steps."""
+    """Update the amax that delayed scaling keeps for later steps, if this one is larger."""
     quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
 
 
 @torch.inference_mode()
 def write(output: Any, codes: Codes) -> None:
-    """Fill the buffers that a prepared TE tensor has."""
+    """Fill the buffers of a prepared TE tensor."""
     if output._data is not None:
         output._data.copy_(codes.data)
     if output._transpose is not None:
         output._transpose.copy_(codes.data.movedim(-1, 0))
-    output._scale_inv.copy_(codes.scale_inv.reshape(output._scale_inv.shape))  # it may have no dimension
+    output._scale_inv.copy_(codes.scale_inv.reshape(output._scale_inv.shape))  # which may be zero-dimensional
 
 
 def rowwise_shape(tensor: Any) -> torch.Size:
@@ -254,7 +255,7 @@ def rowwise_shape(tensor: Any) -> torch.Size:
 
 
 def operand(tensor: Any, columnwise: bool, name: str) -> Tensor:
-    """Return the codes that a GEMM reads: a matrix ``[outer, inner]``.
+    """Return the codes that a GEMM reads, as a matrix ``[outer, inner]``.
 
     Raises:
         RuntimeError: if the tensor does not hold that direction (``CanonicalizeGemmInput`` in TE's

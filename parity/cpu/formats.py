@@ -1,4 +1,4 @@
-"""The block-scaled formats by their TE quantizers and tensors: one interface for the kernels that meet any of them."""
+"""The block-scaled formats with their TE quantizers and tensors, and one interface for kernels that take them all."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _BUFFERS = (
 
 @dataclass(frozen=True)
 class Format:
-    """Hold what the kernels must know of a format.
+    """Describe a format to the kernels.
 
     Attributes:
         quantizer: the name of TE's quantizer class.
-        module: the name of the module that has the tensor class, in ``transformer_engine.pytorch.tensor``; its name
-            plus ``_storage`` has the storage class, in ``.storage``.
-        tensor: the name of the tensor class; its name plus ``Storage`` is the storage class's.
+        module: the name of the tensor class's module in ``transformer_engine.pytorch.tensor``; the storage class is in
+            ``.storage``, in a module of this name plus ``_storage``.
+        tensor: the name of the tensor class; the storage class has this name plus ``Storage``.
         buffers: the names of its buffers.
-        kernels: the module that computes it, with ``settings``, ``encode``, ``buffer_shapes``, ``decode``, ``operand``
-            and ``logical_shape``, all documented in ``block_scaling.py``.
+        kernels: the module of its CPU kernels: ``settings``, ``encode``, ``buffer_shapes``, ``decode``, ``operand`` and
+            ``logical_shape``, all documented in ``block_scaling.py``.
     """
 
     quantizer: str
@@ -67,13 +67,13 @@ def empty(entry: Format, quantizer: Any, shape: Sequence[int], dtype: torch.dtyp
     """Return a TE tensor with the buffers that the quantizer's usages ask for, filled with zeros.
 
     Raises:
-        RuntimeError: for shapes that the format does not have.
+        RuntimeError: for shapes that the format does not support.
     """
     shape = torch.Size(shape)
     specifications = entry.kernels.buffer_shapes(quantizer, shape)
     buffers = {name: torch.zeros(size, dtype=kind) for name, (size, kind) in specifications.items()}
     tensor = _te_tensor(entry, quantizer, shape, dtype, buffers)
-    if entry.kernels is nvfp4:  # what a cast leaves is swizzled by a kernel of its own if the cast does not do it
+    if entry.kernels is nvfp4:  # a separate kernel swizzles scales that the cast leaves plain
         setattr(tensor, f"_{swizzle.FLAG}", nvfp4.is_cast_swizzled(quantizer, shape))
     return tensor
 
@@ -81,15 +81,15 @@ def empty(entry: Format, quantizer: Any, shape: Sequence[int], dtype: torch.dtyp
 def quantize(
     entry: Format, values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, amaxes: Mapping[str, Tensor]
 ) -> Any:
-    """Return a new TE tensor of ``dtype`` that holds the values; or ``output``, filled.
+    """Return a new TE tensor of ``dtype`` that holds the values, or ``output`` filled with them.
 
     Args:
-        values: FP32, FP16 or BF16, any shape that the format has.
-        amaxes: FP32, one element each, to be used in place of the values' own; by direction.
+        values: FP32, FP16 or BF16, any shape that the format supports.
+        amaxes: amaxes by direction that replace those of the values, FP32, one element each.
 
     Raises:
         TypeError: if ``output`` is a tensor of another format.
-        RuntimeError: for shapes and options that the format does not have.
+        RuntimeError: for shapes and options that the format does not support.
     """
     if output is not None and of_tensor(output) is not entry:
         raise TypeError(f"{entry.quantizer} writes into a {entry.tensor}, but was given {type(output).__name__}")
@@ -103,7 +103,7 @@ def quantize(
 
 
 def operand(entry: Format, tensor: Any, columnwise: bool, name: str) -> tuple[Tensor, float]:
-    """Return what a GEMM multiplies, ``[outer, inner]``, FP32 or BF16, and the factor that is left to it.
+    """Return the values that a GEMM multiplies, ``[outer, inner]``, FP32 or BF16, and the factor left to apply.
 
     Raises:
         RuntimeError: if the tensor does not hold that direction.
@@ -118,10 +118,10 @@ def operand(entry: Format, tensor: Any, columnwise: bool, name: str) -> tuple[Te
 
 
 def swizzle_scales(tensor: Any, directions: Sequence[str]) -> bool:
-    """Swizzle the scales of an MXFP8 or NVFP4 tensor in these directions, where it holds them.
+    """Swizzle those scales of an MXFP8 or NVFP4 tensor that it holds in these directions.
 
     Returns:
-        Whether the tensor's format has swizzled scales, and its scales were not yet.
+        Whether the tensor's format has swizzled scales, and its scales were not swizzled before.
     """
     entry = of_tensor(tensor)
     if entry is None or entry.kernels is block_scaling or swizzle.is_swizzled(tensor):
@@ -145,9 +145,9 @@ def _te_tensor(entry: Format, quantizer: Any, shape: torch.Size, dtype: torch.dt
     return getattr(module, entry.tensor)(shape=shape, dtype=dtype, device=torch.device("cpu"), **arguments)
 
 
-@torch.inference_mode()  # as float8.write
+@torch.inference_mode()  # like float8.write
 def _write(entry: Format, output: Any, buffers: dict[str, Tensor], settings: dict[str, Any]) -> None:
-    """Fill a TE tensor: buffers that it has stay, so that whoever holds them sees the result; others come and go."""
+    """Fill a TE tensor's existing buffers in place, so that other references see it; add and drop other buffers."""
     for name in entry.buffers:
         held, new = getattr(output, f"_{name}"), buffers.get(name)
         if held is None or new is None:

@@ -1,4 +1,4 @@
-"""MXFP8: FP8 with a power of two a block of 32, the format of ``MXFP8BlockScaling``.
+"""MXFP8: FP8 with a power of two per block of 32, the format of ``MXFP8BlockScaling``.
 
 Follows TransformerEngine 2.20.2: ``MXFP8Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
 ``common/cast/mxfp8/quantize_mxfp8.cuh`` and ``common/util/ptx.cuh`` for arithmetic; the format is that of the OCP
@@ -11,9 +11,9 @@ rowwise     1 x 32   ``[*leading, k]``   ``[m up to 128, k / 32 up to 4]``
 columnwise  32 x 1   ``[*leading, k]``   ``[m / 32 up to 4, k up to 128]``
 ==========  =======  ==================  ===================================
 
-"m up to 128" is m rounded up to a multiple of 128. A scale_inv byte ``e`` stands for ``2**(e - 127)``, and 255 for NaN
-(E8M0). With 2D quantization a block is 32 x 32, and each byte is repeated 32 times. ``swizzle.py`` says in which order
-scales lie if the quantizer optimizes them for a GEMM.
+"m up to 128" is m rounded up to a multiple of 128. A scale_inv byte ``e`` means ``2**(e - 127)``, and 255 means NaN
+(E8M0). With 2D quantization a block is 32 x 32, and each byte is repeated 32 times. ``swizzle.py`` describes the order
+of scales if the quantizer optimizes them for a GEMM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SMALLEST_BITS = 0x400000
 
 
 def settings(quantizer: Any) -> dict[str, Any]:
-    """Return what an ``MXFP8Tensor`` is constructed with, beside its buffers."""
+    """Return the arguments of ``MXFP8Tensor`` besides its buffers."""
     return {"fp8_dtype": quantizer.dtype, swizzle.FLAG: swizzle.is_wanted(quantizer)}
 
 
@@ -46,14 +46,14 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``.
         quantizer: TE's ``MXFP8Quantizer``.
-        amaxes: of no use to blocks, which have their own.
+        amaxes: not used, because each block takes its own.
 
     Raises:
-        RuntimeError: for sizes that are no multiples of 32.
+        RuntimeError: for sizes that are not multiples of 32.
     """
     shapes = buffer_shapes(quantizer, values.shape)
     flat = block_scaling.as_matrix(values)
-    # Up to 2.18 there are no square blocks.
+    # TE up to 2.18 has no square blocks.
     square = getattr(quantizer, "with_2d_quantization", False)
     dtype, buffers = float8.fp8_dtype(quantizer), {}
     for name in block_scaling.directions(quantizer):
@@ -71,7 +71,7 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
     """Return the shape and the dtype of each buffer of a tensor of this shape.
 
     Raises:
-        RuntimeError: for sizes that are no multiples of 32.
+        RuntimeError: for sizes that are not multiples of 32.
     """
     rows, columns = block_scaling.rows_and_columns(shape)
     if rows % _LENGTH or columns % _LENGTH:
@@ -91,12 +91,12 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
 
 
 def decode(tensor: Any) -> Tensor:
-    """Return the values in FP32, ``[*leading, k]``, from the rowwise codes if there are any."""
+    """Return the FP32 values, ``[*leading, k]``, decoded from the rowwise codes if there are any."""
     return _values(tensor, tensor._rowwise_data is None, torch.float32).view(logical_shape(tensor))
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """Return what a GEMM multiplies, ``[outer, inner]``, exact in BF16; and 1, the factor that is left to it."""
+    """Return the values that a GEMM multiplies, ``[outer, inner]``, exact in BF16, and 1, as no factor is left."""
     values = _values(tensor, columnwise, torch.bfloat16)
     return values.t() if columnwise else values, 1.0
 
@@ -117,9 +117,9 @@ def logical_shape(tensor: Any) -> torch.Size:
 
 
 def to_e8m0(values: Tensor) -> Tensor:
-    """Return E8M0 bytes of FP32 numbers that are not negative: rounded up, infinity to the largest number.
+    """Round FP32 numbers that are not negative up to E8M0 bytes, and infinity to the largest number.
 
-    As PTX's ``cvt.rp.satfinite.ue8m0x2``.
+    This is PTX's ``cvt.rp.satfinite.ue8m0x2``.
     """
     bits = values.view(torch.int32)
     exponent, mantissa = bits >> _MANTISSA_BITS, bits & ((1 << _MANTISSA_BITS) - 1)
@@ -136,12 +136,12 @@ def from_e8m0(codes: Tensor) -> Tensor:
 
 
 def encoding_scale(exponents: Tensor) -> Tensor:
-    """Return the reciprocals of E8M0 bytes, exact: 2**127 down to 2**-127."""
+    """Return the exact reciprocals of E8M0 bytes, 2**127 down to 2**-127."""
     return from_e8m0(_LARGEST_CODE - exponents.int()).masked_fill(exponents == _NAN_CODE, float("nan"))
 
 
 def reciprocal_limit(dtype: torch.dtype) -> Tensor:
-    """Return an FP32 number as CUDA does: the product with an amax is rounded differently from a quotient."""
+    """Return 1 / limit in FP32, by which CUDA multiplies an amax; a division would round differently."""
     return torch.tensor(1.0 / torch.finfo(dtype).max)
 
 
@@ -152,7 +152,7 @@ def _cast(values: Tensor, block: block_scaling.Block, dtype: torch.dtype) -> tup
 
 
 def _values(tensor: Any, columnwise: bool, dtype: torch.dtype) -> Tensor:
-    """Return decoded values in the order of the tensor, ``[m, k]``."""
+    """Return the decoded values in the order of the tensor, ``[m, k]``."""
     codes, scales = _codes_and_scales(tensor, columnwise)
     block = _VECTOR["columnwise" if columnwise else "rowwise"]
     return block_scaling.multiply(float8.decode(codes, float8.fp8_dtype(tensor), dtype), scales.to(dtype), block)

@@ -1,4 +1,4 @@
-"""NVFP4: E2M1 with an E4M3 scale a block of 16 and an FP32 amax a tensor, the format of ``NVFP4BlockScaling``.
+"""NVFP4: E2M1 with an E4M3 scale per block of 16 and an FP32 amax per tensor, the format of ``NVFP4BlockScaling``.
 
 Follows TransformerEngine 2.20.2: ``NVFP4Quantizer`` in ``csrc/quantizer.cpp`` for layouts,
 ``common/cast/nvfp4/core_nvfp4.cuh`` and ``quantize_transpose_nvfp4.cuh`` for arithmetic; the recipe is that of
@@ -11,13 +11,13 @@ rowwise     1 x 16   ``[*leading, k / 2]``   ``[m up to 128, k / 16 up to 4]``
 columnwise  16 x 1   ``[k, m / 2]``          ``[k up to 128, m / 16 up to 4]``
 ==========  =======  ======================  ========================================
 
-"m up to 128" is m rounded up to a multiple of 128. A code stands for ``E2M1 * scale_inv * amax / (6 * 448)``. With 2D
-quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform the columnwise
-data, and their amax, are those of the transformed values. ``swizzle.py`` says in which order scales lie if the
-quantizer optimizes them for a GEMM.
+"m up to 128" is m rounded up to a multiple of 128. The value of a code is ``E2M1 * scale_inv * amax / (6 * 448)``. With
+2D quantization a block is 16 x 16, and its scale is repeated 16 times. With a random Hadamard transform, the columnwise
+data and its amax are those of the transformed values. ``swizzle.py`` describes the order of scales if the quantizer
+optimizes them for a GEMM.
 
-``NVTE_USE_FAST_MATH`` is warned of and changes nothing: what its kernels approximate (reciprocals, scales in BF16,
-values that skip a rounding to BF16) is not documented to the bit.
+``NVTE_USE_FAST_MATH`` causes a warning and changes nothing, because the approximations of its kernels (reciprocals,
+scales in BF16, values that skip a rounding to BF16) are not documented to the bit.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from torch import Tensor
 
 from parity.cpu import block_scaling, cuda, float8, swizzle
 
-# E2M1, a float of four bits. It holds 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte.
+# E2M1, a four-bit float. Its values are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, and a byte holds two of them.
 #
-# Bits as in the OCP Microscaling Formats specification 1.0; roundings as of PTX's ``cvt.rn.satfinite.e2m1x2.f32`` and
-# ``cvt.rs.satfinite.e2m1x4.f32``, which TransformerEngine 2.20.2 uses (``common/util/ptx.cuh``).
+# Bits follow the OCP Microscaling Formats specification 1.0. Roundings are those of PTX's
+# ``cvt.rn.satfinite.e2m1x2.f32`` and ``cvt.rs.satfinite.e2m1x4.f32``, which TransformerEngine 2.20.2 uses
+# (``common/util/ptx.cuh``).
 
 
 LIMIT = 6.0
@@ -47,18 +48,18 @@ LIMIT = 6.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SIGN_BIT = 8
 _LARGEST_CODE = 7.0
-# A code follows from the upper 12 bits of a number rounded to odd: no tie needs more than two mantissa bits.
+# The upper 12 bits of a number, rounded to odd, determine its code, because no tie needs more than two mantissa bits.
 _INDEX_SHIFT, _INDICES = 20, 1 << 12
 _BELOW_INDEX = (1 << _INDEX_SHIFT) - 1
 
 
 def codes_of(values: Tensor) -> Tensor:
-    """Return uint8 codes 0 to 15 of FP32 values: nearest, ties to the even code, saturating; NaN is 6, as in PTX.
+    """Round FP32 values to the nearest uint8 codes, 0 to 15; ties to the even code, saturating, NaN to 6 as in PTX.
 
     Zeros keep their sign.
     """
     bits = values.contiguous().view(torch.int32)
-    # Rounded to odd: the last bit kept says whether anything below it was set. Ties have it 0 and stay ties.
+    # Rounding to odd sets the last kept bit if any bit below it is set. In ties it is 0, so they stay ties.
     index = bits & _BELOW_INDEX
     index += _BELOW_INDEX
     index |= bits
@@ -68,13 +69,13 @@ def codes_of(values: Tensor) -> Tensor:
 
 
 def codes_at_random(values: Tensor) -> Tensor:
-    """Round each value to a neighbouring code, up with a probability that makes it the mean; saturating.
+    """Round each value to a neighbouring code at random so that the mean is the value itself; saturating.
 
-    The random numbers are PyTorch's, of its default generator: like the GPU's (Philox, seeded by PyTorch) in
-    distribution, not in bits. Each has 16 bits: a probability is rounded down to a multiple of ``2**-16``.
+    The random numbers come from PyTorch's default generator. They have the distribution of the GPU's (Philox, seeded by
+    PyTorch), but not the same bits. Each has 16 bits, so a probability is rounded down to a multiple of ``2**-16``.
     """
     absolute = values.abs()
-    # Where a value lies among the codes, k + 0.5 in the middle of k and k + 1: linear between 0, 2, 4 and 6.
+    # The position of a value among the codes, k + 0.5 midway between codes k and k + 1; linear between 0, 2, 4 and 6.
     position = torch.minimum(2 * absolute, absolute + 2)
     position = torch.minimum(position, absolute.mul_(0.5).add_(4), out=position)
     words = torch.empty(-(-values.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
@@ -107,14 +108,14 @@ def transpose(packed: Tensor) -> Tensor:
 
 
 def _is_negative(values: Tensor) -> Tensor:
-    """Return which values have a sign to keep: all but NaNs, which lose theirs."""
+    """Return which values are negative; NaNs are not, because they lose their sign."""
     negative = values.signbit()
     return negative & ~values.isnan() if values.numel() and values.sum().isnan() else negative
 
 
 @functools.cache
 def _codes() -> Tensor:
-    """Return the code of each number that the upper 12 bits of an FP32 number spell."""
+    """Return a table of codes, indexed by the upper 12 bits of an FP32 number."""
     numbers = (torch.arange(_INDICES, dtype=torch.int32) << _INDEX_SHIFT).view(torch.float32)
     codes = torch.bucketize(numbers.abs(), _midpoints(), out_int32=True, right=True).to(torch.uint8)
     return codes.add_(_is_negative(numbers), alpha=_SIGN_BIT)
@@ -122,7 +123,7 @@ def _codes() -> Tensor:
 
 @functools.cache
 def _midpoints() -> Tensor:
-    """Return where each code but the first begins: a tie belongs to the even of its two codes."""
+    """Return the smallest number of each code but the first; a tie belongs to the even one of its two codes."""
     middle = [(low + high) / 2 for low, high in itertools.pairwise(_MAGNITUDES)]
     upper = torch.tensor(math.inf)
     return torch.stack(
@@ -133,7 +134,7 @@ def _midpoints() -> Tensor:
 
 @functools.cache
 def _pairs(dtype: torch.dtype) -> Tensor:
-    """Return the two values of each of the 256 bytes."""
+    """Return a table of the two values of each of the 256 bytes."""
     magnitudes = torch.tensor(_MAGNITUDES, dtype=dtype)
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256)
@@ -143,7 +144,7 @@ def _pairs(dtype: torch.dtype) -> Tensor:
 # The two levels of NVFP4's scales: one for the tensor, from its amax, and one for each block.
 #
 # Follows ``common/cast/nvfp4/core_nvfp4.cuh`` of TransformerEngine 2.20.2. Encoding scales multiply values before they
-# are cast to E2M1; decoding scales undo them, and a block's is what is stored, in E4M3.
+# are cast to E2M1. Decoding scales undo this; a block's decoding scale is stored, in E4M3.
 
 
 E4M3 = torch.float8_e4m3fn
@@ -156,30 +157,30 @@ def e4m3_limit(of: Any) -> float:
 
 
 def global_scale(amax: Tensor, limit: float) -> Tensor:
-    """Return what maps an amax to the largest code times the largest block scale (``limit``), FP32.
+    """Return the FP32 factor that maps an amax to the largest code times the largest block scale (``limit``).
 
-    1 where the amax is 0 or infinite, and at most the largest FP32.
+    It is 1 if the amax is 0 or infinite, and at most the largest FP32 number.
     """
     scale = torch.full_like(amax, limit * LIMIT).div(amax).clamp(max=_LARGEST_FP32)
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
 
 
 def decoding_scale(block_amax: Tensor, scale: Tensor) -> Tensor:
-    """Return what undoes the scaling of a block with this amax, FP32; it is rounded to E4M3 before it is used.
+    """Return the FP32 factor that undoes the scaling of a block with this amax, not yet rounded to E4M3.
 
     Args:
-        block_amax: FP32, one a block.
-        scale: as of ``global_scale``, broadcast to the blocks.
+        block_amax: FP32, one per block.
+        scale: the result of ``global_scale``, broadcast to the blocks.
     """
     return (block_amax * (scale * (1.0 / LIMIT))).clamp_(max=_LARGEST_FP32)
 
 
 def encoding_scale(decoding: Tensor, scale: Tensor) -> Tensor:
-    """Return what multiplies the values of each block before they are cast, at most the largest FP32.
+    """Return the factor of each block's values before they are cast, at most the largest FP32 number.
 
     Args:
-        decoding: E4M3 bytes, one a block.
-        scale: as of ``global_scale``, broadcast to the blocks.
+        decoding: E4M3 bytes, one per block.
+        scale: the result of ``global_scale``, broadcast to the blocks.
     """
     return (float8.decode(decoding, E4M3) * scale.reciprocal()).reciprocal_().clamp_(max=_LARGEST_FP32)
 
@@ -193,13 +194,13 @@ def encoding_scale(decoding: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Say how the two scales are compared.
+    """Describe how the two scales are compared.
 
     Attributes:
-        amax: FP32, of the tensor, ``[1, 1]``, or of each row, ``[rows, 1]``.
-        scale: the global encoding scale for it, likewise.
-        limit: the largest block scale: 448 or 256.
-        error: ``MAE`` or ``MSE``, of the decoded values in a block.
+        amax: FP32 amax of the tensor, ``[1, 1]``, or of each row, ``[rows, 1]``.
+        scale: the global encoding scale for this amax, in the same shape.
+        limit: the largest block scale, 448 or 256.
+        error: ``MAE`` or ``MSE`` of the decoded values in a block.
         scaled: whether errors are those of values times ``scale``, as ``NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH`` asks.
     """
 
@@ -213,11 +214,11 @@ class _Choice:
 def _encode_4over6(
     matrix: Tensor, block_amax: Tensor, block: block_scaling.Block, choice: _Choice
 ) -> tuple[Tensor, Tensor]:
-    """Return codes ``[rows, columns]``, and the E4M3 bytes of each block; a tie goes to 6.
+    """Return codes ``[rows, columns]``, and the E4M3 byte of each block; in a tie, the scale for 6 is used.
 
     Args:
         matrix: FP32, FP16 or BF16, ``[rows, columns]``.
-        block_amax: FP32, one a block.
+        block_amax: FP32, one per block.
         block: ``(1, 16)`` or ``(16, 16)``.
     """
     base = block_amax / LIMIT * choice.scale
@@ -236,7 +237,7 @@ def _encode_4over6(
 def _block_errors(
     matrix: Tensor, codes: Tensor, decoding: Tensor, block: block_scaling.Block, choice: _Choice
 ) -> Tensor:
-    """Sum each block's error, FP32, in the kernel's order: along a row one by one, then rows as a tree."""
+    """Sum each block's errors in FP32 and in the kernel's order: one by one along a row, then rows as a tree."""
     decoded = block_scaling.multiply(values_of(pack(codes)), float8.decode(decoding, E4M3), block)
     if choice.scaled:  # the kernel's product of code and scale is FP16, which holds its six bits exactly
         difference = decoded.sub_(matrix.float() * choice.scale)
@@ -259,7 +260,7 @@ def _block_errors(
 
 
 def transform(values: Tensor, matrix: Tensor) -> Tensor:
-    """Return each group of 16 neighbours in a row of ``[rows, n]`` times the 16 x 16 ``matrix``: BF16, rounded once.
+    """Multiply each group of 16 neighbours in a row of ``[rows, n]`` by the 16 x 16 ``matrix``; round once to BF16.
 
     Raises:
         RuntimeError: for values that are not BF16, which TE's kernels refuse, and rows that are not full groups.
@@ -274,12 +275,12 @@ def transform(values: Tensor, matrix: Tensor) -> Tensor:
 
 
 _LENGTH = 16
-# Each of these came with a version of TE: 2.16 (rows), 2.18 (4over6).
+# Options that older versions of TE lack: row scaling came with 2.16, 4over6 with 2.18.
 _OPTIONS = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
 
 
 def settings(quantizer: Any) -> dict[str, Any]:
-    """Return what an ``NVFP4Tensor`` is constructed with, beside its buffers."""
+    """Return the arguments of ``NVFP4Tensor`` besides its buffers."""
     options = {name: getattr(quantizer, name) for name in _OPTIONS if hasattr(quantizer, name)}
     return {"fp4_dtype": quantizer.dtype, swizzle.FLAG: swizzle.is_wanted(quantizer), **options}
 
@@ -287,7 +288,7 @@ def settings(quantizer: Any) -> dict[str, Any]:
 def is_cast_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
     """Return whether TE's kernel that casts a tensor of this shape also swizzles its scales.
 
-    As ``nvfp4_emits_gemm_swizzled_scales`` in ``csrc/quantizer.cpp`` of TE 2.20.2.
+    Follows ``nvfp4_emits_gemm_swizzled_scales`` in ``csrc/quantizer.cpp`` of TE 2.20.2.
     """
     rows, columns = block_scaling.rows_and_columns(shape)
     if not swizzle.is_wanted(quantizer) or columns % 128 or not (10, 0) <= cuda.get_device_capability() <= (11, 0):
@@ -304,11 +305,10 @@ def encode(values: Tensor, quantizer: Any, amaxes: Mapping[str, Tensor]) -> dict
     Args:
         values: FP32, FP16 or BF16, ``[*leading, k]``; BF16 for a random Hadamard transform.
         quantizer: TE's ``NVFP4Quantizer``.
-        amaxes: FP32, one element each: the amax of the tensor in a direction, where it is known. Row scaling has its
-            own.
+        amaxes: known amaxes of the tensor by direction, FP32, one element each. Row scaling computes its own.
 
     Raises:
-        RuntimeError: for sizes that are no multiples of 16, and options that TE does not combine.
+        RuntimeError: for sizes that are not multiples of 16, and options that TE does not combine.
     """
     shapes = buffer_shapes(quantizer, values.shape)
     _check_options(quantizer)
@@ -334,7 +334,7 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
     """Return the shape and the dtype of each buffer of a tensor of this shape.
 
     Raises:
-        RuntimeError: for sizes that are no multiples of 16.
+        RuntimeError: for sizes that are not multiples of 16.
     """
     rows, columns = block_scaling.rows_and_columns(shape)
     if rows % _LENGTH or columns % _LENGTH:
@@ -355,10 +355,10 @@ def buffer_shapes(quantizer: Any, shape: torch.Size) -> dict[str, tuple[tuple[in
 
 
 def decode(tensor: Any) -> Tensor:
-    """Return the values in FP32, ``[*leading, k]``, from the rowwise data.
+    """Return the FP32 values, ``[*leading, k]``, decoded from the rowwise data.
 
     Raises:
-        RuntimeError: if there are none: TE dequantizes no others.
+        RuntimeError: if there is no rowwise data, because TE cannot dequantize columnwise data.
     """
     if tensor._rowwise_data is None:
         raise RuntimeError("an NVFP4 tensor without rowwise data cannot be dequantized: TE's kernel reads these alone")
@@ -370,10 +370,10 @@ def decode(tensor: Any) -> Tensor:
 
 
 def operand(tensor: Any, columnwise: bool) -> tuple[Tensor, float]:
-    """Return what a GEMM multiplies, ``[outer, inner]``, exact in BF16; and the factor that is left to it.
+    """Return the values that a GEMM multiplies, ``[outer, inner]``, exact in BF16, and the factor left to apply.
 
     Raises:
-        RuntimeError: for a row-scaled tensor: TE's Python applies the amax of each row, and hands over an amax of 1.
+        RuntimeError: for a row-scaled tensor. TE's Python applies the amaxes of rows itself, and passes an amax of 1.
     """
     packed = block_scaling.as_matrix(tensor._columnwise_data if columnwise else tensor._rowwise_data)
     amax = tensor._amax_columnwise if columnwise else tensor._amax_rowwise
@@ -394,7 +394,7 @@ def unscaled_operand(tensor: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
 
 
 def logical_shape(tensor: Any) -> torch.Size:
-    """Return the shape of the values that a TE tensor holds, as a matrix if there are columnwise data alone."""
+    """Return the shape of the values that a TE tensor holds, as a matrix if there is only columnwise data."""
     if tensor._rowwise_data is not None:
         packed = tensor._rowwise_data.shape
         return torch.Size((*packed[:-1], 2 * packed[-1]))
@@ -404,11 +404,11 @@ def logical_shape(tensor: Any) -> torch.Size:
 
 @dataclass(frozen=True)
 class _Cast:
-    """A matrix ``[outer, inner]``, cast along its inner dimension.
+    """A matrix ``[outer, inner]`` that was cast along its inner dimension.
 
     Attributes:
         codes: uint8, 0 to 15, ``[outer, inner]``.
-        scales: E4M3 bytes, one a block.
+        scales: E4M3 bytes, one per block.
         amax: FP32, ``[1]``, or ``[outer]`` if the tensor is row-scaled.
     """
 
@@ -420,7 +420,7 @@ class _Cast:
 def _is_symmetric(quantizer: Any) -> bool:
     """Return whether columnwise codes and scales are the transposes of the rowwise ones.
 
-    4over6 sums the errors of a block in another order for each direction, and may choose differently.
+    4over6 sums the errors of a block in a different order for each direction, and may choose differently.
     """
     each_its_own = quantizer.with_rht or quantizer.stochastic_rounding or getattr(quantizer, "nvfp4_use_4over6", False)
     return quantizer.with_2d_quantization and not each_its_own
@@ -452,7 +452,7 @@ def _cast(matrix: Tensor, quantizer: Any, amax: Tensor | None) -> _Cast:
         decoding = float8.cast(decoding_scale(block_scaling.amax(part, block), scale), E4M3)
         return encode_codes(block_scaling.multiply(part, encoding_scale(decoding, scale), block)), decoding
 
-    # Each row may have a scale of its own.
+    # With one scale per row, the matrix cannot be cast in parts.
     codes, decoding = block_scaling.in_parts(cast, matrix, _LENGTH) if scale.numel() == 1 else cast(matrix)
     return _Cast(codes, decoding, amax)
 
@@ -474,7 +474,7 @@ def _block_scales(tensor: Any, columnwise: bool, packed: Tensor) -> Tensor:
 
 
 def _check_options(quantizer: Any) -> None:
-    """Raise ``RuntimeError`` for what TE's quantizer refuses to combine."""
+    """Raise ``RuntimeError`` for options that TE's quantizer refuses to combine."""
     on = {
         "random Hadamard transform": quantizer.with_rht,
         "2D quantization": quantizer.with_2d_quantization,

@@ -1,7 +1,8 @@
-"""Casts of a part of a weight whose scales belong to the whole: steps of ``quantize_master_weights``.
+"""Casts of a part of a weight with the scales of the whole weight: the steps of ``quantize_master_weights``.
 
-A distributed optimizer keeps FP32 masters of consecutive elements of a quantized weight. It takes the amaxes of their
-blocks, reduces them over the ranks, derives scales and casts its own elements. With one rank the part is the whole.
+A distributed optimizer keeps FP32 masters of consecutive elements of a quantized weight. It computes the amaxes of
+their blocks, reduces them over the ranks, derives scales and casts its own elements. With one rank the part is the
+whole.
 
 Follows TransformerEngine 2.20.2: ``csrc/extensions/fp8_partial_cast.cpp``, ``nvfp4_2d_partial_cast.cpp``,
 ``transpose.cpp`` and ``multi_tensor/compute_scale.cpp``, and ``common/recipe`` of NVIDIA's repository
@@ -48,7 +49,7 @@ def fp8_block_scaling_compute_partial_amax(
 def fp8_block_scaling_partial_cast(
     inp: Tensor, out: Tensor, scale: Tensor, h: int, w: int, start_offset: int, block_len: int, out_dtype: int
 ) -> None:
-    """Write the codes of ``inp``, one scale per block of 128 x 128, into ``out``, uint8 of its size."""
+    """Cast ``inp`` with one scale per block of 128 x 128, and write the codes into ``out``, uint8 of the same size."""
     matrix = _embedded(inp, h, w, start_offset)
     scaled = block_scaling.multiply(matrix, scale[: -(-h // 128), : -(-w // 128)], _FP8_BLOCK)
     _store(out, float8.cast(scaled, TORCH_DTYPE[int(out_dtype)]), start_offset)
@@ -57,7 +58,7 @@ def fp8_block_scaling_partial_cast(
 def mxfp8_scaling_compute_partial_amax(
     input: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, cols: int, start_offset: int
 ) -> None:
-    """Write the amaxes of 1 x 32 and 32 x 1 blocks, in the input's dtype, into buffers of the shapes of scale_inv."""
+    """Write the amaxes of 1 x 32 and 32 x 1 blocks, in the input's dtype, into buffers in the shapes of scale_inv."""
     matrix = _embedded(input, rows, cols, start_offset)
     _write(amax_rowwise, block_scaling.amax(matrix, _MXFP8_ROW))
     _write(amax_colwise, block_scaling.amax(matrix, _MXFP8_COLUMN))
@@ -129,10 +130,10 @@ def nvfp4_multi_tensor_fused_scale(
     rows_padded_list: Sequence[int],
     block_len: int,
 ) -> None:
-    """Fill in scales from the amaxes of blocks and of the weight.
+    """Fill the scales of weights from the amaxes of their blocks and of the whole weights.
 
-    That is, the decoding scales of blocks (FP32), a weight's scale_inv (E4M3 bytes, each ``block_len`` times down), and
-    its amax.
+    These are the FP32 decoding scales of blocks, a weight's scale_inv (E4M3 bytes, each repeated over ``block_len``
+    rows), and its amax.
     """
     lists = (block_amax_list, global_amax_list, per_block_scale_list, target_scale_list, target_amax_list)
     for block_amax, global_amax, per_block_scale, target_scale, target_amax in zip(*lists, strict=True):
@@ -152,7 +153,7 @@ def nvfp4_multi_tensor_2d_partial_cast(
     start_offset_list: Sequence[int],
     block_len: int = 16,
 ) -> None:
-    """Write the packed codes of each part into the bytes that hold them; the other half of a shared byte stays."""
+    """Write the packed codes of each part into its bytes; the other half of a shared byte is kept."""
     lists = (inp_list, out_list, scale_list, global_scale_list, h_list, w_list, start_offset_list)
     for values, out, scale, global_encoding, h, w, start_offset in zip(*lists, strict=True):
         encoding = encoding_scale(float8.cast(scale.clone(), E4M3), global_encoding)
@@ -180,7 +181,7 @@ def nvfp4_2d_multi_tensor_transpose(
 
 
 def _embedded(part: Tensor, h: int, w: int, start_offset: int) -> Tensor:
-    """Return the part in its place in a matrix ``[h, w]`` of zeros, which add nothing to an amax."""
+    """Return the part in its place in a matrix ``[h, w]`` of zeros, which do not affect an amax."""
     if part.numel() == h * w:
         return part.reshape(h, w)
     whole = part.new_zeros(h * w)
@@ -189,17 +190,17 @@ def _embedded(part: Tensor, h: int, w: int, start_offset: int) -> Tensor:
 
 
 def _write(buffer: Tensor, numbers: Tensor) -> None:
-    """Fill a padded buffer: the numbers in its upper left corner, zeros around them."""
+    """Write the numbers into the upper left corner of a padded buffer, and zeros elsewhere."""
     buffer.zero_()
     buffer[: numbers.shape[0], : numbers.shape[1]] = numbers
 
 
 def _store(out: Tensor, codes: Tensor, start_offset: int) -> None:
-    """Take the part's codes out of the matrix."""
+    """Copy the part's codes from the matrix to ``out``."""
     out.view(-1).copy_(codes.view(-1)[start_offset : start_offset + out.numel()])
 
 
 def _global_scale(amax: Tensor) -> Tensor:
-    """Return a whole tensor's scale, but count subnormal amaxes as the smallest normal number, and NaN as 0."""
+    """Return a tensor's global scale; subnormal amaxes count as the smallest normal number, and NaN as 0."""
     smallest = torch.finfo(torch.float32).smallest_normal
     return torch.where(amax > 0, global_scale(amax.clamp(min=smallest), _NVFP4_E4M3_LIMIT), 1.0)

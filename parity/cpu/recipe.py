@@ -1,4 +1,4 @@
-"""The step of delayed scaling between two iterations, and the order of scales that cuBLAS reads.
+"""The update of delayed scaling between two iterations, and the order in which cuBLAS reads scales.
 
 Follows ``csrc/extensions/recipe.cpp`` and ``swizzle.cpp`` of TransformerEngine 2.20.2, and ``kernel_bulk`` of
 ``common/recipe/delayed_scaling.cu`` in NVIDIA's repository.
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 
-@torch.inference_mode()  # as float8.write
+@torch.inference_mode()  # like float8.write
 def fused_amax_and_scale_update_after_reduction(
     amax_reduction_buffer: Tensor,
     amax_histories: Sequence[Tensor],
@@ -36,15 +36,15 @@ def fused_amax_and_scale_update_after_reduction(
     """Roll each amax history in place and derive each scale from it.
 
     Args:
-        amax_reduction_buffer: FP32, the amaxes of this iteration, reduced over the ranks, of all tensors in a row.
-        amax_histories: FP32 ``[length, tensors]`` each; row 0 gathers the amax of the iteration under way.
+        amax_reduction_buffer: FP32, this iteration's amaxes of all tensors in a row, reduced over the ranks.
+        amax_histories: FP32 ``[length, tensors]`` each; row 0 collects the amax of the current iteration.
         scales: FP32 ``[tensors]`` each.
         amax_compute_algo: ``max`` over the history, or ``most_recent``.
         fp8_dtype: E4M3 or E5M2.
-        margin: scales are made smaller by the factor ``2**margin``.
+        margin: scales are divided by ``2**margin``.
 
     Raises:
-        ValueError: for another ``amax_compute_algo``.
+        ValueError: for any other ``amax_compute_algo``.
     """
     if amax_compute_algo not in ("max", "most_recent"):
         raise ValueError(f"amax_compute_algo is 'max' or 'most_recent', got {amax_compute_algo!r}")
@@ -60,7 +60,7 @@ def fused_amax_and_scale_update_after_reduction(
 def _roll(history: Tensor, recent: Tensor) -> Tensor:
     """Drop the oldest amax (row 1), append the recent one as the last row and clear row 0; return the largest.
 
-    A tensor whose recent amax is 0 took no part in the iteration: its history stays, and its largest counts as 0.
+    A tensor whose recent amax is 0 took no part in the iteration. Its history stays as it is, and its largest is 0.
     """
     took_part = recent != 0
     rolled = torch.cat([history[1:], recent[None]])
@@ -71,7 +71,7 @@ def _roll(history: Tensor, recent: Tensor) -> Tensor:
 
 
 def _update(scale: Tensor, amax: Tensor, target: float) -> None:
-    """Set ``scale`` to ``target / amax``, at most the largest FP32, where amax is positive and finite."""
+    """Set ``scale`` to ``target / amax``, at most the largest FP32 number, where amax is positive and finite."""
     derived = torch.full_like(amax, target).div(amax).clamp(max=torch.finfo(torch.float32).max)
     scale.copy_(torch.where(amax.isfinite() & (amax > 0), derived, scale))
 
@@ -82,7 +82,7 @@ _DIRECTIONS = ("rowwise", "columnwise")
 
 
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
-    """Swizzle the scales of a TE grouped MXFP8 tensor, and drop those of a direction that is not asked for."""
+    """Swizzle a TE grouped MXFP8 tensor's scales, and drop those of directions that are not asked for."""
     cast.swizzle_groups(tensor, rowwise, columnwise)
 
 
@@ -107,18 +107,18 @@ def multi_tensor_swizzle_scales_for_gemm_(tensors: Sequence[Any], rowwise_usage:
 def multi_tensor_swizzle_scales_for_gemm_unchecked_(
     tensors: Sequence[Any], rowwise_usage: bool, columnwise_usage: bool
 ) -> None:
-    """Do the same; TE's kernel then leaves the shapes of the scales unchecked."""
+    """Apply ``multi_tensor_swizzle_scales_for_gemm_``; TE's kernel of this name does not check the shapes of scales."""
     multi_tensor_swizzle_scales_for_gemm_(tensors, rowwise_usage, columnwise_usage)
 
 
 _DISCRETE = {"mxfp8_rowwise": (32, False), "mxfp8_columnwise": (32, True), "nvfp4": (16, False)}
-"""Elements that share a scale, and whether they lie in a column."""
+"""The number of elements that share a scale, and whether they lie in a column."""
 
 
 def swizzle_scales_and_pack_ptrs_for_discrete_weights(
     data_tensors: Sequence[Tensor], scale_tensors: Sequence[Tensor], swizzle_type: str, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Swizzle the scales of the experts' weights into one buffer, with 0 for those of padding.
+    """Swizzle the scales of the experts' weights into one buffer, with 0 for the scales of padding.
 
     Follows ``csrc/extensions/grouped_mlp_experimental.cpp``; cuDNN's kernels for grouped products take the addresses.
 
@@ -126,7 +126,7 @@ def swizzle_scales_and_pack_ptrs_for_discrete_weights(
         data_tensors: codes ``[rows, columns]`` of one shape, two to a byte in NVFP4.
         scale_tensors: their scales, padded as cuBLAS needs them.
         swizzle_type: one of ``mxfp8_rowwise``, ``mxfp8_columnwise`` and ``nvfp4``.
-        device: of what is returned.
+        device: the device of the addresses.
 
     Returns:
         The addresses of the codes and of the swizzled scales, int64 ``[experts]`` each, and the buffer, uint8.

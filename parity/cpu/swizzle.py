@@ -1,8 +1,9 @@
-"""Scales of blocks in the order in which a Blackwell's cuBLAS reads them: each tile of 128 x 4 lies in one piece.
+"""Block scales in the order in which cuBLAS reads them on a Blackwell: each tile of 128 x 4 is contiguous.
 
 Follows ``gemm_swizzled_scale_idx`` in ``common/cast/mxfp8/swizzle.cuh``, and ``csrc/extensions/swizzle.cpp``, of
-TransformerEngine 2.20.2. A quantizer with ``optimize_for_gemm`` lays the scales of MXFP8 and NVFP4 out so, and
-``swizzle_scales_for_gemm_`` those of a tensor; ``_with_gemm_swizzled_scales`` tells how a tensor's scales lie.
+TransformerEngine 2.20.2. A quantizer with ``optimize_for_gemm`` writes scales of MXFP8 and NVFP4 in this order, and
+``swizzle_scales_for_gemm_`` reorders those of a tensor. ``_with_gemm_swizzled_scales`` is set if a tensor's scales are
+swizzled.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ def is_swizzled(tensor: Any) -> bool:
 
 
 def ordered(scales: Tensor, quantizer: Any, transposed: bool = False) -> Tensor:
-    """Return the scales as the quantizer asks for them."""
+    """Return the scales, swizzled if the quantizer asks for it."""
     return swizzle(scales, transposed) if is_wanted(quantizer) else scales
 
 
 def scales_of(tensor: Any, columnwise: bool, transposed: bool = False) -> Tensor:
-    """Return the scales of a TE tensor in one direction, not swizzled."""
+    """Return the unswizzled scales of a TE tensor in one direction."""
     stored = tensor._columnwise_scale_inv if columnwise else tensor._rowwise_scale_inv
     return unswizzle(stored, transposed) if is_swizzled(tensor) else stored
 
@@ -39,10 +40,10 @@ def scales_of(tensor: Any, columnwise: bool, transposed: bool = False) -> Tensor
 def swizzle(scales: Tensor, transposed: bool = False) -> Tensor:
     """Return scales ``[outer up to 128, blocks up to 4]`` in cuBLAS's order, in a matrix of the same shape.
 
-    A tile's row ``32 * band + lane`` is followed by that of the next band.
+    In a tile, row ``32 * band + lane`` is followed by the row of the same lane in the next band.
 
     Args:
-        transposed: whether the scales, and what is returned, are ``[blocks up to 4, outer up to 128]``.
+        transposed: whether the scales and the result are ``[blocks up to 4, outer up to 128]``.
     """
     if transposed:
         return swizzle(scales.t()).view(scales.shape)
