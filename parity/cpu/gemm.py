@@ -1,10 +1,10 @@
-"""Matrix products with the epilogues that TransformerEngine asks of cuBLAS, alone and for each expert of a mixture.
+"""Matrix products with the epilogues that TransformerEngine asks cuBLAS for, single or grouped by expert.
 
 Follows ``csrc/extensions/gemm.cpp`` of TE 2.20.2 and ``common/gemm/cublaslt_gemm.cu`` of NVIDIA's repository. cuBLAS
-counts columns first; in PyTorch's order the product is ``D[n, m] = op(B)[n, k] @ op(A)[k, m]``.
+is column-major; in PyTorch's order the product is ``D[n, m] = op(B)[n, k] @ op(A)[k, m]``.
 
-Sums are FP32 and results are rounded once. The order of additions is not modelled; shorter sums and other roundings
-that a GPU's kernels may have are, on demand (``parity.cpu.kernel_choices``).
+Sums are FP32 and results are rounded once. The order of additions is not modelled. Less precise sums and other
+roundings that a GPU's kernels may have are modelled on demand (``parity.cpu.kernel_choices``).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = [
     "te_general_grouped_gemm_for_grouped_tensor",
 ]
 
-# Factors that carry the scales of their blocks may split K only at whole blocks of each format.
+# Factors with block scales may split K only at multiples of this, which are whole blocks of every format.
 _WHOLE_BLOCKS = 128
-# What oneDNN says where it finds no memory for the code of a product, which it writes for each size; FP32 needs none.
+# oneDNN's error if it has no memory for the code that it generates for each size of a product; FP32 needs no such code.
 _NO_ROOM_FOR_CODE = "could not create a primitive"
 
 
@@ -44,11 +44,11 @@ class _Operand:
     """One factor, ready to multiply.
 
     Attributes:
-        matrix: ``[outer, inner]``; the values of FP8 and FP4 codes times the scales of their blocks, if there are any,
-            in BF16 if it holds them exactly, else in FP32.
-        scale_inv: what the product is to be multiplied by, for codes with a scale a tensor; 1 for others.
+        matrix: ``[outer, inner]``; the values of FP8 and FP4 codes, times the scales of their blocks if they have any,
+            in BF16 if it holds them exactly, otherwise in FP32.
+        scale_inv: a factor of the product, for codes with one scale per tensor; otherwise 1.
         is_quantized: whether the values came from codes.
-        factor: what the tensor cores multiply, if their sums are emulated and modelled for it.
+        factor: the operand of the tensor cores, if their sums are emulated and modelled for this format.
     """
 
     matrix: Tensor
@@ -59,12 +59,12 @@ class _Operand:
 
 @dataclass(frozen=True)
 class _Epilogue:
-    """Hold what happens to the product before it is rounded: ``alpha * product + beta * addend``, then bias, then GELU.
+    """Describe the steps before the product is rounded: ``alpha * product + beta * addend``, then bias, then GELU.
 
     Attributes:
         addend: the old D, ``[n, m]``, or None.
         bias: ``[m]``, or None.
-        gelu: apply GELU, its tanh approximation.
+        gelu: apply the tanh approximation of GELU.
         dgelu_of: apply the derivative of GELU at these inputs, ``[n, m]``, instead.
     """
 
@@ -102,30 +102,30 @@ def generic_gemm(
 ) -> list[Any]:
     """Compute ``D = epilogue(alpha * op(B) op(A) + beta * D)``, with leading dimensions flattened.
 
-    If A, B and D are all FP32, A and B are rounded to TF32. Values with one FP8 scale a tensor are multiplied unscaled,
-    and the sums scaled; block scales multiply the values. ``kernel_choices`` may change either, and split K.
+    If A, B and D are all FP32, A and B are rounded to TF32. With one FP8 scale per tensor, the sums are scaled; block
+    scales multiply the values. ``kernel_choices`` may change this, and split K.
 
     Args:
         A: ``[m, k]`` if ``transA`` else ``[k, m]``: FP32, FP16, BF16, or a TE quantized tensor.
-        B: ``[n, k]``, or ``[k, n]`` if ``transB``; dtypes as A.
-        D: where the result goes, ``[n, m]``. Default: a new tensor.
-        quantizer: casts the result: straight from FP32 if A is a ``Float8Tensor`` and scaling is delayed, else after it
-            was rounded to the output dtype.
+        B: ``[n, k]``, or ``[k, n]`` if ``transB``; dtypes as for A.
+        D: receives the result, ``[n, m]``. Default: a new tensor.
+        quantizer: casts the result, directly from FP32 if A is a ``Float8Tensor`` and scaling is delayed, otherwise
+            after rounding to the output dtype.
         output_dtype: default: D's dtype or A's.
-        bias: ``[m]``, added before GELU. If ``grad``: only asks for the bias gradient.
-        bias_type: dtype of the pre-GELU output if the operands are quantized; else that is the output dtype.
+        bias: ``[m]``, added before GELU. If ``grad``, its presence only asks for the bias gradient.
+        bias_type: dtype of the pre-GELU output if the operands are quantized; otherwise it has the output dtype.
         gelu: apply GELU; if ``grad``, multiply by the derivative of GELU at ``gelu_in`` instead.
         accumulate: add to D; ``beta`` (default 1) is the factor of the old D.
-        use_split_accumulator: changes sums only where those of FP8 tensor cores are emulated; FP8 in blocks needs it.
+        use_split_accumulator: required for block-scaled FP8; changes sums only if FP8 tensor cores are emulated.
 
     Returns:
         D, the bias gradient ``[n]`` (the sum of op(B) over k) or None, the input of GELU or None, ``extra_output``.
 
     Raises:
         ValueError: for shapes, dtypes or flags that do not fit each other.
-        RuntimeError: for a quantized operand that lacks the direction it is read in, and what else TE and cuBLAS refuse
-            (``check``).
-        NotImplementedError: for other formats, communication overlap, and what TE never asks for.
+        RuntimeError: for a quantized operand that lacks the direction in which it is read, and for other products that
+            TE and cuBLAS refuse (``check``).
+        NotImplementedError: for other formats, communication overlap, and combinations that TE never asks for.
     """
     _check_flags(D, accumulate, beta, quantizer)
     left, right = _operand(A, not transA, "A"), _operand(B, transB, "B")
@@ -167,7 +167,7 @@ def _check_flags(D: Any, accumulate: bool, beta: float | None, quantizer: Any) -
 
 
 def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
-    """Return the operand as ``[outer, inner]``: it lies so in memory unless it is read ``columnwise``."""
+    """Return the operand as ``[outer, inner]``, which is its order in memory unless it is read ``columnwise``."""
     entry = formats.of_tensor(value)
     if entry is not None:
         values, scale_inv = formats.operand(entry, value, columnwise, name)
@@ -189,7 +189,7 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
 def _block_factor(
     entry: formats.Format, value: Any, columnwise: bool
 ) -> tensor_cores.Factor | tensor_cores.BlockFactor | None:
-    """Return what tensor cores multiply of values with a scale per block, if their sums are emulated."""
+    """Return the tensor cores' operand for values with one scale per block, or None if no sums are emulated."""
     if entry.kernels is block_scaling:
         if tensor_cores.core(block_scaled=True) is None:
             return None
@@ -216,7 +216,7 @@ def _kind(tensor: Any) -> str:
 
 
 def _output_shape(A: Any, B: Any, D: Any, transB: bool, left: _Operand, right: _Operand) -> torch.Size:
-    """Return the shape of D, which keeps B's leading dimensions, unless B is transposed."""
+    """Return the shape of D, which keeps B's leading dimensions unless B is transposed."""
     both_quantized = left.is_quantized and right.is_quantized
     if left.is_quantized != right.is_quantized or (left.matrix.dtype != right.matrix.dtype and not both_quantized):
         raise ValueError(f"generic_gemm: operands differ in dtype: A {_kind(A)}, B {_kind(B)}")
@@ -244,7 +244,7 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
 
 
 def _emulated_product(left: _Operand, right: _Operand, split: bool) -> Callable[[slice], Tensor] | None:
-    """Return what multiplies a range of the inner dimension as tensor cores do, ``[n, m]``; None for FP32 sums."""
+    """Return a function that multiplies a range of the inner dimension as tensor cores do; None for FP32 sums."""
     a, b = left.factor, right.factor
     if isinstance(a, tensor_cores.BlockFactor) and isinstance(b, tensor_cores.BlockFactor):
         return lambda part: tensor_cores.block_product(a.part(part), b.part(part))
@@ -266,7 +266,7 @@ def _compute(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the result ``[n, m]`` in ``result_dtype``, and the input of GELU in FP32 if there is a GELU."""
     if left.matrix.numel() == 0 or right.matrix.numel() == 0:
-        # Zeros without bias, or D as it is (``csrc/extensions/gemm.cpp``).
+        # TE returns zeros without bias, or leaves D as it is (``csrc/extensions/gemm.cpp``).
         zeros = torch.zeros(right.matrix.shape[0], left.matrix.shape[0])
         pre_gelu = zeros if epilogue.gelu else None
         return (zeros if epilogue.addend is None else epilogue.addend).to(result_dtype), pre_gelu
@@ -315,7 +315,7 @@ def _product(left: _Operand, right: _Operand, dtype: torch.dtype, part: slice) -
 
 
 def _cuts_sums(left: _Operand, dtype: torch.dtype) -> bool:
-    """Return whether tensor cores multiply what is not quantized, and their cuts are emulated."""
+    """Return whether to emulate how tensor cores truncate sums of operands that are not quantized."""
     choices = kernel_choices.current()
     if left.is_quantized or kernel_choices.SUMS_25_BIT not in choices:
         return False
@@ -324,11 +324,11 @@ def _cuts_sums(left: _Operand, dtype: torch.dtype) -> bool:
 
 
 def _fits_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue, result_dtype: torch.dtype) -> bool:
-    """Return whether PyTorch's own BF16 product does the same, in a quarter of the time on a CPU with BF16
-    instructions.
+    """Return whether PyTorch's own BF16 product gives the same result.
 
-    It sums in FP32, applies alpha, beta and the one addend there, and rounds once. Its FP16 product would be as
-    faithful, but is up to 60 times slower than one in FP32; so would this one be where oneDNN does not do it.
+    It sums in FP32, applies alpha, beta and a single addend there, and rounds once. It takes a quarter of the time on a
+    CPU with BF16 instructions. PyTorch's FP16 product would be as faithful, but is up to 60 times slower than one in
+    FP32; so is the BF16 product without oneDNN.
     """
     addends = [addend for addend in (epilogue.addend, epilogue.bias) if addend is not None]
     dtypes = {tensor.dtype for tensor in (left.matrix, right.matrix, *addends)} | {result_dtype}
@@ -344,7 +344,7 @@ def _fits_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue, resu
 
 
 def _scale(left: _Operand, right: _Operand, epilogue: _Epilogue) -> float:
-    """Return by what sums are multiplied, infinite beyond FP32, in which a GPU has it."""
+    """Return the factor of the sums, which becomes infinite beyond the range of FP32, as on a GPU."""
     scale = epilogue.alpha * left.scale_inv * right.scale_inv
     return math.copysign(math.inf, scale) if abs(scale) > torch.finfo(torch.float32).max else scale
 
@@ -360,14 +360,14 @@ def _in_native_bf16(left: _Operand, right: _Operand, epilogue: _Epilogue) -> Ten
 
 
 def _bias_grad(right: _Operand, dtype: torch.dtype) -> Tensor:
-    """Return the bias gradient ``[n]``: the sum over k of op(B), in FP32 and rounded once (cuBLAS's BGRADB)."""
+    """Return the bias gradient ``[n]``, the FP32 sum of op(B) over k, rounded once (cuBLAS's BGRADB)."""
     return right.matrix.sum(1, dtype=torch.float32).mul_(right.scale_inv).to(dtype)
 
 
 # Several matrix products in one call, one for each expert of a mixture.
 #
-# Follows ``csrc/extensions/gemm.cpp`` (``te_general_grouped_gemm``) of TransformerEngine 2.20.2: a grouped product is
-# the products one by one, and a group without rows makes zeros.
+# Follows ``csrc/extensions/gemm.cpp`` (``te_general_grouped_gemm``) of TransformerEngine 2.20.2. A grouped product
+# gives the same results as its products one by one, and a group without rows gives zeros.
 
 
 def te_general_grouped_gemm(
@@ -392,20 +392,20 @@ def te_general_grouped_gemm(
     """Compute ``D[i] = op(B[i]) op(A[i])`` for each group i, with the epilogue of ``generic_gemm``.
 
     Args:
-        A: one matrix a group, ``[m, k]`` if ``transA`` else ``[k, m]``.
-        B: one matrix a group, ``[n_i, k]``, or ``[k, n_i]`` if ``transB``.
-        D: where the results go: one tensor ``[n_i, m]`` a group, or, if ``single_output``, one tensor that holds them
+        A: one matrix per group, ``[m, k]`` if ``transA`` else ``[k, m]``.
+        B: one matrix per group, ``[n_i, k]``, or ``[k, n_i]`` if ``transB``.
+        D: receives the results: one tensor ``[n_i, m]`` per group, or, if ``single_output``, one tensor that holds them
             one after the other.
-        bias: one tensor ``[m]`` a group, added to the product; if ``grad``, where the bias gradients ``[n_i]`` go. An
-            empty tensor stands for none.
-        pre_gelu_out: where the inputs of GELU go, ``[n_i, m]``; empty tensors ask for no GELU.
+        bias: one tensor ``[m]`` per group, added to the product; if ``grad``, receives the bias gradients ``[n_i]``. An
+            empty tensor means no bias.
+        pre_gelu_out: receives the inputs of GELU, ``[n_i, m]``; empty tensors mean no GELU.
         accumulate: add to D.
 
     Returns:
         ``bias``.
 
     Raises:
-        NotImplementedError: without D, and for the derivative of GELU: no module of TE asks for either.
+        NotImplementedError: without D, and for the derivative of GELU; no module of TE asks for either.
     """
     if D is None or (grad and any(tensor.numel() for tensor in pre_gelu_out)):
         what = "results without D" if D is None else "derivative of GELU"
@@ -418,7 +418,7 @@ def te_general_grouped_gemm(
         if a.size().numel() == 0 or b.size().numel() == 0:
             _without_rows(output, group_bias, pre_gelu, grad, accumulate)
             continue
-        # TE's operations ask for no split sums of block scaled operands, though its other paths always do; NVIDIA's
+        # TE's operations do not ask for split sums of block-scaled operands, though its other paths always do. NVIDIA's
         # tests run these operations on a Hopper (tests/pytorch/test_fusible_ops.py), so they are not refused here.
         split = use_split_accumulator or getattr(formats.of_tensor(a), "kernels", None) is block_scaling
         _, bias_grad, gelu_input, _ = generic_gemm(
@@ -445,20 +445,20 @@ def _without_rows(output: Tensor, bias: Tensor, pre_gelu: Tensor, grad: bool, ac
     pre_gelu.zero_()
 
 
-# Several matrix products in one call, over TransformerEngine's ``GroupedTensorStorage``.
+# Several matrix products in one call, with operands in TransformerEngine's ``GroupedTensorStorage``.
 #
 # Follows ``csrc/extensions/gemm.cpp`` (``te_general_grouped_gemm_for_*``) and ``csrc/extensions/misc.cpp`` of TE
-# 2.20.2. A grouped tensor holds the matrices of all groups one after the other. Later versions of TE ask for a newer
+# 2.20.2. A grouped tensor holds the matrices of all groups one after the other. Later versions of TE need a newer
 # cuBLAS than the one that is emulated by default (``parity.cpu.cuda.cublaslt_version``).
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """Return 0 bytes: there are no descriptors to set up."""
+    """Return 0 bytes, because there are no descriptors to set up."""
     return 0
 
 
 def splits_to_offsets(first_dims: Tensor, logical_last_dim: int) -> Tensor:
-    """Return where each group begins and ends, int64 ``[groups + 1]``, from numbers of rows and elements in a row."""
+    """Return the start of each group and the end, int64 ``[groups + 1]``, from the groups' rows and a row's length."""
     return torch.nn.functional.pad(first_dims.long().cumsum(0) * logical_last_dim, (1, 0))
 
 
@@ -498,8 +498,8 @@ def te_general_grouped_gemm_for_grouped_tensor(
     Args:
         A, B: grouped tensors or lists of matrices, FP16, BF16 or quantized.
         D: a grouped tensor or a list of matrices, not quantized.
-        bias: grouped tensor of one row a group; the product is rounded before the bias is added.
-        bias_scale: FP32, one for each row of D: times the bias.
+        bias: grouped tensor of one row per group; the product is rounded before the bias is added.
+        bias_scale: FP32, a factor of the bias for each row of D.
         alpha: FP32, ``[groups]`` or one element.
         beta: FP32, ``[groups]`` or one element.
 
@@ -526,7 +526,7 @@ te_general_grouped_gemm_for_discrete_out = te_general_grouped_gemm_for_grouped_t
 
 
 def _members(operand: Any) -> Sequence[Any]:
-    """Return each group's matrix: of a list, or of a grouped tensor, whose data they are views of."""
+    """Return the matrix of each group: the items of a list, or views of a grouped tensor's data."""
     return operand if isinstance(operand, (list, tuple)) else cast.members(operand)
 
 
@@ -539,20 +539,20 @@ def _add_bias(outputs: Sequence[Tensor], biases: Sequence[Tensor], bias_scale: T
         output.copy_(output.float() + addend)
 
 
-# Refuse the matrix products that TransformerEngine and cuBLAS refuse.
+# Checks that refuse the matrix products that TransformerEngine and cuBLAS refuse.
 #
 # Follows ``CanonicalizeGemmInput`` and ``cublas_gemm`` in ``common/gemm/cublaslt_gemm.cu`` and
 # ``convert_block_scaling_to_mxfp8_tensor`` in ``csrc/extensions/swizzle.cpp`` (NVIDIA/TransformerEngine at
-# 2.20.0.dev0), in their order. What cuBLAS itself turns down is what TE's own tests expect of it
-# (``tests/pytorch/test_float8_blockwise_gemm_exact.py``) and cuBLAS's table of FP8 types. Operands without elements
-# are never refused, since TE makes no GEMM of them.
+# 2.20.0.dev0), in their order. cuBLAS's own limits are from its table of FP8 types and from TE's tests
+# (``tests/pytorch/test_float8_blockwise_gemm_exact.py``). Operands without elements are never refused, because TE runs
+# no GEMM for them.
 
 
 _ALIGNMENT = 16
 _BLOCK_ALIGNMENT = 8
 
-# What the dimensions of a linear layer's GEMMs are, by transA and transB: of the result, the input's gradient and the
-# weight's gradient. No layer transposes both operands.
+# The meaning of the dimensions of a linear layer's GEMMs, by transA and transB. In order, these compute the result, the
+# input's gradient and the weight's gradient. No layer transposes both operands.
 _DIMENSIONS = {
     (True, False): {
         "m": "the layer's output features",
@@ -575,7 +575,7 @@ _DIMENSIONS = {
 
 @dataclass(frozen=True)
 class Request:
-    """Describe a product ``D[n, m] = op(B)[n, k] op(A)[k, m]`` as TE's ``generic_gemm`` is asked for it.
+    """Describe a product ``D[n, m] = op(B)[n, k] op(A)[k, m]`` by the arguments of TE's ``generic_gemm``.
 
     Attributes:
         A: a tensor, or a TE quantized tensor; likewise B.
@@ -584,7 +584,7 @@ class Request:
         dtype: the dtype of the result.
         bias: whether a bias is added or, if ``grad``, its gradient computed.
         gelu: whether GELU or, if ``grad``, its derivative is applied.
-        split: whether sums of FP8 products are promoted to FP32 again and again.
+        split: whether partial sums of FP8 products are repeatedly promoted to FP32.
     """
 
     A: Any
@@ -627,10 +627,10 @@ def check(request: Request) -> None:
 
 
 def _check_leading_dimensions(request: Request) -> None:
-    """Check the dimension that lies contiguously in memory of operands with one FP8 scale a tensor.
+    """Check the contiguous dimension of operands with one FP8 scale per tensor.
 
-    That is k where GEMMs read transposed copies. A Blackwell reads the codes as they are, so that it is the last
-    dimension of the tensor, and the number of tokens is none of the weight's gradient's.
+    That is k if GEMMs read transposed copies. A Blackwell reads the codes as they are, so it is the tensor's last
+    dimension, and the number of tokens is not restricted in the GEMM of the weight's gradient.
     """
     for name, tensor, last in (("A", request.A, request.transA), ("B", request.B, not request.transB)):
         if not float8.is_float8_tensor(tensor):
@@ -644,7 +644,7 @@ def _check_leading_dimensions(request: Request) -> None:
 
 
 def _check_blocks(request: Request) -> None:
-    """Check operands with a scale per block of 128, which a Blackwell multiplies as MXFP8 with copied scales."""
+    """Check operands with one scale per block of 128, which a Blackwell multiplies as MXFP8 with repeated scales."""
     if request.k % _ALIGNMENT:
         _raise_unaligned(request, "k", "A and B")
     is_1d = {"A": not request.A._is_2D_scaled, "B": not request.B._is_2D_scaled}

@@ -1,8 +1,8 @@
-"""Liberties that TransformerEngine's kernels on a GPU may take, as options of the CPU kernels, by name; off unless set.
+"""Named options that make the CPU kernels round or sum as some of TransformerEngine's GPU kernels do; off by default.
 
-``PARITY_KERNEL_CHOICES=tf32-truncated,fp8-14-bit`` sets them for a process and its children; ``kernel_choices(...)``
-sets them for a part of a thread, in place of the environment's, for backward passes that are started in it too. What
-each stands for on which GPU, with its source, is in the table of ``parity.numerics.kernel_choices``.
+``PARITY_KERNEL_CHOICES=tf32-truncated,fp8-14-bit`` sets them for a process and its children. ``kernel_choices(...)``
+replaces them within a context, in one thread and in backward passes that are started there. The table of
+``parity.numerics.kernel_choices`` says which GPU each option stands for, and gives the source.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = (
     SUMS_25_BIT,
 )
 
-# How FP32 operands are read: one of these, or, if none is set, as TF32 rounded to nearest even.
+# FP32 operands are read in one of these ways, or, if none is set, as TF32 rounded to nearest even.
 FP32_OPERANDS = frozenset({TF32_TRUNCATED, TF32_TIES_AWAY, FP32_EXACT})
 
 _chosen: ContextVar[frozenset[str] | None] = ContextVar("kernel_choices", default=None)
@@ -51,13 +51,13 @@ class BadChoice(BadVariable):
 
 @contextmanager
 def kernel_choices(*names: str) -> Iterator[None]:
-    """Let the CPU kernels of this thread take these liberties and no others within the context.
+    """Make the CPU kernels of this thread use exactly these options within the context.
 
     Args:
-        names: of ``NAMES``; none for the default kernels, whatever the environment says.
+        names: options from ``NAMES``; without any, the default kernels are used, whatever the environment says.
 
     Raises:
-        BadChoice: for a name that there is not, and for names that contradict each other.
+        BadChoice: for an unknown name, and for names that contradict each other.
     """
     token = _chosen.set(_checked(names, "kernel_choices(...)"))
     try:
@@ -67,10 +67,10 @@ def kernel_choices(*names: str) -> Iterator[None]:
 
 
 def current() -> frozenset[str]:
-    """Return the names that hold in this thread: those of the context, else of ``PARITY_KERNEL_CHOICES``.
+    """Return the options in force in this thread: those of the context, or else of ``PARITY_KERNEL_CHOICES``.
 
     Raises:
-        BadChoice: for a name in the environment that there is not, and for names that contradict each other.
+        BadChoice: for an unknown name in the environment, and for names that contradict each other.
     """
     chosen = _chosen.get()
     return _of_environment(os.environ.get(VARIABLE, "")) if chosen is None else chosen

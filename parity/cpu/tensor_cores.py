@@ -1,7 +1,7 @@
 """Read operands and add products as tensor cores do.
 
-TF32 operands, the short sums of FP8 on a Hopper, sums that are cut to FP32 as they grow, and sums over K in parts, most
-of them options of the CPU kernels.
+This covers TF32 operands, the low-precision sums of FP8 on a Hopper, sums that are truncated to FP32 as they grow, and
+sums over K in parts. Most of these are options of the CPU kernels.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from parity.cpu import cuda, kernel_choices
 
-# A sum over K in parts whose results have 16 bits: each is rounded, and added to the others in that dtype.
+# Sums over K in parts with 16-bit results: each part is rounded, and the parts are added in that dtype.
 #
-# cuBLASLt adds like this under ``CUBLASLT_REDUCTION_SCHEME_INPLACE`` and ``_OUTPUT_TYPE``. It does not say into how
-# many parts it splits K; here there are four, of at least 32 elements each, and fewer, or one, if K is short.
+# cuBLASLt adds like this with ``CUBLASLT_REDUCTION_SCHEME_INPLACE`` and ``_OUTPUT_TYPE``. Its number of parts is not
+# documented. Here there are four parts of at least 32 elements each, or fewer if K is short.
 
 
 PARTS = 4
@@ -30,7 +30,7 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def parts(inner: int, step: int = SHORTEST) -> list[slice]:
-    """Split ``inner`` elements into ranges as equal as multiples of ``step`` allow; the last has what is left over."""
+    """Split ``inner`` elements into ranges as equal as multiples of ``step`` allow; the last has the remainder."""
     steps = inner // step
     count = max(1, min(PARTS, steps))
     borders = [step * (steps * index // count) for index in range(count)]
@@ -41,10 +41,10 @@ def added(partial: Callable[[slice], Tensor], inner: int, dtype: torch.dtype, st
     """Return the sum of the parts in ``dtype``.
 
     Args:
-        partial: makes one part's result, FP32.
+        partial: returns the FP32 result of one part.
         inner: K.
-        dtype: to which each is rounded, and in which they are added one after the other.
-        step: what a part's length is a multiple of.
+        dtype: the dtype in which parts are rounded and added one after the other.
+        step: the lengths of parts are multiples of this.
     """
     first, *others = parts(inner, step)
     total = partial(first).to(dtype)
@@ -53,10 +53,10 @@ def added(partial: Callable[[slice], Tensor], inner: int, dtype: torch.dtype, st
     return total
 
 
-# How emulated GEMMs of FP32 operands read them: rounded to TF32, to nearest even, unless another kernel choice is on.
+# FP32 operands of emulated GEMMs, which are rounded to TF32, to nearest even, unless another kernel choice is set.
 #
-# TE asks for TF32 (``CUBLAS_COMPUTE_32F_FAST_TF32``) without saying how an operand becomes it. A small effect shows
-# only if there is none of it.
+# TE asks for TF32 (``CUBLAS_COMPUTE_32F_FAST_TF32``) without saying how operands are converted. ``left_out`` turns TF32
+# off, because it hides small effects.
 
 
 _DROPPED_BITS = 13
@@ -64,14 +64,14 @@ _DROPPED_BITS = 13
 
 @contextmanager
 def left_out() -> Iterator[None]:
-    """Compute FP32 GEMMs of this thread in FP32 within the context; backward passes that are started in it too."""
+    """Compute this thread's FP32 GEMMs in full FP32 within the context, also in backward passes started in it."""
     others = kernel_choices.current() - kernel_choices.FP32_OPERANDS
     with kernel_choices.kernel_choices(*others, kernel_choices.FP32_EXACT):
         yield
 
 
 def operand(values: Tensor) -> Tensor:
-    """Return FP32 values as a GEMM of this thread multiplies them; infinities and NaNs stay."""
+    """Return FP32 values as a GEMM of this thread reads them; infinities and NaNs stay."""
     choices = kernel_choices.current()
     if kernel_choices.FP32_EXACT in choices:
         return values
@@ -83,9 +83,9 @@ def operand(values: Tensor) -> Tensor:
 
 
 def round_to_tf32(values: Tensor) -> Tensor:
-    """Round FP32 to TF32's 10 mantissa bits, nearest even; infinities and NaNs stay.
+    """Round FP32 to TF32's 10 mantissa bits, to nearest even; infinities and NaNs stay.
 
-    TE computes every GEMM of FP32 operands and FP32 result in ``CUBLAS_COMPUTE_32F_FAST_TF32``, whatever PyTorch's
+    TE computes every GEMM with FP32 operands and an FP32 result in ``CUBLAS_COMPUTE_32F_FAST_TF32``, whatever PyTorch's
     ``allow_tf32`` says.
     """
     bits = values.view(torch.int32)
@@ -97,61 +97,60 @@ def round_to_tf32(values: Tensor) -> Tensor:
 
 
 def truncate_to_tf32(values: Tensor) -> Tensor:
-    """Cut FP32 to TF32's 10 mantissa bits, toward zero; infinities and NaNs stay."""
+    """Truncate FP32 to TF32's 10 mantissa bits; infinities and NaNs stay."""
     return _kept(values, values.view(torch.int32).clone())
 
 
 def _kept(values: Tensor, bits: Tensor) -> Tensor:
-    """Return the numbers of the upper bits, and the NaNs of ``values``; ``bits`` is written to."""
+    """Return the numbers of the upper bits, with the NaNs of ``values``; ``bits`` is overwritten."""
     bits &= -1 << _DROPPED_BITS
     result = bits.view(torch.float32)
-    # A NaN's payload may be lost by a carry, or with the lower bits. A sum tells whether there is any at the cost of
-    # one reading.
+    # A carry or the dropped bits may destroy a NaN. A sum finds out with one reading whether there is any.
     return torch.where(values.isnan(), values, result) if values.sum().isnan() else result
 
 
-# How the tensor cores of a Hopper add FP8 products: an option of the CPU kernel ``generic_gemm``, off by default.
+# FP8 products as a Hopper's tensor cores add them: an option of the CPU kernel ``generic_gemm``, off by default.
 #
-# The kernel choices ``fp8-14-bit`` and ``fp8-block-14-bit`` ask for it, and ``emulated``, which knows other cores, too.
+# The kernel choices ``fp8-14-bit`` and ``fp8-block-14-bit`` turn it on, and so does ``emulated``, for other cores, too.
 #
-# One instruction adds 32 products to a running sum. It shifts all 33 terms to the largest exponent among them (a
-# product's is the sum of its factors' exponents), cuts off what lies below 13 fraction bits there, adds exactly, and
-# cuts the result to 13 fraction bits again. Measured on H800 and H100: DeepSeek-V3 technical report (arXiv 2412.19437,
-# section 3.5.2: "14 bits", with the leading one), SageAttention2 (arXiv 2411.10958: a sum keeps 13 mantissa bits), and
-# bit by bit MMA-Sim (arXiv 2511.10909), whose model of ``wgmma`` this is.
+# One instruction adds 32 products to a running sum. It aligns all 33 terms to the largest exponent among them (a
+# product's is the sum of its factors' exponents), truncates them to 13 fraction bits there, adds exactly, and truncates
+# the result to 13 fraction bits again. This was measured on H800 and H100: DeepSeek-V3 technical report (arXiv
+# 2412.19437, section 3.5.2: "14 bits", with the leading one), SageAttention2 (arXiv 2411.10958: a sum keeps 13 mantissa
+# bits), and bit by bit MMA-Sim (arXiv 2511.10909), whose model of ``wgmma`` this is.
 #
-# ``use_split_accumulator`` decides how long such a sum gets. Without it (cuBLAS's ``CUBLASLT_MATMUL_DESC_FAST_ACCUM``,
-# which TE asks for in the forward pass) it runs over all of K. With it, it is added to a sum in FP32 and starts anew
-# after so many products: cuBLAS does not say how many; CUTLASS (four instructions) and DeepSeek-V3 (section 3.3.2) take
-# 128.
+# ``use_split_accumulator`` decides the length of such a sum. Without it (cuBLAS's ``CUBLASLT_MATMUL_DESC_FAST_ACCUM``,
+# which TE asks for in the forward pass), the sum runs over all of K. With it, the sum is regularly added to one in FP32
+# and restarts. cuBLAS does not document the interval; CUTLASS (four instructions) and DeepSeek-V3 (section 3.3.2) use
+# 128 products.
 #
-# FP8 with a scale per block of 128 (``Float8BlockScaling``) leaves no choice: the sum over a block is multiplied by its
-# two scales and added in FP32, and the next begins anew. So do DeepSeek-V3's GEMM (section 3.3.2) and CUTLASS's for
-# Hopper (its example 67); what cuBLAS does is not documented. An Ada adds 16 products at a time (MMA-Sim). A Blackwell
-# keeps more (its MXFP8 and NVFP4 are below).
+# With a scale per block of 128 (``Float8BlockScaling``), the interval is always a block: its sum is multiplied by its
+# two scales and added in FP32. DeepSeek-V3's GEMM (section 3.3.2) and CUTLASS's for Hopper (its example 67) do the
+# same; cuBLAS's method is not documented. An Ada adds 16 products at a time (MMA-Sim). A Blackwell keeps more bits (its
+# MXFP8 and NVFP4 are below).
 
 
 _FP32_BITS = 24
 _EXPONENT_FIELD = 0x7F800000
 _SCALED_BLOCK = 128
-# Elements of a tile of the result, and products that are computed at once: these stay in a core's cache, and each step
-# costs little beside what it computes (none of 2^14 to 2^17 and 2^16 to 2^21 was faster by a tenth).
+# The elements of a tile of the result, and the products that are computed at once. They fit into a core's cache, and
+# each step has little overhead (none of 2^14 to 2^17 and 2^16 to 2^21 was faster by a tenth).
 _TILE_ELEMENTS = 1 << 16
 _PRODUCTS_AT_ONCE = 1 << 19
-# The exponent of 0: a product with it stays below the lowest of two FP8 numbers (E5M2's, 2^-14, twice).
+# The exponent of 0. A product with 0 stays below the lowest product of two FP8 numbers (E5M2's 2^-14, squared).
 _NO_EXPONENT, _LOWEST_EXPONENT = -60, -28
 _EXPONENT_BIAS, _MANTISSA_BITS = 127, 23
 
 
 @dataclass(frozen=True)
 class TensorCore:
-    """Say how FP8 products are added.
+    """Describe how a tensor core adds FP8 products.
 
     Attributes:
-        bits: of a term's and of a sum's significand that are kept, with the leading one; 2 to 24.
-        products: how many one instruction adds.
-        promote_every: products after which a sum with ``use_split_accumulator`` is added to the one in FP32; a multiple
-            of ``products``.
+        bits: significand bits that terms and sums keep, including the leading one; 2 to 24.
+        products: number of products that one instruction adds.
+        promote_every: number of products after which a sum with ``use_split_accumulator`` is added to the one in FP32;
+            a multiple of ``products``.
 
     Raises:
         ValueError: for numbers out of these ranges.
@@ -179,9 +178,9 @@ _current: ContextVar[TensorCore | None] = ContextVar("accumulation", default=Non
 
 @contextmanager
 def emulated(core: TensorCore = HOPPER) -> Iterator[None]:
-    """Add in FP8 GEMMs of this thread as ``core`` does within the context; backward passes that are started in it too.
+    """Make this thread's FP8 GEMMs add as ``core`` does within the context, also in backward passes started in it.
 
-    It has scales a tensor and a block, and goes before the kernel choices.
+    This applies to scales per tensor and per block, and takes precedence over the kernel choices.
     """
     token = _current.set(core)
     try:
@@ -196,10 +195,10 @@ def current() -> TensorCore | None:
 
 
 def core(block_scaled: bool) -> TensorCore | None:
-    """Return how FP8 GEMMs of this thread add; None for FP32 sums.
+    """Return the core that FP8 GEMMs of this thread emulate, or None for FP32 sums.
 
     Args:
-        block_scaled: whether each block of 128 has a scale, or each tensor.
+        block_scaled: whether there is a scale for each block of 128, rather than for each tensor.
     """
     name = kernel_choices.FP8_BLOCK_14_BIT if block_scaled else kernel_choices.FP8_14_BIT
     if _current.get() is not None or name not in kernel_choices.current():
@@ -214,8 +213,8 @@ class Factor:
     Attributes:
         values: ``[outer, inner]``, unscaled, FP32 or BF16.
         dtype: the FP8 dtype that they come from; its subnormals all have the exponent of its smallest normal number.
-        scales: FP32 ``[outer, ceil(inner / 128)]``, of blocks of 128; None for values with one scale a tensor, which is
-            left to the caller.
+        scales: FP32 ``[outer, ceil(inner / 128)]``, of blocks of 128; None for values with one scale per tensor, which
+            the caller applies.
     """
 
     values: Tensor
@@ -223,7 +222,7 @@ class Factor:
     scales: Tensor | None = None
 
     def part(self, inner: slice) -> Factor:
-        """Return a range of the inner dimension, which begins at a block."""
+        """Return a range of the inner dimension, which has to begin at a block."""
         blocks = slice(inner.start // _SCALED_BLOCK, -(-inner.stop // _SCALED_BLOCK))
         scales = None if self.scales is None else self.scales[:, blocks]
         return dataclasses.replace(self, values=self.values[:, inner], scales=scales)
@@ -261,8 +260,8 @@ class _Terms:
 
     Attributes:
         values: ``[inner, outer]``, FP32.
-        exponents: of the values, as powers of two, int8; ``_NO_EXPONENT`` for 0.
-        scales: as in ``Factor``, ``[outer, blocks]``.
+        exponents: binary exponents of the values, int8; ``_NO_EXPONENT`` for 0.
+        scales: those of ``Factor``, ``[outer, blocks]``.
     """
 
     values: Tensor
@@ -287,7 +286,7 @@ def power_of_two(values: Tensor) -> Tensor:
 
 
 def truncated(values: Tensor, bits: int) -> Tensor:
-    """Cut FP32 values to a significand of so many bits, toward zero."""
+    """Truncate FP32 values to a significand of ``bits`` bits."""
     return (values.view(torch.int32) & -(1 << (_FP32_BITS - bits))).view(torch.float32)
 
 
@@ -312,14 +311,14 @@ def _instruction(core: TensorCore, running: Tensor, a: _Terms, b: _Terms, produc
     """Return the running sum ``[n, m]`` after one instruction.
 
     Args:
-        products: what it adds.
-        room: ``[products at once, n, m]``, written to.
+        products: the range of products that it adds.
+        room: ``[products at once, n, m]``, overwritten.
     """
     unit = torch.maximum(_largest_power(a, b, products, len(room)), power_of_two(running)).mul_(2.0 ** (1 - core.bits))
-    # A product is below 4 in units of the largest power: the sum of the integers below is exact up to 2^24 in FP32.
+    # A product is below 4 times the largest power, so the sum of the integers below is exact in FP32 up to 2^24.
     fits_fp32 = (core.products + 1) << (core.bits + 1) <= 1 << _FP32_BITS
     exact = torch.float32 if fits_fp32 else torch.float64
-    # Division by a power of two is exact, and cuts in the same step; ``trunc_`` alone takes ten times as long.
+    # Division by a power of two is exact and truncates in the same step; ``trunc_`` alone takes ten times as long.
     total = torch.div(running, unit, rounding_mode="trunc").to(exact)
     for part in _split(products, len(room)):
         terms = torch.mul(b.values[part, :, None], a.values[part, None], out=room[: part.stop - part.start])
@@ -328,9 +327,9 @@ def _instruction(core: TensorCore, running: Tensor, a: _Terms, b: _Terms, produc
 
 
 def _largest_power(a: _Terms, b: _Terms, products: slice, at_once: int) -> Tensor:
-    """Return the largest power of two that the exponents of these products stand for, ``[n, m]``.
+    """Return the largest power of two among the exponents of these products, ``[n, m]``.
 
-    Where all are 0 it is the lowest that two numbers have, of whose unit the running sum is a multiple.
+    If all products are 0, it is the lowest power of any product; the running sum is a multiple of its unit.
     """
     tops = [(b.exponents[part, :, None] + a.exponents[part, None]).amax(0) for part in _split(products, at_once)]
     largest = functools.reduce(torch.maximum, tops).clamp_(min=_LOWEST_EXPONENT)
@@ -343,18 +342,18 @@ def _split(products: slice, count: int) -> Iterator[slice]:
 
 
 def _toward_zero(values: Tensor) -> Tensor:
-    """Return FP32 values as they are, and cut FP64 values to FP32, lest a rounding up survive the next cut."""
+    """Truncate FP64 values to FP32, because rounding up could survive the next truncation; FP32 values stay."""
     if values.dtype == torch.float32:
         return values
     nearest = values.float()
     return torch.where(nearest.double().abs() > values.abs(), torch.nextafter(nearest, torch.zeros(())), nearest)
 
 
-# How tensor cores add TF32, BF16 and FP16 products: an option of the CPU kernel ``generic_gemm``, ``sums-25-bit``.
+# TF32, BF16 and FP16 products as tensor cores add them: the option ``sums-25-bit`` of the CPU kernel ``generic_gemm``.
 #
-# One instruction adds 8 products of TF32, or 16 of 16-bit numbers, to a running sum: it shifts all to the largest
-# exponent among them, cuts off what lies below 25 fraction bits there, adds exactly, and cuts the result to FP32,
-# toward zero. MMA-Sim (arXiv 2511.10909) found it so for ``wgmma``, and an H200 with cuBLAS 13.1 answers so
+# One instruction adds 8 products of TF32, or 16 of 16-bit numbers, to a running sum. It aligns all terms to the largest
+# exponent among them, truncates them to 25 fraction bits there, adds exactly, and truncates the result to FP32. MMA-Sim
+# (arXiv 2511.10909) found this for ``wgmma``, and an H200 with cuBLAS 13.1 gives the same results
 # (``parity.lab.gpu_report.facts``).
 
 
@@ -366,10 +365,10 @@ _LOWEST_TOP = -300
 
 
 def cut_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``right left^T``, ``[n, m]`` in FP32, each instruction's sum cut to FP32; all of it is exact in FP64.
+    """Return ``right left^T``, ``[n, m]``, with each instruction's sum, exact in FP64, truncated to FP32.
 
     Args:
-        left: ``[m, k]``, BF16, FP16, or FP32 that holds numbers of TF32.
+        left: ``[m, k]``, BF16, FP16, or FP32 that holds TF32 numbers.
         right: ``[n, k]``, of the same dtype.
     """
     products = _SIXTEEN_BIT_PRODUCTS if left.dtype in SIXTEEN_BIT else _TF32_PRODUCTS
@@ -396,17 +395,17 @@ def cut_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _exponents(values: Tensor, smallest_normal: float) -> Tensor:
-    """Return the exponents of FP64 values, at least that of ``smallest_normal``, int16; far below for 0."""
+    """Return the int16 exponents of FP64 values, at least that of ``smallest_normal``; 0 gets a far lower one."""
     powers = power_of_two_fp64(values).clamp_(min=smallest_normal)
     exponents = (powers.view(torch.int64) >> _FP64_MANTISSA_BITS) - _FP64_BIAS
     return exponents.masked_fill_(values == 0, 2 * _LOWEST_TOP).to(torch.int16)
 
 
-# How the tensor cores of a Blackwell add MXFP8 and NVFP4 products: an option of the CPU kernel ``generic_gemm``.
+# MXFP8 and NVFP4 products as a Blackwell's tensor cores add them: an option of the CPU kernel ``generic_gemm``.
 #
-# Both shift what they add to the largest exponent among it and the running sum, cut off what lies below so many
-# fraction bits there, add exactly, and cut the result to FP32, toward zero. MMA-Sim (arXiv 2511.10909), whose models of
-# ``tcgen05.mma`` these are:
+# Both align their terms to the largest exponent among these and the running sum, truncate them to a number of fraction
+# bits there, add exactly, and truncate the result to FP32. These are MMA-Sim's models of ``tcgen05.mma`` (arXiv
+# 2511.10909):
 #
 # ======  =============  =========================================================  =============
 # format  products each  what is added                                              fraction bits
@@ -416,13 +415,13 @@ def _exponents(values: Tensor, smallest_normal: float) -> Tensor:
 #                        exponent of these scales
 # ======  =============  =========================================================  =============
 #
-# All of it is exact in FP64.
+# All of this is exact in FP64.
 
 
 _MXFP8_FRACTION, _NVFP4_FRACTION = 25, 35
 _NVFP4_GROUPS = 4
 _FP32_FRACTION = 23
-# A product of two FP8 numbers has at most three fraction bits of each.
+# A product of two FP8 numbers has at most three fraction bits from each factor.
 _PRODUCT_FRACTION = 6
 _SMALLEST_E4M3 = 2.0**-6
 _FP64_EXPONENT_FIELD = 0x7FF << 52
@@ -445,11 +444,11 @@ class BlockFactor:
 
     @property
     def block(self) -> int:
-        """Elements that share a scale."""
+        """Return the number of elements that share a scale."""
         return self.values.shape[1] // self.scales.shape[1]
 
     def part(self, inner: slice) -> BlockFactor:
-        """Return a range of the inner dimension, of whole blocks."""
+        """Return a range of the inner dimension, which has to consist of whole blocks."""
         scales = self.scales[:, inner.start // self.block : inner.stop // self.block]
         return dataclasses.replace(self, values=self.values[:, inner], scales=scales)
 
@@ -487,7 +486,7 @@ def _add_mxfp8(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor
     a_powers, b_powers = _powers(a, left.dtype), _powers(b, right.dtype)
     scale = right.scales.double() * left.scales.double().t()
     total = (b @ a.t()).mul_(scale).add_(running)
-    # Where not even the smallest possible term has a bit below the largest possible unit, nothing is cut.
+    # Nothing is truncated if even the smallest possible term has no bit below the largest possible unit.
     unit = torch.maximum(_largest(b_powers, a_powers) * scale, power_of_two_fp64(running)) * 2.0**-_MXFP8_FRACTION
     lowest = _smallest(b_powers, a_powers) * scale * 2.0**-_PRODUCT_FRACTION
     own_lowest = torch.where(running == 0, torch.inf, power_of_two_fp64(running) * 2.0**-_FP32_FRACTION)
@@ -519,17 +518,17 @@ def _add_nvfp4(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor
 
 
 def _powers(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the power of two that each FP8 value's exponent stands for, 0 for 0."""
+    """Return the power of two of each FP8 value's exponent; 0 for 0."""
     return torch.where(values == 0, 0.0, power_of_two_fp64(values).clamp_(min=torch.finfo(dtype).smallest_normal))
 
 
 def _largest(b_powers: Tensor, a_powers: Tensor) -> Tensor:
-    """Return a bound on the powers of each element's products, from above."""
+    """Return an upper bound on the powers of each element's products."""
     return b_powers.amax(1)[:, None] * a_powers.amax(1)
 
 
 def _smallest(b_powers: Tensor, a_powers: Tensor) -> Tensor:
-    """Return a bound on the powers of each element's products that are not 0, from below."""
+    """Return a lower bound on the powers of each element's products that are not 0."""
     b_least, a_least = (torch.where(powers == 0, torch.inf, powers).amin(1) for powers in (b_powers, a_powers))
     return b_least[:, None] * a_least
 
@@ -540,7 +539,7 @@ def power_of_two_fp64(values: Tensor) -> Tensor:
 
 
 def _to_fp32(values: Tensor) -> Tensor:
-    """Cut FP64 values to what FP32 holds, toward zero."""
+    """Truncate FP64 values to numbers of FP32."""
     nearest = values.float()
     toward_zero = torch.nextafter(nearest, torch.zeros(()))
     return torch.where(nearest.double().abs() > values.abs(), toward_zero, nearest).double()
