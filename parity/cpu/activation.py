@@ -1,6 +1,6 @@
-"""Activations and their gradients: plain, gated, fused with a bias gradient, and times a factor for each row.
+"""Activations and their gradients: plain, gated, fused with a bias gradient, or multiplied by a factor per row.
 
-Follows ``csrc/extensions/activation.cpp`` and ``bias.cpp`` of TransformerEngine 2.20.2, and for the functions
+Follows ``csrc/extensions/activation.cpp`` and ``bias.cpp`` of TransformerEngine 2.20.2. The functions themselves follow
 ``common/util/math.h`` and ``common/util/vectorized_pointwise.h``. All arithmetic is FP32; a result is rounded once,
 when it is stored.
 """
@@ -66,7 +66,7 @@ QUICK = 1.702
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A function of FP32 tensors, element by element.
+    """An elementwise function of FP32 tensors.
 
     Attributes:
         value: ``x -> f(x)``.
@@ -113,10 +113,10 @@ SWIGLU = Gated(SILU, IDENTITY)
 
 
 def clamped_swiglu_function(limit: float, alpha: float, glu_linear_offset: float) -> Gated:
-    """Return GPT-OSS's SwiGLU: the gate is clamped from above only, up from both sides before it gets the offset.
+    """Return GPT-OSS's SwiGLU, which clamps the gate from above only, and up from both sides before adding the offset.
 
-    With ``c = min(gate, limit)``: ``c sigmoid(alpha c) * (clamp(up, -limit, limit) + glu_linear_offset)``. Where a
-    clamp holds a value, its gradient is 0; on the limit itself it is not held.
+    With ``c = min(gate, limit)``: ``c sigmoid(alpha c) * (clamp(up, -limit, limit) + glu_linear_offset)``. The gradient
+    is 0 where a clamp changes the value; a value equal to the limit keeps its gradient.
     """
 
     def gate_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -148,8 +148,9 @@ def situglu_function(beta1: float, beta2: float) -> Gated:
 
 
 def _halves(tensor: Tensor, interleave: int = 0) -> tuple[Tensor, Tensor]:
-    """Split ``[..., 2 n]`` into gate and up, ``[..., blocks, size]``, which alternate in blocks of ``interleave``
-    columns, or, for 0, are the two halves.
+    """Split ``[..., 2 n]`` into gate and up, ``[..., blocks, size]``.
+
+    They alternate in blocks of ``interleave`` columns; 0 means that gate is the first half and up the second.
 
     Raises:
         ValueError: if the blocks do not fill the last dimension.
@@ -163,7 +164,7 @@ def _halves(tensor: Tensor, interleave: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def value(function: Pointwise | Gated, x: Tensor, interleave: int = 0) -> Tensor:
-    """Return the function of FP32 ``x``, a new tensor."""
+    """Apply the function to FP32 ``x`` and return a new tensor."""
     if isinstance(function, Pointwise):
         return function.value(x)
     gate, up = _halves(x, interleave)
@@ -171,7 +172,7 @@ def value(function: Pointwise | Gated, x: Tensor, interleave: int = 0) -> Tensor
 
 
 def gradient(function: Pointwise | Gated, grad: Tensor, x: Tensor, interleave: int = 0) -> Tensor:
-    """Return the gradient of ``x`` for the gradient ``grad`` of the function, all FP32; a new tensor."""
+    """Return the gradient of ``x``, a new FP32 tensor, given the gradient ``grad`` of the function's value."""
     if isinstance(function, Pointwise):
         return function.gradient(grad, x)
     gate, up = _halves(x, interleave)
@@ -187,12 +188,12 @@ def gradient(function: Pointwise | Gated, grad: Tensor, x: Tensor, interleave: i
 # plain kernel          ``f(input)``, ``[..., n]``
 # gated kernel          ``f(gate) * u(up)``, ``[..., n]``: ``input``, ``[..., 2 n]``, holds the gate in its first half,
 #                       up in its second; ``u`` is the identity except where its function says otherwise
-# their ``d`` kernels   the gradient of ``fwd_input``, the forward's input, for the gradient ``grad`` of the result
+# their ``d`` kernels   the gradient of ``fwd_input``, the forward's input, given the gradient ``grad`` of the result
 # ``dbias_d`` kernels   that gradient's sum over rows, ``[n]``, and the gradient
 # ====================  ==============================================================================================
 #
-# Tensors are FP32, FP16 or BF16. A result has the dtype of ``input`` or ``fwd_input``, unless there is a ``quantizer``
-# (TE's, or None) to cast it. A gated kernel raises ``ValueError`` for a last dimension that has no two halves.
+# Tensors are FP32, FP16 or BF16. A result has the dtype of ``input`` or ``fwd_input``, unless ``quantizer`` (TE's, or
+# None) casts it. A gated kernel raises ``ValueError`` if the last dimension cannot be split into two halves.
 
 
 def _forward(function: Pointwise | Gated, input: Tensor, quantizer: Any) -> Any:
@@ -210,8 +211,8 @@ def _backward(function: Pointwise | Gated, grad: Tensor, fwd_input: Tensor, quan
 def _backward_with_bias(function: Pointwise, grad: Tensor, fwd_input: Tensor, quantizer: Any) -> list[Any]:
     """Return ``[bias gradient, gradient]`` in ``grad``'s dtype; the bias gradient is ``[columns]``.
 
-    The fused kernels of delayed scaling and MXFP8 sum what they have in FP32; the others sum the gradient that they
-    have stored.
+    With delayed scaling and MXFP8, TE's fused kernels sum the FP32 gradient before it is rounded. With other
+    quantizers, the sum is of the gradient that was rounded to ``grad``'s dtype.
     """
     values = gradient(function, grad.float(), fwd_input.float())
     summands = values if is_delayed(quantizer) or is_mxfp8(quantizer) else values.to(grad.dtype)
@@ -288,12 +289,12 @@ def dsituglu(grad: Tensor, fwd_input: Tensor, quantizer: Any, beta1: float = 4.0
     return _backward(situglu_function(beta1, beta2), grad, fwd_input, quantizer)
 
 
-# Activations times a factor for each row, which a mixture of experts takes from its router, and their gradients.
+# Activations multiplied by one factor per row, which a mixture of experts takes from its router, and their gradients.
 #
 # Follows ``common/activation/scaled_activation.cu`` of NVIDIA's TransformerEngine repository and
-# ``csrc/extensions/activation.cpp`` of 2.20.2. Arguments and dtypes are as above; ``act_scales`` has one
-# factor a row. A ``d`` kernel returns the gradient of ``fwd_input`` and, unless ``compute_scale_grad`` is off, that of
-# ``act_scales``. ``glu_interleave_size``: gate and up alternate in blocks of that many columns; 0 for halves.
+# ``csrc/extensions/activation.cpp`` of 2.20.2. Arguments and dtypes are as above; ``act_scales`` has one factor per
+# row. A ``d`` kernel returns the gradient of ``fwd_input`` and, unless ``compute_scale_grad`` is off, that of
+# ``act_scales``. Gate and up alternate in blocks of ``glu_interleave_size`` columns; 0 means two halves.
 
 
 def scaled_srelu(input: Tensor, act_scales: Tensor, quantizer: Any) -> Any:

@@ -1,9 +1,9 @@
 """Dropout with a mask of one bit for each entry.
 
-Follows ``csrc/extensions/dropout.cpp`` of TransformerEngine 2.20.2 and ``common/dropout/dropout.cu``: a random byte
-below ``floor(256 p)`` drops its entry, so that entries are dropped a little more seldom than with probability p if
-256 p is no whole number; kept entries grow by ``1 / (1 - p)`` all the same. The random bytes come from PyTorch's CPU
-generator.
+Follows ``csrc/extensions/dropout.cpp`` of TransformerEngine 2.20.2 and ``common/dropout/dropout.cu``: an
+entry is dropped if its random byte is below ``floor(256 p)``. If 256 p is not a whole number, entries are therefore
+dropped slightly less often than with probability p; kept entries are multiplied by ``1 / (1 - p)`` all the same. The
+random bytes come from PyTorch's CPU generator.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = Non
 
     Args:
         input: FP16, BF16 or TE's ``Float8Tensor``, any shape, with a multiple of 16 entries.
-        dropout_probability: 0 to 1, without 1.
-        out: where the result goes. Default: a new tensor.
+        dropout_probability: at least 0 and below 1.
+        out: receives the result. Default: a new tensor.
 
     Returns:
         The result, FP16 or BF16; the mask, uint8 ``[entries / 8]``: bit i of byte j is 1 if entry 8 j + i was kept.
 
     Raises:
-        ValueError: for another dtype, number of entries or probability.
+        ValueError: for any other dtype, number of entries or probability.
     """
     values, dtype = _values(input)
     _check(values.numel(), dtype, dropout_probability)
@@ -46,12 +46,12 @@ def dropout_fwd(input: Any, dropout_probability: float, out: Tensor | None = Non
 def dropout_bwd(
     grad_output: Tensor, mask: Tensor, dropout_probability: float, grad_input: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient: entries that were kept, times ``1 / (1 - p)``.
+    """Return the gradient of the input: ``1 / (1 - p)`` times the gradient of kept entries, and 0 for dropped ones.
 
     Arguments are as ``dropout_fwd`` takes and returns them.
 
     Raises:
-        ValueError: for another dtype, number of entries or probability, or a mask of another length.
+        ValueError: for any other dtype, number of entries, probability or length of the mask.
     """
     _check(grad_output.numel(), grad_output.dtype, dropout_probability)
     if 8 * mask.numel() != grad_output.numel():

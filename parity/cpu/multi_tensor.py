@@ -1,4 +1,4 @@
-"""Optimizer steps, scaling, norms and FP8 scales of lists of tensors in one call.
+"""Optimizer steps, scaling, norms and FP8 scales for lists of tensors in one call.
 
 Follows ``csrc/extensions/multi_tensor`` of TransformerEngine 2.20.2, and ``common/multi_tensor``, in FP32 throughout.
 """
@@ -32,10 +32,10 @@ _Lists = Sequence[Sequence[Tensor]]
 
 
 def multi_tensor_scale(chunk_size: int, is_infinite: Tensor, tensor_lists: _Lists, scale: float | Tensor) -> None:
-    """Write each tensor of the first list, times ``scale``, to that of the second.
+    """Write each tensor of the first list, times ``scale``, to its counterpart in the second list.
 
     Args:
-        is_infinite: set to 1 if an input is infinite or NaN; else left as it is.
+        is_infinite: set to 1 if an input is infinite or NaN, otherwise unchanged.
     """
     for source, target in zip(*tensor_lists, strict=True):
         target.copy_(source.float() * scale)
@@ -49,11 +49,11 @@ multi_tensor_scale_tensor = multi_tensor_scale
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: _Lists, per_tensor: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the Euclidean norm of all tensors together, FP32 ``[1]``, and of each, FP32 ``[tensors]``, or empty.
+    """Return the Euclidean norm of all tensors together, FP32 ``[1]``, and those of each, FP32 ``[tensors]`` or empty.
 
     Args:
-        noop_flag: set to 1 if a sum of squares is infinite or NaN; else left as it is.
-        per_tensor: whether each tensor's own norm is asked for.
+        noop_flag: set to 1 if a sum of squares is infinite or NaN, otherwise unchanged.
+        per_tensor: whether to return each tensor's own norm.
     """
     return _l2norm(noop_flag, tensor_lists, None, per_tensor)
 
@@ -87,9 +87,9 @@ def multi_tensor_compute_scale_and_scale_inv(
 
     Args:
         tensor_lists: amaxes, scales and inverse scales, FP32.
-        max_fp8: what an amax is scaled to.
+        max_fp8: the value that an amax is scaled to.
         force_pow_2_scales: round scales down to powers of two.
-        epsilon: smaller amaxes count as this.
+        epsilon: the least amax; smaller ones are replaced by it.
     """
     for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
         scale.copy_(float8.scale_from_amax(amax, max_fp8, epsilon, force_pow_2_scales))
@@ -104,12 +104,12 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 @dataclass(frozen=True)
 class Step:
-    """Hold what one step of Adam needs besides tensors; each number is one of FP32.
+    """Hold the numbers of one step of Adam, all exact in FP32.
 
     Attributes:
-        correction1: what the first moment is divided by, ``1 - beta1**step``, or 1.
-        correction2: what the second moment is divided by.
-        decoupled: AdamW: the decay goes to the update (mode 1), else to the gradient (mode 0).
+        correction1: divisor of the first moment, ``1 - beta1**step``, or 1.
+        correction2: divisor of the second moment.
+        decoupled: whether the decay is added to the update, as in AdamW (mode 1), or to the gradient (mode 0).
     """
 
     lr: float
@@ -152,9 +152,9 @@ def multi_tensor_adam(
     """Update parameters and moments in place.
 
     Args:
-        noop_flag: not looked at: infinities and NaNs go through.
-        tensor_lists: gradients, parameters, first and second moments, and, if there is a fifth list, FP32 parameters
-            that take the place of the parameters, which become their rounded copies.
+        noop_flag: ignored, so infinities and NaNs are applied.
+        tensor_lists: gradients, parameters, first and second moments, and, optionally, FP32 master parameters. These
+            are updated in place of the parameters, which receive rounded copies.
         step: counts from 1.
         mode: 0 for Adam with L2 regularization, 1 for AdamW.
         bias_correction: 1 to divide the moments by ``1 - beta**step``.
@@ -181,11 +181,11 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: Tensor,
 ) -> None:
-    """Update as ``multi_tensor_adam`` does, with numbers that may change in tensors of one element.
+    """Update as ``multi_tensor_adam`` does, with tensors of one element for numbers that may change.
 
     Args:
         noop_flag: 1 leaves everything as it is.
-        inv_scale: times the gradients, which are overwritten.
+        inv_scale: factor of the gradients, which are overwritten.
     """
     if noop_flag.item() == 1:
         return
@@ -213,11 +213,11 @@ def multi_tensor_adam_param_remainder(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Update as ``multi_tensor_adam`` does FP32 parameters that are kept as BF16 and a remainder.
+    """Update FP32 parameters that are stored as BF16 and a remainder, as ``multi_tensor_adam`` does.
 
     Args:
-        tensor_lists: the fifth list has int16 remainders: an FP32 parameter's bits are those of the BF16 parameter, as
-            upper half, plus the remainder.
+        tensor_lists: the fifth list has int16 remainders. The bits of an FP32 parameter are those of the BF16 parameter
+            as the upper half, plus the remainder.
     """
     adam = _step(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     for grad, param, first, second, remainder in zip(*tensor_lists, strict=True):
@@ -241,11 +241,11 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: int,
 ) -> None:
-    """Update as ``multi_tensor_adam`` does parameters that are FP8 codes with delayed scaling.
+    """Update parameters that are FP8 codes with delayed scaling, as ``multi_tensor_adam`` does.
 
     Args:
-        tensor_lists: gradients, uint8 codes, first and second moments, FP32 parameters, and, FP32 of one element each,
-            scales, amaxes (raised to the parameter's largest magnitude) and inverse scales.
+        tensor_lists: gradients, uint8 codes, first and second moments, FP32 parameters, and, in FP32 with one element
+            each, scales, amaxes (updated with the parameter's largest magnitude) and inverse scales.
     """
     adam = _step(lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay)
     for grad, data, first, second, master, scale, amax, scale_inv in zip(*tensor_lists, strict=True):
@@ -258,7 +258,7 @@ def multi_tensor_adam_fp8(
 
 
 def _update(grad: Tensor, param: Tensor, first: Tensor, second: Tensor, adam: Step) -> Tensor:
-    """Return the new FP32 parameter; the moments are updated in place, and so is an FP32 parameter."""
+    """Return the new FP32 parameter, and update the moments, and the parameter if it is FP32, in place."""
     value, slope = param.float(), grad.float()
     if adam.decay and not adam.decoupled:
         slope = slope + adam.decay * value
@@ -275,7 +275,7 @@ def _update(grad: Tensor, param: Tensor, first: Tensor, second: Tensor, adam: St
     return value.sub_(update.mul_(adam.lr))
 
 
-# Steps of stochastic gradient descent on lists of tensors.
+# SGD steps on lists of tensors.
 #
 # Follows ``csrc/extensions/multi_tensor/sgd.cpp`` of TransformerEngine 2.20.2 and ``common/multi_tensor/sgd.cu``. All
 # arithmetic is FP32.
@@ -301,15 +301,15 @@ def multi_tensor_sgd(
     """Update weights and momenta in place.
 
     Args:
-        noop_flag: not 0 leaves everything as it is.
-        tensor_lists: gradients, weights, momenta and, if there is a fourth list, FP16 copies of the weights to write.
+        noop_flag: any value but 0 leaves everything as it is.
+        tensor_lists: gradients, weights, momenta and, optionally, FP16 copies of the weights, which are written.
         wd: weight decay, added to the gradient before momentum or, if ``wd_after_momentum``, after it.
-        first_run: the momenta start as the gradients.
-        scale: times the gradients.
+        first_run: initialize the momenta with the gradients.
+        scale: factor of the gradients.
 
     Raises:
-        RuntimeError: for dtypes that TE has no kernel for: gradients and weights both FP16 or both FP32, or, with FP16
-            copies, weights FP32.
+        RuntimeError: for dtypes that TE has no kernel for. Gradients and weights must both be FP16 or both FP32;
+            with FP16 copies, weights must be FP32.
     """
     dtypes = (tensor_lists[0][0].dtype, tensor_lists[1][0].dtype)
     if dtypes not in _DTYPES.get(len(tensor_lists), []):

@@ -42,10 +42,10 @@ def layernorm_fwd(
         input: ``[..., n]``, FP32, FP16 or BF16.
         weight: gamma, ``[n]``; gamma - 1 if ``zero_centered_gamma``.
         bias: beta, ``[n]``, or None.
-        ln_out: where the result goes, or None for a new tensor.
+        ln_out: receives the result; None for a new tensor.
         quantizer: TE's, or None.
-        otype: the result's dtype (what it seems to be if it is quantized): a ``DType`` or a ``torch.dtype``.
-        sm_margin: no matter on a CPU.
+        otype: the result's dtype (its nominal dtype if it is quantized), a ``DType`` or a ``torch.dtype``.
+        sm_margin: ignored on a CPU.
 
     Returns:
         ``[z, mu, rsigma]``: z like ``input``; mu and rsigma FP32, one for each row, ``[rows]``.
@@ -71,7 +71,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """Apply RMSNorm, rounded to ``otype`` or quantized; arguments as of ``layernorm_fwd``.
+    """Apply RMSNorm, rounded to ``otype`` or quantized; arguments are those of ``layernorm_fwd``.
 
     Returns:
         ``[z, None, rsigma]``: z like ``input``; rsigma FP32, ``[rows]``.
@@ -95,7 +95,7 @@ def layernorm_bwd(
         gamma: the forward's weight, ``[n]``.
 
     Returns:
-        ``[dx, dgamma, dbeta]``: dx in shape and dtype of ``x``, the others of ``gamma``.
+        ``[dx, dgamma, dbeta]``: dx in the shape and dtype of ``x``, the others in those of ``gamma``.
     """
     y = (_rows(x) - mu.view(-1, 1)).mul_(rsigma.view(-1, 1))
     dy = _rows(dz) * _gamma(gamma, zero_centered_gamma)
@@ -108,7 +108,7 @@ def layernorm_bwd(
 def rmsnorm_bwd(
     dz: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
-    """Return the gradients ``[dx, dgamma]`` of RMSNorm; arguments as of ``layernorm_bwd``."""
+    """Return the gradients ``[dx, dgamma]`` of RMSNorm; arguments are those of ``layernorm_bwd``."""
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.to(x.dtype), dgamma.to(gamma.dtype)]
 
@@ -116,7 +116,7 @@ def rmsnorm_bwd(
 def rmsnorm_bwd_add(
     dz: Tensor, x: Tensor, add: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
-    """Return ``[dx + add, dgamma]`` of RMSNorm; ``add``, in the shape of ``x``, joins before dx is rounded."""
+    """Return ``[dx + add, dgamma]`` of RMSNorm; ``add``, in the shape of ``x``, is added before rounding."""
     dx, dgamma = _rmsnorm_gradients(dz, x, rsigma, gamma, zero_centered_gamma)
     return [dx.add_(add).to(x.dtype), dgamma.to(gamma.dtype)]
 
