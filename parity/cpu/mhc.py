@@ -1,13 +1,13 @@
-"""Compute what TransformerEngine's Triton kernels of manifold hyper-connections do, by their names there.
+"""Counterparts of TransformerEngine's Triton kernels of manifold hyper-connections.
 
 Follows ``common/triton/mhc.py`` (2.15 to 2.20.2). TE's own wrappers (``pytorch/triton/mhc.py``) launch these with the
-kernels' arguments by name: contiguous tensors, of which the results are written to, and strides and block sizes, which
-do not matter here. A row is a token, ``M`` of them; each has ``n`` = 4 streams of ``C`` channels.
+kernels' arguments by name: contiguous tensors, including those that receive results, and strides and block sizes, which
+do not matter here. There are ``M`` rows, one per token; each has ``n`` = 4 streams of ``C`` channels.
 
-What lies between loading and storing is FP32, as are all sums. Where the kernels ask for ``tl.fma``, the product is not
-rounded, and streams are added in their order there: 0, 2, 1, 3, as ``tl.split`` takes every other element.
+Between loading and storing, everything is FP32, as are all sums. Where the kernels use ``tl.fma``, the product is not
+rounded, and streams are added in the kernels' order: 0, 2, 1, 3, because ``tl.split`` takes every other element.
 
-Held against an H100 (TE 2.20.2, Triton 3.6): what no sum is part of whose order is free is the same to the bit.
+Compared with an H100 (TE 2.20.2, Triton 3.6), results are bit-identical unless they contain a sum of unspecified order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from torch.nn.functional import pad
 from parity.cpu import kernel_choices, tensor_cores
 
 _STREAMS = (0, 2, 1, 3)
-# Rows of a block whose sum is one row of a workspace (``scale_config``, ``expand_combine_prune_bwd``).
+# The number of rows in a block, whose sum is one row of a workspace (``scale_config``, ``expand_combine_prune_bwd``).
 _ROWS_OF_SCALE, _ROWS_OF_BIAS = 128, 4
 
 
 def _dot(left: Tensor, right: Tensor, precision: str) -> Tensor:
-    """Return ``left @ right``, as ``tl.dot`` multiplies at this ``input_precision``, which matters to FP32 alone.
+    """Return ``left @ right`` as ``tl.dot`` computes it with this ``input_precision``, which only affects FP32.
 
-    Triton hands FP32 to the tensor cores as it is, which cut it to TF32; seen on an H100, as that cuBLAS rounds.
+    Triton passes FP32 unchanged to the tensor cores, which truncate it to TF32, while cuBLAS rounds. Both were observed
+    on an H100.
     """
     if left.dtype == right.dtype == torch.float32 and kernel_choices.FP32_EXACT not in kernel_choices.current():
         if precision == "tf32":
@@ -40,7 +41,7 @@ def _dot(left: Tensor, right: Tensor, precision: str) -> Tensor:
 
 
 def _dot_of_halves(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply FP32 as three products of TF32: all but that of what TF32 leaves over of both factors."""
+    """Multiply FP32 as three TF32 products, without the product of the two remainders."""
     (a, a_rest), (b, b_rest) = _halves(left), _halves(right)
     return (a_rest @ b + a @ b_rest).nan_to_num_(nan=0.0) + a @ b
 
@@ -51,19 +52,19 @@ def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Return ``x * y + z`` in FP32, rounded once: FP64 holds the products of FP32 values."""
+    """Return ``x * y + z`` in FP32, rounded once, because FP64 holds products of FP32 values exactly."""
     return (x.double() * y.double()).add_(z.double()).float()
 
 
 def _weighted(values: Tensor, weights: Tensor, total: Tensor) -> Tensor:
-    """Add to ``total`` the streams in the last dimension of ``values``, each times that of ``weights``."""
+    """Return ``total`` plus the streams in the last dimension of ``values``, each times its weight."""
     for stream in _STREAMS:
         total = _fma(values[..., stream], weights[..., stream], total)
     return total
 
 
 def _add_sums(values: Tensor, total: Tensor, workspace: Tensor | None, rows: int) -> None:
-    """Add the sum over the rows of ``values`` to ``total``, or write that of each block of rows to a workspace."""
+    """Add the sum over the rows of ``values`` to ``total``, or write the sum of each block of rows to a workspace."""
     if workspace is None:
         total += values.sum(0)
         return
@@ -77,7 +78,7 @@ def _add_sums(values: Tensor, total: Tensor, workspace: Tensor | None, rows: int
 def projection_forward(
     *, x_ptr: Tensor, phi_ptr: Tensor, h_ptr: Tensor, ms_ptr: Tensor, precision: str, **_: Any
 ) -> None:
-    """Write H to the first columns of ``[M, 32]`` and the mean squares to ``[M]``, both FP32 and zero before."""
+    """Write H to the first columns of ``[M, 32]`` and the mean squares to ``[M]``, both FP32 and initially zero."""
     h_ptr[:, : len(phi_ptr)] = _dot(x_ptr.to(phi_ptr.dtype), phi_ptr.t(), precision)
     ms_ptr.copy_(x_ptr.float().square().sum(1) / x_ptr.shape[1])
 
@@ -94,7 +95,7 @@ def projection_backward_x(
     FUSE_GRAD_X_ACC: bool = False,
     **_: Any,
 ) -> None:
-    """Write the gradient of x, or add it to the FP32 that is there."""
+    """Write the gradient of x, or add it to an FP32 gradient."""
     phi = phi_ptr
     if norm_weight_ptr is not None:
         phi = phi.float() * norm_weight_ptr.to(phi.dtype).float()
@@ -124,11 +125,11 @@ def projection_backward_phi(
     grad_norm_weight_ptr.copy_((grad * phi_ptr.float()).sum(0))
 
 
-# Scale: ``H alpha / rms + beta``, and a sigmoid for the two connections that are not residual.
+# Scale: ``H alpha / rms + beta``, with a sigmoid for the two connections that are not residual.
 
 
 def _per_column(alpha: Tensor, n: int) -> Tensor:
-    """Return the three factors, repeated for the columns of H that each scales."""
+    """Repeat each of the three factors for the columns of H that it scales."""
     return alpha.repeat_interleave(torch.tensor([n, n, n * n]))
 
 
@@ -143,7 +144,7 @@ def scale_forward(
     eps: float,
     **_: Any,
 ) -> None:
-    """Write the scaled H to the first columns of ``[M, 32]``, zeros to the others."""
+    """Write the scaled H to the first columns of ``[M, 32]``, and zeros to the others."""
     alpha = _per_column(a_ptr, n)
     inverse = 1.0 / (ms_ptr + eps).sqrt()
     out = _fma(alpha * h_ptr[:, : len(alpha)], inverse[:, None], b_ptr.view(-1))
@@ -169,7 +170,7 @@ def scale_backward(
     ws_grad_b_ptr: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Write the gradients of H and of the mean squares; add those of alpha and beta, or leave each block's sums."""
+    """Write the gradients of H and of the mean squares; add those of alpha and beta, or write the sums of blocks."""
     alpha = _per_column(a_ptr, n)
     columns = len(alpha)
     rms = (ms_ptr + eps).sqrt()[:, None]
@@ -186,7 +187,7 @@ def scale_backward(
     grad_h_ptr[:, :columns] = alpha * grad_h / rms
 
 
-# Sinkhorn: rows and columns of ``exp(x)`` are divided by their sums, in turn, in the logarithm.
+# Sinkhorn: the rows and columns of ``exp(x)`` are divided by their sums in turn, in log space.
 
 
 def _log_sum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +196,7 @@ def _log_sum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor, iters: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what each iteration adds to the rows, f, and to the columns, g, of ``[M, n, n]``; zeros first."""
+    """Return the terms f and g of each iteration, which are added to the rows and columns of x; zeros come first."""
     f, g = [x.new_zeros(x.shape[:2])], [x.new_zeros(x.shape[:2])]
     for _ in range(iters):
         log_sum, largest = _log_sum(x + g[-1][:, None, :], 2)
@@ -215,7 +216,7 @@ def sinkhorn_forward(
     hist_g_ptr: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Write the matrices, FP32 ``[M, n * n]``, and what was added in each iteration, if it is kept."""
+    """Write the matrices, FP32 ``[M, n * n]``, and the terms of each iteration if there are buffers for them."""
     x = x_ptr.view(-1, n, n)
     f, g = _steps(x, iters)
     output_ptr.copy_((f[-1][:, :, None] + x + g[-1][:, None, :]).exp().view(output_ptr.shape))
@@ -231,7 +232,7 @@ def _sinkhorn_gradient(x: Tensor, output: Tensor, grad_out: Tensor, f: list[Tens
     for step in range(len(f) - 1, 0, -1):
         to_g = -grad_g[:, None, :] * (f[step][:, :, None] + x + g[step][:, None, :]).exp()
         grad_f = (to_g + grad_log).sum(2)
-        grad_log = torch.zeros_like(grad_log)  # the last iteration alone reaches the output by both
+        grad_log = torch.zeros_like(grad_log)  # only the last iteration's f and g both reach the output directly
         to_f = -grad_f[:, :, None] * (f[step][:, :, None] + x + g[step - 1][:, None, :]).exp()
         grad_g = to_f.sum(1)
         grad = grad + (to_f + to_g)
@@ -249,7 +250,7 @@ def sinkhorn_backward(
     n: int,
     **_: Any,
 ) -> None:
-    """Write the gradient of x from what was added in each iteration of the forward pass."""
+    """Write the gradient of x from the terms of the forward pass's iterations."""
     x, output, grad_out = (tensor.view(-1, n, n) for tensor in (x_ptr, output_ptr, grad_out_ptr.float()))
     f, g = (list(history.view(len(history), -1, n)) for history in (hist_f_ptr, hist_g_ptr))
     grad_x_ptr.copy_(_sinkhorn_gradient(x, output, grad_out, f, g).view(grad_x_ptr.shape))
@@ -258,13 +259,13 @@ def sinkhorn_backward(
 def sinkhorn_backward_recomputed(
     *, x_ptr: Tensor, hist_f_ptr: Tensor, hist_g_ptr: Tensor, n: int, iters: int, **others: Any
 ) -> None:
-    """Compute anew what was added in each iteration, and then as ``sinkhorn_backward``."""
+    """Recompute the terms of each iteration, then apply ``sinkhorn_backward``."""
     for history, steps in zip((hist_f_ptr, hist_g_ptr), _steps(x_ptr.view(-1, n, n), iters), strict=True):
         history.copy_(torch.stack(steps).view(history.shape))
     sinkhorn_backward(x_ptr=x_ptr, hist_f_ptr=hist_f_ptr, hist_g_ptr=hist_g_ptr, n=n, **others)
 
 
-# Aggregate: the streams of x become one, weighted by H_pre.
+# Aggregate: the streams of x are summed into one, weighted by H_pre.
 
 
 def aggregate_forward(
@@ -289,7 +290,7 @@ def aggregate_backward(
     FUSE_GRAD_X_ACC: bool = False,
     **_: Any,
 ) -> None:
-    """Write the gradients of x, or add it to the FP32 that is there, and of H_pre, which is rounded to its dtype."""
+    """Write the gradient of H_pre, rounded to its dtype, and write that of x or add it to an FP32 gradient."""
     grad = grad_output_ptr.view(M, 1, C)
     grad_weights = _dot(grad, x_ptr.view(M, C, n), precision)
     grad_H_pre_ptr.copy_(grad_weights.to(H_pre_ptr.dtype).view(grad_H_pre_ptr.shape))
@@ -301,7 +302,7 @@ def aggregate_backward(
     grad_x_ptr.copy_(grad_x_ptr + grad_x if FUSE_GRAD_X_ACC else grad_x)
 
 
-# Expand and combine: a layer's output goes to all streams, weighted by H_post, and H_res mixes those that there were.
+# Expand and combine: a layer's output is added to all streams, weighted by H_post, and H_res mixes the old streams.
 
 
 def expand_combine_forward(
@@ -347,7 +348,7 @@ def expand_combine_backward(
     grad_bias_ws_ptr: Tensor | None = None,
     **_: Any,
 ) -> None:
-    """Write the gradients; that of the bias is a sum over the rows of f's gradient before it is rounded."""
+    """Write the gradients; the bias gradient is the sum over rows of f's gradient before it is rounded."""
     grad, f, x = grad_output_ptr.view(M, C, n), f_ptr.view(M, 1, C), x_ptr.view(M, C, n)
     grad_weights = _dot(f, grad, precision)
     if bias_ptr is not None:
@@ -363,7 +364,7 @@ def expand_combine_backward(
     grad_x_ptr.copy_(grad_x.view(grad_x_ptr.shape))
 
 
-# Up to 2.18, a bias has kernels of its own, and the projection has one backward kernel.
+# Up to 2.18, there are separate kernels for a bias, and a single backward kernel for the projection.
 KERNELS: Mapping[str, Callable[..., None]] = {
     "_mhc_aggregate_bwd": aggregate_backward,
     "_mhc_aggregate_fwd": aggregate_forward,

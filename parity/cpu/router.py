@@ -1,4 +1,4 @@
-"""A mixture of experts: which experts a token goes to, and the rows of tokens that each expert gets."""
+"""A mixture of experts: the choice of experts for each token, and the rows of tokens that each expert gets."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def fused_topk_with_score_function_fwd(
     Args:
         logits: ``[*tokens, experts]``, FP32, FP16 or BF16.
         use_pre_softmax: take the softmax before the choice.
-        num_groups: the experts come in so many groups of equal size.
-        group_topk: choose among the experts of so many groups, those with the largest sums of their
+        num_groups: number of groups of experts, all of the same size.
+        group_topk: number of groups whose experts may be chosen: those with the largest sums of their
             ``topk / group_topk`` best scores.
-        scaling_factor: times the probabilities.
-        expert_bias: FP32 ``[experts]``, added to sigmoid and sqrtsoftplus scores for the choice alone.
-        routing_map_format: a byte or a bit for each expert.
-        topk_indices: int16, int32 or int64 ``[*tokens, topk]``: filled with the chosen experts, in place of a map.
+        scaling_factor: factor of the probabilities.
+        expert_bias: FP32 ``[experts]``, added to sigmoid and sqrtsoftplus scores only for the choice.
+        routing_map_format: whether the map has a byte or a bit for each expert.
+        topk_indices: int16, int32 or int64 ``[*tokens, topk]``, filled with the chosen experts in place of a map.
 
     Returns:
         The probabilities, in the shape and dtype of the logits, 0 for experts that were not chosen; the routing map
         (bool ``[*tokens, experts]`` or uint8 ``[*tokens, experts / 8 rounded up]``) or ``topk_indices``; and the FP32
-        activations that the backward pass needs: logits for sqrtsoftplus, else scores or probabilities.
+        activations that the backward pass needs: logits for sqrtsoftplus, otherwise scores or probabilities.
 
     Raises:
-        ValueError: for an unknown score function, a ``topk`` beyond the experts, or a bias with softmax.
+        ValueError: for an unknown score function, a ``topk`` above the number of experts, or a bias with softmax.
     """
     _check(logits, topk, score_function)
     if expert_bias is not None and score_function == "softmax":
@@ -93,20 +93,20 @@ def fused_topk_with_score_function_qb_fwd(
     histogram_mode: int,
     bin_bounds_validated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Choose by sigmoid scores, and count which bias would have brought each expert into the choice.
+    """Choose experts by sigmoid scores, and count in a histogram which bias each would have needed to be chosen.
 
-    That is the score of the best expert that was not chosen, less the expert's own.
+    That bias is the best biased score that was not chosen, minus the expert's own score.
 
     Args:
-        histogram: int32 ``[experts, bins]``, counted on.
-        bin_bounds: FP32 ``[2]``, the lowest and the highest bias; the outermost bins also count what is beyond.
+        histogram: int32 ``[experts, bins]``, updated in place.
+        bin_bounds: FP32 ``[2]``, the lowest and the highest bias; the outermost bins also count biases beyond.
 
     Returns:
-        As ``fused_topk_with_score_function_fwd``; the best biased score that was not chosen, FP32 ``[tokens]``; the
-        histogram.
+        The results of ``fused_topk_with_score_function_fwd``; the best biased score that was not chosen, FP32
+        ``[tokens]``; the histogram.
 
     Raises:
-        ValueError: if ``topk`` is not below the number of experts, or the bounds are no interval.
+        ValueError: if ``topk`` is not below the number of experts, or the bounds are not finite and rising.
     """
     _check(logits, topk + 1, "sigmoid")
     low, high = bin_bounds.tolist()
@@ -142,7 +142,7 @@ def fused_topk_with_score_function_bwd(
 
     Args:
         routing_map: the map or, if ``use_dense_indices``, the indices of the forward pass.
-        intermediate_output: its activations.
+        intermediate_output: the activations of the forward pass.
     """
     shape = grad_probs.shape
     routed = _unpacked(routing_map, shape[-1], use_dense_indices, routing_map_format).view(shape)
@@ -164,7 +164,7 @@ def fused_topk_with_score_function_bwd(
 def fused_score_for_moe_aux_loss_fwd(
     logits: Tensor, topk: int, score_function: str, routing_map_format: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scores of all experts that add up to 1, FP32 in the shape of the logits, and the map of the best.
+    """Return scores of all experts that sum to 1, FP32 in the shape of the logits, and the routing map of the best.
 
     Returns:
         The scores, the routing map of the ``topk`` best, and the FP32 activations that the backward pass needs.
@@ -207,7 +207,7 @@ def _scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def _of_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int, radix: bool) -> Tensor:
-    """Return the scores; ``-inf`` for experts outside the best groups."""
+    """Return the scores, with ``-inf`` for experts outside the best groups."""
     groups = scores.view(len(scores) * num_groups, -1)
     best = groups.gather(1, largest(groups, topk // group_topk, radix))
     group_scores = best.cumsum(1)[:, -1].view(len(scores), num_groups)
@@ -228,7 +228,7 @@ def _routed(
     routing_map_format: int,
     topk_indices: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return probabilities, map and activations from the experts that were chosen, ``[tokens, topk]``."""
+    """Return the probabilities, routing map and activations for the chosen experts, ``[tokens, topk]``."""
     values = biased.gather(1, chosen)
     if expert_bias is not None:
         values = values - expert_bias[chosen]
@@ -252,7 +252,7 @@ def _routed(
 
 
 def _map(chosen: Tensor, shape: torch.Size, routing_map_format: int) -> Tensor:
-    """Return the routing map; bits are packed the lowest expert into the lowest bit."""
+    """Return the routing map; packed into bits, the lowest expert is the lowest bit."""
     routed = torch.zeros(len(chosen), shape[-1], dtype=torch.bool).scatter_(1, chosen, True)
     if int(routing_map_format) == NVTERoutingMapFormat.BYTEMAP:
         return routed.view(shape)
@@ -276,23 +276,23 @@ def _softmax_bwd(grad: Tensor, softmax: Tensor) -> Tensor:
 
 
 def _normalize_bwd(grad: Tensor, scores: Tensor) -> Tensor:
-    """Take a gradient back through the division of scores by their sum."""
+    """Propagate a gradient back through the division of scores by their sum."""
     total = scores.sum(-1, keepdim=True) + _EPSILON
     return grad / total - (grad * scores).sum(-1, keepdim=True) / (total * total)
 
 
 def _score_bwd(grad: Tensor, logits_or_scores: Tensor, scores: Tensor, score_function: str) -> Tensor:
-    """Take a gradient back through sigmoid, from its output, or sqrtsoftplus, from its input and output."""
+    """Propagate a gradient back through sigmoid, from its output, or sqrtsoftplus, from its input and output."""
     if score_function == "sigmoid":
         return grad * scores * (1 - scores)
     slope = torch.where(logits_or_scores > 20, 1.0, logits_or_scores.sigmoid())
     return grad * (slope / (2 * scores + _EPSILON))
 
 
-# The k largest of each row, in the order, and with the choice among equals, that the router's GPU kernels have.
+# The k largest scores of each row, in the order of the router's GPU kernels and with their choice among equal scores.
 #
-# Follows ``common/fused_router/utils.h`` of TransformerEngine 2.20.2: few experts are found one by one, by a warp of 32
-# lanes each of which looks at every 32nd; many by a radix selection.
+# Follows ``common/fused_router/utils.h`` of TransformerEngine 2.20.2. A few experts are found one by one, by a warp of
+# 32 lanes that each look at every 32nd; many are found by radix selection.
 
 
 _LANES = 32
@@ -300,18 +300,19 @@ _LARGEST_RADIX_ROW = 255 * _LANES
 
 
 def uses_radix(k: int, columns: int) -> bool:
-    """Return whether TE selects by radix: from the k on that ``NVTE_RADIX_TOPK_THRESHOLD`` (16 unless set) says."""
+    """Return whether TE uses radix selection, that is, for k of ``NVTE_RADIX_TOPK_THRESHOLD`` (default 16) or more."""
     return k >= int(os.environ.get("NVTE_RADIX_TOPK_THRESHOLD", "16")) and columns <= _LARGEST_RADIX_ROW
 
 
 def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
-    """Return where the k largest of each row are.
+    """Return the columns of the k largest scores of each row.
 
     Args:
         scores: FP32 ``[rows, columns]``, no NaN.
         k: at most ``columns``.
-        radix: one by one, they come in falling order, and of equals the one that the warp's reduction meets first.
-            By radix, the smallest of them come last; otherwise, and among equals, the lower column comes first.
+        radix: whether TE uses radix selection. Then the lower column comes first, and wins among equal scores, but the
+            smallest of the k scores come last. Otherwise scores are in descending order, and the one that the warp's
+            reduction meets first wins among equals.
 
     Returns:
         Columns, int64 ``[rows, k]``.
@@ -319,7 +320,7 @@ def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
     if not radix:
         order = _warp_order(scores.shape[1])
         return order[scores[:, order].sort(dim=1, descending=True, stable=True).indices[:, :k]]
-    bits = scores.contiguous().view(torch.int32)  # ordered below as the FP32 scores are, -0 below 0
+    bits = scores.contiguous().view(torch.int32)  # sorted below like the FP32 scores, with -0 below 0
     chosen = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).sort(dim=1, descending=True, stable=True)
     smallest, columns = chosen.values[:, k - 1 : k], chosen.indices[:, :k]
     is_smallest = (chosen.values[:, :k] == smallest) * scores.shape[1]
@@ -327,10 +328,11 @@ def largest(scores: Tensor, k: int, radix: bool) -> Tensor:
 
 
 def _warp_order(columns: int) -> Tensor:
-    """Return the columns in the order of preference among equals.
+    """Return the columns in the order of preference among equal scores.
 
-    A lane keeps the first of the equals that it meets. When two lanes compare, each keeps its own: lanes that differ by
-    16 compare first, neighbours last, and lane 0 tells the result, so the bits of a lane's number count in reverse.
+    A lane keeps the first of equal scores that it meets, and its own score when it compares with another lane. Lanes
+    that differ by 16 compare first, neighbours compare last, and lane 0 has the result, so the lanes are preferred in
+    the order of their numbers with the bits reversed.
     """
     column = torch.arange(columns)
     lane = column % _LANES
@@ -338,7 +340,7 @@ def _warp_order(columns: int) -> Tensor:
     return (reversed_lane * columns + column).argsort()
 
 
-# The loss that keeps a mixture's experts evenly busy.
+# The loss that balances the load of a mixture's experts.
 #
 # Follows ``csrc/extensions/router.cpp`` of TransformerEngine 2.20.2 and ``common/fused_router/fused_moe_aux_loss.cu``:
 # ``experts * coeff / (topk * tokens**2) * sum over experts of (tokens of the expert * sum of its probabilities)``, the
@@ -355,15 +357,15 @@ def fused_moe_aux_loss_fwd(
     topk: int,
     coeff: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss, a scalar in the dtype of ``probs``, and what the backward pass needs.
+    """Return the loss, a scalar in the dtype of ``probs``, and the numbers that the backward pass needs.
 
     Args:
-        probs: ``[num_rows, num_cols]``, a column an expert; sequences may lie side by side, so ``num_cols`` is a
+        probs: ``[num_rows, num_cols]``, one column per expert; sequences may lie side by side, so ``num_cols`` is a
             multiple of ``num_experts``.
         tokens_per_expert: ``[num_cols]``, any dtype.
 
     Returns:
-        The loss; FP32 ``[2]``: the factor of the sum, and the loss before it was rounded.
+        The loss; and, FP32 ``[2]``, the factor of the sum and the loss before it was rounded.
 
     Raises:
         ValueError: if ``topk`` is not positive or the columns do not fit the experts.
@@ -371,7 +373,7 @@ def fused_moe_aux_loss_fwd(
     if topk <= 0 or num_experts <= 0 or num_cols % num_experts:
         raise ValueError(f"aux loss: {num_cols} columns, {num_experts} experts and topk {topk} do not fit each other")
     of_expert = probs.sum(0, dtype=torch.float32) * tokens_per_expert.float()
-    # Step by step as in TE: in FP32, the order of the divisions decides the last bit.
+    # This divides in TE's order, because the order decides the last bit in FP32.
     factor = torch.tensor(coeff, dtype=torch.float32) * num_experts / topk / total_num_tokens / total_num_tokens
     loss = of_expert.sum() * factor
     return loss.to(probs.dtype), torch.stack([factor, loss])
@@ -401,12 +403,12 @@ def fused_moe_aux_loss_bwd(
     return of_expert.to(grad_aux_loss.dtype).expand(num_rows, num_cols).contiguous()
 
 
-# Tokens to the rows of their experts and back by a map of expert indices, and rows of zeros between the experts.
+# Permutation of tokens to the rows of their experts and back, by a map of expert indices, and padding of these rows.
 #
 # Follows ``csrc/extensions/permutation.cpp`` and ``padding.cpp`` of TransformerEngine 2.20.2, and the kernels of
 # ``common/permutation`` and ``common/util/padding.cu``. The permuted rows are sorted by expert; rows of one expert
-# keep the order of their tokens. ``row_id_map`` is int32 ``[top_k * tokens]``, the k-th choice of token t at ``k *
-# tokens + t``: the row that holds it, or -1 if it was dropped. Maps from masks are TE's Triton kernels', see
+# keep the order of their tokens. ``row_id_map`` is int32 ``[top_k * tokens]``. Its entry ``k * tokens + t`` is the
+# row of token t for its k-th choice, or -1 if it was dropped. TE's Triton kernels use other maps, made from masks; see
 # ``triton.py``.
 #
 # The kernels compute in the dtype of the rows (``TCompute`` in ``permutation.cu``): probabilities are rounded to it,
@@ -428,10 +430,11 @@ def moe_permute_fwd(
     Args:
         input: ``[tokens, hidden]``, any dtype.
         indices: the experts of each token, int32 ``[tokens, top_k]``; negative ones come first.
-        num_out_tokens: rows to keep, the last experts' are dropped; 0 or less keeps ``tokens * top_k``.
+        num_out_tokens: number of rows to keep; those of the last experts are dropped. 0 or less keeps all rows,
+            ``tokens * top_k``.
 
     Returns:
-        The rows ``[num_out_tokens, hidden]``, ``row_id_map``, and the workspace, which sorting needs on a GPU only.
+        The rows ``[num_out_tokens, hidden]``, ``row_id_map``, and the workspace, which is only needed to sort on a GPU.
     """
     tokens, top_k = indices.shape
     rows = num_out_tokens if num_out_tokens > 0 else tokens * top_k
@@ -447,11 +450,11 @@ def moe_permute_fwd(
 def moe_unpermute_fwd(
     input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
-    """Add up the rows of each token, times their probabilities, in their dtype and in the order of its choices.
+    """Sum the rows of each token, times their probabilities, in the rows' dtype and in the order of its choices.
 
     Args:
         input: ``[rows, hidden]``.
-        prob: ``[num_tokens, topK]``, or empty: all are 1.
+        prob: ``[num_tokens, topK]``, or empty if all are 1.
 
     Returns:
         ``[num_tokens, hidden]``, in the dtype of ``input``; zeros for a token that was dropped.
@@ -464,7 +467,7 @@ def moe_unpermute_fwd(
 
 
 def moe_permute_bwd(input: Tensor, dtype: int, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int) -> Tensor:
-    """Return the gradient of the tokens from that of their rows; as ``moe_unpermute_fwd``."""
+    """Return the gradient of the tokens from that of their rows, with the arguments of ``moe_unpermute_fwd``."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 
@@ -476,7 +479,7 @@ def moe_unpermute_bwd(
     Args:
         input_bwd: gradient of the tokens, ``[tokens, hidden]``.
         input_fwd: the rows of the forward pass, ``[rows, hidden]``.
-        prob: ``[tokens, top_k]``, or empty: then top_k is 1 and there is one row a token.
+        prob: ``[tokens, top_k]``, or empty if there is one row per token.
 
     Returns:
         The gradient of the rows, in the dtype of ``input_bwd``; that of the probabilities, FP32 ``[tokens, top_k]``.
@@ -496,8 +499,8 @@ def moe_unpermute_bwd(
 def _inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Return the FP32 inner product of each pair of rows, in the order of a warp.
 
-    A lane adds up what it loads, 16 bytes of each row at a time; then the sums of lanes that differ by 16 are added, by
-    8, and so on. A product is rounded to the dtype of the rows first; in FP32 it is not rounded at all.
+    A lane loads 16 bytes of each row at a time, and sums their products. Then the sums of lanes that differ by 16 are
+    added, then by 8, and so on. Products are first rounded to the dtype of the rows; in FP32 they are not rounded.
     """
     of_a_load = 16 // left.element_size()
     lanes = torch.zeros(len(left), _LANES)
@@ -511,16 +514,16 @@ def _inner_products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return ``a * b + c``, rounded once: FP64 holds the product, and rounds the sum finely enough to not be seen."""
+    """Return ``a * b + c`` rounded once; FP64 holds the product, and its rounding of the sum is too fine to matter."""
     return torch.addcmul(c.double(), a.double(), b.double()).to(a.dtype)
 
 
 def _rows(input: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows of ``input`` with these numbers; zeros for -1."""
+    """Return the rows of ``input`` with these indices, and zeros for -1."""
     return input[rows.clamp(min=0).long()].masked_fill_(rows[:, None] < 0, 0)
 
 
-# Padding gives each part a number of rows that fits an FP8 product.
+# Padding of each part to a number of rows that an FP8 product accepts.
 
 
 def fused_multi_row_padding(
@@ -528,7 +531,7 @@ def fused_multi_row_padding(
 ) -> None:
     """Copy each part of ``input`` to its place in ``output``, followed by rows of zeros.
 
-    A part without rows is left out, padding included: its place in ``output`` stays as it is.
+    The place of a part without rows stays as it is, including its padding.
 
     Args:
         input: ``[sum of input_row_list, columns]``, any dtype.

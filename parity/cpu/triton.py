@@ -1,8 +1,8 @@
 """TransformerEngine's functions that launch Triton kernels: masks of experts, cross entropy, padding, bias gradients.
 
-Stands in for the wrappers of ``transformer_engine/pytorch/triton`` (2.14.1 to 2.20.2), whose kernels are Triton's
-(``common/triton``); ``replacements`` says which of TE's functions become which of these, and ``kernel`` which of the
-kernels themselves have a counterpart.
+Replaces the wrappers of ``transformer_engine/pytorch/triton`` (2.14.1 to 2.20.2), whose Triton kernels are in
+``common/triton``. ``replacements`` says which of TE's functions are replaced, and ``kernel`` which kernels themselves
+have a counterpart.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.nn.functional import pad
 
 from parity.cpu import mhc, versions
 
-# Elements of rows that are moved at once: what lies between input and output stays in a core's cache.
+# Elements of rows that are moved at once, so that intermediate results stay in a core's cache.
 _AT_ONCE = 1 << 18
 
 
 def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the functions of TE's ``module`` to replace, by name; none for most modules."""
+    """Return the replacements for functions of TE's ``module`` by name, which most modules do not have."""
     package, _, name = module.rpartition(".")
     if package != "transformer_engine.pytorch.triton":
         return {}
@@ -38,22 +38,22 @@ def replacements(module: str) -> Mapping[str, Callable[..., Any]]:
 
 
 def kernel(name: str) -> Callable[..., Any] | None:
-    """Return what is launched in place of the Triton kernel of this dotted name, None if there is nothing."""
+    """Return the counterpart of the Triton kernel with this dotted name, or None if there is none."""
     module, _, function = name.rpartition(".")
     return mhc.KERNELS.get(function) if module == "transformer_engine.common.triton.mhc" else None
 
 
-# Tokens to the rows of their experts and back, by a mask; and chunks of rows in another order.
+# Permutation of tokens to the rows of their experts and back, by a mask, and reordering of chunks of rows.
 #
-# Stands in for the wrappers of ``transformer_engine/pytorch/triton/permutation.py`` (2.14.1 to 2.20.2), whose kernels
-# are Triton's (``common/triton/permutation.py``). ``row_id_map`` is int32 ``[tokens, 2 * experts + 1]``: for each token
-# the rows of its n experts, highest first, from column 0; those experts, from column ``experts``; n in the last column.
+# Replaces the wrappers of ``transformer_engine/pytorch/triton/permutation.py`` (2.14.1 to 2.20.2), whose Triton kernels
+# are in ``common/triton/permutation.py``. ``row_id_map`` is int32 ``[tokens, 2 * experts + 1]``. It holds, for each
+# token, the rows of its n experts, highest first, from column 0; these experts from column ``experts``; and n at the end.
 
 
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """Return the ``row_id_map`` of a mask ``[num_tokens, num_experts]``; columns that stand for no row are -1.
+    """Return the ``row_id_map`` of a mask ``[num_tokens, num_experts]``; unused columns are -1.
 
-    Rows are numbered expert by expert, within an expert token by token.
+    Rows are numbered expert by expert, and token by token within an expert.
     """
     mask = routing_map.t().bool()
     rows = (mask.reshape(-1).cumsum(0) - 1).view(num_experts, num_tokens)
@@ -81,7 +81,7 @@ def permute_with_mask_map(
         inp: ``[num_tokens, hidden_size]``, any dtype.
         probs: ``[num_tokens, num_experts]``; where one is 0, the row becomes zeros.
         scale: ``[num_tokens, scale_hidden_dim]``.
-        pad_offsets: int ``[num_experts]``: how many rows of zeros precede the rows of each expert.
+        pad_offsets: int ``[num_experts]``, the number of rows of zeros before the rows of each expert.
 
     Returns:
         The rows ``[num_out_tokens, hidden_size]``, their scales, and their probabilities ``[num_out_tokens]``.
@@ -112,12 +112,12 @@ def unpermute_with_mask_map(
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Add up the rows of each token, in FP32, times ``merging_probs`` if there are any.
+    """Sum the rows of each token in FP32, times ``merging_probs`` if there are any.
 
     Args:
         inp: ``[rows, hidden_size]``.
         merging_probs: ``[num_tokens, num_experts]``.
-        permuted_probs: ``[rows]``, to be brought back as well.
+        permuted_probs: ``[rows]``, which are also put back in the order of tokens.
 
     Returns:
         The tokens ``[num_tokens, hidden_size]`` in the dtype of ``inp``, and ``permuted_probs`` as
@@ -166,7 +166,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 
 
 def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int) -> Tensor:
-    """Return where each row goes, int32 ``[num_tokens]``, if the chunks are put in the order ``sorted_indices``.
+    """Return the new place of each row, int32 ``[num_tokens]``, if chunks are put in the order ``sorted_indices``.
 
     Args:
         split_sizes: rows of each chunk, int ``[num_splits]``. Rows beyond the last chunk stay where they are.
@@ -185,7 +185,7 @@ def make_chunk_sort_map(split_sizes: Tensor, sorted_indices: Tensor, num_tokens:
 def sort_chunks_by_map(
     inp: Tensor, row_id_map: Tensor, probs: Tensor | None, num_tokens: int, hidden_size: int, is_forward: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Move rows ``[num_tokens, hidden_size]`` and their probabilities by ``make_chunk_sort_map``'s map, or back."""
+    """Move rows ``[num_tokens, hidden_size]`` and their probabilities by a map of ``make_chunk_sort_map``, or back."""
     to = row_id_map.long()
     source = torch.empty_like(to).index_copy_(0, to, torch.arange(num_tokens)) if is_forward else to
     return inp.index_select(0, source), None if probs is None else probs[source]
@@ -204,10 +204,9 @@ def _parts(rows: Tensor, hidden_size: int) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
-# Zeros around the scales of columnwise data.
+# Zero padding for the scales of columnwise data.
 #
-# Stands in for the wrapper of ``transformer_engine/pytorch/triton/pad.py`` (2.14.1 to 2.20.2), whose kernel is
-# Triton's.
+# Replaces the wrapper of a Triton kernel in ``transformer_engine/pytorch/triton/pad.py`` (2.14.1 to 2.20.2).
 
 
 def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
@@ -218,16 +217,16 @@ def pad_columnwise_scale_inv(inp: Tensor) -> Tensor:
 
 # Bias gradients of several groups of rows in one call.
 #
-# Stands in for the wrappers of ``transformer_engine/pytorch/triton/grouped_dbias_dscales.py`` (2.16.1 to 2.20.2), whose
-# kernel is Triton's. All sums are FP32.
+# Replaces the wrappers of a Triton kernel in ``transformer_engine/pytorch/triton/grouped_dbias_dscales.py`` (2.16.1 to
+# 2.20.2). All sums are FP32.
 
 
 def compute_grouped_dbias(dy: Tensor, offsets: Tensor, num_groups: int, dbias: Tensor | None = None) -> Tensor:
     """Add the sum of each group's rows to ``dbias``.
 
     Args:
-        dy: ``[rows, hidden]``; rows beyond the last group do not count.
-        offsets: int64 ``[num_groups + 1]``, from 0: where the groups begin and end.
+        dy: ``[rows, hidden]``; rows after the last group are ignored.
+        offsets: int64 ``[num_groups + 1]``, the starts of groups, from 0, and the end.
         dbias: FP32 ``[num_groups, hidden]``. Default: zeros.
     """
     if dbias is None:
@@ -247,12 +246,12 @@ def compute_grouped_dbias_dscales(
     """Add the gradients of a bias and of a scale, where each group's output is ``(product + bias) * scale``.
 
     Args:
-        dy: ``[rows, hidden]``; rows beyond the last group do not count.
+        dy: ``[rows, hidden]``; rows after the last group are ignored.
         scales: FP32 ``[rows]``.
         bias: ``[groups, hidden]``.
-        offsets: int64 ``[groups + 1]``, from 0: where the groups begin and end.
+        offsets: int64 ``[groups + 1]``, the starts of groups, from 0, and the end.
         dbias: FP32 ``[groups, hidden]``. Default: zeros.
-        dscales: FP32 ``[rows]``, what the product adds to it. Default: zeros.
+        dscales: FP32 ``[rows]``, the product's part of the gradient. Default: zeros.
     """
     if dbias is None:
         dbias = torch.zeros(bias.shape)
@@ -277,11 +276,11 @@ def _groups(offsets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Hold what a row of logits is reduced to, over all ranks.
+    """Hold the reductions of rows of logits over all ranks.
 
     Attributes:
         stats: FP32 ``[rows, 2]``: the largest logit, and the sum of the exponentials relative to it.
-        of_target: FP32 ``[rows]``: the target's logit, ``-inf`` if the target is no token.
+        of_target: FP32 ``[rows]``: the target's logit, or ``-inf`` if the target is not in the vocabulary.
         total: FP32 ``[rows]``: the sum of the logits.
     """
 
@@ -299,18 +298,18 @@ def cross_entropy_forward(
     ignore_idx: int,
     overwrite_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int]:
-    """Return the loss of each row, or their mean over the rows that count.
+    """Return the loss of each row, or the mean loss of the rows that are not ignored.
 
     Args:
         _input: this rank's part of the logits, ``[batch, sequence, vocabulary]``, FP32 or BF16.
         target: int64, a token for each row; ``ignore_idx`` makes a loss of 0.
-        label_smoothing: how much of the target's weight goes to all tokens alike.
-        reduce_loss: average over the rows that are not ignored; else ``[batch, sequence]``.
+        label_smoothing: the part of the target's weight that is spread evenly over all tokens.
+        reduce_loss: average over the rows that are not ignored; otherwise the loss is ``[batch, sequence]``.
         overwrite_input: save the logits themselves for the backward pass, not a copy.
 
     Returns:
-        The loss (FP32; ``[1]`` if reduced), and what ``cross_entropy_backward`` needs: the saved logits,
-        ``Statistics.stats``, the target, the number of rows that count or None, this rank and the number of ranks.
+        The loss (FP32; ``[1]`` if reduced), and arguments of ``cross_entropy_backward``: the saved logits,
+        ``Statistics.stats``, the target, the number of rows in the mean or None, this rank and the number of ranks.
     """
     rank, ranks = rank_and_size(dist_process_group)
     batch, sequence, vocabulary = _input.shape
@@ -337,7 +336,7 @@ def cross_entropy_backward(
     world_size: int,
     ignore_idx: int,
 ) -> Tensor:
-    """Return the gradient of the logits, in FP32 and rounded once, in place of the saved logits."""
+    """Compute the gradient of the logits in FP32, and write it, rounded once, over the saved logits."""
     rows = saved_input.view(-1, saved_input.shape[-1])
     factor = grad_output.reshape(-1, 1).float()
     if n_non_ignore is not None:
@@ -355,12 +354,12 @@ def rank_and_size(group: Any) -> tuple[int, int]:
 
 
 def counted_rows(tokens: Tensor, ignore_idx: int) -> Tensor:
-    """Return how many rows are not ignored, at least 1: int64 ``[1]``."""
+    """Return the number of rows that are not ignored, at least 1, as int64 ``[1]``."""
     return (tokens != ignore_idx).sum().clamp_(min=1).view(1)
 
 
 def statistics(rows: Tensor, tokens: Tensor, rank: int, ranks: int, group: Any) -> Statistics:
-    """Return the ``Statistics`` of rows ``[rows, vocabulary]`` that are split over the ranks, in their order."""
+    """Return the ``Statistics`` of rows ``[rows, vocabulary]`` that are split over the ranks in order."""
     logits = rows.float()
     largest = logits.amax(1)
     column = (tokens - rank * logits.shape[1])[:, None]
@@ -387,21 +386,21 @@ def row_losses(row: Statistics, vocabulary: int, label_smoothing: float) -> Tens
 
 
 def gradient_without_target(rows: Tensor, stats: Tensor, label_smoothing: float, ranks: int) -> Tensor:
-    """Return softmax less what label smoothing expects of each token, FP32 in the shape of ``rows``."""
+    """Return softmax minus the weight that label smoothing gives each token, FP32 in the shape of ``rows``."""
     return (rows.float() - stats[:, :1]).exp_().div_(stats[:, 1:]).sub_(label_smoothing / (rows.shape[1] * ranks))
 
 
 def targets_here(tokens: Tensor, columns: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the rows whose target is in this rank's part of the vocabulary, and its column there."""
+    """Return the rows whose target is in this rank's part of the vocabulary, and the target's columns there."""
     column = tokens - rank * columns
     (rows,) = ((column >= 0) & (column < columns)).nonzero(as_tuple=True)
     return rows, column[rows]
 
 
-# Cross entropy up to 2.18: the forward pass computes the gradient, too.
+# Cross entropy up to 2.18, where the forward pass also computes the gradient.
 #
-# Up to 2.16 the gradient overwrites the logits, in their dtype, so that the backward pass rounds it again; 2.18 keeps
-# it in FP32.
+# Up to 2.16, the gradient overwrites the logits in their dtype, so the backward pass rounds it again. 2.18 keeps it in
+# FP32.
 
 
 _Forward = Callable[[Tensor, Tensor, float, bool, Any, int], tuple[Tensor, Tensor]]
@@ -411,8 +410,8 @@ def _forward_before_2_19(gradient_in_fp32: bool) -> _Forward:
     """Return the ``cross_entropy_forward`` of these versions.
 
     It takes the logits ``[batch, sequence, vocabulary]``, the target, the label smoothing, whether to average over the
-    rows that count, the process group, and the target that is ignored. It returns the loss, as that of 2.19 does, and
-    the gradient of the logits for a loss whose own gradient is 1.
+    rows that are not ignored, the process group, and the target to ignore. It returns the same loss as 2.19, and the
+    gradient of the logits for a loss whose own gradient is 1.
     """
 
     def forward(
@@ -446,7 +445,7 @@ def _backward_before_2_19(grad_input: Tensor, grad_output: Tensor, is_cg_captura
     return grad_input
 
 
-# The replacements, by the module of TE's package that defines the functions.
+# The replacements, by the module of TE's package that defines the replaced functions.
 _REPLACEMENTS: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "cross_entropy": (cross_entropy_forward, cross_entropy_backward),
     "grouped_dbias_dscales": (compute_grouped_dbias, compute_grouped_dbias_dscales),
