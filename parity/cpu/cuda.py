@@ -1,4 +1,4 @@
-"""The emulated GPU, and what TransformerEngine gets for ``torch.cuda``: one device whose memory is the host's.
+"""The emulated GPU, and the ``torch.cuda`` that TransformerEngine sees: one device whose memory is the host's.
 
 Work is done when a call returns, so streams and events have nothing to order. Names that are not defined here come
 from the real ``torch.cuda``, where they fail as they always do without a GPU.
@@ -37,7 +37,7 @@ CUDA_VERSION = "13.0"
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """The properties of the emulated GPU that TE asks for; units as in ``torch.cuda.get_device_properties``."""
+    """The properties of the emulated GPU that TE asks for, in the units of ``torch.cuda.get_device_properties``."""
 
     name: str
     major: int
@@ -59,15 +59,15 @@ class BadVariable(UserError, ValueError):
     """Raised if an environment variable that describes the emulated GPU has an invalid value."""
 
 
-# The GPU in place of the environment's, set by ``emulated``.
+# The GPU that ``emulated`` sets in place of the environment's.
 chosen_gpu: ContextVar[DeviceProperties | None] = ContextVar("chosen_gpu", default=None)
 
 
 def emulated_gpu() -> DeviceProperties:
-    """Return the GPU of the context (``parity.cpu.cuda``), else the environment's.
+    """Return the GPU that ``emulated`` has set, or the environment's.
 
     Raises:
-        BadVariable: as ``environment_gpu``.
+        BadVariable: if ``environment_gpu`` does.
     """
     return chosen_gpu.get() or environment_gpu()
 
@@ -76,7 +76,7 @@ def emulated_gpu() -> DeviceProperties:
 def environment_gpu() -> DeviceProperties:
     """Return the GPU that the environment variable ``PARITY_EMULATED_GPU`` names; a Hopper if it is not set.
 
-    It is read once: what TE says is available follows from it, and TE remembers what it has said.
+    The variable is read only once, because TE caches what the GPU supports.
 
     Raises:
         BadVariable: for a name that is not in ``GPUS``.
@@ -91,13 +91,13 @@ def environment_gpu() -> DeviceProperties:
 
 @functools.cache
 def cublaslt_version() -> int:
-    """Return cuBLASLt's version as ``cublasLtGetVersion`` encodes it: 13.2, or ``PARITY_EMULATED_CUBLASLT``.
+    """Return cuBLASLt's version, 13.2 or ``PARITY_EMULATED_CUBLASLT``, as ``cublasLtGetVersion`` encodes it.
 
     From 13.3 on (13.4 to 13.6 on a Hopper), TE 2.19 and later multiply the experts of a ``GroupedLinear`` as one
     grouped tensor.
 
     Raises:
-        BadVariable: if the variable holds no such number.
+        BadVariable: if the variable does not hold such a number.
     """
     value = os.environ.get(CUBLASLT_VARIABLE, str(DEFAULT_CUBLASLT))
     if not re.fullmatch(r"1\d{5}", value):
@@ -183,12 +183,12 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """Return one device for each process that ``torchrun`` has started on this machine."""
+    """Return one device per process that ``torchrun`` has started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def current_device() -> torch.device:
-    """Return the CPU: TE passes this on as a device, and only compares it with the index 0 to choose who prints."""
+    """Return the CPU, because TE uses this as a device, and compares it with index 0 only to choose who prints."""
     return torch.device("cpu")
 
 
@@ -277,7 +277,7 @@ def initial_seed() -> int:
     return torch.initial_seed()
 
 
-# What the CPU has under other names, or what has no meaning without a device's own memory.
+# Names that the CPU has under other names, or that mean nothing without a device's own memory.
 
 ByteTensor, CharTensor, ShortTensor = torch.ByteTensor, torch.CharTensor, torch.ShortTensor
 IntTensor, LongTensor, BoolTensor = torch.IntTensor, torch.LongTensor, torch.BoolTensor
@@ -321,15 +321,15 @@ def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Return how much memory is free and how much there is: all of the emulated GPU's, which takes the host's."""
+    """Return the emulated GPU's memory as both free and total, because it is really the host's."""
     return emulated_gpu().total_memory, emulated_gpu().total_memory
 
 
-# What rewritten sources call in the place of methods and devices, see ``loading/words.py``.
+# Functions that rewritten sources call in place of methods and devices, see ``loading/words.py``.
 
 
 def placed(place: Any) -> Any:
-    """Return the CPU for a device of CUDA, also by its number; anything else as it is."""
+    """Return the CPU for a CUDA device or its index, and anything else as it is."""
     if isinstance(place, str):
         return "cpu" if place.partition(":")[0] == "cuda" else place
     if isinstance(place, torch.device):
@@ -338,12 +338,12 @@ def placed(place: Any) -> Any:
 
 
 def pinned(x: Any, is_asked: bool = True) -> Any:
-    """Return a tensor as it is; other objects are asked themselves."""
+    """Return a tensor as it is, and call ``pin_memory`` of other objects."""
     return x if isinstance(x, torch.Tensor) or not is_asked else x.pin_memory()
 
 
 def record_stream(x: Any, stream: Any) -> None:
-    """Do nothing for a tensor; other objects are asked themselves."""
+    """Do nothing for a tensor, and call ``record_stream`` of other objects."""
     if not isinstance(x, torch.Tensor):
         x.record_stream(stream)
 
@@ -360,14 +360,14 @@ nvtx = SimpleNamespace(
 )
 
 
-random = sys.modules[__name__]  # torch.cuda.random has functions that torch.cuda has, too
+random = sys.modules[__name__]  # torch.cuda.random's functions are in torch.cuda, too
 
 
 def __getattr__(name: str) -> Any:
     return getattr(torch.cuda, name)
 
 
-# TE on an emulated GPU other than the process's own, for a part of the process.
+# Contexts that change the GPU that TE finds.
 
 
 _CachedFunction = type(functools.cache(len))
@@ -375,7 +375,7 @@ _CachedFunction = type(functools.cache(len))
 
 @contextmanager
 def emulated(gpu: DeviceProperties) -> Iterator[None]:
-    """Let TE's modules on CPU kernels find themselves on ``gpu`` within the context, in this thread."""
+    """Make TE's modules on CPU kernels see ``gpu`` within the context, in this thread."""
     token = chosen_gpu.set(gpu)
     _forget_gpu()
     try:
@@ -387,7 +387,7 @@ def emulated(gpu: DeviceProperties) -> Iterator[None]:
 
 @contextmanager
 def emulated_libraries(cuda_version: str = CUDA_VERSION, cublaslt: int = DEFAULT_CUBLASLT) -> Iterator[None]:
-    """Let TE's modules on CPU kernels find these versions within the context; the kernels stay the same.
+    """Make TE's modules on CPU kernels see these versions within the context; the kernels stay the same.
 
     Args:
         cuda_version: as ``torch.version.cuda``.
@@ -405,7 +405,7 @@ def emulated_libraries(cuda_version: str = CUDA_VERSION, cublaslt: int = DEFAULT
 
 
 def _forget_gpu() -> None:
-    """Make TE ask anew what its GPU can do: it keeps the answers in caches and in variables named ``..._SUPPORT``."""
+    """Clear TE's caches and ``..._SUPPORT`` variables, so that it asks again what its GPU supports."""
     modules = [module for name, module in sys.modules.items() if name.startswith("transformer_engine.")]
     for module in modules:
         for name, value in list(vars(module).items()):

@@ -1,4 +1,4 @@
-"""``torch.distributed`` of the emulated GPUs: ranks whose tensors lie on the CPU talk by gloo where NCCL is meant.
+"""``torch.distributed`` for the emulated GPUs, which uses gloo in place of NCCL because all tensors are on the CPU.
 
 Names that are not defined here come from the real ``torch.distributed``.
 """
@@ -19,7 +19,7 @@ _BACKEND = "gloo"
 
 
 def _meant(backend: str | None) -> str | None:
-    """Return the backend for CPUs where one for GPUs is named: ``nccl``, ``cuda:nccl``, ``cpu:gloo,cuda:nccl``."""
+    """Return gloo in place of a backend for GPUs: ``nccl``, ``cuda:nccl`` or ``cpu:gloo,cuda:nccl``."""
     return _BACKEND if backend is None or "nccl" in backend.lower() else backend
 
 
@@ -32,7 +32,7 @@ def is_backend_available(backend: str) -> bool:
 
 
 def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Start the default group, called as in ``torch.distributed``; options of NCCL and the device have no meaning."""
+    """Start the default group as ``torch.distributed`` does; NCCL's options and the device are ignored."""
     _drop(kwargs, "device_id", "pg_options")
     dist.init_process_group(_meant(backend), *args, **kwargs)
 
@@ -40,7 +40,7 @@ def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) ->
 def new_group(
     ranks: Sequence[int] | None = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Make a group, called as in ``torch.distributed``."""
+    """Make a group as ``torch.distributed`` does."""
     _drop(kwargs, "device_id", "pg_options")
     return dist.new_group(ranks, timeout, backend and _meant(backend), None, *args[1:], **kwargs)
 
@@ -63,12 +63,12 @@ def _drop(arguments: dict[str, Any], *names: str) -> None:
         arguments.pop(name, None)
 
 
-# Sending and receiving. NCCL's work can be waited for as often as one likes, and TE's context parallelism waits twice;
-# gloo's second wait never ends.
+# Sending and receiving. NCCL's work can be waited for repeatedly, and TE's context parallelism waits twice. With gloo,
+# a second wait never ends.
 
 
 class _Work:
-    """Work of gloo that may be waited for again."""
+    """A gloo work handle that can be waited for repeatedly."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -93,11 +93,11 @@ def irecv(*args: Any, **kwargs: Any) -> Any:
 
 
 def _again(work: Any) -> Any:
-    return None if work is None else _Work(work)  # a rank outside of the group has none
+    return None if work is None else _Work(work)  # ranks outside the group get no work
 
 
 class P2POp(dist.P2POp):
-    """One of a batch, whose operation may be a function of this module."""
+    """One operation of a batch, which may be given as a function of this module."""
 
     def __new__(cls, op: Callable[..., Any], *args: Any, **kwargs: Any) -> P2POp:
         return super().__new__(cls, _REAL.get(op, op), *args, **kwargs)
@@ -116,12 +116,12 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
 def _coalescing_manager(
     group: Any = None, device: torch.device | None = None, async_ops: bool = False
 ) -> AbstractContextManager[Any]:
-    """Do collectives at once, called as in ``torch.distributed``; told a device, it asks a backend to join them."""
+    """Group collectives as ``torch.distributed`` does, without the device, so that no backend is asked to join them."""
     return distributed_c10d._coalescing_manager(group, None, async_ops)
 
 
-# Gathering. A thread of gloo's writes what was gathered by PyTorch's operations, with autograd on, which refuses to
-# write to the parts of a split tensor; NCCL's kernels write to any.
+# Gathering. A thread of gloo writes the result with PyTorch's operations and autograd on, and autograd refuses to write
+# to the parts of a split tensor. NCCL's kernels write to any tensor.
 
 
 def _detached(name: str) -> Callable[..., Any]:

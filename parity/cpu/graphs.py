@@ -1,13 +1,13 @@
-"""CUDA graphs of the emulated GPU: work that is recorded once, and done again on the same memory.
+"""CUDA graphs of the emulated GPU: work that is recorded once and replayed on the same memory.
 
-A graph on a GPU holds the kernels that were launched while it was captured, with the addresses that they were given,
-and nothing of the Python that launched them. So it is here. Within a capture a dispatch mode records PyTorch's
-operations, and each of TE's kernels is recorded as one call. A replay makes the same calls on the same memory. What
-Python decided, a number on the host, and a tensor that took another's place after the capture do not reach it.
+A graph on a GPU holds the kernels that were launched during its capture and the addresses that they were given, but
+nothing of the Python that launched them. It is the same here. Within a capture, a dispatch mode records PyTorch's
+operations, and each of TE's kernels is recorded as one call. A replay makes the same calls on the same memory. It does
+not see decisions of Python, numbers on the host, or tensors that replaced others after the capture.
 
-Unlike on a GPU, captured work is done while it is captured, since sizes may depend on it. Afterwards memory that was
-there before has its values again, as if it had not been done. Memory of the capture keeps the values, and none of it is
-shared between graphs, whatever their pools.
+Unlike on a GPU, captured work is also executed during the capture, because sizes may depend on it. Afterwards, memory
+that existed before gets its old values back, as if nothing had been executed. Memory allocated in the capture keeps its
+values, and graphs never share it, whatever their pools.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _aten = torch.ops.aten
 
 
 class CaptureError(RuntimeError):
-    """Raised where a stream that is captured would have to wait for a value, as CUDA does."""
+    """Raised, as CUDA does, if a stream that is being captured would have to wait for a value."""
 
 
 def _not_permitted(what: str) -> CaptureError:
@@ -44,7 +44,7 @@ def _not_permitted(what: str) -> CaptureError:
     )
 
 
-# What a graph holds: calls, and the memory that each wrote.
+# The contents of a graph: calls, and the memory that each of them wrote.
 
 
 class _Step(Protocol):
@@ -53,7 +53,7 @@ class _Step(Protocol):
 
 @dataclass(frozen=True)
 class _Operation:
-    """Call one of PyTorch's operations again, on aliases of the memory that its tensors had in the capture."""
+    """A call of one of PyTorch's operations, on aliases of the memory that its tensors had in the capture."""
 
     function: Any
     args: Any
@@ -66,12 +66,12 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _KernelCall:
-    """Call one of TE's kernels again.
+    """A call of one of TE's kernels.
 
     Attributes:
-        held: the attributes, as they were at the call, of each object among the arguments. A quantizer is told anew for
-            each tensor what to make, and a quantized tensor drops what is needed no more; a kernel on a GPU reads both
-            when it is launched.
+        held: for each object among the arguments, its attributes and a copy of them from the time of the call. TE
+            reconfigures a quantizer for each tensor, and a quantized tensor drops buffers that are no longer needed; a
+            kernel on a GPU reads both when it is launched.
         written: the memory of arguments and results after the call.
     """
 
@@ -99,7 +99,7 @@ def _refill(attributes: dict[str, Any], content: Mapping[str, Any]) -> None:
 
 
 def _store(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Write what a call returned to the memory that it wrote in the capture; much is there already."""
+    """Copy the results of a call to the memory that it wrote in the capture, unless they are already there."""
     if [x.shape for x in places] != [x.shape for x in values]:
         raise RuntimeError(
             "a call of a CUDA graph has results of other sizes than when it was captured, which a graph cannot have: "
@@ -115,17 +115,17 @@ def _is_plain(x: object) -> bool:
 
 
 def _alias(x: Any) -> Any:
-    """Return a plain tensor's memory as a tensor of its own: TE frees some by ``x.data = torch.Tensor()``."""
+    """Return an alias of a plain tensor's memory, because TE frees some tensors by ``x.data = torch.Tensor()``."""
     return x.data if _is_plain(x) else x
 
 
 def _is_wrapper(kind: type) -> bool:
-    """Return whether tensors of a class consist of others, as TE's quantized ones do."""
+    """Return whether tensors of this class wrap other tensors, as TE's quantized tensors do."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def _objects(values: object, seen: set[object] | None = None) -> Iterator[object]:
-    """Yield plain tensors and objects of TE's classes, with all that these hold, each once and in order."""
+    """Yield plain tensors, objects of TE's classes and the contents of these objects, each once and in order."""
     seen = set() if seen is None else seen
     for leaf in tree_leaves(values):
         key = (leaf.data_ptr(), leaf.shape, leaf.stride()) if _is_plain(leaf) else id(leaf)
@@ -147,7 +147,7 @@ def _tensors(values: object) -> Iterator[Tensor]:
     return (cast(Tensor, one).data for one in _objects(values) if _is_plain(one))
 
 
-# A capture. Operations whose results have a size, or a value, that Python must know make a GPU's stream wait.
+# A capture. Operations make a GPU's stream wait if Python must know the size or the values of their results.
 
 _WAITING = {
     _aten._local_scalar_dense: "Tensor.item(), float(), int() or bool() reads a value that the graph computes",
@@ -166,12 +166,12 @@ _REPEATED = "torch.repeat_interleave without output_size has a result whose size
 _UNFILLED = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
 
 
-# Methods that read values on the host, of which no operation tells where the device is the host itself.
+# Methods that read values on the host. They call no operation if the tensor is on the host anyway, as it is here.
 _READING = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu})
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses what would copy values from a GPU to the host."""
+    """Refuses calls that would copy values from a GPU to the host."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READING and not self._recorder.knows(args[0]):
-            # In TE's own modules, ``cpu`` stands where they have ``cuda``.
+            # In TE's own modules, ``cpu`` was put in place of ``cuda``.
             is_cuda = func is Tensor.cpu and _is_of_te(sys._getframe(1).f_globals.get("__name__"))
             if not is_cuda:
                 raise _not_permitted(f"Tensor.{func.__name__} copies values that the graph computes to the host")
@@ -191,19 +191,19 @@ def _is_of_te(name: object) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records what is computed.
+    """Records the calls of operations and kernels.
 
     Attributes:
-        steps: the calls.
+        steps: the recorded calls.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[_Step] = []
         self.is_paused = False
-        self._made: dict[int, bool] = {}  # memory of the capture by its address, and whether Python may know its values
+        self._made: dict[int, bool] = {}  # by the address of the capture's memory, whether Python may know its values
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self._alive: list[Tensor] = []  # so that no address is given out again
+        self._alive: list[Tensor] = []  # so that no address is reused
         self._random = torch.get_rng_state()
         self._reads = _Reads(self)
 
@@ -217,17 +217,17 @@ class _Recorder(TorchDispatchMode):
         self._reads.__exit__(*raised)
 
     def knows(self, x: Any) -> bool:
-        """Return whether Python may know a tensor's values, which come from the host; within a kernel, it may."""
+        """Return whether Python may know a tensor's values: they come from the host, or a kernel is running."""
         return self.is_paused or not _is_plain(x) or self._made.get(_address(x), False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(_is_wrapper(kind) for kind in types):
-            return NotImplemented  # which lets it compute by plain tensors, and those are seen here
+            return NotImplemented  # so that it computes with plain tensors, which are recorded here
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
         read = [x.data for x in tree_leaves((args, kwargs)) if _is_plain(x)]
-        if func.overloadpacket is _aten.lift_fresh:  # torch.tensor has made it just now of numbers of the host
+        if func.overloadpacket is _aten.lift_fresh:  # torch.tensor has just made it from numbers on the host
             self._made |= {_address(x): True for x in read}
             self._alive += read
         self._keep(read)
@@ -241,7 +241,7 @@ class _Recorder(TorchDispatchMode):
         self._alive += made
         addresses = {_address(x) for x in read}
         is_view = not func._schema.is_mutable and {_address(x) for x in made} <= addresses
-        if (made and not is_view) or func._schema.is_mutable:  # lists of tensors are changed without a result
+        if (made and not is_view) or func._schema.is_mutable:  # operations that change lists of tensors have no result
             if func.overloadpacket not in _UNFILLED:
                 self.steps.append(_Operation(func, tree_map(_alias, args), tree_map(_alias, kwargs), made))
             written = (x for x in made or read if _address(x) in self._made or _address(x) not in addresses)
@@ -249,7 +249,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def call(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call one of TE's kernels, and record it unless another one calls it."""
+        """Call one of TE's kernels, and record the call unless another kernel makes it."""
         if self.is_paused:
             return kernel(*args, **kwargs)
         self._keep(_tensors((args, kwargs)))
@@ -272,14 +272,14 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _keep(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> None:
-        """Keep a copy of memory that was there before the capture."""
+        """Keep a copy of memory that existed before the capture."""
         for x in tensors:
             address = _address(x)
             if address and address not in self._made and address not in self._before:
                 self._before[address] = x.untyped_storage(), x.untyped_storage().clone()
 
     def restore(self) -> None:
-        """Give memory that was there before, and the generator of random numbers, the state that they had."""
+        """Restore memory that existed before the capture, and the state of the random number generator."""
         for storage, before in self._before.values():
             storage.copy_(before)
         self._before.clear()
@@ -306,16 +306,16 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 
 def is_current_stream_capturing() -> bool:
-    """Return whether work of this thread is recorded; what one of TE's kernels does is not, only its call."""
+    """Return whether this thread's operations are recorded; those inside one of TE's kernels are not."""
     recorder = _recorder.get()
     return recorder is not None and not recorder.is_paused
 
 
 def check_not_capturing(what: str) -> None:
-    """Make sure that no capture is under way.
+    """Check that no capture is in progress.
 
     Raises:
-        CaptureError: if one is, and says that ``what`` is not permitted.
+        CaptureError: if one is; the message says that ``what`` is not permitted.
     """
     if is_current_stream_capturing():
         raise _not_permitted(what)
@@ -323,8 +323,9 @@ def check_not_capturing(what: str) -> None:
 
 @functools.cache
 def recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of TE's kernels as TE calls it: within a capture it is recorded, and ``torch.compile`` calls it as it
-    is, like a compiled function, instead of tracing what it computes here. Autograd does not follow what it computes,
+    """Wrap one of TE's kernels so that it behaves like a GPU kernel.
+
+    A capture records its call, ``torch.compile`` does not trace into it, and autograd does not follow its operations,
     even if a backward pass calls it with autograd on.
     """
 
@@ -338,10 +339,10 @@ def recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CUDAGraph:
-    """Record and replay a graph, called as ``torch.cuda.CUDAGraph``.
+    """Records and replays a graph like ``torch.cuda.CUDAGraph``.
 
-    It has no ``register_generator_state``, so TE copies states of random numbers, which a capture refuses. The default
-    generator's numbers are drawn anew in each replay, as on a GPU.
+    It has no ``register_generator_state``, so TE copies states of random number generators, which a capture refuses.
+    Each replay draws new numbers from the default generator, as on a GPU.
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -349,14 +350,14 @@ class CUDAGraph:
         self._capture: tuple[_Recorder, Token[_Recorder | None]] | None = None
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        """Record what this thread computes from now on."""
+        """Start to record the operations of this thread."""
         check_not_capturing("a capture begins")
         recorder = _Recorder()
         self._capture = recorder, _recorder.set(recorder)
         recorder.__enter__()
 
     def capture_end(self) -> None:
-        """Record nothing more."""
+        """Stop recording, and restore the memory that existed before."""
         if self._capture is None:
             raise RuntimeError("capture_end of a CUDA graph whose capture has not begun")
         recorder, token = self._capture
@@ -367,7 +368,7 @@ class CUDAGraph:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Do what was recorded, on the same memory."""
+        """Make the recorded calls again, on the same memory."""
         check_not_capturing("a replay of another graph")
         if self._steps is None:
             raise RuntimeError("replay of a CUDA graph that was not captured, or was reset")
@@ -375,7 +376,7 @@ class CUDAGraph:
             step.replay()
 
     def reset(self) -> None:
-        """Forget what was recorded."""
+        """Drop the recorded calls."""
         self._steps = None
 
     def pool(self) -> tuple[int, int]:
@@ -386,7 +387,7 @@ class CUDAGraph:
 
 
 class graph:  # named as in torch.cuda
-    """Capture a graph within a context, called as ``torch.cuda.graph``."""
+    """Captures a graph within a context, like ``torch.cuda.graph``."""
 
     def __init__(
         self, cuda_graph: CUDAGraph, pool: object = None, stream: object = None, capture_error_mode: str = "global"
