@@ -1,7 +1,8 @@
-"""The enumerations of ``transformer_engine_torch``, and what it holds together.
+"""The enumerations of ``transformer_engine_torch``, and the tensors of delayed scaling, ``FP8TensorMeta``.
 
-Names and order as in TransformerEngine 2.20.2: ``common/util/pybind_helper.h`` and ``csrc/extensions/pybind.cpp``;
-numbers of ``DType`` as in ``common/include/transformer_engine/transformer_engine.h``.
+Names and order are those of TransformerEngine 2.20.2 (``common/util/pybind_helper.h`` and
+``csrc/extensions/pybind.cpp``), and the numbers of ``DType`` those of
+``common/include/transformer_engine/transformer_engine.h``.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ CommOverlapAlgo = enum.IntEnum(
 
 @dataclass(eq=False)
 class FP8TensorMeta:
-    """Hold what delayed scaling keeps of several tensors, each FP32 with an element or a column for each of them."""
+    """Hold the state of delayed scaling for several tensors, in FP32, with one element or column for each tensor."""
 
     scale: Tensor | None = None
     scale_inv: Tensor | None = None

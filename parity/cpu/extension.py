@@ -1,4 +1,4 @@
-"""Builds the module that TransformerEngine imports as ``transformer_engine_torch``, from the CPU kernels."""
+"""Build the module that TransformerEngine imports as ``transformer_engine_torch`` from the CPU kernels."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _FAMILIES = (
     router,
     softmax,
 )
-# What TE asks about libraries and streams before it computes anything: ``csrc/extensions/misc.cpp``, and questions of
-# ``pybind.cpp``, of TransformerEngine 2.20.2.
+# TE asks these questions about libraries and streams before it computes anything. They are in
+# ``csrc/extensions/misc.cpp`` and ``pybind.cpp`` of TransformerEngine 2.20.2.
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "device_supports_multicast": lambda device_id=-1: False,
     "get_cublasLt_version": lambda: cuda.cublaslt_version(),
@@ -58,11 +58,11 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "ubuf_built_with_mpi": lambda: False,
 }
 KERNELS = _ANSWERS | {name: getattr(family, name) for family in _FAMILIES for name in family.__all__}
-"""TE's functions by the names, and with the parameters, that TE's ``csrc/extensions/pybind.cpp`` gives them."""
+"""TE's functions by name; names and parameters are those of TE's ``csrc/extensions/pybind.cpp``."""
 
 
 class _Extension(ModuleType):
-    """A module whose missing kernels say so when they are called."""
+    """A module that has a function for every name; those of missing kernels raise an error when they are called."""
 
     version: Version
 
@@ -103,21 +103,21 @@ def build(version: Version) -> ModuleType:
     return extension
 
 
-# What older versions of TE expect differently.
+# Changes for older versions of TE.
 
 
 def _adapt(extension: ModuleType, version: Version) -> None:
-    """Change what an older TE expects of ``transformer_engine_torch``."""
+    """Change ``transformer_engine_torch`` to what an older version of TE expects."""
     if version < Version("2.16"):  # cuDNN's attention for short sequences was removed in 2.16
         backends = _with_member(extension.NVTE_Fused_Attn_Backend, "NVTE_F16_max512_seqlen", 0)
         extension.NVTE_Fused_Attn_Backend = backends  # type: ignore[attr-defined]
-    if version < Version("2.17"):  # the router's kernels were told the numbers of tokens and experts
+    if version < Version("2.17"):  # the router's kernels also took the numbers of tokens and experts
         for name in ("fused_topk_with_score_function_bwd", "fused_score_for_moe_aux_loss_bwd"):
             setattr(extension, name, _without_sizes(getattr(extension, name)))
     elif version < Version("2.18"):
         name = "fused_topk_with_score_function_bwd"
         setattr(extension, name, _without_dense_indices(getattr(extension, name)))
-    if version < Version("2.20"):  # context parallelism merged outputs once all sums were known
+    if version < Version("2.20"):  # context parallelism merged outputs after all log-sum-exps were known
         merge = recorded(context_parallel.thd_out_correction_by_final_sums)
         extension.thd_out_correction = merge  # type: ignore[attr-defined]
     if version < Version("2.15"):
@@ -131,7 +131,7 @@ def _with_member(enumeration: type[enum.IntEnum], name: str, value: int) -> type
 
 
 def _without_sizes(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a router kernel as it was before 2.17: called with two sizes that its tensors tell as well."""
+    """Return a router kernel as it was before 2.17, with two more arguments, sizes that its tensors also give."""
 
     def call(num_tokens: int, num_experts: int, *arguments: Any, **named: Any) -> None:
         kernel(*arguments, **named)
@@ -140,7 +140,7 @@ def _without_sizes(kernel: Callable[..., None]) -> Callable[..., None]:
 
 
 def _without_dense_indices(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return ``fused_topk_with_score_function_bwd`` as it was in 2.17: its last argument is the format of the map."""
+    """Return ``fused_topk_with_score_function_bwd`` as it was in 2.17, without the flag before the map's format."""
 
     def call(*arguments: Any) -> None:
         kernel(*arguments[:-1], False, arguments[-1])
@@ -151,7 +151,7 @@ def _without_dense_indices(kernel: Callable[..., None]) -> Callable[..., None]:
 def _with_formats_of_forward(extension: ModuleType) -> Callable[..., Any]:
     """Return ``fused_attn_fwd`` as it was before 2.15: O has the query's format, and FP8 has one more statistic.
 
-    That one, ZInv, cuDNN's graph did not fill any more.
+    That statistic, ZInv, stays uninitialised, because cuDNN's graph no longer filled it.
     """
     kernel, format_unset = extension.fused_attn_fwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
     query = 14
@@ -165,7 +165,7 @@ def _with_formats_of_forward(extension: ModuleType) -> Callable[..., Any]:
 
 
 def _with_formats_of_backward(extension: ModuleType) -> Callable[..., Any]:
-    """Return ``fused_attn_bwd`` as it was before 2.15: formats are the inputs', the gradients' dtype an argument."""
+    """Return ``fused_attn_bwd`` as it was before 2.15: without arguments for formats, but with the gradients' dtype."""
     kernel, format_unset = extension.fused_attn_bwd, extension.NVTE_QKV_Format.NVTE_QKV_Format_NOT_SET
     layout_unset = extension.NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET
     unset = (format_unset, format_unset, layout_unset, format_unset, format_unset)
@@ -173,7 +173,7 @@ def _with_formats_of_backward(extension: ModuleType) -> Callable[..., Any]:
 
     def call(*arguments: Any) -> Any:
         statistics, *rest = arguments[from_forward]
-        rest = rest[1:] if rest[0].is_floating_point() else rest  # ZInv stands where the RNG state should
+        rest = rest[1:] if rest[0].is_floating_point() else rest  # drop ZInv, which comes before the RNG state
         last = arguments[from_forward + 1 :]
         return kernel(*arguments[:6], *unset, *arguments[6:gradient_dtype], [statistics, *rest], *last)
 

@@ -1,4 +1,4 @@
-"""List the versions of TransformerEngine that the CPU kernels serve, and what differs between them."""
+"""The versions of TransformerEngine that the CPU kernels support, and some differences between them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NEWEST = Version("2.20")
 
 
 class UnsupportedTEVersion(UserError, RuntimeError):
-    """The installed TransformerEngine is too old for the CPU kernels, or there is none."""
+    """Raised if TransformerEngine is too old for the CPU kernels or not installed."""
 
 
 def installed_version() -> Version:
-    """Return the version of the installed ``transformer-engine`` package; one newer than ``NEWEST`` is warned of once.
+    """Return the version of the installed ``transformer-engine`` package; warn once if it is newer than ``NEWEST``.
 
     Raises:
         UnsupportedTEVersion: if it is not installed or older than ``OLDEST``.
@@ -42,7 +42,7 @@ def installed_version() -> Version:
 
 @functools.cache
 def _warn_of_newer(version: Version) -> None:
-    """Warn in the name of the caller's caller, the first time."""
+    """Warn once, at the line of the caller's caller."""
     warnings.warn(
         f"TransformerEngine {version} is newer than {NEWEST}, the newest that the CPU kernels were tried with",
         stacklevel=3,
@@ -50,10 +50,10 @@ def _warn_of_newer(version: Version) -> None:
 
 
 def has_cross_entropy_gradient_in_forward(version: Version) -> bool:
-    """Return whether TE's forward pass of cross entropy computes the gradient of the logits too."""
+    """Return whether TE's forward pass of cross entropy also computes the gradient of the logits."""
     return version < Version("2.19")
 
 
 def has_cross_entropy_gradient_in_fp32(version: Version) -> bool:
-    """Return whether that gradient is FP32; before, it overwrote the logits."""
+    """Return whether that gradient is FP32; in older versions it overwrites the logits."""
     return version >= Version("2.18")

@@ -1,1 +1,1 @@
-"""Read TransformerEngine's own Python, and a user's script, so that they compute on the CPU."""
+"""Load TransformerEngine's own Python, and run a user's script, so that they compute on the CPU."""

@@ -1,7 +1,4 @@
-"""Load TransformerEngine's own Python so that it computes on the CPU.
-
-Where its source says ``cuda``, the CPU is meant.
-"""
+"""Load TransformerEngine's own Python so that it computes on the CPU wherever its source says ``cuda``."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from parity.cpu.graphs import recorded
 from parity.cpu.loading import stand_ins
 from parity.cpu.loading.words import STAND_INS, cuda_means_cpu
 
-# Keep the code of TE's rewritten modules between processes, as Python keeps that of other modules in ``__pycache__``.
+# A cache of the code of TE's rewritten modules, as Python caches other modules in ``__pycache__``.
 #
 # Parsing, rewriting and compiling TE's modules takes more than half of the time that importing them takes.
 
@@ -38,14 +35,14 @@ _KEY_LENGTH = hashlib.sha256().digest_size
 
 
 def cached(source: bytes, path: str, compile_source: Callable[[], CodeType]) -> CodeType:
-    """Return the code of a module, from the cache, or compiled and entered there.
+    """Return the code of a module from the cache, or compile it and add it to the cache.
 
-    A cache that cannot be read or written is none; ``PYTHONDONTWRITEBYTECODE`` leaves it as it is.
+    A cache that cannot be read or written is ignored. ``PYTHONDONTWRITEBYTECODE`` prevents writing.
 
     Args:
-        source: of the module.
-        path: of its file.
-        compile_source: called where the cache has no code for this source, path, Python and rewriting.
+        source: source of the module.
+        path: path of its file.
+        compile_source: called if the cache has no code for this source, path, Python and rewriting.
     """
     key = hashlib.sha256(b"\0".join((_rewriting(), path.encode(), source))).digest()
     file = _folder() / f"{hashlib.sha256(path.encode()).hexdigest()[:32]}.{sys.implementation.cache_tag}.pyc"
@@ -65,33 +62,33 @@ def _folder() -> Path:
 
 @cache
 def _rewriting() -> bytes:
-    """Return what tells this Python, its optimization, and the modules here, which say how sources are rewritten."""
+    """Return bytes that change with Python, its optimization, and the modules here, which rewrite the sources."""
     modules = sorted(Path(__file__).parent.glob("*.py"))
     flags = f"{sys.flags.optimize}".encode()
     return b"\0".join((importlib.util.MAGIC_NUMBER, flags, *(module.read_bytes() for module in modules)))
 
 
 def entry_of(key: bytes, code: CodeType) -> bytes:
-    """Return what a file of the cache holds: its key, a checksum of the code, and the code."""
+    """Return the content of a cache file: its key, a checksum of the code, and the code."""
     content = marshal.dumps(code)
     return key + hashlib.sha256(content).digest() + content
 
 
 def read_cached(file: Path, key: bytes) -> CodeType | None:
-    """Return the code in a file of the cache; None if it is of another key, or is not what was written there."""
+    """Return the code in a cache file, or None if it has another key or is damaged."""
     try:
         content = file.read_bytes()
     except OSError:
         return None
     code = content[2 * _KEY_LENGTH :]
-    if content[: 2 * _KEY_LENGTH] != key + hashlib.sha256(code).digest():  # damaged code could end the process
+    if content[: 2 * _KEY_LENGTH] != key + hashlib.sha256(code).digest():  # damaged code could crash the process
         return None
     found = marshal.loads(code)
     return found if isinstance(found, CodeType) else None
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write all at once, since other processes may read the file or write it, too."""
+    """Write a file atomically, because other processes may also read or write it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(dir=file.parent)
     try:
@@ -103,30 +100,29 @@ def _write(file: Path, content: bytes) -> None:
         raise
 
 
-# Load TransformerEngine's own Python so that it computes on the CPU.
+# The import of TransformerEngine's own Python.
 #
-# TE's sources are read as they are, with one word replaced: ``cuda`` means the CPU. The syntax tree is rewritten
-# (``words.py``) while a ``transformer_engine.*`` module is imported, so nothing outside TE is patched: ``torch.cuda``,
-# ``torch.Tensor`` and the user's code stay what they were, in every thread, after any exception. More names have
-# stand-ins in TE's sources:
+# In TE's sources, ``cuda`` is replaced by the CPU. The syntax tree is rewritten (``words.py``) while a
+# ``transformer_engine.*`` module is imported, so nothing outside TE is patched: ``torch.cuda``, ``torch.Tensor`` and
+# the user's code stay as they are, in every thread and after any exception. More names have stand-ins in TE's sources:
 #
 # =====================================  =====================================  =======================================
 # TE writes                              is read as                             because
 # =====================================  =====================================  =======================================
 # ``torch.compile``                      ``stand_ins.fuse``                     it rounds as the compiled GPU code does
 # ``triton``                             ``parity.cpu.loading.triton``          it has no CPU target
-# ``from importlib.metadata import``     ``parity.cpu.loading.stand_ins``       flash-attention may be installed here
+# ``from importlib.metadata import``     ``parity.cpu.loading.stand_ins``       it hides packages that need a GPU
 # ``torch.baddbmm``, ``torch.bmm``       ``stand_ins.baddbmm`` and ``bmm``      cuBLAS may add in 16 bits there
 # =====================================  =====================================  =======================================
 #
-# Functions of TE that launch Triton kernels are replaced once their module is loaded, see ``parity/cpu/triton.py``.
+# Functions of TE that launch Triton kernels are replaced after their module is loaded, see ``parity/cpu/triton.py``.
 
 
 _ROOT = "transformer_engine"
 _TRITON_MODULE = "parity.cpu.loading.triton"
 _METADATA_MODULE = "parity.cpu.loading.stand_ins"
-# Functions of ``torch`` by their names there; TE's modules find the stand-in as ``__parity_compile__``, which is set
-# before a module is executed.
+# Stand-ins by the name of the ``torch`` function that they replace. The name in TE's modules is ``__parity_compile__``
+# and so on, which is set before a module is executed.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "compile": stand_ins.fuse,
     "baddbmm": stand_ins.baddbmm,
@@ -135,9 +131,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class _StandIns(ast.NodeTransformer):
-    """Hold what only TE's own source needs: stand-ins for a compiler, for Triton, and for the lookup of
-    installed versions.
-    """
+    """Inserts the stand-ins that only TE's own source needs: for ``_FUNCTIONS``, Triton and ``importlib.metadata``."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -165,7 +159,7 @@ def _is_triton(module: str) -> bool:
 
 
 class _CpuLoader(importlib.machinery.SourceFileLoader):
-    """Loads modules so that ``cuda`` in them means the CPU; it leaves TE's own ``.pyc`` files alone."""
+    """Loads modules so that ``cuda`` in them means the CPU, without using their ``.pyc`` files."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -191,25 +185,25 @@ class _CpuLoader(importlib.machinery.SourceFileLoader):
 
 
 class _ExtensionLoader(importlib.abc.Loader):
-    """Loads what TE imports as its compiled extension."""
+    """Loads the CPU kernels as TE's compiled extension."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return extension.build(versions.installed_version())
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is: its kernels are in place once it is built."""
+        """Do nothing, because the module was built with its kernels."""
 
 
 class CpuFinder(importlib.abc.MetaPathFinder):
-    """Finds ``transformer_engine``, its submodules and its extension, and hands them to the CPU's loaders.
+    """Finds ``transformer_engine``, its submodules and its extension, and passes them to the CPU's loaders.
 
     Args:
-        wanted: asked when ``transformer_engine`` itself is imported; if it says no, this finder finds nothing of it.
+        wanted: called when ``transformer_engine`` itself is imported; if it returns False, this finder finds nothing.
     """
 
     def __init__(self, wanted: Callable[[], bool]) -> None:
         self._wanted = wanted
-        self._asking = threading.local()  # true in a thread whose ``wanted`` looks for TE itself, which asks here again
+        self._asking = threading.local()  # true while a thread runs ``wanted``, which may itself look for TE
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -236,15 +230,16 @@ class CpuFinder(importlib.abc.MetaPathFinder):
 
 
 def _import_dynamo_without_triton() -> None:
-    """Import ``torch._dynamo``, as TE will, without Triton, which has no CPU target and costs 0.1 s, and 1.2 s at exit.
+    """Import ``torch._dynamo``, which TE needs, without Triton.
 
-    PyTorch imports Triton later where it compiles for a GPU; who has imported it already keeps it.
+    Triton has no CPU target, and costs 0.1 s to import and 1.2 s at exit. PyTorch imports it later if it compiles for a
+    GPU. If it is already imported, it stays.
     """
     if "triton" in sys.modules or "torch._dynamo" in sys.modules:
         return
     from torch.utils._triton import has_triton_package
 
-    sys.modules["triton"] = None  # type: ignore[assignment]  # which says that there is none
+    sys.modules["triton"] = None  # type: ignore[assignment]  # makes imports of it fail
     try:
         importlib.import_module("torch._dynamo")
     finally:
@@ -254,7 +249,7 @@ def _import_dynamo_without_triton() -> None:
 
 @contextmanager
 def _importing_without_cuda_libraries() -> Iterator[None]:
-    """Keep TE from looking for libcudnn, libnvrtc and its core library in its import, as while it is being built."""
+    """Keep TE's import from looking for libcudnn, libnvrtc and its core library, as it does while TE is being built."""
     flag = "NVTE_PROJECT_BUILDING"
     before = os.environ.get(flag)
     os.environ[flag] = "1"
@@ -268,12 +263,12 @@ def _importing_without_cuda_libraries() -> Iterator[None]:
 
 
 def is_loaded() -> bool:
-    """Return whether the ``transformer_engine`` in ``sys.modules`` is the one that computes on the CPU."""
+    """Return whether the ``transformer_engine`` in ``sys.modules`` computes on the CPU kernels."""
     module = sys.modules.get(_ROOT)
     return module is not None and isinstance(getattr(module.__spec__, "loader", None), _CpuLoader)
 
 
 def unload() -> None:
-    """Forget a TE that could not be imported to its end, so that the next import starts afresh."""
+    """Remove a TE whose import failed halfway, so that the next import starts afresh."""
     for name in [name for name in sys.modules if name.partition(".")[0] in (_ROOT, extension.NAME)]:
         del sys.modules[name]

@@ -1,6 +1,4 @@
-"""Run a user's script, TransformerEngine and all, on the CPU kernels, and show what it raises as ``python SCRIPT``
-would.
-"""
+"""Run a user's script and TransformerEngine on the CPU kernels, and show its exceptions as ``python SCRIPT`` would."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from typing import Any
 from parity.cpu.loading.loader import cached
 from parity.cpu.loading.words import STAND_INS, cuda_means_cpu, normalize_devices
 
-# Show what a user's script raised as ``python SCRIPT`` would: without the frames of what runs the script.
+# The traceback of a user's script, as ``python SCRIPT`` would show it: without the frames of the code that runs it.
 
 
 def show_traceback(error: BaseException) -> None:
-    """Hand the exception to ``sys.excepthook``, which prints it unless the script has set another.
+    """Pass the exception to ``sys.excepthook``, which prints it unless the script has replaced that hook.
 
     Args:
-        error: what ``script.run`` raised, caught in the function that called it. It and the exceptions that led to it
+        error: raised by ``script.run``, and caught in the function that called it. It and the exceptions that led to it
             lose the frames of that function, of ``script.run`` and of the import system between the user's modules.
     """
     if error.__traceback__ is not None:
@@ -36,7 +34,7 @@ def show_traceback(error: BaseException) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, and those that Python shows with it, each once."""
+    """Yield the exception and those that Python shows with it, each once."""
     found: dict[int, BaseException] = {}
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -59,23 +57,23 @@ def _of_the_script(traceback: TracebackType | None) -> Iterator[TracebackType]:
     ours = False
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        parses = ours and file == ast.__file__  # a module of the user's, for the frame above
+        parses = ours and file == ast.__file__  # parses a user's module for the frame above
         ours = parses or file == __file__ or file.startswith("<frozen importlib")
         if not ours:
             yield traceback
         traceback = traceback.tb_next
 
 
-# Run a user's script, TransformerEngine and all, on the CPU kernels, though it says ``cuda``.
+# The run of a user's script with TransformerEngine on the CPU kernels, although the script says ``cuda``.
 
 
 def run(script: Path, arguments: Sequence[str]) -> None:
     """Run ``script`` as ``python SCRIPT ARGUMENTS`` would, with the CPU in place of CUDA.
 
-    That holds for the script, for the modules that lie in its folder and below, and for those of installed packages
-    that speak of PyTorch and of CUDA or ranks, as Megatron-Core's do. This process is the script's from here on:
-    ``sys.argv``, ``sys.path`` and ``__main__`` are set and stay so.
-    What the script raises, ``SystemExit`` too, is raised here.
+    This applies to the script, to modules in its folder and below, and to modules of installed packages that mention
+    PyTorch and CUDA or ``distributed``, as Megatron-Core's do. From here on, the process belongs to the script:
+    ``sys.argv``, ``sys.path`` and ``__main__`` are set for good. Any exception of the script, including ``SystemExit``,
+    is raised here.
 
     Raises:
         OSError: if the script cannot be read.
@@ -91,9 +89,9 @@ def run(script: Path, arguments: Sequence[str]) -> None:
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:
-    """Run a module as ``python -m NAME ARGUMENTS`` would; modules below the current folder are read as ``run`` says.
+    """Run a module as ``python -m NAME ARGUMENTS`` would, with the current folder in place of the script's in ``run``.
 
-    pytest compiles tests by itself to tell what an assertion compared; it is told not to.
+    pytest compiles tests itself to show what an assertion compared, so its ``--assert=plain`` is set.
     """
     plain = ("--assert=plain",) if name == "pytest" else ()
     sys.argv = [name, *plain, *arguments]
@@ -102,10 +100,10 @@ def run_module(name: str, arguments: Sequence[str]) -> None:
 
 
 def read_as_cpu(folder: Path) -> None:
-    """Find modules in ``folder`` first from now on; in those, and in installed packages, the CPU stands for CUDA."""
+    """Put ``folder`` first in ``sys.path``, and replace CUDA by the CPU in its modules and in installed packages."""
     sys.path.insert(0, str(folder))
-    # At the place of the finder that looks into folders: TransformerEngine's finder, and those of
-    # built-in modules, come before it.
+    # This goes just before the finder that searches folders, and after TransformerEngine's finder and those of built-in
+    # modules.
     sys.meta_path.insert(sys.meta_path.index(importlib.machinery.PathFinder), _ScriptFinder(str(folder)))
 
 
@@ -126,7 +124,7 @@ class _ScriptLoader(importlib.machinery.SourceFileLoader):
 
 
 class _PackageLoader(_ScriptLoader):
-    """Loads an installed package's source so; its code is kept between processes."""
+    """Loads an installed package's source in the same way, and caches its code between processes."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -134,12 +132,12 @@ class _PackageLoader(_ScriptLoader):
         return cached(source, path, lambda: self.source_to_code(source, path))
 
 
-# Packages that stay as they are: PyTorch, what it stands on, and what has a finder of its own.
+# Packages that are never rewritten: PyTorch, its foundations, and packages with their own finder.
 _LEFT = frozenset({"torch", "torchgen", "functorch", "triton", "numpy", "transformer_engine", "parity"})
 
 
 class _ScriptFinder(importlib.abc.MetaPathFinder):
-    """Finds modules in the script's folder or below, and those of installed packages that mean a GPU."""
+    """Finds modules in the script's folder or below, and modules of installed packages that use a GPU."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

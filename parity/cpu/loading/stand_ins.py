@@ -1,6 +1,6 @@
-"""Stand in for functions of ``torch`` and ``importlib.metadata`` that TransformerEngine's sources call.
+"""Replacements for functions of ``torch`` and ``importlib.metadata`` that TransformerEngine's sources call.
 
-``loader.py`` says which name is exchanged for which function, and why.
+A table in ``loader.py`` says which function replaces which name, and why.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from parity.cpu import kernel_choices, tensor_cores
 __all__ = ["PackageNotFoundError", "baddbmm", "bmm", "distribution", "fuse", "version"]
 
 # ``torch.compile``, with which TE fuses pointwise code. A compiled fusion reads half-precision tensors into FP32
-# registers and rounds once, when it stores its results; run eagerly, the same lines would round after every operation.
+# registers and rounds once, when it stores its results. The same lines, run eagerly, would round after every operation.
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def fuse(function: Callable[..., Any] | None = None, **_options: Any) -> Callable[..., Any]:
-    """Run ``function`` in FP32 and round what it stores; call it as ``torch.compile``.
+    """Make ``function`` compute in FP32 and round only its results; has the parameters of ``torch.compile``.
 
-    What it returns has the dtypes that it has eagerly. An argument that it writes to is written, and one that it
-    returns, or a view of one, is that argument's memory.
+    Results have the same dtypes as in eager mode. Arguments are written to as in eager mode, and a result that is an
+    argument, or a view of one, shares its memory.
     """
     if function is None:
         return fuse
@@ -41,7 +41,7 @@ def fuse(function: Callable[..., Any] | None = None, **_options: Any) -> Callabl
         columns = _columns(leaves)
         if columns == 0 and not any(_is_half(leaf) for leaf in leaves):
             return function(*args, **kwargs)
-        # A run without memory tells which arguments are written to, and what dtype and whose memory results have.
+        # A run on meta tensors shows which arguments are written to, and the dtypes and the shared memory of results.
         shapes = _each_once(_to_meta, leaves)
         versions = [shape._version if _is_half(shape) else 0 for shape in shapes]
         metas = tree_unflatten(shapes, structure)
@@ -71,7 +71,7 @@ def _is_half(value: Any) -> bool:
 
 
 def _each_once(change: Callable[[Any], Any], leaves: list[Any]) -> list[Any]:
-    """Return what ``change`` makes of each leaf; a tensor that is there twice is changed once."""
+    """Apply ``change`` to each leaf, but only once to a tensor that occurs twice."""
     changed = {id(leaf): change(leaf) for leaf in leaves}
     return [changed[id(leaf)] for leaf in leaves]
 
@@ -79,7 +79,7 @@ def _each_once(change: Callable[[Any], Any], leaves: list[Any]) -> list[Any]:
 def _to_meta(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    with torch.inference_mode(False):  # whose tensors do not count how often they are written to
+    with torch.inference_mode(False):  # inference tensors have no version counter
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
@@ -88,7 +88,7 @@ def _to_fp32(value: Any) -> Any:
 
 
 def _as_stored(result: Any, like: Any, memory: dict[int, Tensor]) -> Any:
-    """Return a result rounded to the dtype that it has eagerly, or the argument whose memory it is."""
+    """Return a result rounded to its dtype in eager mode, or the argument, or a view of it, whose memory it shares."""
     if not isinstance(result, torch.Tensor):
         return result
     owner = memory.get(like.untyped_storage()._cdata)
@@ -99,16 +99,16 @@ def _as_stored(result: Any, like: Any, memory: dict[int, Tensor]) -> Any:
     return owner.as_strided(like.shape, like.stride(), owner.storage_offset() + like.storage_offset())
 
 
-# What a fusion holds between its operations stays in a GPU's registers. Here, where no column depends on another one,
-# large tensors are computed some columns at a time, so that it stays in the caches.
+# A fusion keeps intermediate results in a GPU's registers. Here, if no column depends on another, large tensors are
+# computed some columns at a time, so that intermediate results stay in the caches.
 
 _ELEMENTS_AT_ONCE = 1 << 18
-_STEP = 64  # columns whose sums over rows PyTorch adds up in one order, whatever their number
+_STEP = 64  # for multiples of this, PyTorch's order of sums over rows does not depend on the number of columns
 _aten = torch.ops.aten
 
 
 def _columns(leaves: list[Any]) -> int:
-    """Return how many columns the arguments have; 0 where they are small, followed by autograd, or do not agree."""
+    """Return the number of columns of the arguments; 0 if they are small, need gradients, or do not agree."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     largest = max(tensors, key=torch.Tensor.numel, default=None)
     if largest is None or largest.numel() <= 4 * _ELEMENTS_AT_ONCE or largest.shape[-1] < 2 * _STEP:
@@ -121,10 +121,10 @@ def _columns(leaves: list[Any]) -> int:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes whether a function computes each column by itself, in new memory.
+    """Observes whether a function computes each column independently, in new memory.
 
     Attributes:
-        keep_columns_apart: so it has done so far.
+        keep_columns_apart: whether all operations so far do so.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def _has_columns(result: Any, columns: int) -> bool:
 
 
 def _by_columns(function: Callable[..., Any], leaves: list[Any], structure: TreeSpec, stored: Any, columns: int) -> Any:
-    """Return the function's results, computed in FP32 for some columns after the others, rounded as ``stored`` is."""
+    """Compute the function in FP32, some columns at a time, and return results with the dtypes of ``stored``."""
     made = tree_map(lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype), stored)
     rows = max(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)) // columns
     step = max(_STEP, _ELEMENTS_AT_ONCE // rows // _STEP * _STEP)
@@ -163,13 +163,13 @@ def _part(leaf: Any, own: slice, columns: int) -> Any:
 
 # The batched products of TE's unfused attention, whose Python calls ``torch.baddbmm`` and ``torch.bmm``.
 #
-# They are PyTorch's. Under the kernel choice ``attention-16-bit-sums`` those of FP16 and BF16, and the products of
-# their gradients, split K and add the parts in that dtype, as cuBLAS may on a GPU, where PyTorch's
-# ``allow_fp16_reduced_precision_reduction`` and its like for BF16 are True unless set.
+# They are PyTorch's by default. With the kernel choice ``attention-16-bit-sums``, products of FP16 and BF16, and those
+# of their gradients, split K and add the parts in that dtype. cuBLAS may do the same on a GPU, where PyTorch's
+# ``allow_fp16_reduced_precision_reduction`` and its counterpart for BF16 are True by default.
 
 
 def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """Compute ``beta * input + alpha * batch1 @ batch2``; parts are added as said above if ``beta`` is 0."""
+    """Compute ``beta * input + alpha * batch1 @ batch2``; K is only split, as described above, if ``beta`` is 0."""
     if beta == 0.0 and _splits(batch1):
         return _SplitProduct.apply(batch1, batch2, alpha)
     return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
@@ -210,8 +210,8 @@ def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     return tensor_cores.added(partial, a.shape[2], a.dtype)
 
 
-# ``importlib.metadata``. TE imports packages whose kernels run on a GPU alone where it finds their versions, and would
-# then call them with tensors that are on the CPU.
+# ``importlib.metadata``. TE imports packages with GPU-only kernels if it finds their versions, and would then call them
+# with tensors that are on the CPU.
 
 _GPU_ONLY = ("flash-attn", "flash-attn-3", "flash-attn-4", "nvidia-cudnn-frontend")
 
@@ -220,7 +220,7 @@ def version(distribution_name: str) -> str:
     """Return the version of an installed distribution.
 
     Raises:
-        PackageNotFoundError: if it is not installed, or runs on a GPU alone.
+        PackageNotFoundError: if it is not installed, or runs only on a GPU.
     """
     if distribution_name in _GPU_ONLY:
         raise PackageNotFoundError(distribution_name)

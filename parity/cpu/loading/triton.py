@@ -1,9 +1,8 @@
-"""Stand in for ``triton`` in TransformerEngine's modules: enough to import them, and to launch kernels that have a
-counterpart.
+"""A replacement for ``triton`` in TransformerEngine's modules: enough to import them, and to launch CPU counterparts.
 
-Triton has no CPU target and cannot be installed on macOS. Most wrappers that TE's features call are replaced whole
-(``parity.cpu.triton.replacements``), so that their kernels need only be defined; others are TE's own, and launch a
-counterpart (``parity.cpu.triton.kernel``).
+Triton has no CPU target and cannot be installed on macOS. Most wrappers that TE's features call are replaced entirely
+(``parity.cpu.triton.replacements``), so their kernels only need a definition. Other wrappers remain TE's own, and
+launch the counterpart of a kernel (``parity.cpu.triton.kernel``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __version__ = "0"
 
 
 class _Kernel:
-    """A kernel whose counterpart is launched in its place, on any grid; without one it can be named, not launched."""
+    """A kernel that launches its counterpart on any grid; without a counterpart, launching it raises an error."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         name = f"{function.__module__}.{function.__qualname__}"
@@ -33,7 +32,7 @@ class _Kernel:
 
 
 class _Name:
-    """A name of Triton's in an annotation, a default or a list of configurations, where its value does not matter."""
+    """Any name of Triton in an annotation, a default or a list of configurations, where its value does not matter."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
@@ -47,12 +46,12 @@ class _Name:
 
 
 def jit(function: Callable[..., Any] | None = None, **_options: Any) -> Any:
-    """Return a kernel that launches its counterpart; called as ``triton.jit``, with and without options."""
+    """Return a kernel that launches its counterpart; called with or without options, like ``triton.jit``."""
     return jit if function is None else _Kernel(function)
 
 
 def autotune(*_args: Any, **_options: Any) -> Callable[[_Kernel], _Kernel]:
-    """Return the kernel as it is; called as ``triton.autotune``, which picks a kernel's fastest configuration."""
+    """Return the kernel as it is, in place of ``triton.autotune``, which picks a kernel's fastest configuration."""
     return lambda kernel: kernel
 
 

@@ -9,35 +9,35 @@ from types import ModuleType
 from parity.cpu import cuda, distributed
 
 # =====================================  =====================================  =======================================
-# written                                is read as                             because
+# in the source                          becomes                                because
 # =====================================  =====================================  =======================================
 # ``"cuda"``                             ``"cpu"``                              devices in arguments and comparisons
 # ``torch.version.cuda``                 the emulated GPU's CUDA version        what is available depends on it
 # ``torch.cuda``                         ``parity.cpu.cuda``                    streams, properties, generators
-# ``torch.distributed``                  ``parity.cpu.distributed``             ranks talk by gloo
+# ``torch.distributed``                  ``parity.cpu.distributed``             ranks communicate through gloo
 # ``torch.device("cuda", index)``        ``torch.device("cpu")``                CPU tensors carry no index
 # ``tensor.is_cuda``                     ``tensor.is_cpu``                      "is this where the kernels run?"
 # ``tensor.cuda()``                      ``tensor.cpu()``                       stays where the kernels run
-# ``torch.is_autocast_enabled()``        the same of ``"cpu"``                  without a device it asks about the GPU
+# ``torch.is_autocast_enabled()``        the same with ``"cpu"``                without a device it asks about the GPU
 # ``torch.empty(..., pin_memory=x)``     ``pinned(torch.empty(...), x)``        memory is pinned for a GPU
 # =====================================  =====================================  =======================================
 #
-# Other source than TransformerEngine's says it in more ways, which ``normalize_devices`` reduces to these:
+# Sources other than TransformerEngine's use more spellings, which ``normalize_devices`` reduces to these:
 #
 # =====================================  =====================================  =======================================
 # ``"cuda:0"``, ``f"cuda:{rank}"``       ``"cuda"``                             there is one device
 # ``x.cuda(device)``                     ``x.cuda()``
-# ``x.to(place)``, ``f(device=place)``,  the CPU if the value is a device of    a rank is a device's number, as in
-# ``torch.device(place, ...)``           CUDA, or a number                      ``model.to(rank)``
-# ``DDP(model, device_ids=[rank])``      ``DDP(model)``                         those are of GPUs
+# ``x.to(place)``, ``f(device=place)``,  the CPU if the value is a CUDA         a rank is a device's index, as in
+# ``torch.device(place, ...)``           device or an index                     ``model.to(rank)``
+# ``DDP(model, device_ids=[rank])``      ``DDP(model)``                         the ids are those of GPUs
 # ``x.pin_memory()``                     ``x``                                  memory is pinned for a GPU
-# ``x.record_stream(stream)``            nothing                                work is done when it is asked for
+# ``x.record_stream(stream)``            nothing                                work is done when a call returns
 # ``"torch.cuda.FloatTensor"``           ``"torch.FloatTensor"``
 # =====================================  =====================================  =======================================
 
 
-# What modules of torch are read as: the stand-in, and its name in rewritten source. Whoever executes that source sets
-# these names first (``STAND_INS``).
+# Stand-ins for modules of torch, and their names in rewritten source. These names (``STAND_INS``) must be set before
+# the source is executed.
 _MODULES = {"cuda": "__parity_cuda__", "distributed": "__parity_distributed__"}
 STAND_INS: dict[str, ModuleType] = {"__parity_cuda__": cuda, "__parity_distributed__": distributed}
 
@@ -53,12 +53,12 @@ _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
 
 
 def cuda_means_cpu(tree: ast.AST) -> ast.Module:
-    """Return the tree, changed in place as this module's docstring says."""
+    """Change the tree in place as the first table above says, and return it."""
     return _CudaMeansCpu().visit(tree)
 
 
 def normalize_devices(tree: ast.AST) -> ast.Module:
-    """Return the tree, changed in place as said above."""
+    """Change the tree in place as the second table above says, and return it."""
     return _AnyDevice().visit(tree)
 
 
@@ -97,7 +97,7 @@ class _CudaMeansCpu(ast.NodeTransformer):
 
     def visit_Import(self, node: ast.Import) -> ast.AST:
         for alias in node.names:
-            if alias.asname is not None:  # without a name of its own, it imports ``torch``
+            if alias.asname is not None:  # without ``as``, it binds the name ``torch``
                 alias.name = _STAND_IN_OF.get(alias.name, alias.name)
         return node
 
@@ -152,7 +152,7 @@ class _AnyDevice(ast.NodeTransformer):
 
 
 def _placed(place: ast.expr) -> ast.expr:
-    """Return an expression for a device, or whatever else it may be, whose value is known when it is evaluated."""
+    """Return an expression that replaces a CUDA device by the CPU when it is evaluated, if its value is a device."""
     return (
         place
         if isinstance(place, ast.Constant) and place.value in ("cuda", "cpu", None)
