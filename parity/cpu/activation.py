@@ -212,7 +212,7 @@ def _backward_with_bias(function: Pointwise, grad: Tensor, fwd_input: Tensor, qu
     """Return ``[bias gradient, gradient]`` in ``grad``'s dtype; the bias gradient is ``[columns]``.
 
     With delayed scaling and MXFP8, TE's fused kernels sum the FP32 gradient before it is rounded. With other
-    quantizers, the sum is of the gradient that was rounded to ``grad``'s dtype.
+    quantizers, the gradient is first rounded to ``grad``'s dtype.
     """
     values = gradient(function, grad.float(), fwd_input.float())
     summands = values if is_delayed(quantizer) or is_mxfp8(quantizer) else values.to(grad.dtype)

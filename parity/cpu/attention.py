@@ -257,7 +257,7 @@ def fused_attn_fwd(
         V: like K, but its number of features may differ.
         fake_dtype: FP16 or BF16, the dtype of O; the nominal dtype if O is quantized.
         cu_seqlens_q: cumulative lengths ``[batch + 1]``, INT32.
-        cu_seqlens_q_padded: in ``thd``, where sequences start, ``[batch + 1]``. Default: without gaps.
+        cu_seqlens_q_padded: in ``thd``, where sequences start, ``[batch + 1]``. Default: no gaps between them.
         page_table_k: pages of each sequence, ``[batch, pages]``; that of V is the same.
         s_quantizer: with FP8, the quantizer of the probabilities; it keeps their amax.
         o_quantizer: with FP8, the quantizer of O; with delayed scaling, O is quantized and its amax kept.
@@ -271,7 +271,7 @@ def fused_attn_fwd(
 
     Raises:
         ValueError: for a dtype or a bias that cuDNN does not take.
-        NotImplementedError: for tensors quantized otherwise than to FP8 with one scale a tensor.
+        NotImplementedError: for quantized tensors other than FP8 with one scale per tensor.
     """
     is_fp8 = _check_operands("fused_attn_fwd", Q, K, V, bias_type, return_max_logit)
     dropout = p_dropout if is_training else 0.0
@@ -351,7 +351,7 @@ def fused_attn_bwd(
 
     Raises:
         ValueError: for a dtype or a bias that cuDNN does not take.
-        NotImplementedError: for tensors quantized otherwise than to FP8 with one scale a tensor.
+        NotImplementedError: for quantized tensors other than FP8 with one scale per tensor.
     """
     is_fp8 = _check_operands("fused_attn_bwd", Q, K, V, bias_type)
     lse, rng_state, *rest = Aux_CTX_Tensors

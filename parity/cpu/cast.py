@@ -220,7 +220,7 @@ def create_empty_quantized_tensor(
     device: torch.device | str = "cpu",
     pin_memory: bool = False,
 ) -> Any:
-    """Return a TE quantized tensor with the uninitialised buffers that the quantizer's usages ask for."""
+    """Return a TE quantized tensor with the buffers that the quantizer's usages ask for, not yet filled."""
     check_quantizer(quantizer, "create_empty_quantized_tensor")
     return _empty(quantizer, shape, dtype)
 
@@ -494,7 +494,7 @@ def _empty_groups(
     """Return a grouped tensor with the buffers that the quantizer's usages ask for.
 
     Raises:
-        RuntimeError: if a block-scaled format gets a group whose number of rows is no multiple of 128.
+        RuntimeError: if a block-scaled format gets a group whose number of rows is not a multiple of 128.
     """
     rows, columns = tensor.shape
     same = rows if last_dims is not None else rows // num_tensors

@@ -1,6 +1,6 @@
 """Divide packed sequences (``thd``) for context parallelism, in which each rank has two chunks of each sequence.
 
-Replaces the ``thd`` functions of ``csrc/extensions/attention.cpp`` and for
+Replaces the ``thd`` functions of ``csrc/extensions/attention.cpp`` and
 ``common/fused_attn/context_parallel.cu`` of TransformerEngine 2.20.2. ``cu_seqlens`` are the starts of the sequences
 and the end of the last one, which are all divisible by the number that a function divides them by.
 """

@@ -300,7 +300,7 @@ _LARGEST_RADIX_ROW = 255 * _LANES
 
 
 def uses_radix(k: int, columns: int) -> bool:
-    """Return whether TE uses radix selection, that is, for k of ``NVTE_RADIX_TOPK_THRESHOLD`` (default 16) or more."""
+    """Return whether TE uses radix selection, as it does for k of ``NVTE_RADIX_TOPK_THRESHOLD`` (default 16) or more."""
     return k >= int(os.environ.get("NVTE_RADIX_TOPK_THRESHOLD", "16")) and columns <= _LARGEST_RADIX_ROW
 
 
@@ -540,7 +540,7 @@ def fused_multi_row_padding(
         padded_input_row_list: the rows of each part in ``output``, at least as many.
 
     Raises:
-        ValueError: if the lists differ in length or a tensor is no matrix.
+        ValueError: if the lists differ in length or a tensor is not a matrix.
     """
     for source, padded in _parts(input, output, input_row_list, padded_input_row_list):
         padded[: len(source)] = source
@@ -559,7 +559,7 @@ def fused_multi_row_unpadding(
         unpadded_input_row_list: the rows of each part without it.
 
     Raises:
-        ValueError: if the lists differ in length or a tensor is no matrix.
+        ValueError: if the lists differ in length or a tensor is not a matrix.
     """
     for source, unpadded in _parts(input, output, input_row_list, unpadded_input_row_list):
         unpadded.copy_(source[: len(unpadded)])
