@@ -1,6 +1,6 @@
 """TransformerEngine's kernels on a CPU: a ``transformer_engine_torch`` in PyTorch, and a loader for TE's Python.
 
-Each module replaces one of TE's ``csrc/extensions`` and is named after it. The package imports nothing from the rest of parity.
+Each module replaces one of TE's ``csrc/extensions`` and is named after it. The rest of parity is not imported here.
 
 ==================================================  ====================================================================
 module                                              replaces, in TransformerEngine 2.20.2

@@ -1,9 +1,9 @@
 """Dropout with a mask of one bit for each entry.
 
-Follows ``csrc/extensions/dropout.cpp`` of TransformerEngine 2.20.2 and ``common/dropout/dropout.cu``: an
-entry is dropped if its random byte is below ``floor(256 p)``. If 256 p is not a whole number, entries are therefore
-dropped slightly less often than with probability p; kept entries are multiplied by ``1 / (1 - p)`` all the same. The
-random bytes come from PyTorch's CPU generator.
+Follows ``csrc/extensions/dropout.cpp`` of TransformerEngine 2.20.2 and ``common/dropout/dropout.cu``: an entry is
+dropped if its random byte is below ``floor(256 p)``. If 256 p is not a whole number, entries are therefore dropped
+slightly less often than with probability p; kept entries are multiplied by ``1 / (1 - p)`` all the same. The random
+bytes come from PyTorch's CPU generator.
 """
 
 from __future__ import annotations

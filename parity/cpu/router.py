@@ -300,7 +300,7 @@ _LARGEST_RADIX_ROW = 255 * _LANES
 
 
 def uses_radix(k: int, columns: int) -> bool:
-    """Return whether TE uses radix selection, as it does for k of ``NVTE_RADIX_TOPK_THRESHOLD`` (default 16) or more."""
+    """Return whether TE uses radix selection, which it does from k = ``NVTE_RADIX_TOPK_THRESHOLD`` (default 16) up."""
     return k >= int(os.environ.get("NVTE_RADIX_TOPK_THRESHOLD", "16")) and columns <= _LARGEST_RADIX_ROW
 
 

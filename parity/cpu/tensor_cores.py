@@ -479,7 +479,7 @@ def _scaled(factor: BlockFactor) -> Tensor:
 
 
 def _add_mxfp8(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor:
-    """Return the running sum after one instruction, before it is cut to FP32."""
+    """Return the running sum after one instruction, before it is truncated to FP32."""
     assert left.dtype is not None
     assert right.dtype is not None
     a, b = left.values.double(), right.values.double()
@@ -502,7 +502,7 @@ def _add_mxfp8(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor
 
 
 def _add_nvfp4(running: Tensor, left: BlockFactor, right: BlockFactor) -> Tensor:
-    """Return the running sum after one instruction, before it is cut to FP32."""
+    """Return the running sum after one instruction, before it is truncated to FP32."""
     terms, powers = [], []
     for index in range(left.scales.shape[1]):
         part = slice(index * left.block, (index + 1) * left.block)

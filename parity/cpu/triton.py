@@ -47,7 +47,7 @@ def kernel(name: str) -> Callable[..., Any] | None:
 #
 # Replaces the wrappers of ``transformer_engine/pytorch/triton/permutation.py`` (2.14.1 to 2.20.2), whose Triton kernels
 # are in ``common/triton/permutation.py``. ``row_id_map`` is int32 ``[tokens, 2 * experts + 1]``. It holds, for each
-# token, the rows of its n experts, highest first, from column 0; these experts from column ``experts``; then n.
+# token, the rows of its n experts, highest first, from column 0; these experts from column ``experts``; and n, last.
 
 
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
