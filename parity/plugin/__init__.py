@@ -1,6 +1,7 @@
-"""The pytest plugin: collects cases as items, and records their results into one report.
+"""The pytest plugin: collects cases as items and records their results in one report.
 
-Every pytest run of an environment loads this, so it imports neither torch nor TransformerEngine before it meets a case.
+Every pytest run in an environment loads this plugin, so it imports neither torch nor TransformerEngine before it meets
+a case.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, None, None]:
-    """Have another process own the exit code, before anything is captured or measured, or a conftest is imported."""
+    """Let another process own the exit code, before output is captured, coverage starts or a conftest is imported."""
     alone.watch(early_config)
     return (yield)
 
@@ -84,9 +85,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Give a worker to a resumed run that has none, if an item may end its process: the run then goes on after it.
+    """Start a worker for a resumed run without workers if one of its items may end its process.
 
-    A run on other machines has none here.
+    The run then survives that item. A run on a Ray cluster has no workers on this machine.
     """
     option = config.option
     if _is_elsewhere(config):
@@ -98,26 +99,26 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if without_workers and not (hasattr(config, "workerinput") or option.usepdb or option.collectonly):
         try:
             asked = options.read(config)
-        except UserError:  # is told when pytest is configured
+        except UserError:  # pytest_configure reports it
             return
         killer = recorder.ended_its_process(asked.record) if asked.resume else ""
         if killer:
             config.stash[_KILLER] = killer
-            option.numprocesses, option.dist, option.tx = 1, "load", ["popen"]  # as xdist reads -n 1, which it may have
+            option.numprocesses, option.dist, option.tx = 1, "load", ["popen"]  # as xdist reads -n 1, perhaps already
 
 
 def _is_elsewhere(config: pytest.Config) -> bool:
-    """Return whether items are compared on other machines, before options are in the stash."""
+    """Return whether items are compared on other machines. Works before the options are in the stash."""
     if hasattr(config, "workerinput") or config.option.collectonly:
         return False
     try:
         return options.read(config).engine == "ray"
-    except UserError:  # is told when pytest is configured
+    except UserError:  # pytest_configure reports it
         return False
 
 
 def _go_to_ray(config: pytest.Config) -> None:
-    """Connect to the Ray cluster that collects and compares for this run."""
+    """Connect to the Ray cluster that collects and compares the items of this run."""
     from parity.plugin.ray_engine import RayEngine
 
     if config.option.usepdb:
@@ -130,7 +131,7 @@ def _go_to_ray(config: pytest.Config) -> None:
 
 
 def _go_on(config: pytest.Config) -> None:
-    """Claim the record of a run that is to be resumed, before any worker is told what is left of it."""
+    """Claim the record of the run to be resumed, before any worker is told which items are left."""
     asked = config.stash[_OPTIONS]
     if not asked.resume or config.option.collectonly:
         return
@@ -147,7 +148,7 @@ def _go_on(config: pytest.Config) -> None:
 
 
 def _finished(config: pytest.Config) -> frozenset[str]:
-    """Return ids of items that a run before this one finished."""
+    """Return the ids of the items that the resumed run had finished."""
     if FINISHED in (given := getattr(config, "workerinput", {})):
         return frozenset(given[FINISHED])
     _, unfinished = config.stash.get(_RESUMED, (None, None))
@@ -155,7 +156,7 @@ def _finished(config: pytest.Config) -> frozenset[str]:
 
 
 def _check_surroundings(asked: Options) -> None:
-    """Check files and environment variables once, before the workers each find the same mistake."""
+    """Check files and environment variables once, so that not every worker reports the same mistake."""
     try:
         options.check_files(asked)
         if any(variable.startswith("PARITY_EMULATED_") for variable in os.environ):
@@ -171,7 +172,10 @@ def _check_surroundings(asked: Options) -> None:
 
 
 def _place(config: pytest.Config) -> None:
-    """Give each worker a GPU or, without workers, take the first that ``PARITY_DEVICES`` names, before CUDA starts."""
+    """Assign a GPU to each worker or, without workers, the first of ``PARITY_DEVICES`` to this process.
+
+    This happens before CUDA starts.
+    """
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(ending.EndsAfterLastReport(), "parity-end")
         withhold_pipes(config)
@@ -185,7 +189,10 @@ def _place(config: pytest.Config) -> None:
 
 
 def _gpus(config: pytest.Config) -> list[Device]:
-    """Return the run's GPUs, listed once; xdist asks how many workers there are before the options are in the stash."""
+    """Return the run's GPUs, which are listed only once.
+
+    Reads the options anew, because xdist asks for the number of workers before they are in the stash.
+    """
     if _GPUS not in config.stash:
         try:
             config.stash[_GPUS] = gpus_of(options.read(config))
@@ -196,7 +203,7 @@ def _gpus(config: pytest.Config) -> list[Device]:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Choose the number of workers for runs with cases; a number that the user's environment sets stays."""
+    """Choose the number of workers for runs with cases, unless the user's environment sets it."""
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or not has_cases(config):
         return None
     if _is_elsewhere(config):
@@ -207,7 +214,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Name the nearest existing pairs if pytest does not find an id."""
+    """Suggest the nearest existing pairs if pytest does not find an id."""
     try:
         return (yield)
     except pytest.UsageError as error:
@@ -221,15 +228,16 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def _is_told(argument: str, error: pytest.UsageError) -> bool:
-    """Return whether pytest says that it did not find this id, which it names without the part in brackets."""
+    """Return whether pytest's error says that this id was not found. The error omits the part in brackets."""
     name = argument.partition("::")[2].partition("[")[0]
     return any(str(line).partition("\n")[0].endswith(f"::{name}") for line in error.args)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Let a file of pairs, or a model it imports, import TransformerEngine; without a GPU that needs
-    the CPU kernels.
+    """Collect a file of pairs as a ``Module``, and let it and its models import TransformerEngine.
+
+    Without a GPU, that import needs the CPU kernels.
     """
     if imports_parity(module_path):
         with lasting():
@@ -244,10 +252,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> list[pytest.Item] | None:
-    """Keep pytest from taking a case named like ``test_mlp`` for a test; its items are made below.
+    """Keep pytest from collecting a case with a name like ``test_mlp`` as a test. ``_nodes`` makes its items.
 
     Raises:
-        UserError: for a mark around a case, which takes the case's name and has no effect.
+        UserError: for a mark around a case: it replaces the case under its name and has no effect.
     """
     case_module = sys.modules.get("parity.case.case")
     if case_module is None:
@@ -265,9 +273,9 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: objec
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Add the items of the cases that a module declares, whether a name in it refers to them or not.
+    """Add the items of the cases that a module declares, even of cases that are not bound to a name in it.
 
-    A mistake in a user's file is reported by its message; its traceback would lead into parity, not to the mistake.
+    A mistake in a user's file is reported by its message alone, because its traceback would lead into parity.
     """
     if isinstance(collector, pytest.Module) and collector.path in collector.config.stash.get(_OF_PAIRS, ()):
         from parity.case.registry import mistakes_kept
@@ -278,7 +286,7 @@ def pytest_make_collect_report(
                 report = yield
                 if report.passed:
                     report.result.extend(_nodes(collector))
-        except SystemExit as error:  # pytest would call it an internal error, and not say where it is
+        except SystemExit as error:  # pytest would report an internal error without its place
             from parity.case.registry import import_failure
 
             report = pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
@@ -303,7 +311,7 @@ def _has_pairs(collector: pytest.Collector) -> bool:
 
 
 def _told(error: UserError, details: bool) -> str:
-    """Return the message; with details, also how Python came to the mistake, if the user's code raised it."""
+    """Return the error's message and, if details are wanted and the user's code raised it, the way to the mistake."""
     if not details or error.__cause__ is None:
         return str(error)
     from parity.trace.whose import way_there
@@ -312,7 +320,7 @@ def _told(error: UserError, details: bool) -> str:
 
 
 def _nodes(module: pytest.Module) -> Iterator[pytest.Item | pytest.Collector]:
-    """Yield one item for each size and precision of the cases declared in this file; imported ones belong elsewhere."""
+    """Yield one item for each size and precision of the cases declared in this file, but not of imported cases."""
     from parity.case import registry
 
     file = module.path.resolve()
@@ -356,7 +364,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
                 yield ParityItem.from_parent(
                     module,
                     name=name,
-                    nodeid=f"{module.nodeid}::{name}",  # pytest 9.2 finds --lf's items only by ids that it parsed
+                    nodeid=f"{module.nodeid}::{name}",  # pytest 9.2 finds items of --lf only by ids that it parsed
                     case=case,
                     checked=checked,
                     precision=precision,
@@ -370,10 +378,10 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
 
 
 def _kernels(config: pytest.Config) -> Kernels:
-    """Return TE, loaded when the first case is collected.
+    """Return TE's kernels, which are loaded when the first case is collected.
 
     Raises:
-        UserError: if it cannot be loaded.
+        UserError: if they cannot be loaded.
     """
     if _KERNELS not in config.stash:
         from parity import te
@@ -384,7 +392,7 @@ def _kernels(config: pytest.Config) -> Kernels:
 
 
 def _share_cores() -> None:
-    """Divide the cores among xdist's workers; a thread count that the user set stays."""
+    """Divide the cores among xdist's workers, unless the user has set the number of threads."""
     workers = devices.workers()
     if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
@@ -396,7 +404,7 @@ def _share_cores() -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let the results travel with pytest's own report, from xdist's workers too."""
+    """Attach the results to pytest's own report, which also carries them from xdist's workers to the controller."""
     if isinstance(item, ParityItem) and call.when == "call":
         _note_properties(item)
     report = yield
@@ -418,7 +426,7 @@ def pytest_runtest_makereport(
 
 
 def _note_properties(item: ParityItem) -> None:
-    """Give pytest's JUnit file what the item's results say."""
+    """Add the item's results to pytest's JUnit file as properties."""
     if item.results and "junit" in item.options.ci:
         from parity.report import ci
 
@@ -427,13 +435,13 @@ def _note_properties(item: ParityItem) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave out what a resumed run has, after all other plugins have chosen and ordered the items."""
+    """Leave out items that the resumed run has finished, after all other plugins have chosen and ordered the items."""
     items = [item for item in session.items if isinstance(item, ParityItem)]
     recorder.leave_out(session, items, _finished(session.config))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Register the recorder, which writes results, in the one process that all workers send theirs to."""
+    """Register the recorder, which writes all results, in the only process or in xdist's controller."""
     stash = session.config.stash
     if not (hasattr(session.config, "workerinput") or ending.RECORDED_ELSEWHERE in stash):
         claim, unfinished = stash.get(_RESUMED, (None, None))
@@ -444,9 +452,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Release what a finished worker keeps on the GPU, since it lives on until all are finished.
+    """Release the GPU memory of a finished worker, since the process lives on until all workers have finished.
 
-    Threads that a pair has left may keep a process for ever that has no controller, which would end it.
+    A process that no controller ends could wait forever for threads that a pair has left running, so it ends itself.
     """
     if not hasattr(session.config, "workerinput"):
         session.config.add_cleanup(lambda: alone.end_without_threads(session.config, int(session.exitstatus)))
@@ -459,7 +467,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule by content if ``-n`` chose the distribution by itself; one that the user names stays."""
+    """Schedule by content, unless the user has named a distribution."""
     if config.getvalue("dist") != "load":
         return None
     from parity.plugin.workers import SchedulingByContent

@@ -1,9 +1,9 @@
-"""Keep a run alive that has no workers, or see to it that its end is told.
+"""Keep a run without workers alive when a case tries to end its process, or make sure that its end is reported.
 
-Without workers, a case runs in pytest's own process, which stays the one that the user has started, for debuggers,
-profilers and Ctrl-C. What Python code can do to end it is refused here, and what C code does by ``exit`` is heard while
-there is time for a report and an exit code. What else ends it, such as a crash in C code, is told by another process,
-which only waits for that.
+Without workers, a case runs in pytest's own process. That stays the process that the user has started, for the sake of
+debuggers, profilers and Ctrl-C. This module stops Python code from ending it, and notices when C code calls ``exit``,
+while there is still time for a report and an exit code. Any other end, such as a crash in C code, is reported by a
+second process, which does nothing but wait for it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from parity.case.files import that_import_parity
 from parity.machine import process
 from parity.machine.process import LastWord, glibc, withheld
 
-# A case that calls os._exit would end the run with an exit code of its own, and no report.
+# A case that calls os._exit would end the run with its own exit code and without a report.
 
 
 class EndedProcess(BaseException):
-    """Raised in the place of what would end the process."""
+    """Raised instead of ending the process."""
 
 
 @contextmanager
 def exit_refused() -> Iterator[list[str]]:
-    """Within the context, ``os._exit`` raises in this process; processes that a case forks may end as they like.
+    """Make ``os._exit`` raise in this process within the context; processes that a case forks may still call it.
 
     Yields:
-        The calls, also those of threads, which alone end by them.
+        The calls so far. They include those of other threads, where the exception ends only the thread.
     """
     calls: list[str] = []
     exit_now, process = os._exit, os.getpid()
@@ -57,15 +57,16 @@ def exit_refused() -> Iterator[list[str]]:
         os._exit = exit_now
 
 
-# C code that calls ``exit`` would end the run, too. That cannot be stopped, but the C library calls who asked for it.
+# C code that calls ``exit`` would end the run, too. That cannot be stopped, but the C library calls exit handlers.
 
 
 @contextmanager
 def exit_heard(ended: Callable[[], object]) -> Iterator[None]:
-    """Within the context, call this if C code ends the process by ``exit``; it is not to return.
+    """Call ``ended``, which must not return, if C code calls ``exit`` within the context.
 
-    What is asked for last is called first, so before anything that was loaded earlier is torn down. Nothing is heard of
-    ``_exit``, nor where the C library is not glibc: musl cannot be told that the context has been left.
+    The handler that was registered last runs first, so it runs before anything that was loaded earlier is torn down.
+    Calls of ``_exit`` go unnoticed, and so does everything where the C library is not glibc, because musl cannot be
+    told that the context has been left.
     """
     libc, process, left = glibc(), os.getpid(), False
     if libc is None:
@@ -74,10 +75,10 @@ def exit_heard(ended: Callable[[], object]) -> Iterator[None]:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def exiting(argument: object) -> None:
-        if not left and os.getpid() == process:  # what a case forks may end as it likes
+        if not left and os.getpid() == process:  # processes that a case forks may call exit
             ended()
 
-    asker = ctypes.c_char()  # its address stands for the library that asked
+    asker = ctypes.c_char()  # its address identifies the library that registered the handler
     libc["__cxa_atexit"](exiting, None, ctypes.byref(asker))
     try:
         yield
@@ -102,9 +103,9 @@ if told and told[-1]:
 
 
 class Waiter:
-    """A process that draws the reports from the record if this process ends without a farewell.
+    """A process that draws the reports from the record if this process ends without dismissing it.
 
-    It ends with this one in any case, since its input does.
+    It always ends with this process, because its standard input ends then.
     """
 
     def __init__(self, record: Path, reports: Sequence[Path], advice: str, stderr: int) -> None:
@@ -114,34 +115,34 @@ class Waiter:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is not for it
+            start_new_session=True,  # so that Ctrl-C does not end it
         )
         assert self._process.stdin is not None
         withheld(self._process.stdin)
 
     def tell(self, node_id: str) -> None:
-        """Tell which item is compared from now on; an empty text for none, which is a farewell if it is the last."""
+        """Tell the process which item is compared from now on. An empty text means none; last, it is a dismissal."""
         assert self._process.stdin is not None
         with suppress(OSError):  # somebody has ended it
             self._process.stdin.write(f"{node_id}\n".encode(errors="backslashreplace"))
             self._process.stdin.flush()
 
     def dismiss(self) -> None:
-        """Say farewell; the process ends."""
+        """End the process without a report."""
         self.tell("")
         self._process.communicate()
 
 
-# Let a run end although its pairs have left threads running, which Python would wait for without end.
+# Let a run end although its pairs have left threads running, for which Python would wait forever.
 
 
 _LEFT = pytest.StashKey[dict[threading.Thread, str]]()
-_SECONDS_TO_END = 10.0  # that what is left has to end by itself, as a pool of threads does when it is told
+_SECONDS_TO_END = 10.0  # for such threads to end by themselves, as a thread pool's do at exit
 
 
 @contextmanager
 def threads_noted(config: pytest.Config, node_id: str) -> Iterator[None]:
-    """Note what is begun within the context and outlives it, apart from daemons, which nobody waits for."""
+    """Note threads that start within the context and outlive it, except for daemons, for which nobody waits."""
     before = set(threading.enumerate())
     try:
         yield
@@ -151,10 +152,10 @@ def threads_noted(config: pytest.Config, node_id: str) -> Iterator[None]:
 
 
 def end_without_threads(config: pytest.Config, code: int) -> None:
-    """End this process with a code, soon after its main thread has ended, if only noted threads keep it from that.
+    """End this process soon after its main thread has ended, if only noted threads keep it running.
 
     Args:
-        config: of the process.
+        config: pytest's, which holds the noted threads.
         code: the run's exit code.
     """
     left = {thread: node_id for thread, node_id in config.stash.get(_LEFT, {}).items() if thread.is_alive()}
@@ -171,7 +172,7 @@ def end_without_threads(config: pytest.Config, code: int) -> None:
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
                 told = f"parity: {node_id} left {thread.name} running, which has not ended; the process ends without it"
-                with suppress(Exception):  # a pair may have closed them
+                with suppress(Exception):  # a pair may have closed the streams
                     print(told.encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
                     sys.stdout.flush()
                 os._exit(code)
@@ -179,17 +180,17 @@ def end_without_threads(config: pytest.Config, code: int) -> None:
     threading.Thread(target=wait, name="parity-end", daemon=True).start()
 
 
-# Have another process own the exit code of ``pytest`` where pairs are compared in pytest's own process.
+# Let another process own the exit code of ``pytest`` where pairs are compared in pytest's own process.
 #
-# C code of a case that calls ``_exit(0)`` would end the run as if all were well. The process forks before any
-# conftest is imported, so before PyTorch, CUDA, capturing and coverage begin, which then all are in the child; what
-# was started only waits (``machine/process.py``). That is done only where nobody else counts on this process:
-# pytest was started by its own command, and neither has workers nor a debugger. Who calls ``pytest.main`` goes on
-# after it, so nothing is done.
+# If a case's C code calls ``_exit(0)``, the run would end as if all were well. So the process forks before any conftest
+# is imported, and PyTorch, CUDA, capturing and coverage all start in the child. The parent only waits
+# (``machine/process.py``). This is done only where nobody else depends on the process: pytest was started by its own
+# command, without workers and without a debugger. A program that calls ``pytest.main`` goes on afterwards, so there
+# the process does not fork.
 
 
 _NAME = "parity-watched"
-_COMMANDS = ("_console_main", "console_main")  # of pytest 9.1 and later, and of those before
+_COMMANDS = ("_console_main", "console_main")  # of pytest 9.1 and later, and of earlier versions
 _MAIN = ("_main", "main")
 _ELSEWHERE = ("usepdb", "trace", "collectonly", "version", "help", "looponfail", "tx")  # options
 
@@ -198,10 +199,10 @@ _Code: TypeAlias = int | pytest.ExitCode | None
 
 
 class Watched:
-    """Say, as a pytest plugin, how the run has ended.
+    """A pytest plugin that tells the waiting process how the run has ended.
 
     Args:
-        word: where it says so.
+        word: the channel to that process.
     """
 
     def __init__(self, word: LastWord) -> None:
@@ -215,7 +216,7 @@ class Watched:
 
 
 def watch(config: pytest.Config) -> None:
-    """Go on in a child if this process compares by itself, and is pytest's own."""
+    """Continue in a child process if this is the process of pytest's command and compares pairs itself."""
     if config.pluginmanager.is_blocked(_NAME):  # by -p no:parity-watched
         return
     if _compares_itself(config) and _is_of_its_command() and process.possible() and _has_cases(config):
@@ -230,7 +231,7 @@ def _compares_itself(config: pytest.Config) -> bool:
 
 
 def _is_of_its_command() -> bool:
-    """Return whether pytest's command calls this, and not a run within another, or somebody else's program."""
+    """Return whether pytest's command runs this, rather than a nested run or another program."""
     calls = [name for frame in _frames() if (name := _name_in_pytest(frame))]
     return any(name in _COMMANDS for name in calls) and sum(name in _MAIN for name in calls) == 1
 
@@ -247,7 +248,7 @@ def _name_in_pytest(frame: FrameType) -> str:
 
 
 def _has_cases(config: pytest.Config) -> bool:
-    """Return whether a file that pytest is asked for imports parity; ``config.args`` does not know them yet."""
+    """Return whether a file that pytest is asked for imports parity. ``config.args`` is not filled in yet."""
     start = config.invocation_params.dir
     by_default = config.getini("testpaths") if start == config.rootpath else []
     named = config.known_args_namespace.file_or_dir or [

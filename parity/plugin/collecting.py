@@ -1,5 +1,6 @@
-"""Collect a file of pairs in limited time, say of one that hangs or ends its process where it did, and why a pair was
-not collected; say what an unknown id may have meant, and whether a keyword may match.
+"""Collect files of pairs in limited time, and explain why a file or a pair could not be collected.
+
+Also suggest pairs for an unknown id, and check in advance whether a keyword can match anything.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class Module(pytest.Module):
-    """A file of pairs, which may have the name of another folder's: ``llama/pairs.py`` beside ``mixtral/pairs.py``.
+    """A file of pairs, whose name may occur in another folder, too: ``llama/pairs.py`` and ``mixtral/pairs.py``.
 
-    pytest gives both the module name ``pairs``, and refuses the second one.
+    pytest would import both as module ``pairs`` and refuse the second one.
     """
 
     def _getobj(self) -> Any:
@@ -43,10 +44,10 @@ class Module(pytest.Module):
 
 @contextmanager
 def collected_in_time(module: pytest.Module, seconds: float) -> Iterator[None]:
-    """Within the context, a file of pairs is collected, for so many seconds at most; 0 for no limit.
+    """Limit the seconds for which the context may collect a file of pairs; 0 for no limit.
 
-    A file that takes longer is interrupted, also in a worker, and the others are collected: see ``too_late``. One that
-    goes on all the same, or whose C code ends the process, ends the run.
+    A file that takes longer is interrupted, also in a worker, and the other files are collected: see ``too_late``. If
+    it does not stop when interrupted, or if its C code ends the process, the run ends.
     """
     config, diary = module.config, of(module.config).diary
     stacks = diary.stacks if diary else config.stash[ending.STDERR]
@@ -57,12 +58,12 @@ def collected_in_time(module: pytest.Module, seconds: float) -> Iterator[None]:
         ending.end_process(partial(_end_run, module, cause, threading.get_ident()))
 
     limit = ending.time_limit(seconds, expired, stacks, ending.interruption(config))
-    with limit, exit_heard(exited), exit_refused():  # also in a worker: each that follows would end as well
+    with limit, exit_heard(exited), exit_refused():  # also in a worker, whose replacements would end as well
         yield
 
 
 def too_late(module: pytest.Module, seconds: float, interrupted: KeyboardInterrupt) -> pytest.CollectReport:
-    """Return the report on a file that was interrupted since its time was up."""
+    """Return the report on a file that was interrupted because its time was up."""
     from parity.trace.whose import forget_handler, interrupted_at, way_there
 
     forget_handler(interrupted)
@@ -74,7 +75,7 @@ def _too_long(seconds: float) -> str:
 
 
 def _end_run(module: pytest.Module, cause: str, thread: int) -> None:
-    """Report the file of pairs with which this process ends, and with it the run: every worker collects every file."""
+    """Report the file of pairs that ends this process. The run ends too, because every worker collects every file."""
     report = _report(module, f"{cause}; the run ends with it", ending.stack_of(thread))
     ending.announce(report)
     ending.show_output(module.config)
@@ -93,42 +94,40 @@ def _report(module: pytest.Module, cause: str, stack: str) -> pytest.CollectRepo
 
 
 def message(report: pytest.CollectReport) -> str:
-    """Say what is wrong, beginning with where: a file's line if pytest's text has one, else the id."""
+    """Return what is wrong, preceded by its place: the file and line if pytest's text names them, else the id."""
     text = without_traceback(report.longreprtext)
     file = report.nodeid.split("::")[0]
     return text if file in text else f"{_place(file, report.longreprtext) or report.nodeid}: {text}"
 
 
 def without_traceback(text: str) -> str:
-    """Return the error's own lines if pytest shows a traceback, where it marks them with ``E``; else
-    the text as it is.
-    """
+    """Return only the lines of the error if pytest shows a traceback, where ``E`` marks them; else the whole text."""
     marked = [line[1:].strip() for line in text.splitlines() if line.startswith("E  ")]
     return "\n".join(marked) or text.strip()
 
 
 def note(report: pytest.CollectReport, start: Path) -> None:
-    """Give a report about a pair, or about a file of pairs, the message that goes into the record.
+    """Attach the message for the record to the report about a pair, or a file of pairs, that was not collected.
 
     Args:
-        report: on what could not be collected; from xdist's workers the message travels with it.
-        start: the folder that pytest was started in, which a record does not name.
+        report: the report, which also carries the message from xdist's workers to the controller.
+        start: the folder that pytest was started in, which is left out of the message.
     """
     report.parity_uncollected = message(report).replace(f"{start}/", "")  # type: ignore[attr-defined]
 
 
 def noted(report: pytest.CollectReport) -> str:
-    """Return that message; empty for what is not a pair, or was collected."""
+    """Return the message that ``note`` attached; empty if the report is on no pair or the pair was collected."""
     return str(getattr(report, "parity_uncollected", ""))
 
 
 def _place(file: str, text: str) -> str:
-    """Return the last line of the file in a traceback as pytest shows it; empty if there is none."""
+    """Return the last place in the file that pytest's traceback shows; empty if there is none."""
     lines = re.findall(rf"^(?:.*/)?{re.escape(Path(file).name)}:(\d+): in ", text, re.MULTILINE)
     return f"{file}:{lines[-1]}" if lines else ""
 
 
-# What an id that names no pair or item may have meant: the nearest existing names.
+# Suggestions for an id that names no pair or item: the nearest existing names.
 
 
 def unknown_pairs(
@@ -137,13 +136,13 @@ def unknown_pairs(
     cases: Iterable[Case],
     misdeclared: Callable[[Path], Mapping[str, UserError]] = lambda file: {},
 ) -> Iterator[str]:
-    """Yield a sentence for each id of a file of pairs that names none of them.
+    """Yield a sentence about each id in a file of pairs that names none of its items.
 
     Args:
-        arguments: pytest's: files, folders and ids.
+        arguments: pytest's arguments: files, folders and ids.
         start: the folder that relative paths are relative to.
         cases: the declared cases.
-        misdeclared: what is wrong with a file's declarations, by the pair's name.
+        misdeclared: returns the errors in a file's declarations, by the pair's name.
     """
     by_file: dict[Path, dict[str, Case]] = {}
     for case in cases:
@@ -166,18 +165,18 @@ def unknown_pairs(
             yield f"there is no pair {name!r} in {path}; {_advice(path, name, list(declared))}"
 
 
-# A keyword that is misspelt should not cost the start of workers, each of which would import PyTorch to find nothing.
+# With a misspelt keyword, no workers should start: each would import PyTorch only to find nothing.
 
 
 def may_match(keyword: str, files: Iterable[str]) -> bool:
-    """Return whether an item of these files may match, judged by their text alone.
+    """Return whether an item of these files may match a keyword, judging by the text of the files alone.
 
-    A pair's name and its sizes usually stand in the text, but a file may also compute them. So where this returns
-    False, no item is likely to match; that none does shows in collecting them.
+    A pair's name and its sizes usually appear in the text, but a file may also compute them. So False means that
+    probably no item matches; only collecting the files can prove it.
 
     Args:
-        keyword: an expression, as of pytest's ``-k``.
-        files: files of pairs, or pytest ids of theirs.
+        keyword: an expression like that of pytest's ``-k``.
+        files: files of pairs, or pytest ids in them.
     """
     words = [word for word in re.findall(r"[^\s()]+", keyword.lower()) if word not in ("and", "or")]
     if "not" in words or not words:
