@@ -1,4 +1,4 @@
-"""End a process that can compare no more, or a run that is interrupted, without losing a result."""
+"""End a process that cannot go on comparing, or a run that is interrupted, without losing a result."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from parity.plugin.item import ParityItem
     from parity.result import Result
 
-# What a worker notes on disk while it compares, so that no result is lost if it dies suddenly.
+# A worker keeps notes on disk while it compares, so that no result is lost if it dies suddenly.
 #
-# A worker's results travel with the report of a finished item; an item that kills its worker has no report.
+# A worker's results travel with the report of a finished item, but an item that kills its worker has no report.
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Hold what a worker compares now.
+    """Describe the comparison that a worker is making.
 
     Attributes:
         node_id: the item's id.
-        running: the record's line for it if it does not end: an error with an empty reason or, once there is a verdict,
-            that, with a last note that the search for the cause, or a second look, was cut short.
+        running: the record's line for it if it never ends. That is an error with an empty reason or, once there is a
+            verdict, the verdict with a last note that the search for the cause, or a second look, was cut short.
         environment: the record's first line.
         limit: how many seconds the comparison may take.
     """
@@ -53,11 +53,11 @@ class Entry:
 
     @property
     def has_verdict(self) -> bool:
-        """Return whether a failure is known, of which a second look or the search for the cause has not ended."""
+        """Return whether a failure is known and only its second look or the search for its cause has not ended."""
         return bool(json.loads(self.running)["result"]["status"] != "error")
 
     def ended_by(self, cause: str, from_outside: bool = True) -> str:
-        """Return the record's line for a comparison that ended because of this, see ``ParityItem.cut_short``."""
+        """Return the record's line for the comparison if this cause ends it, see ``ParityItem.cut_short``."""
         line = json.loads(self.running)
         result = line["result"]
         result["cut_short"] = from_outside
@@ -70,11 +70,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Diary:
-    """One worker's files.
+    """The files in which one worker keeps its notes.
 
     Attributes:
         folder: the folder of all workers of the run.
-        worker: its name.
+        worker: the worker's name.
     """
 
     folder: Path
@@ -87,18 +87,18 @@ class Diary:
 
     @property
     def stacks(self) -> Path:
-        """Return where the threads' stacks go if the worker runs too long and cannot even say so."""
+        """Return the file for the threads' stacks in case the worker runs too long and cannot even report that."""
         return self.folder / f"{self.worker}.stacks"
 
     def write(self, entry: Entry, finished: str | None) -> None:
-        """Begin the next comparison.
+        """Note that the next comparison begins.
 
-        What cannot be written, as on a full disk, is done without, and so is what was there: it is needed only if the
-        worker dies, and the run says then that the item has no result.
+        If that cannot be written, for example to a full disk, the earlier entry is removed as well. Entries matter only
+        if the worker dies, and the run then says that the item has no result.
 
         Args:
             entry: the next comparison.
-            finished: the record's line for the comparison before it; None if this is the item's first.
+            finished: the record's line for the previous comparison; None if this is the item's first.
         """
         with self._all_or_nothing():
             if finished is None:
@@ -124,7 +124,7 @@ class Diary:
             yield
         except OSError:
             with suppress(OSError):
-                self._entry.unlink(missing_ok=True)  # it may say what is not so any more
+                self._entry.unlink(missing_ok=True)  # it may be out of date
 
     def read(self, node_id: str) -> tuple[Entry, list[str]] | None:
         """Return the entry and the item's finished lines, if the worker's last entry is about this item."""
@@ -167,11 +167,11 @@ def _is_a_result(line: bytes) -> bool:
         return False
 
 
-# End what runs too long, even a hung CUDA kernel: while Python waits for one, no signal handler runs, but threads do.
+# End whatever runs too long, even a hung CUDA kernel: while Python waits for one, threads run but no signal handlers.
 
 
-# So long after the limit, faulthandler ends the process, which needs no interpreter lock: code that hangs may keep the
-# lock, so that no Python thread runs. A thread that does run gets ten times as long, since it may draw a large report.
+# This long after the limit, faulthandler ends the process. It needs no interpreter lock, which code that hangs may hold
+# so that no Python thread runs. A thread that does run gets ten times as long, since it may draw a large report.
 GRACE_SECONDS = 30.0
 
 
@@ -179,24 +179,25 @@ GRACE_SECONDS = 30.0
 def time_limit(
     seconds: float, expired: Callable[[], None], stacks: Path | int, interrupt: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """End the process if the context is left too late; it never returns once the time is over.
+    """End the process if the context takes longer than the limit. Once the time is over, the context is never left.
 
-    What is forked within the context ends with it in any case: the timers are not in it, and the run is not its own.
+    Processes that are forked within the context always end with it, because they inherit neither the timers nor the
+    run.
 
     Args:
         seconds: the limit; 0 for none.
-        expired: called in a thread of its own when the time is over, then the process ends with code 1.
+        expired: called in a thread of its own when the time is over; then the process ends with code 1.
         stacks: the file, or its open descriptor, for the threads' stacks if not even that thread can run.
-        interrupt: called before, if given, to make the code in the context raise. If that leaves the context within
+        interrupt: if given, called first to make the code in the context raise. If that code leaves the context within
             ``GRACE_SECONDS``, the process goes on.
     """
     if not seconds:
         with forks_ended():
             yield
         return
-    # Locks alone, and no event: an interruption may raise at any call of a function that is written in Python, and an
-    # event whose ``set`` it leaves keeps its own lock for ever.
-    over = threading.Lock()  # held from when the time is over, or from when the context was left in time
+    # Only locks, no event: an interruption may raise at any call of a function that is written in Python, and an event
+    # whose ``set`` is interrupted holds its own lock forever.
+    over = threading.Lock()  # held once the time is over, or once the context was left in time
     within = threading.Lock()  # held until the context is left
     leaving, grace = threading.Lock(), GRACE_SECONDS
     within.acquire()
@@ -229,17 +230,17 @@ def time_limit(
                 try:
                     if within.locked():
                         within.release()
-                    over.acquire()  # waits for ever if the time is over
+                    over.acquire()  # waits forever if the time is over
                 finally:
                     faulthandler.cancel_dump_traceback_later()
                     timer.cancel()
 
 
-_EXIT = os._exit  # the name is another function's while a case runs
+_EXIT = os._exit  # kept because ``os._exit`` is another function while a case runs
 
 
 def end_process(last: Callable[[], None] = lambda: None) -> NoReturn:
-    """End this process at once, after a last call, whatever becomes of that."""
+    """End this process at once, after a last call, even if that call raises."""
     try:
         last()
     finally:
@@ -271,12 +272,12 @@ def of_results(results: Sequence[Result]) -> list[str]:
 
 
 def note_planned(session: pytest.Session, items: Sequence[ParityItem]) -> None:
-    """Keep which items the run is to compare in all, before those are left out that a run before it finished."""
+    """Keep the ids of all items of the run, before those that the resumed run has finished are left out."""
     session.stash[_PLANNED] = tuple(item.key for item in items)
 
 
 def planned(session: pytest.Session) -> tuple[str, ...]:
-    """Return the ids of all items that the run is to compare, with those that a run before it finished."""
+    """Return the ids of all items of the run, including those that the resumed run has finished."""
     return session.stash.get(_PLANNED, ())
 
 
@@ -298,9 +299,9 @@ def environment_line(item: ParityItem) -> str:
     return stash[_ENVIRONMENT]
 
 
-# How a process ends that cannot compare any more, because a kernel hangs in it or broke its CUDA context.
+# End a process that cannot compare any more, because a kernel hangs or has broken the CUDA context.
 #
-# A worker says so in the report of its last item, and xdist replaces it. Without workers, the run ends with it.
+# A worker says so in the report of its last item, and xdist replaces the worker. Without workers, the run ends.
 
 
 BROKEN_BY = pytest.StashKey[str]()
@@ -326,7 +327,7 @@ def is_last(report: pytest.TestReport | pytest.CollectReport) -> bool:
 
 
 def told(results: Sequence[Result]) -> str:
-    """Return what pytest shows about an item that ended early: why, or how it failed and why no cause was found."""
+    """Return the text about an item that ended early: the reason or, if it failed, how and why no cause was found."""
     from parity.report import failure
     from parity.report.record import Item
 
@@ -335,7 +336,10 @@ def told(results: Sequence[Result]) -> str:
 
 
 class EndsAfterLastReport:
-    """A pytest plugin for workers. xdist takes the end for a crash in the item, and so gives it to no other worker."""
+    """A pytest plugin that ends a worker after its last report.
+
+    xdist takes this for a crash in the item, so it gives the item to no other worker.
+    """
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -344,10 +348,10 @@ class EndsAfterLastReport:
 
 
 def out_of_time(item: ParityItem, main_thread: int) -> None:
-    """Report an item that hangs, from the thread that watches it; the process ends when this returns.
+    """Report an item that hangs. The thread that watches it calls this, and the process ends when this returns.
 
     Args:
-        item: its results tell what was compared so far.
+        item: the item, with the results of the seeds that were compared so far.
         main_thread: the identifier of the thread that hangs.
     """
     ended = "its worker was ended and replaced" if item.workplace.worker else _END_OF_RUN
@@ -355,7 +359,7 @@ def out_of_time(item: ParityItem, main_thread: int) -> None:
 
 
 def exits_in_c(item: ParityItem) -> None:
-    """Report an item in which C code ends this process by ``exit``, and end it as one in which something failed."""
+    """Report an item whose C code calls ``exit``, and end this process with the exit code of a failure."""
     from parity.trace.whose import line_running
 
     at = line_running()
@@ -367,9 +371,9 @@ _END_OF_RUN = f"the run ends with it: {USE_WORKERS}"
 
 
 def _end_with_item(item: ParityItem, cause: str, thread: int) -> None:
-    """Report the item with which this process ends.
+    """Report the item that ends this process.
 
-    Without workers the run is over with it: then pytest finishes here, and draws its summary and the report.
+    Without workers, the run ends too, so pytest finishes here and draws its summary and the report.
     """
     item.results.append(item.cut_short(cause, from_outside=False))
     report = pytest.TestReport(
@@ -391,25 +395,25 @@ def _end_with_item(item: ParityItem, cause: str, thread: int) -> None:
 
 
 def stack_of(thread: int) -> str:
-    """Return what a thread runs now, as a traceback shows it."""
+    """Return the current stack of a thread, formatted like a traceback."""
     return "".join(traceback.format_stack(sys._current_frames()[thread]))
 
 
 def show_output(config: pytest.Config) -> None:
-    """Let what is printed from now on be seen."""
+    """Stop capturing, so that everything printed from now on is visible."""
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         capture.suspend_global_capture(in_=True)
 
 
 def finish(session: pytest.Session) -> None:
-    """Have pytest print its summary, and the recorder draw the report."""
+    """Make pytest print its summary and the recorder draw the report."""
     session.config.hook.pytest_sessionfinish(session=session, exitstatus=pytest.ExitCode.TESTS_FAILED)
     sys.stdout.flush()
 
 
 def _record_as_not_compared(ended_by: ParityItem) -> None:
-    """Record an error for each item that would have followed one that ends the run."""
+    """Record an error for each item that follows the one that ends the run."""
     items = ended_by.session.items
     reason = f"not compared, since {ended_by.nodeid} ended the run; {USE_WORKERS}"
     recorder = ended_by.config.pluginmanager.getplugin(RECORDER)
@@ -420,30 +424,32 @@ def _record_as_not_compared(ended_by: ParityItem) -> None:
 
 
 def too_long(seconds: float) -> str:
-    """Say that a comparison, or a file's collection, took longer than its limit."""
+    """Return the message that a comparison, or a file's collection, took longer than its limit."""
     return f"ran longer than {seconds:g} s (--parity-timeout, or --timeout of parity run)"
 
 
-# A run that is asked to end early keeps what it has compared, and draws its report.
+# A run that is asked to end early keeps its results and draws its report.
 #
-# Batch systems send SIGTERM some time before they kill a process; here it counts as Ctrl-C.
+# Batch systems send SIGTERM some time before they kill a process, so SIGTERM is treated like Ctrl-C.
 
 
 RECORDER = "parity-recorder"
-RECORDED_ELSEWHERE = pytest.StashKey[bool]()  # where another process writes this run's record
+RECORDED_ELSEWHERE = pytest.StashKey[bool]()  # set if another process writes this run's record
 _ASKED_TO_END = pytest.StashKey[bool]()
 _TIME_IS_UP = pytest.StashKey[bool]()
-# Who asks once may send two signals: to a process and to its group (as ``timeout`` of the GNU core utilities does), or
-# to a group of which one process passes on what it gets. A second one would interrupt the drawing of the report.
-_ASKED_ONCE = 1.0  # seconds, in which nobody sees that the first signal is of no use
+# One request may arrive as two signals: one sent to the process and one to its group (as ``timeout`` of the GNU core
+# utilities does), or one of them forwarded by another process of the group. The second signal would interrupt the
+# drawing of the report.
+_ASKED_ONCE = 1.0  # seconds; too short for somebody to see that the first signal did not help
 REASON = "interrupted before all of its seeds were compared"
 
 
 def heed_signals(config: pytest.Config) -> None:
-    """Have SIGTERM interrupt this process as Ctrl-C does, until pytest is done, and know that it was one of them.
+    """Make SIGTERM interrupt this process like Ctrl-C until pytest is done, and remember that a signal did so.
 
-    A worker knows Ctrl-C only, and SIGTERM ends it at once. A handler that somebody else has set stays. Where Ctrl-C is
-    ignored, as by what a shell runs in the background, it stays so, but for a comparison whose time is up.
+    In a worker, only Ctrl-C is handled, and SIGTERM ends it at once. Handlers that somebody else has set stay. Where
+    Ctrl-C is ignored, as in a shell's background jobs, it stays ignored, except to interrupt a comparison whose time is
+    up.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -476,14 +482,14 @@ def heed_signals(config: pytest.Config) -> None:
 
 
 def is_asked_to_end(config: pytest.Config) -> bool:
-    """Return whether a ``KeyboardInterrupt`` is a signal's and not a case's own; if this cannot be known, it is."""
+    """Return whether a ``KeyboardInterrupt`` comes from a signal and not from the case. If unknown, return True."""
     return is_time_up(config) or config.stash.get(_ASKED_TO_END, True)
 
 
 def interruption(config: pytest.Config) -> Callable[[], None] | None:
-    """Return what interrupts the main thread when its time is up, from another thread; None where that is impossible.
+    """Return a function that interrupts the main thread from another thread; None where that is impossible.
 
-    It gets a signal, as by Ctrl-C, which also wakes what sleeps in C code.
+    The main thread gets the signal of Ctrl-C, which also wakes code that sleeps in C.
     """
     config.stash[_TIME_IS_UP] = False
     if _ASKED_TO_END not in config.stash or not hasattr(signal, "pthread_kill"):
@@ -498,14 +504,15 @@ def interruption(config: pytest.Config) -> Callable[[], None] | None:
 
 
 def is_time_up(config: pytest.Config) -> bool:
-    """Return whether the comparison that runs, or ran last, was interrupted since its time was up."""
+    """Return whether the current or last comparison was interrupted because its time was up."""
     return config.stash.get(_TIME_IS_UP, False)
 
 
 def keep_finished_seeds(item: ParityItem) -> None:
-    """Record the seeds that an interrupted item has compared, and that the item is not complete.
+    """Record the seeds that an interrupted item has compared, and that the item is incomplete.
 
-    pytest reports no item that was interrupted. In a worker nobody listens any more; see below.
+    pytest does not report interrupted items. A worker's are recorded by ``keep_finished_seeds_of_workers``, because the
+    controller no longer listens to workers.
     """
     recorder = item.config.pluginmanager.getplugin(RECORDER)
     if recorder is None or not (item.results or item.verdict):
@@ -516,10 +523,9 @@ def keep_finished_seeds(item: ParityItem) -> None:
 
 
 def record_meanwhile(item: ParityItem) -> None:
-    """Record an item's seeds so far, and what is known of the one that is compared, until the item's own lines
-    replace them.
+    """Record an item's seeds so far and what is known about the current one, until the item's own lines replace them.
 
-    Nobody else can once this process is killed. A worker has its diary, which the controller reads.
+    If this process is killed, nobody can record them afterwards. Workers use a diary, which the controller reads.
     """
     recorder = item.config.pluginmanager.getplugin(RECORDER)
     if recorder is not None:
@@ -528,24 +534,24 @@ def record_meanwhile(item: ParityItem) -> None:
 
 
 _DIED = "the process of this run ended while it was compared"
-WORKER = "its worker"  # that died or ended
+WORKER = "its worker"  # followed by "died" or "ended"
 
 
 def took_its_process_along(result: Result) -> bool:
-    """Return whether a comparison ended since its process did, which somebody else may have killed."""
+    """Return whether a comparison ended because its process did, even if somebody killed that from outside."""
     told = result.reason or "".join(result.notes[-1:])
     return result.cut_short and any(what in told for what in (_DIED, f"{WORKER} died", f"{WORKER} ended"))
 
 
 @contextmanager
 def exits_refused(config: pytest.Config, ended: Callable[[], object]) -> Iterator[list[str]]:
-    """Within the context, ``os._exit`` does not end a run without workers, and ``exit`` in C code not without a word.
+    """Within the context, stop ``os._exit`` from ending a run without workers, and notice ``exit`` in C code.
 
-    A worker may end, since another takes its place.
+    A worker may end, because another takes its place.
 
     Args:
-        config: of this process.
-        ended: called if C code ends the process; it is not to return.
+        config: this process's configuration.
+        ended: called if C code ends the process; it must not return.
 
     Yields:
         The calls of ``os._exit``.
@@ -558,12 +564,12 @@ def exits_refused(config: pytest.Config, ended: Callable[[], object]) -> Iterato
 
 
 def keep_finished_seeds_of_workers(config: pytest.Config, diaries: Iterable[Diary], reported: Container[str]) -> None:
-    """Record the same for the items that workers were in, from what they noted about them.
+    """Record the seeds of the items that workers were comparing when the run was interrupted, from their diaries.
 
     Args:
-        config: that of the process that writes the record.
+        config: the configuration of the process that writes the record.
         diaries: the workers' diaries.
-        reported: ids of the items whose results arrived.
+        reported: ids of the items whose results have arrived.
     """
     recorder = config.pluginmanager.getplugin(RECORDER)
     for diary in diaries:

@@ -1,4 +1,4 @@
-"""The pytest item: one case at one precision and size, over all seeds, each compared beside others or alone."""
+"""The pytest item: one case at one precision and size. It compares all seeds, beside other workers or alone."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from parity.te import Kernels, Precision
     from parity.te.attention_backend import AttentionBackend
 
-# Give an item that computes in several processes the cores of as many workers.
+# An item that computes in several processes takes the cores of as many workers.
 
 
-_ASKED_AGAIN = 0.02  # seconds; nothing tells when one of several locks is free, and only the first in the queue asks
+_ASKED_AGAIN = 0.02  # seconds; locks must be polled to wait for any of several, but only the queue's first item polls
 
 
 class Slots:
-    """Share as many slots as a run has workers; an item takes one for each of its processes.
+    """Share as many slots as a run has workers. An item takes one for each of its processes.
 
-    A slot is a file lock, because the kernel takes that back from a worker however it dies. Who holds slots waits for
-    none, and only the first in the queue holds some before it has all of its own, so each wait ends.
+    A slot is a file lock, because the kernel releases it however a worker dies. There is no deadlock: an item that has
+    all of its slots waits for no other, and only the first item in the queue holds some while it waits for more.
 
     Args:
         folder: shared by the run's workers.
@@ -52,9 +52,9 @@ class Slots:
 
     @contextmanager
     def taken(self, wanted: int) -> Iterator[None]:
-        """Within the context, so many slots are taken, or all of them if there are fewer.
+        """Hold this many slots within the context, or all of them if there are fewer.
 
-        Who comes later stays behind in the queue, so that an item that wants many gets them.
+        Later items wait behind in the queue, so that an item that wants many slots gets them.
         """
         with ExitStack() as files:
             free = [files.enter_context(self._open(f"slot-{number}")) for number in range(self.count)]
@@ -82,17 +82,17 @@ def _is_taken(slot: IO[str]) -> bool:
     return True
 
 
-# Let workers share a device, or have it alone for a while.
+# Let workers share a device, or use it alone for a while.
 #
-# It is a file lock, because the kernel takes that back from a worker however it dies.
+# The lock is a file lock, because the kernel releases it however a worker dies.
 
 
 class DeviceLock:
     """One device's lock, the same for all workers that name the same file.
 
     Attributes:
-        path: the lock's file; another file, its gate, is beside it.
-        release_memory: called while this process does not use the device and another has it alone or waits for that.
+        path: the lock's file; another file, its gate, is next to it.
+        release_memory: called while this process does not use the device and another one uses it alone or waits to.
     """
 
     def __init__(self, path: Path, release_memory: Callable[[], None]) -> None:
@@ -100,7 +100,7 @@ class DeviceLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Within the context, others may use the device too, but nobody has it alone."""
+        """Use the device within the context, which others may do at the same time, but nobody alone."""
         with self._open("gate") as gate, self._open("device") as device:
             if not _free(gate):
                 self.release_memory()
@@ -116,7 +116,7 @@ class DeviceLock:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the context, no other worker uses the device; who comes later waits, so that its turn comes."""
+        """Use the device alone within the context. Workers that come later wait, so that this one gets its turn."""
         with self._open("gate") as gate, self._open("device") as device:
             fcntl.flock(gate, fcntl.LOCK_EX)
             fcntl.flock(device, fcntl.LOCK_EX)
@@ -139,7 +139,7 @@ def _free(gate: IO[str]) -> bool:
     return True
 
 
-# Make one comparison: beside others on the device or alone, in limited time, and again if memory ran out.
+# Make one comparison in limited time, beside others on the device or alone, and repeat it if memory ran out.
 
 
 RETRIED = "memory ran out beside other items, so it ran a second time, alone on its device"
@@ -152,14 +152,14 @@ def attempt(
     workplace: Workplace,
     processes: int = 1,
 ) -> Result:
-    """Compare and, if memory runs out, compare once more with the device to itself.
+    """Compare and, if memory runs out, compare once more with no other worker on the device.
 
     Args:
         compare: makes the comparison.
-        time_limit: entered around each comparison and the question what it needs, not while waiting for others.
-        need: says about how many bytes it takes; one that takes more than the worker's share starts alone.
-        workplace: this process's.
-        processes: in how many it computes; it waits for as many workers' cores.
+        time_limit: limits each comparison and each call of ``need``, but not the wait for other workers.
+        need: estimates how many bytes the comparison takes. If that exceeds the worker's share, it starts alone.
+        workplace: this process's workplace.
+        processes: how many processes the comparison uses; it waits for the cores of as many workers.
 
     Returns:
         The result; a skip with the reason if memory runs out again.
@@ -172,7 +172,7 @@ def attempt(
             return compare()
 
     def needed() -> int | None:
-        with time_limit():  # it calls the pair's modules, which may hang in it
+        with time_limit():  # it calls the pair's modules, which may hang
             return need()
 
     first = run(alone=workplace.share is not None and (needed() or 0) > workplace.share)
@@ -195,14 +195,14 @@ def _lacks_memory(result: Result) -> bool:
 
 
 def _cores(workplace: Workplace, processes: int) -> AbstractContextManager[None]:
-    """Hold the cores of as many workers; a process without others has them anyway."""
+    """Hold the cores of as many workers; do nothing if the run has no other workers."""
     if workplace.folder is None or workplace.workers == 1:
         return nullcontext()
     return Slots(workplace.folder, workplace.workers).taken(processes)
 
 
 def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
-    """Hold the device, shared with other workers or not; a process without others has it anyway."""
+    """Hold the device, alone or shared with other workers; do nothing if there is no lock file."""
     if workplace.lock is None:
         return nullcontext()
     from parity.passes import memory
@@ -211,13 +211,14 @@ def _device(workplace: Workplace, alone: bool) -> AbstractContextManager[None]:
     return lock.alone() if alone else lock.shared()
 
 
-DETAILS = 2  # so many -v ask for tracebacks
+DETAILS = 2  # the number of -v from which on tracebacks are shown
 _MARKS = pytest.StashKey[set[str]]()
 
 
 _SEARCH = "the search for the cause"
-# Which statistics are beyond their limits is known then, and counts as it does if a second look raises: numbers stay in
-# sight, and no run is green because of it. That a right port may be there by chance is said, and not known.
+# When a second look begins, it is known which statistics are beyond their limits. If the second look raises, that
+# verdict counts: its numbers are shown, and the run does not pass. The result says that a correct port may have failed
+# by chance.
 _SECOND_LOOK = "a second look, which tells chance from a mistake,"
 
 
@@ -226,15 +227,16 @@ class ParityError(Exception):
 
 
 class ParityItem(pytest.Item):
-    """Compares a case at one precision and size, seed after seed.
+    """Compare a case at one precision and size, seed after seed.
 
     Attributes:
         results: one for each seed that was compared so far; only one if the precision is not available.
         steps: for how many steps the pair is trained; 0 for a single pass.
         switch: how it is trained.
-        ranks: over which ranks the candidate is computed; None for one process.
-        verdict: the failure of the seed that is being compared, while something may still be added to it; else None.
-        unfinished: what that is: the search for its cause, or a second look, which may even take it back.
+        ranks: the ranks over which the candidate is computed; None for one process.
+        verdict: the failure of the seed that is being compared, until that comparison has ended; else None.
+        unfinished: the part that has not ended then: the search for the cause, or a second look, which may even
+            withdraw the verdict.
         workplace: where this process runs it.
     """
 
@@ -268,12 +270,12 @@ class ParityItem(pytest.Item):
 
     @property
     def key(self) -> str:
-        """The id under which a record has the item's results."""
+        """The id of the item's results in a record."""
         return f"{self._path_to_show()}::{self.name}"
 
     @property
     def limits(self) -> str:
-        """The file with the table of limits, relative to where pytest was started; empty for the packaged table."""
+        """The file of the table of limits, relative to where pytest was started; empty for the packaged table."""
         return self._from_start(self.options.calibration) if self.options.calibration else ""
 
     def files_of_pairs(self) -> set[Path]:
@@ -281,7 +283,7 @@ class ParityItem(pytest.Item):
         return {other.case.path for other in self.session.items if isinstance(other, ParityItem)}
 
     def limits_compared(self) -> tuple[OfPrecision, ...]:
-        """Return the limits compared with the packaged ones; nothing for the packaged ones."""
+        """Return how the limits compare with the packaged ones; empty if they are the packaged ones."""
         from parity.judge import limits
         from parity.judge.limits import load
 
@@ -346,19 +348,19 @@ class ParityItem(pytest.Item):
             return None
 
     def _compare(self, seed: int, calibration: Table) -> Result:
-        """Return the comparison's result; whatever raises, there is one.
+        """Return the comparison's result, which is an error if anything raises.
 
-        A failure is noted before the search for its cause begins, whatever becomes of that.
+        A failure is noted before the search for its cause begins, so that it is kept if the search raises.
         """
         from parity.te.devices import classify
         from parity.trace.whose import way_there
 
-        if self.verdict is not None:  # of a first attempt, which ran out of memory
+        if self.verdict is not None:  # left by a first attempt, which ran out of memory
             self._note_verdict(None)
         try:
             with ending.exits_refused(self.config, partial(ending.exits_in_c, self)) as exits:
                 result = self._judged_and_explained(seed, calibration)
-            if exits and result.status in ("passed", "skipped"):  # by a thread, or the pair's code caught it
+            if exits and result.status in ("passed", "skipped"):  # a thread called it, or the pair's code caught it
                 return self.without_comparison(f"the pair's code called {exits[0]}, which would have ended the run")
             return result
         except BaseException as error:
@@ -390,7 +392,7 @@ class ParityItem(pytest.Item):
         if self.kernels.device.type == "cuda":
             import torch
 
-            torch.cuda.synchronize()  # makes a kernel's error show here, in the item that it belongs to
+            torch.cuda.synchronize()  # raises a kernel's error here, in the item that it belongs to
         return result
 
     def cut_short(self, cause: str, from_outside: bool = True) -> Result:
@@ -398,7 +400,7 @@ class ParityItem(pytest.Item):
 
         Args:
             cause: what ends it.
-            from_outside: whether the comparison itself has no part in that, so that a resumed run makes it again.
+            from_outside: whether the cause lies outside the comparison, so that a resumed run repeats it.
         """
         if self.verdict is None:
             return dataclasses.replace(self.without_comparison(cause), cut_short=from_outside)
@@ -410,7 +412,7 @@ class ParityItem(pytest.Item):
         return dataclasses.replace(self.verdict, notes=notes, cut_short=from_outside)
 
     def without_comparison(self, reason: str, device_error: DeviceError = "") -> Result:
-        """Return the result, an error, for the next seed."""
+        """Return an error, with this reason, as the result of the next seed."""
         from parity.result import Result, label_of_way
 
         ranks = self.ranks.label if self.ranks else ""
@@ -430,7 +432,7 @@ class ParityItem(pytest.Item):
         )
 
     def note_failure(self, when: str, error: BaseException) -> None:
-        """Add a result for what failed around the comparisons, such as a fixture, unless one tells already."""
+        """Add an error for a failure outside the comparisons, as in a fixture, unless some result is bad already."""
         if not any(result.status in ("failed", "error") for result in self.results):
             self.results.append(self.without_comparison(f"pytest's {when} of the item raised {raised(error)}"))
 
@@ -449,7 +451,7 @@ class ParityItem(pytest.Item):
     def _write_diary(self) -> None:
         from parity.report import record
 
-        entry = self._entry()  # asks the GPU, which no longer answers if the comparison breaks it
+        entry = self._entry()  # queries the GPU, which is impossible after a comparison has broken it
         diary = self.workplace.diary
         if diary is not None:
             diary.write(entry, record.result_line(self.results[-1]) if self.results else None)
@@ -462,15 +464,15 @@ class ParityItem(pytest.Item):
         return Entry(self.nodeid, running, ending.environment_line(self), self.options.timeout)
 
     def _note_look(self, verdict: Result | None, decided: bool) -> None:
-        """Keep what a first look says until a second one has ended, and what it says then."""
+        """Keep the verdict of a first look until a second one has ended, and then the verdict of that one."""
         self._note_verdict(verdict, _SEARCH if decided else _SECOND_LOOK)
 
     def _note_verdict(self, verdict: Result | None, unfinished: str = _SEARCH) -> None:
         """Keep a failure where it survives the death of this process: in a worker's diary, else in the record.
 
         Args:
-            verdict: the failure; None if there is none any more.
-            unfinished: what may still be added to it.
+            verdict: the failure; None if it was withdrawn.
+            unfinished: the part of the comparison that has not ended.
         """
         self.verdict = verdict and dataclasses.replace(verdict, path=self._path_to_show())
         self.unfinished = unfinished
@@ -480,7 +482,7 @@ class ParityItem(pytest.Item):
         ending.record_meanwhile(self)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Return only the message for a failed comparison; a traceback only for what parity itself did not expect."""
+        """Return only the message of a failed comparison, but a traceback of an unexpected exception."""
         if isinstance(excinfo.value, ParityError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
@@ -489,18 +491,18 @@ class ParityItem(pytest.Item):
         return self.path, self.case.line - 1, self.name
 
     def _path_to_show(self) -> str:
-        """Return the file relative to where pytest was started; a report shows no folder above that."""
+        """Return the file relative to where pytest was started, because reports show no folder above that."""
         start = self.config.invocation_params.dir
         return self._from_start(self.path) if self.path.is_relative_to(start) else self.nodeid.split("::")[0]
 
     def _from_start(self, path: Path) -> str:
-        """Return the path relative to where pytest was started, if it is below."""
+        """Return the path relative to where pytest was started if it is below; else the whole path."""
         start = self.config.invocation_params.dir
         return (path.relative_to(start) if path.is_relative_to(start) else path).as_posix()
 
 
 def _register(config: pytest.Config, mark: str) -> None:
-    """Tell pytest about a mark, once: it keeps every line that it is told."""
+    """Register a mark with pytest, but only once, because pytest keeps duplicate lines."""
     known = config.stash.setdefault(_MARKS, set())
     if mark not in known:
         known.add(mark)
@@ -508,7 +510,7 @@ def _register(config: pytest.Config, mark: str) -> None:
 
 
 class BrokenCase(pytest.Collector):
-    """Stands for a case that cannot be compared, so that pytest reports it by its name beside the others."""
+    """Stand for a case that cannot be compared, so that pytest reports it by its name among the others."""
 
     def __init__(self, *, error: Exception, **kwargs: Any) -> None:
         super().__init__(**kwargs)
