@@ -181,8 +181,8 @@ def time_limit(
 ) -> Iterator[None]:
     """End the process if the context takes longer than the limit. Once the time is over, the context is never left.
 
-    Processes that are forked within the context always end with it, because they inherit neither the timers nor the
-    run.
+    A process that is forked within the context ends where it would leave it, because it has no timers and the run is
+    not its own.
 
     Args:
         seconds: the limit; 0 for none.
@@ -538,7 +538,7 @@ WORKER = "its worker"  # followed by "died" or "ended"
 
 
 def took_its_process_along(result: Result) -> bool:
-    """Return whether a comparison ended because its process did, even if somebody killed that from outside."""
+    """Return whether a comparison ended because its process did, perhaps killed from outside."""
     told = result.reason or "".join(result.notes[-1:])
     return result.cut_short and any(what in told for what in (_DIED, f"{WORKER} died", f"{WORKER} ended"))
 

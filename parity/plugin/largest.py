@@ -1,7 +1,7 @@
-"""Estimate how much memory the largest case of a run needs, before anything is collected: ``python -m ... FILE...``.
+"""Estimate how much memory the largest case of a run needs, before anything is collected.
 
-This takes a process of its own, on the CPU kernels and without allocating a tensor, so that the controller imports
-neither torch nor TransformerEngine and no GPU is touched.
+A process of its own (``python -m parity.plugin.largest FILE...``) does so, on the CPU kernels and without allocating
+a tensor, so that the controller imports neither torch nor TransformerEngine and no GPU is touched.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ _LONGEST = 120.0  # seconds; a file of pairs may do anything when it is imported
 
 
 def largest_need(files: Iterable[Path]) -> int | None:
-    """Return about how many bytes the largest comparison of these files' cases takes; None if that cannot be told."""
+    """Estimate how many bytes the largest comparison of these files' cases takes; return None if that is unknown."""
     command = [sys.executable, "-m", __name__, *map(str, files)]
     environment = {**os.environ, CUDA_VISIBLE_DEVICES: ""}
     try:
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LONGEST, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    last = ran.stdout.split()[-1:]  # whatever the files print, this is printed after it
+    last = ran.stdout.split()[-1:]  # printed after whatever the files print
     return int(last[0]) if ran.returncode == 0 and last and last[0].isdecimal() else None
 
 
 def _needs(files: Sequence[str]) -> Iterator[int]:
-    """Yield the need of each case at each size; what cannot be imported or does not fit is reported
-    when it is collected.
+    """Yield the bytes that each case needs at each size.
+
+    Skips files and cases with errors, which are reported when they are collected.
     """
     from parity import te
     from parity.case import registry
@@ -41,7 +42,7 @@ def _needs(files: Sequence[str]) -> Iterator[int]:
     kernels = te.kernels("cpu")
     for file in files:
         try:
-            with registry.mistakes_kept():  # they are told when the file is collected
+            with registry.mistakes_kept():  # they are reported when the file is collected
                 cases = registry.load_file(Path(file))
         except Exception:  # a user's file
             continue

@@ -1,4 +1,4 @@
-"""Read what a run is asked for, from the command line or pytest's ini file, and where it works."""
+"""Read the options of a run, from the command line or pytest's ini file, and find out where this process works."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from parity.report import earlier
 from parity.settings import LONGEST, MOST_STEPS, check_precisions, default_seconds, seconds_of
 from parity.user_error import UserError
 
-# What one process of a run works with: its device, its share of that device's memory, and the place of its diary.
+# The workplace of one process of a run: its device, its share of the device's memory, and the place of its diary.
 
 
 KEY = "parity"
-FINISHED = "parity-finished"  # ids of items that a run before this one finished
+FINISHED = "parity-finished"  # ids of the items that the resumed run had finished
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Workplace:
 
     Attributes:
         worker: xdist's name of the worker; empty for a run without workers.
-        folder: shared by the run's workers; None without workers, or if it cannot be reached.
+        folder: the folder that the run's workers share; None without workers, or if it cannot be reached.
         device: the device's identifier, or ``cpu``.
-        share: bytes of its memory for each of its workers; None if it is unknown or all of it.
-        workers: how many the run has.
+        share: how many bytes of the device's memory each of its workers has; None if that is unknown or all of them.
+        workers: how many workers the run has.
     """
 
     worker: str = ""
@@ -66,7 +66,7 @@ def of(config: pytest.Config) -> Workplace:
     return Workplace(given["workerid"], shared, told["device"], told["share"], devices.workers())
 
 
-# Can files be written where they are to go? This is asked before hours of work, and not after them.
+# Checks before hours of work, and not after them, that files can be written to their places.
 
 
 def check_folder(folder: Path, option: str) -> None:
@@ -77,7 +77,7 @@ def check_folder(folder: Path, option: str) -> None:
         option: the option by which the user names it, for the message.
 
     Raises:
-        UserError: if it is a file, is below one, or cannot be made or written to.
+        UserError: if it is a file or is below one, or if it cannot be created or written to.
     """
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
@@ -93,12 +93,12 @@ def check_file(file: Path, option: str) -> None:
     """Make sure that the file can be written, whether it exists already or not.
 
     Args:
-        file: the file to be written; its folder is made if need be.
+        file: the file to be written; its folder need not exist yet.
         option: the option by which the user names it, or its folder, for the message.
 
     Raises:
-        UserError: as ``check_folder``, and if there is a folder or a protected file in its place, or no file can have
-            its name.
+        UserError: as for ``check_folder``, and if its place is taken by a folder or a protected file, or if no file can
+            have its name.
     """
     check_folder(file.absolute().parent, option)
     try:
@@ -137,25 +137,25 @@ class Options:
 
     Attributes:
         precisions: names from ``parity.te``; None for all of them.
-        backend: whose kernels run.
+        backend: which kernels run: TransformerEngine's own on a GPU, or the CPU kernels.
         seeds: the seeds of every comparison, in this order.
         folder: where the record and the report go.
         name: the name of both files, without their endings.
         calibration: the table of limits; None for the packaged one.
-        attention: the attention backend that TransformerEngine has to take, ``all`` for each in turn; ``auto`` lets it
-            choose, except for a case that demands some.
+        attention: the attention backend that TransformerEngine has to take, or ``all`` for each in turn; ``auto`` lets
+            TransformerEngine choose, except for cases that demand particular backends.
         determinism: whether each candidate is built and run again, to see whether it gives the same bytes.
         timeout: seconds that one comparison, an item at one seed, may take; 0 for no limit.
         diagnosis: seconds that the search for the cause of a failure may take; 0 for no limit, None for no search.
-        resume: whether the run goes on with the record that is there.
-        steps: for how many steps every pair is trained, 0 for none; None for what each declares.
+        resume: whether the run goes on with the existing record.
+        steps: for how many steps every pair is trained, 0 for none; None for the steps that each pair declares.
         engine: where items are compared: on this machine, or on the nodes of a Ray cluster.
-        address: the cluster's; empty for the one that Ray finds.
-        save_as: the name of the baseline as which the record is kept; empty for none.
+        address: the cluster's address; empty for the cluster that Ray finds.
+        save_as: the name under which the record is kept as a baseline; empty for none.
         against: the baseline or the record with which the run is compared at its end; empty for none.
-        start: the folder where pytest was started, below which baselines are.
+        start: the folder where pytest was started; baselines are kept below it.
         keep_runs: how many earlier runs of the same name are kept.
-        ci: what a CI system is told, of ``CI``.
+        ci: the kinds of output for a CI system, a subset of ``CI``.
     """
 
     precisions: tuple[str, ...] | None
@@ -192,7 +192,7 @@ class Options:
 
     @property
     def as_asked(self) -> dict[str, str]:
-        """Return what a result depends on, by option; seeds and the table of limits are in the record anyway."""
+        """Return the values of the options that results depend on. Seeds and limits are in the record anyway."""
         return {
             "--parity-precisions": ",".join(self.precisions or ()) or "all",
             "--parity-attention": self.attention,
@@ -203,7 +203,7 @@ class Options:
 
 
 def declare(parser: pytest.Parser) -> None:
-    """Tell pytest about the options; each is also an ini value, ``parity_seeds`` for ``--parity-seeds``."""
+    """Declare the options to pytest. Each is also an ini value, such as ``parity_seeds`` for ``--parity-seeds``."""
     group = parser.getgroup("parity", "parity: PyTorch against TransformerEngine")
     for name, default, metavar, text in (
         ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
@@ -235,12 +235,12 @@ def declare(parser: pytest.Parser) -> None:
 
 
 def read(config: pytest.Config) -> Options:
-    """Return the options of a run. ``PARITY_BACKEND`` counts if the command line says nothing, before an ini file.
+    """Return the options of a run. ``PARITY_BACKEND`` takes precedence over an ini file, but not the command line.
 
-    A relative report folder is relative to where pytest was started; one from an ini file, to pytest's rootdir.
+    A relative report folder is relative to where pytest was started or, if it is from an ini file, to pytest's rootdir.
 
     Raises:
-        UserError: if a value is not valid; the message lists what is.
+        UserError: if a value is not valid; the message lists the valid ones.
     """
 
     def value(name: str) -> str:
@@ -277,7 +277,7 @@ def parse_baseline(text: str, option: str) -> str:
     """Return the name of a baseline; empty for none.
 
     Raises:
-        UserError: if it is no file name.
+        UserError: if it is not a valid file name.
     """
     return parse_name(text, option) if text else ""
 
@@ -286,7 +286,7 @@ def check_against(text: str, start: Path, option: str) -> None:
     """Make sure that a run can be compared with this baseline or record, before hours of work.
 
     Raises:
-        UserError: if there is none of this name, or it cannot be read.
+        UserError: if there is none with this name, or it cannot be read.
     """
     from parity.report import record
 
@@ -297,7 +297,7 @@ def parse_keep_runs(text: str, option: str) -> int:
     """Return how many earlier runs are kept.
 
     Raises:
-        UserError: if it is no number.
+        UserError: if it is not a number.
     """
     if not (text.isascii() and text.isdigit() and len(text) < _DIGITS_OF_COUNTS):
         raise UserError(f"{option} is {text!r}, but must be a number of runs from 0")
@@ -305,10 +305,10 @@ def parse_keep_runs(text: str, option: str) -> int:
 
 
 def parse_ci(text: str, option: str) -> frozenset[str]:
-    """Return what a CI system is told.
+    """Return the chosen kinds of output for a CI system.
 
     Raises:
-        UserError: if it is not of ``CI``.
+        UserError: if one is not in ``CI``.
     """
     if text in ("all", "none"):
         return frozenset(CI if text == "all" else ())
@@ -328,7 +328,7 @@ def parse_steps(text: str, option: str) -> int | None:
 
 
 def _backend(config: pytest.Config, text: str) -> tuple[str, str]:
-    """Return what was asked for, and by which option or variable."""
+    """Return the backend that was asked for, and the name of the option or variable that asked for it."""
     asked = os.environ.get(PARITY_BACKEND)
     if asked and config.getoption("parity_backend") is None:
         return asked, PARITY_BACKEND
@@ -342,10 +342,10 @@ def _parse_yes(name: str, text: str) -> bool:
 
 
 def check_files(options: Options) -> None:
-    """Make sure that the report can be written and the table of limits be read, before anything is compared.
+    """Make sure, before anything is compared, that the report can be written and the table of limits can be read.
 
     Raises:
-        UserError: if not; names the option.
+        UserError: if not; the message names the option.
     """
     for file in (options.record, options.report):
         check_file(file, "--parity-report")
@@ -357,7 +357,8 @@ def check_files(options: Options) -> None:
         check_against(options.against, options.start, "--parity-against")
 
 
-# Each of the following gets the name of the option that the user gave: commands and the plugin have their own.
+# The following functions take the name of the option that the user gave, since commands and the plugin name it
+# differently.
 
 
 def check_calibration(file: Path, option: str) -> None:
@@ -378,7 +379,7 @@ def parse_name(text: str, option: str) -> str:
     """Return the name of a report's files.
 
     Raises:
-        UserError: if it is none.
+        UserError: if it is not a valid file name.
     """
     if not re.fullmatch(rf"\w[\w.-]{{0,{_LONGEST_NAME - 1}}}", text):
         raise UserError(
@@ -391,7 +392,7 @@ def parse_backend(text: str, option: str = "--backend (or PARITY_BACKEND)") -> L
     """Return one of ``BACKENDS``.
 
     Raises:
-        UserError: if it is none.
+        UserError: if the text is none of them.
     """
     if text not in BACKENDS:
         raise UserError(f"{option} is {text!r}, but must be one of {', '.join(BACKENDS)}")
@@ -402,7 +403,7 @@ def parse_engine(text: str, option: str = "--engine") -> Literal["local", "ray"]
     """Return one of ``ENGINES``.
 
     Raises:
-        UserError: if it is none.
+        UserError: if the text is none of them.
     """
     if text not in ENGINES:
         raise UserError(f"{option} is {text!r}, but must be one of {', '.join(ENGINES)}")
@@ -413,7 +414,7 @@ def parse_attention(text: str, option: str = "--attention") -> str:
     """Return one of ``parity.te.attention_backend.CHOICES``.
 
     Raises:
-        UserError: if it is none.
+        UserError: if the text is none of them.
     """
     if text != "auto":
         from parity.te.attention_backend import checked_choice

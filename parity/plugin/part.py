@@ -1,7 +1,7 @@
-"""Run pytest in a process of its own for a run that is elsewhere: find out what there is to compare, or compare a part.
+"""Run pytest in a process on a cluster's node, on behalf of a run elsewhere: to plan the items, or to compare a part.
 
-What it is asked for is a line of JSON on standard input, and what it has to say are lines of JSON on standard output:
-``ray_task`` is at their other end. Whatever else prints goes to standard error.
+The process reads its task as a line of JSON from standard input, and writes its messages as lines of JSON to standard
+output; ``ray_task`` is at the other end of both. Everything else that is printed goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from parity.plugin.item import ParityItem
 
 ITEMS = "parity-items"  # ids of the items that a part's worker collects
 _AT_ONCE = 500  # items in a line of a plan
-_GRACE_SECONDS = 60.0  # for what is left of this process when nobody listens any more
+_GRACE_SECONDS = 60.0  # for this process to end by itself when nobody listens any more
 
 
 class Messages:
-    """Write what this process has to say to the run, a line for each message."""
+    """Write this process's messages to the run, one line for each."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = withheld(file)
@@ -38,7 +38,7 @@ class Messages:
 
 
 class Plan:
-    """A pytest plugin that sends what there is to compare, and what could not be collected, and compares nothing."""
+    """A pytest plugin that compares nothing, but sends all items and everything that could not be collected."""
 
     def __init__(self, messages: Messages) -> None:
         self._send = messages.send
@@ -63,9 +63,9 @@ class Plan:
 
 
 def _planned(item: pytest.Item) -> tuple[str, str, int, str]:
-    """Return an item's id, its id in a record, in how many processes it computes, and its line if it is never compared.
+    """Return an item's id, its id in a record, its number of processes, and its line if it is never compared.
 
-    Of a test that is not parity's, only the first is known.
+    For a test that is not parity's, only the first is known.
     """
     if not isinstance(item, ParityItem):
         return item.nodeid, "", 1, ""
@@ -74,9 +74,9 @@ def _planned(item: pytest.Item) -> tuple[str, str, int, str]:
 
 
 class Part:
-    """A pytest plugin that has these items compared, in a worker, and sends what is reported of each when it has ended.
+    """A pytest plugin that lets a worker compare these items, and sends the reports on each item when it has ended.
 
-    An item that has no such message is compared elsewhere, if something ends this process.
+    If something ends this process, the items without such a message are compared elsewhere.
     """
 
     def __init__(self, messages: Messages, node_ids: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class Part:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str) -> None:
-        self._crashed.add(crashitem)  # no further report of it follows the next
+        self._crashed.add(crashitem)  # the next report on it is the last
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         reports = self._reports.setdefault(report.nodeid, [])
@@ -108,7 +108,7 @@ class Part:
 
 
 def narrow(config: pytest.Config, node_ids: Sequence[str]) -> None:
-    """Have pytest collect these items alone; what chose among all of them, as by what failed last, has done so."""
+    """Make pytest collect only these items. Options that select items, such as --last-failed, have been applied."""
     config.args[:] = node_ids
     config.option.keyword, config.option.markexpr, config.option.deselect = "", "", None
     for name in ("lfplugin", "nfplugin", "stepwiseplugin"):  # the run itself keeps what failed
@@ -118,12 +118,12 @@ def narrow(config: pytest.Config, node_ids: Sequence[str]) -> None:
 
 def _as_data(config: pytest.Config, report: pytest.CollectReport | pytest.TestReport) -> dict[str, Any]:
     data: dict[str, Any] = config.hook.pytest_report_to_serializable(config=config, report=report)
-    data.pop("node", None)  # xdist's, of the worker here
+    data.pop("node", None)  # xdist's handle of the worker here
     return data
 
 
 def _end_with_parent(source: IO[str]) -> None:
-    """End this process when the one that has started it has ended, whose end of the pipe is closed then."""
+    """End this process when its parent has ended, which closes the other end of the pipe."""
     source.read()
     os.kill(os.getpid(), signal.SIGTERM)  # pytest ends its workers, whatever they do
     threading.Event().wait(_GRACE_SECONDS)
@@ -131,7 +131,7 @@ def _end_with_parent(source: IO[str]) -> None:
 
 
 def main() -> int:
-    """Do what standard input asks for, and return pytest's exit code."""
+    """Do the task that standard input asks for, and return pytest's exit code."""
     source, messages = withheld(os.fdopen(os.dup(0), encoding="utf-8")), Messages(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,6 +1,4 @@
-"""Compare on the nodes of a Ray cluster: connect to it, hand parts of the run to its tasks, and record here what they
-report.
-"""
+"""Compare on the nodes of a Ray cluster: connect to it, hand parts of the run to its tasks, record their reports."""
 
 from __future__ import annotations
 
@@ -35,15 +33,15 @@ _OF_THIS_MACHINE = "PARITY_DEVICES"
 
 
 class LostError(Exception):
-    """Raised if a task's process or node does not answer any more."""
+    """Raised if a task's process or node no longer answers."""
 
 
 class Cluster:
-    """A cluster that this process is connected to, until it is left.
+    """A cluster that this process is connected to until it calls ``leave``.
 
     Args:
-        address: as Ray wants it; empty for the one that ``RAY_ADDRESS`` names, or that runs on this machine.
-        backend: whose kernels run; ``auto`` takes GPUs if the cluster has some.
+        address: the address for Ray; empty for the cluster that ``RAY_ADDRESS`` names, or that runs on this machine.
+        backend: which kernels run; ``auto`` takes GPUs if the cluster has some.
 
     Raises:
         UserError: if Ray is not installed, there is no such cluster, or it has no GPUs and they were asked for.
@@ -75,20 +73,20 @@ class Cluster:
         return max(1, self.gpus if self.with_gpus else self.cpus)
 
     def start(self, job: Job, processes: int) -> Any:
-        """Start a task that has a core, and a GPU if there are any, for each process; all on one node.
+        """Start a task on one node, with a core and, if the cluster has GPUs, a GPU for each process.
 
         Returns:
-            The stream of its messages.
+            The stream of the task's messages.
         """
         return self._task.options(
             num_returns="streaming",
-            max_retries=0,  # what has been reported is not to be compared again
+            max_retries=0,  # a retry would repeat comparisons that have been reported
             num_cpus=min(processes, self._most_cpus),  # processes may share cores
             num_gpus=processes if self.with_gpus else 0,
         ).remote(job)
 
     def heard(self, streams: Sequence[Any]) -> list[Any]:
-        """Return those of the streams that have a message or have ended; wait for the first."""
+        """Wait until a stream has a message or has ended, and return all such streams."""
         self._ray.wait(streams, num_returns=1, fetch_local=False)
         ready, _ = self._ray.wait(streams, num_returns=len(streams), timeout=0, fetch_local=False)
         return list(ready)
@@ -118,7 +116,7 @@ class Cluster:
             self._ray.cancel(stream)
 
     def leave(self) -> None:
-        """Disconnect; Ray ends what is still there of this process's."""
+        """Disconnect from the cluster. Ray ends the tasks of this process that still run."""
         self._ray.shutdown()
 
     def brings_files(self) -> bool:
@@ -127,17 +125,17 @@ class Cluster:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables of the environment that a run's own workers would have, and on which comparisons depend."""
+    """Return the environment variables that comparisons depend on and that local workers would inherit."""
     return {
         name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) and name != _OF_THIS_MACHINE
     }
 
 
 def _connected(address: str) -> Any:
-    """Return Ray, connected.
+    """Return the module ``ray``, connected to the cluster.
 
     Raises:
-        UserError: if that is not possible.
+        UserError: if Ray is not installed or no cluster answers.
     """
     try:
         import ray
@@ -165,7 +163,7 @@ def _connected(address: str) -> Any:
         ) from None
     finally:
         if in_main_thread:
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end this process without a report
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would end this process without a report
     return ray
 
 
@@ -174,7 +172,7 @@ def _first_line(error: Exception) -> str:
     return (lines or [type(error).__name__])[-1 if "Traceback" in str(error) else 0]
 
 
-# What there is to compare, as a process on a node has collected it, and how it is divided.
+# The items to compare, as a process on a node has collected them, and their division into tasks.
 
 
 @dataclass(frozen=True)
@@ -182,10 +180,10 @@ class Planned:
     """An item of the run.
 
     Attributes:
-        node_id: pytest's.
+        node_id: the item's id in pytest.
         key: its id in a record; empty if it is a test that is not parity's.
-        processes: in how many it computes.
-        line: the record's line for it, an error without a reason, if it is never compared.
+        processes: how many processes it computes in.
+        line: the record's line for it if it is never compared: an error without a reason.
     """
 
     node_id: str
@@ -194,16 +192,16 @@ class Planned:
     line: str
 
 
-_TASKS_FOR_EACH_PLACE = 3  # the last ones keep the others waiting
-_FULL = 20  # items that outweigh the start of a task's processes
-_TASKS_AHEAD = 2  # for each place, so that none waits for this process
+_TASKS_FOR_EACH_PLACE = 3  # so that little is left to do when the first places have run out of tasks
+_FULL = 20  # with this many items, the start of a task's processes hardly matters
+_TASKS_AHEAD = 2  # tasks that are started for each place, so that none waits for this process
 
 
 def divided(items: Sequence[Planned], places: int) -> list[list[Planned]]:
-    """Divide items into tasks: those that share golden together, the largest first, as many for each place.
+    """Divide items evenly into tasks, the largest items first. Items that share a golden stay together.
 
     Args:
-        items: all of them compute in as many processes.
+        items: items that all compute in the same number of processes.
         places: how many tasks the cluster runs at the same time.
     """
     groups: dict[str, list[Planned]] = {}
@@ -219,17 +217,17 @@ def divided(items: Sequence[Planned], places: int) -> list[list[Planned]]:
     return tasks
 
 
-# A task that runs, and the run.
+# The running tasks, and the run itself.
 
 
 @dataclass
 class _Running:
-    """A task.
+    """A task that runs.
 
     Attributes:
-        left: what it has not reported yet, by id.
-        begun: the item that it compares; empty for none.
-        started: whether it has begun any.
+        left: the items that it has not reported yet, by id.
+        begun: the id of the item that it is comparing; empty for none.
+        started: whether it has begun any item.
         node: the node's address.
     """
 
@@ -239,7 +237,7 @@ class _Running:
     node: str = "?"
 
 
-_MOST_LOSSES = 3  # with so many processes or nodes, an item is taken for the cause
+_MOST_LOSSES = 3  # an item that was lost with this many processes or nodes is taken for the cause
 _ON_EVERY_NODE = (
     "what a run needs has to be on every node: the folder in which it starts, with the files of pairs and what they "
     "import, at the same path, or brought by `ray job submit --working-dir`; and Python with parity and the same "
@@ -248,13 +246,13 @@ _ON_EVERY_NODE = (
 
 
 class RayEngine:
-    """A pytest plugin that takes the place of collecting and of comparing here.
+    """A pytest plugin that collects and compares on the cluster instead of in this process.
 
     Args:
-        config: of this run.
-        options: its.
-        most: how many tasks are to run at the same time; None for as many as the cluster can.
-        finished: ids of items that a run before this one has finished.
+        config: the run's configuration.
+        options: the run's options.
+        most: how many tasks may run at the same time; None for as many as the cluster can run.
+        finished: ids of the items that the resumed run had finished.
     """
 
     def __init__(self, config: pytest.Config, options: Options, most: int | None, finished: Collection[str]) -> None:
@@ -271,7 +269,7 @@ class RayEngine:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> bool:
-        """Have a node collect, which has the devices; this process need not have any."""
+        """Let a node collect, because nodes have the devices, which this process may lack."""
         planned = list(self._planned())
         left = [item for item in planned if item.key not in self._finished]
         session.testscollected = len(left)
@@ -312,10 +310,10 @@ class RayEngine:
             terminalreporter.write_line(f"ray: {sentence}")
 
     def _planned(self) -> Iterator[Planned]:
-        """Yield the run's items, as a task has collected them, and report what that could not collect.
+        """Yield the run's items, which a task collects, and report everything that it could not collect.
 
         Raises:
-            pytest.UsageError: if it could not collect at all.
+            pytest.UsageError: if the task could not collect at all.
         """
         stream, node = self._cluster.start(self._job(None, []), 1), "?"
         while True:
@@ -355,7 +353,7 @@ class RayEngine:
         )
 
     def _leave_out_what_no_node_can(self) -> None:
-        """Report items that take more GPUs than a node has as errors, since Ray would wait for such a node for ever."""
+        """Report items that take more GPUs than any node has as errors. Ray would wait forever for such a node."""
         if not self._cluster.with_gpus:
             return
         most = self._cluster.most_gpus
@@ -375,7 +373,7 @@ class RayEngine:
             self._running[self._cluster.start(job, task[0].processes)] = _Running({i.node_id: i for i in task})
 
     def _hear(self, stream: Any) -> None:
-        """Take what a task says next, or its end."""
+        """Handle a task's next messages, or its end."""
         task = self._running[stream]
         try:
             lines = self._cluster.messages(stream)
@@ -404,7 +402,7 @@ class RayEngine:
             self._lose(task, f"its process on node {task.node} ended with exit code {code}: {told}")
 
     def _replay(self, node_id: str, reports: Sequence[dict[str, Any]], node: str) -> None:
-        """Report an item here as it was reported there."""
+        """Repeat a node's reports on an item in this process."""
         from parity.report import record
 
         hook = self._config.hook
@@ -420,17 +418,17 @@ class RayEngine:
         hook.pytest_runtest_logfinish(nodeid=node_id, location=location)
 
     def _report(self, data: dict[str, Any]) -> Any:
-        """Return a report that was JSON, which has no tuples."""
+        """Return the report from its JSON, and restore the tuple that JSON turned into a list."""
         report = self._config.hook.pytest_report_from_serializable(config=self._config, data=data)
         if isinstance(report.longrepr, list):
             report.longrepr = tuple(report.longrepr)
         return report
 
     def _check(self, there: Environment, node: str) -> None:
-        """Make sure that a node computes what the others do.
+        """Make sure that a node's environment matches that of the node that collected the items.
 
         Raises:
-            UserError: if not; the run ends, since its record has one environment.
+            UserError: if not; the run ends, because its record has only one environment.
         """
         from parity.report import earlier
 
@@ -448,7 +446,7 @@ class RayEngine:
             )
 
     def _lose(self, task: _Running, cause: str) -> None:
-        """Hand what a lost task has not reported to another, but for what has cost too many of them."""
+        """Hand the unreported items of a lost task to another one, except for items that were lost too often."""
         blamed = [task.begun] if task.begun in task.left else list(task.left)
         self._losses.update(blamed)
         left = []

@@ -1,6 +1,6 @@
-"""Hand a part of a run to a process on a node, and what that says back to the run, as long as both live.
+"""The task that Ray runs on a node: it hands a part of a run to a process there, and that process's messages back.
 
-Ray takes this file's code to its nodes, so that a node without parity can say so.
+Ray takes this file's code to its nodes, so that a node without parity can report that.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SECONDS_TO_END = 20.0
 
 
 class Job(TypedDict):
-    """Hold what a task is asked for.
+    """Describe the job of a task.
 
     Attributes:
         start: the folder in which pytest starts; empty for the one in which Ray has put the run's files.
-        files: what has to be there, beside the folder.
-        variables: of the environment.
-        arguments: pytest's.
-        node_ids: the items; None to find out which there are.
+        files: the files that have to exist, apart from the folder.
+        variables: environment variables for the process.
+        arguments: pytest's arguments.
+        node_ids: the ids of the items to compare; None to find out which items there are.
     """
 
     start: str
@@ -37,7 +37,7 @@ class Job(TypedDict):
 
 
 def work(job: Job) -> Iterator[list[str]]:
-    """Yield messages of ``part`` in JSON, as they come; the first tells the node, the last how the process ended."""
+    """Yield the node's address, the messages of ``part`` as they come, and at last how its process ended, as JSON."""
     import ray
 
     yield [json.dumps({"node": ray.util.get_node_ip_address()})]
@@ -75,7 +75,7 @@ def _last(code: int, told: str) -> str:
 
 
 def _lines(pipe: IO[bytes]) -> Iterator[list[str]]:
-    """Yield the whole lines that are there, several at once if the run does not keep up."""
+    """Yield complete lines as they arrive, several at once if the run does not keep up."""
     rest = b""
     while read := os.read(pipe.fileno(), 2**20):
         *lines, rest = (rest + read).split(b"\n")
@@ -84,7 +84,7 @@ def _lines(pipe: IO[bytes]) -> Iterator[list[str]]:
 
 
 def _end_of(said: IO[bytes]) -> str:
-    """Return what the process printed last: what pytest says is wrong, if it says so, or the last line."""
+    """Return pytest's error messages at the end of the process's output or, if there are none, its last line."""
     said.seek(max(0, said.seek(0, os.SEEK_END) - _LAST_WORDS))
     lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
     wrong = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
@@ -92,7 +92,7 @@ def _end_of(said: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End the process with all that it has started, which ends with it."""
+    """End the process. Everything that it has started ends with it."""
     if process.poll() is None:
         process.terminate()
         try:
