@@ -1,4 +1,4 @@
-"""The command line, a function a command. Heavy imports wait until they are needed."""
+"""The command line, with one function for each command. Heavy imports are postponed until they are needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parity.machine import devices
 from parity.user_error import UserError
 
 MISTAKE = 2
-OWN_PROCESS = "own process"  # what commands find in their context if nobody else's code is in this process
+OWN_PROCESS = "own process"  # the context's object if this process runs nothing but the command
 CORES = devices.cores()
 
 app = typer.Typer(
@@ -272,7 +272,7 @@ def execute(
                 scripts.run_module(str(script), arguments or ())
             else:
                 scripts.run(script, arguments or ())
-        except (UserError, BrokenPipeError):  # told by main, as of every command
+        except (UserError, BrokenPipeError):  # main reports them, as for every command
             raise
         except Exception as error:
             scripts.show_traceback(error)
@@ -597,10 +597,10 @@ def main(own_process: bool = True) -> None:
     """Run the console script.
 
     Args:
-        own_process: whether this process does nothing else, so that it may end here.
+        own_process: whether this process runs nothing but the command, which may then continue in a fork.
     """
     if "_PARITY_COMPLETE" in os.environ:
-        os.environ["COLUMNS"] = "1000"  # a shell takes each line for an offer, so no description may be wrapped
+        os.environ["COLUMNS"] = "1000"  # a shell takes each line for a completion, so no description may be wrapped
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may lack a character of a report or a name
     try:
@@ -623,5 +623,5 @@ def main(own_process: bool = True) -> None:
 
 
 def _print_no_more() -> None:
-    """Send what Python still has to print to nowhere, as it would try once more at its end."""
+    """Discard the rest of standard output, which Python would otherwise try to flush again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Convert a checkpoint's file by a pair's weight map."""
+"""Convert a checkpoint file by a pair's weight map."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def convert(
     shard_size: str,
     backend: str,
 ) -> str:
-    """Convert one file, and return what to tell about it.
+    """Convert one checkpoint, and return the text to print about it.
 
     Args:
         target: ``my_pairs.py::my_model``, or only the file if it declares one pair.
-        source: what ``checkpoint.read`` reads.
-        destination: a file of safetensors, or with ``shard_size`` a folder.
+        source: a path that ``checkpoint.read`` can read.
+        destination: a safetensors file or, with ``shard_size``, a folder.
         to: ``te`` or ``reference``.
-        dtype: a key of ``DTYPES``, or nothing for the dtypes of the source.
+        dtype: a key of ``DTYPES``; empty for the dtypes of the source.
         size: see ``_size``.
-        prefix, te_prefix, ignore: as of ``parity.convert``.
-        within: the entry of a file of ``torch.save``, or nothing.
-        shard_size: how many bytes a file may have, such as ``5GB``, or nothing for one file.
+        prefix, te_prefix, ignore: as for ``parity.convert``.
+        within: the entry of a ``torch.save`` file that holds the model; empty for the whole file.
+        shard_size: the largest size of a file, such as ``5GB``; empty for a single file.
         backend: ``auto``, ``gpu`` or ``cpu``.
 
     Raises:
-        UserError: if an argument is not as above, or the checkpoint cannot be converted; nothing is written then.
+        UserError: if an argument is not as above, or the checkpoint cannot be converted. Nothing is written then.
     """
     largest = _bytes(shard_size)
     if largest is None:
@@ -82,7 +82,7 @@ def convert(
         prefix,
         te_prefix,
         ignore,
-        copy=False,  # what is written need not be copied before
+        copy=False,  # tensors need not be copied before they are written
         backend=parse_backend(backend),
     )
     if largest is None:
@@ -95,10 +95,10 @@ _SHARD = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
 
 def _bytes(text: str) -> int | None:
-    """Read ``5GB`` or ``500MiB``, of which the second counts by 1,024; None for no text.
+    """Return the number of bytes in a text such as ``5GB`` or, in powers of 1,024, ``500MiB``; None for an empty text.
 
     Raises:
-        UserError: if it is neither, or less than a byte.
+        UserError: if the text is neither, or means less than a byte.
     """
     if not text:
         return None
@@ -112,7 +112,7 @@ def _bytes(text: str) -> int | None:
 
 
 def _told(where: str, plan: Plan, written: int) -> str:
-    """Say what was written, what was left out, and what was rounded."""
+    """Return sentences about what was written, left out, and rounded."""
     made = [one for step in plan.steps for one in step.made]
     dtypes = Counter(str(one.dtype).removeprefix("torch.") for one in made)
     kinds = ", ".join(f"{count} {name}" for name, count in dtypes.most_common())
@@ -130,10 +130,13 @@ def _told(where: str, plan: Plan, written: int) -> str:
 
 
 def _size(case: Case, text: str) -> Mapping[str, Any] | None:
-    """Read ``hidden=4096,heads=32``, or the number of one of the case's sizes, counted from 0; None for no text.
+    """Read a size such as ``hidden=4096,heads=32``, or the number, from 0, of one of the case's sizes.
+
+    Returns:
+        The arguments for the case's factories; None for an empty text.
 
     Raises:
-        UserError: if it is neither.
+        UserError: if the text is neither.
     """
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Say what this machine can run, and how fast."""
+"""Find out what this machine can run, and how fast."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parity.report import environment
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 
-# Say what this machine and each kind of GPU can run, on which kernels, and why not the rest.
+# Find out what this machine and each kind of GPU can run, on which kernels, and why they cannot run the rest.
 
 
 Availability = dict[str, str]
@@ -31,18 +31,18 @@ What works: every pair is compared, on CPU kernels that emulate the GPU of your 
 What needs a GPU: TransformerEngine's compiled kernels (parity run --backend gpu, parity kernels, parity gpu-report).
 parity throughput measures the speed of the CPU kernels here, which says nothing about a GPU's.
 """
-# Older than any version that TE asks for, so that TE says what it asks for.
+# These are older than any version that TE requires, so that TE says which versions it requires.
 _OLD_CUDA, _OLD_CUBLASLT = "11.0", 110000
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Hold what was found on this machine.
+    """Describe what was found on this machine.
 
     Attributes:
-        versions: the version of each part, or what is wrong with it.
-        real: by precision's name, ``yes`` or the reason why TE's compiled kernels cannot run it here.
-        emulated: the same by the name of each GPU that the CPU kernels emulate: what TE says about a real one.
+        versions: the name of each part, with its version or what is wrong with it.
+        real: for each precision's name, ``yes`` or the reason why TE's compiled kernels cannot run it here.
+        emulated: the same for each GPU that the CPU kernels emulate, by its name: what TE says about a real one.
         libraries: the versions of CUDA and its libraries that TE finds on emulated GPUs.
         no_gpu: why TE's compiled kernels cannot run here at all; empty if they can.
     """
@@ -77,7 +77,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Ask PyTorch, TransformerEngine and the machine; missing parts do not make it fail."""
+    """Return what PyTorch, TransformerEngine and the machine say. Missing parts are reported, not raised."""
     from parity import te
     from parity.te import PRECISIONS
 
@@ -91,7 +91,7 @@ def diagnose() -> Diagnosis:
 
 
 def availability(backend: Literal["gpu", "cpu"]) -> Availability:
-    """Return, by precision's name, ``yes`` or the reason why this process cannot run it on these kernels."""
+    """Return, for each precision's name, ``yes`` or the reason why this process cannot run it on these kernels."""
     from parity import te
     from parity.te import PRECISIONS, why_unavailable
 
@@ -104,9 +104,9 @@ def availability(backend: Literal["gpu", "cpu"]) -> Availability:
 
 
 def emulated_availability() -> tuple[dict[str, Availability], str]:
-    """Return what runs on each emulated GPU, by its name, and the libraries that it has.
+    """Return what each emulated GPU can run, by the GPU's name, and a text with the versions of its libraries.
 
-    Where something runs, ``yes`` may be followed by what TE would say with older libraries: what a real GPU needs.
+    A ``yes`` may be followed by what TE would say with older libraries, which tells what a real GPU needs.
     """
     from parity.cpu import cuda
     from parity.cpu.cuda import emulated, emulated_libraries
@@ -127,15 +127,13 @@ def emulated_availability() -> tuple[dict[str, Availability], str]:
 
 
 def _with_needs(answer: str, *on_older: str) -> str:
-    """Return what runs, with what TE says if a library is older; what does not run, with its reason."""
+    """Return the answer, with the complaints of TE about older libraries added if it is ``yes``."""
     said = [older.partition(": ")[2] for older in on_older if older != "yes"]
     return answer if answer != "yes" or not said else f"yes: {' '.join(dict.fromkeys(said))}"
 
 
 def te_range(version: str | None) -> str:
-    """Say whether the CPU kernels serve a version of TE: ``2.20.2 (CPU kernels serve 2.14 to 2.20)``,
-    or what is wrong.
-    """
+    """Return a version of TE with the versions that the CPU kernels serve, or what is wrong with that version."""
     from packaging.version import Version
 
     from parity.cpu.versions import NEWEST, OLDEST
@@ -154,7 +152,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a broken driver makes torch warn; that there is no GPU is said below
+        warnings.simplefilter("ignore")  # a broken driver makes torch warn, but the lack of a GPU is reported below
         has_gpu = torch.cuda.is_available()
     yield "parity", environment.version(environment.distribution("parity")) or "not installed"
     yield "TransformerEngine", te_range(environment.version("transformer-engine"))
@@ -186,21 +184,20 @@ def run(
     minutes: float | None,
     folder: Path,
 ) -> Path:
-    """Measure the built-in workloads, or cases; return the report's path.
+    """Measure the built-in workloads, or cases, and return the report's path.
 
     Args:
-        cases: pairs to measure at the sizes that they declare; none for the built-in workloads.
+        cases: pairs to measure at the sizes that they declare; None for the built-in workloads.
         precisions: names separated by commas; empty for all.
         backend: ``auto``, ``gpu`` or ``cpu``.
         sizes: a name in ``SIZES``; ``auto`` is ``large`` on a GPU and ``declared`` on a CPU.
-        keyword: words separated by commas; a workload's name has to contain one.
+        keyword: words separated by commas; a workload's name has to contain one of them.
         compiled: ``all``, ``none``, or names of precisions in which the plain module is also compiled.
         repeats, minutes: see ``command.Settings``.
         folder: the folder for the report.
 
     Raises:
-        UserError: for an unknown precision, backend or choice of sizes, and a keyword that
-            matches no workload.
+        UserError: for an unknown precision, backend or choice of sizes, or a keyword that matches no workload.
     """
     if sizes not in SIZES:
         raise UserError(f"--sizes is {sizes!r}, but must be one of {', '.join(SIZES)}")

@@ -23,11 +23,12 @@ from parity.user_error import UserError
 
 
 def draw(file: Path, output: Path | None) -> bool:
-    """Draw the report of a run; return whether everything that the run was to compare passed.
+    """Draw the report of a run, and return whether the run is complete and everything in it passed.
 
     Args:
         file: the run's record.
-        output: the report, HTML or markdown by its name; None for one of each beside the record.
+        output: the report's path, whose suffix decides between HTML and markdown; None for one of each next to the
+            record.
 
     Raises:
         UserError: if the record cannot be read, or the report cannot be written; after it was drawn, if lines of the
@@ -48,12 +49,12 @@ def draw(file: Path, output: Path | None) -> bool:
 
 
 def compare(file: Path, older: Path, output: Path | None) -> bool:
-    """Draw what has changed since another run; return whether no item newly fails or has regressed.
+    """Draw what has changed since another run, and return whether no item newly fails or has regressed.
 
     Args:
         file: the run's record.
-        older: the other run's.
-        output: the report, HTML or markdown by its name; None for markdown beside the record.
+        older: the other run's record.
+        output: the report's path, whose suffix decides between HTML and markdown; None for markdown next to the record.
 
     Raises:
         UserError: if a record cannot be read, or the report cannot be written; after it was drawn, if lines of a
@@ -73,7 +74,7 @@ def compare(file: Path, older: Path, output: Path | None) -> bool:
 
 
 def _read(file: Path) -> Record:
-    """Return the record; say what in it is damaged."""
+    """Return the record, and print which of its lines are damaged."""
     run = record.read(file)
     for sentence in reading.told(file, run.left_out):
         print(f"parity: {shown.line(sentence)}", file=sys.stderr)
@@ -81,10 +82,10 @@ def _read(file: Path) -> Record:
 
 
 def _end_if_damaged(records: Mapping[Path, Record]) -> None:
-    """Say how many lines of records were left out, since a report without them proves less.
+    """Raise an error if lines of the records were left out, because a report without them proves less.
 
     Raises:
-        UserError: if there are some.
+        UserError: if there are such lines; the message counts them.
     """
     damaged = [
         f"{file}: {plural(len(run.left_out), 'line')} left out, {plural(len(run.results), 'result')} read"
@@ -121,20 +122,20 @@ def _write(target: Path, text: str, records: Sequence[Path]) -> None:
 def suggest(
     target: str, size: int, seed: int, backend: str, keep: bool, max_runs: int, ranks: Sequence[str] = ()
 ) -> bool:
-    """Print a map for one pair; return whether it fits and nothing is left open.
+    """Print a weight map for one pair, and return whether it fits and nothing is left open.
 
     Args:
         target: ``my_pairs.py::my_mlp``, or only the file if it declares one pair.
-        size: which of the case's sizes, from 0.
+        size: the number of one of the case's sizes, from 0.
         seed: the seed of weights and inputs.
         backend: ``auto``, ``gpu`` or ``cpu``.
-        keep: whether the entries that the pair has stay.
-        max_runs: how many alternatives are run at most.
-        ranks: over which ranks the candidate is computed, each as ``tp=2,sequence_parallel``; none for those that the
-            pair is declared with.
+        keep: whether entries of the pair's existing map stay.
+        max_runs: the largest number of alternatives that are run.
+        ranks: the ranks over which the candidate is computed, such as ``tp=2,sequence_parallel``; empty for those that
+            the pair declares.
 
     Raises:
-        UserError: if there is no such pair or size, the backend cannot be had, or the pair cannot be built.
+        UserError: if there is no such pair or size, the backend is not available, or the pair cannot be built.
     """
     case = registry.only(target)
     chosen = registry.size_of(case, size)
@@ -153,10 +154,10 @@ def suggest(
 
 
 def _ranks(text: str) -> dict[str, int]:
-    """Read ``tp=2,dp=2`` or ``tp=2,sequence_parallel``.
+    """Read ranks such as ``tp=2,dp=2`` or ``tp=2,sequence_parallel``.
 
     Raises:
-        UserError: if it is neither.
+        UserError: if the text is not of this form.
     """
     asked: dict[str, int] = {}
     for part in text.split(","):

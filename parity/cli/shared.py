@@ -1,4 +1,4 @@
-"""Give every command what all of them have: ``--color``, ``--quiet``, and examples at the end of its help."""
+"""Give all commands ``--color``, ``--quiet``, examples at the end of their help, and completion in a shell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity.settings import PRECISION_NAMES
 from parity.user_error import UserError
 
 COLORS = ("auto", "yes", "no")
-_VARIABLES = {"yes": "FORCE_COLOR", "no": "NO_COLOR"}  # which rich, pytest and the processes that are started heed
+_VARIABLES = {"yes": "FORCE_COLOR", "no": "NO_COLOR"}  # rich, pytest and child processes heed these
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -39,7 +39,7 @@ def add_command(
     Args:
         app: the app.
         examples: command lines for the end of the command's help.
-        name: the command's name, if it is not the function's.
+        name: the command's name; None for the function's name.
         settings: further arguments of typer's ``command``.
     """
 
@@ -64,15 +64,15 @@ def add_command(
 
 
 def prepare(color: str, quiet: bool) -> None:
-    """Let this process, and those that it starts, show colours and progress as they are asked to.
+    """Make this process and its children show colours and progress as asked.
 
     Raises:
-        UserError: for another word than ``COLORS``.
+        UserError: if ``color`` is not in ``COLORS``.
     """
     if color not in COLORS:
         raise UserError(f"--color is {color!r}, but must be one of {', '.join(COLORS)}")
     if color != "auto":
-        for variable in (*_VARIABLES.values(), "PY_COLORS"):  # the last one is pytest's, and would win
+        for variable in (*_VARIABLES.values(), "PY_COLORS"):  # the last one is pytest's, and would take precedence
             os.environ.pop(variable, None)
         os.environ[_VARIABLES[color]] = "1"
     if quiet:
@@ -80,29 +80,29 @@ def prepare(color: str, quiet: bool) -> None:
 
 
 def _shown(examples: tuple[str, ...]) -> str:
-    """Return the examples as the help shows them, a line each."""
+    """Return the examples as the help shows them, each on a line of its own."""
     return "\n".join(("\b", "Examples:", *(f"  {example}" for example in examples)))
 
 
-# Complete what a user types in a shell: pairs, precisions and studies, without importing torch.
+# Complete pairs, precisions and studies in a shell, without importing torch.
 
 
 def precisions(incomplete: str) -> list[str]:
-    """Return lists of precisions that continue this one: ``bf16,fp`` by ``bf16,fp32`` and others."""
+    """Return lists of precisions that complete this one: ``bf16,fp32`` and others for ``bf16,fp``."""
     given, comma, last = incomplete.rpartition(",")
     chosen = given.split(",")
     return [f"{given}{comma}{name}" for name in PRECISION_NAMES if name.startswith(last) and name not in chosen]
 
 
 def studies(incomplete: str) -> list[tuple[str, str]]:
-    """Return the studies of this beginning, each with what it is about."""
+    """Return the studies whose names begin with this text, each with its topic."""
     from parity.lab.studies.catalogue import STUDIES
 
     return [(name, what) for name, what in STUDIES.items() if name.startswith(incomplete)]
 
 
 def pairs(incomplete: str) -> list[str]:
-    """Return folders and Python files that continue a path, and ``FILE::PAIR`` where it names a file."""
+    """Return folders and Python files that complete a path, and ``FILE::PAIR`` if it names a file."""
     path, colons, name = incomplete.partition("::")
     if colons:
         return [f"{path}::{declared}" for declared in _declared(Path(path)) if declared.startswith(name)]
@@ -128,7 +128,7 @@ def _sorted(folder: Path) -> list[Path]:
 
 
 def _declared(file: Path) -> Iterator[str]:
-    """Yield the names of the pairs that stand in a file; those that it computes are left out."""
+    """Yield the names of pairs that a file contains as literals, but not of those that it computes."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
     except (OSError, SyntaxError, ValueError, RecursionError):

@@ -19,14 +19,14 @@ def run(names: Sequence[str], quick: bool, again: bool, options: Sequence[str], 
     """Run studies one after another, each with its report.
 
     Args:
-        names: names in ``catalogue.STUDIES``; none prints what there is.
+        names: names in ``catalogue.STUDIES``; if empty, print the list of studies.
         quick: use small settings; the reports then go to ``reports/studies/quick`` by default.
-        again: compute again what other code computed, instead of using it.
-        options: ``field=value`` of a study's settings.
+        again: repeat computations that other code made, instead of using their results.
+        options: settings of a study, each as ``field=value``.
         folder: the folder for reports and records.
 
     Raises:
-        UserError: for an unknown study or option, for options of several studies at once, and for a folder that cannot
+        UserError: for an unknown study or option, for options of several studies at once, or for a folder that cannot
             be written to.
     """
     if not names:
@@ -64,7 +64,7 @@ def _make(folder: Path) -> None:
 
 
 def _look_after(path: Path, code: record.Code, again: bool) -> None:
-    """Say which results in a record are from other code, or remove them so that they are computed again."""
+    """Print how many results in a record are from other code, or remove them so that they are computed again."""
     outdated = record.outdated(path, code)
     if outdated is None:
         return

@@ -1,4 +1,4 @@
-"""Run the cases of ``parity run``, with its options and exit code, and train the pairs of ``parity train``."""
+"""Run cases for ``parity run``, with its options and exit codes, and train pairs for ``parity train``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from parity.case.case import Case, Size
 
 
-# The files of pairs that a run compares: those that are named, or the default suite.
+# The files of pairs that a run compares: the named ones, or the default suite.
 
 
 GROUP = "parity.pairs"
@@ -47,12 +47,12 @@ def files(paths: Sequence[str] | None) -> list[str]:
     """Return the files and pytest ids to compare.
 
     Args:
-        paths: files, folders, or ids such as ``my_pairs.py::mlp[bf16-2x64]``; None or none for the default suite, which
-            is what installed packages declare under the entry point group ``parity.pairs``, and the folder ``cases``
-            beside the package ``parity`` in a checkout.
+        paths: files, folders, or ids such as ``my_pairs.py::mlp[bf16-2x64]``; None or empty for the default suite. That
+            consists of the modules that installed packages declare under the entry point group ``parity.pairs`` and, in
+            a checkout, of the folder ``cases`` next to the package ``parity``.
 
     Returns:
-        For a folder, those of its files that import parity.
+        The files and ids, with each folder replaced by its files that import parity.
 
     Raises:
         UserError: if a path does not exist, holds no pairs, or there is no default suite.
@@ -66,10 +66,10 @@ def files(paths: Sequence[str] | None) -> list[str]:
 
 
 def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
-    """Return files of pairs that are known to agree: those that are named, or the default suite and the zoo's hosts.
+    """Return files of pairs that are known to agree: the named ones, or the default suite and the zoo's hosts.
 
     Raises:
-        UserError: as ``files``.
+        UserError: as for ``files``.
     """
     from parity.lab.calibration.right_ports import ZOO
 
@@ -77,12 +77,12 @@ def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def cases(paths: Sequence[str] | None) -> list[Case]:
-    """Return the cases of those files, or of those ids, in the order of declaration.
+    """Return the cases of files or ids, in the order of declaration.
 
-    A folder's file without pairs may be there to help others.
+    Files without pairs are allowed in a folder, since they may be helpers of other files.
 
     Raises:
-        UserError: as ``files`` and ``registry.load``.
+        UserError: as for ``files`` and ``registry.load``.
     """
     from parity.case import registry
 
@@ -125,7 +125,7 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 
 def _default_files() -> Iterator[str]:
-    """Yield the files of the default suite; in a checkout its own cases, whether another copy is installed or not."""
+    """Yield the files of the default suite. A checkout uses its own cases, even if another copy is installed."""
     cases = checkout()
     entry_points = [
         entry_point
@@ -139,7 +139,7 @@ def _default_files() -> Iterator[str]:
 
 
 def _module_files(entry_point: metadata.EntryPoint) -> list[Path]:
-    """Return the file of a module, or those of a package's files that import parity."""
+    """Return the file of a module, or the files of a package that import parity."""
     try:
         spec = util.find_spec(entry_point.module)
     except ImportError:
@@ -167,18 +167,19 @@ def _place(case: Case) -> str:
     return f"{_from_here(case.path.resolve())}:{case.line}"
 
 
-# Show how far a run is in place of pytest's dots, for ``parity run``.
+# Show the progress of ``parity run`` instead of pytest's dots.
 
 
-PLAIN = ("-o", "console_output_style=classic")  # pytest's percentages would stand without its dots
+PLAIN = ("-o", "console_output_style=classic")  # without pytest's percentages, which make no sense without its dots
 
 
 class ItemsFollowed:
-    """A pytest plugin that counts items as they are compared, here or in workers; it says nothing where pytest is asked
-    for details by ``-v``, or opens a debugger.
+    """A pytest plugin that shows how many items have been compared, here or in workers.
+
+    It shows nothing if pytest is asked for details by ``-v``, or may open a debugger.
 
     Args:
-        file: where to show it; pytest captures standard error itself while a pair's code runs.
+        file: the file to write to, since pytest captures standard error itself while a pair's code runs.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -210,7 +211,7 @@ class ItemsFollowed:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> Generator[None, Any, Any]:
-        """Leave pytest its counts, and take its letters away."""
+        """Keep pytest's counts, but remove its letters."""
         category, letter, word = yield
         return (category, "", "") if self._is_wanted else (category, letter, word)
 
@@ -226,14 +227,14 @@ class ItemsFollowed:
         self.end()
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         if self._following is not None:
             self._following.end()
 
 
 @contextmanager
 def uncaptured_stderr() -> Iterator[TextIO]:
-    """Yield standard error as it is now, whatever pytest puts in its place later."""
+    """Yield the current standard error, which stays usable when pytest captures it later."""
     try:
         copy = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="backslashreplace")
     except (OSError, ValueError, AttributeError):  # it has no descriptor, as in a notebook
@@ -247,19 +248,19 @@ def uncaptured_stderr() -> Iterator[TextIO]:
 
 
 PASSED, FAILED, MISTAKE = 0, 1, 2
-# pytest would rewrite its plugins' asserts; parity is already imported, and has none.
+# pytest wants to rewrite the asserts of its plugins, but parity is already imported and has none to rewrite.
 _NOT_REWRITTEN = "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning"
-# A wrong pair or file does not cost the others; in workers pytest always goes on.
-# The end of the run lists what failed, with its cause.
+# A wrong pair or file does not keep the others from being compared; in workers, pytest always goes on.
+# pytest's own list of failures is off (-rN), because the recorder lists them with their causes.
 _OPTIONS = ("-p", "parity.plugin", "-W", _NOT_REWRITTEN, "--continue-on-collection-errors", "-rN", *PLAIN)
 
 
 class _CollectionErrors:
-    """A pytest plugin that keeps what could not be collected, each as one message without a traceback.
+    """A pytest plugin that keeps a message, without a traceback, about everything that could not be collected.
 
     Attributes:
         messages: the messages, by id.
-        skipped: files that skip themselves, each with its reason.
+        skipped: a sentence with the reason for each file that skips itself, by id.
     """
 
     def __init__(self) -> None:
@@ -283,8 +284,8 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
         arguments: further arguments for pytest.
 
     Returns:
-        0 if everything passed, 1 if something failed, 2 if nothing could be run, or if a pair or a file could not be
-        collected, whatever became of the others; then a sentence on stderr says why.
+        0 if everything passed, 1 if something failed, 2 if nothing could be run, or if any pair or file could not be
+        collected. With 2, a sentence on stderr says why.
     """
     if _selects_nothing(files, arguments):
         print(f"parity: nothing to compare: {_without_a_match(files, arguments)}", file=sys.stderr)
@@ -315,14 +316,14 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
 
 
 def run_in_this_process(files: Sequence[str], arguments: Sequence[str], processes: str) -> int:
-    """Compare as ``run`` does, in a process that is parity's own.
+    """Compare like ``run``, in a process that runs nothing but parity.
 
-    Without workers, what a case does to its process must not pass for the run's end. So a child compares then, and
-    this process owns the exit code: this returns in the child alone.
+    Without workers, a case that ends its process must not make the run look finished. So a child process compares, and
+    this process owns the exit code. Then this function returns only in the child.
 
     Args:
         files, arguments: as for ``run``.
-        processes: how many workers are asked for, as ``workers`` takes it.
+        processes: the number of workers, as text for ``workers``.
     """
     word = process.supervised() if _compares_itself(processes) and process.possible() else None
     code = run(files, arguments)
@@ -332,18 +333,19 @@ def run_in_this_process(files: Sequence[str], arguments: Sequence[str], processe
 
 
 def _compares_itself(processes: str) -> bool:
-    """Return whether the run has no workers, and no debugger, which is to find it in the process that was started."""
+    """Return whether the run has neither workers nor a debugger, which expects it in the process that was started."""
     count = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS", "") if processes == "auto" else processes
     try:
         asked = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
-    except ValueError:  # pytest says so
+    except ValueError:  # pytest reports it
         asked = []
     return bool(count) and set(count) == {"0"} and not {"--pdb", "--trace"} & set(asked)
 
 
 def _selects_nothing(files: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Return whether a keyword matches no item; where the files' text suggests that, they are collected to make sure,
-    without workers.
+    """Return whether a keyword matches no item.
+
+    If the files' text suggests that, the files are collected without workers to make sure.
     """
     keyword = _keyword(arguments)
     if keyword is None or collecting.may_match(keyword, files):
@@ -365,19 +367,19 @@ def _without_a_match(files: Sequence[str], arguments: Sequence[str]) -> str:
 
 
 def _unknown(files: Sequence[str]) -> Iterator[str]:
-    """Yield what ids may have meant that workers did not find: workers import the files, and this process does not."""
+    """Yield suggestions for ids that workers did not find. Loads their files, which only the workers have imported."""
     ids = [file for file in files if "::" in file]
     if not ids:
         return
     from parity.case import registry
 
     for path in dict.fromkeys(name.partition("::")[0] for name in ids):
-        with suppress(UserError), registry.mistakes_kept():  # told already, by the workers
+        with suppress(UserError), registry.mistakes_kept():  # the workers have reported them already
             registry.load_file(path)
     yield from unknown_pairs(ids, Path.cwd(), registry.cases(), registry.misdeclared)
 
 
-# The options of ``parity run``, turned into the plugin's; each is checked under the name that the user gave.
+# Turn the options of ``parity run`` into the plugin's, and check each under the name that the user gave.
 
 
 def as_plugins(
@@ -394,10 +396,10 @@ def as_plugins(
     resume: bool = False,
     steps: str | None = None,
 ) -> list[str]:
-    """Return arguments for pytest, without what the user left out.
+    """Return arguments for pytest, without options that the user left out.
 
     Raises:
-        UserError: if a value is not valid; names the option of ``parity run``.
+        UserError: if a value is not valid; the message names the option of ``parity run``.
     """
     if precision:
         options.parse_precisions(",".join(precision), "--precision")
@@ -438,10 +440,10 @@ def as_plugins(
 
 
 def engine(name: str | None, address: str | None) -> list[str]:
-    """Return the plugin's arguments for where items are compared.
+    """Return the plugin's arguments for the engine that compares the items.
 
     Raises:
-        UserError: if there is no such engine, or it has no address.
+        UserError: if there is no such engine, or if it takes no address but one is given.
     """
     if name is not None:
         options.parse_engine(name)
@@ -452,10 +454,10 @@ def engine(name: str | None, address: str | None) -> list[str]:
 
 
 def kept(save_as: str | None, against: str | None, keep_runs: str | None, ci: str | None) -> list[str]:
-    """Return the plugin's arguments for what is kept of a run, compared with it, and told to a CI system.
+    """Return the plugin's arguments for baselines, earlier runs, and the output for a CI system.
 
     Raises:
-        UserError: if a value is not valid; names the option of ``parity run``.
+        UserError: if a value is not valid; the message names the option of ``parity run``.
     """
     if save_as is not None:
         options.parse_name(save_as, "--save-as")
@@ -470,17 +472,17 @@ def kept(save_as: str | None, against: str | None, keep_runs: str | None, ci: st
 
 
 def workers(text: str) -> list[str]:
-    """Return pytest-xdist's argument for so many processes, or ``auto``.
+    """Return pytest-xdist's arguments for a number of processes, or for ``auto``.
 
     Raises:
-        UserError: if it is neither.
+        UserError: if the text is neither.
     """
     if text != "auto" and not text.isdecimal():
         raise UserError(f"-n is {text!r}, but must be a number of processes or auto")
     return ["-n", text]
 
 
-# Trainings from the command line, with their losses drawn.
+# Train pairs from the command line, and draw their losses.
 
 
 def train(
@@ -492,13 +494,13 @@ def train(
     out: Path,
     drawn: int,
 ) -> bool:
-    """Train each pair, print a table, and write the report; return whether all of them passed.
+    """Train each pair, print a table, write the report, and return whether all trainings passed.
 
     Args:
-        drawn: of how many trainings under drawn roundings the band is made; 0 for no band.
+        drawn: the number of trainings with drawn roundings from which the band is made; 0 for no band.
 
     Raises:
-        UserError: if a path holds no pair, or no precision of these runs on this machine.
+        UserError: if an argument is not valid, a path holds no pair, or none of the precisions runs on this machine.
     """
     if not checked_steps(steps):
         raise UserError("--steps must be a whole number, at least 1")
@@ -518,7 +520,7 @@ def train(
     for case, checked, precision, seed in followed(trained, "training"):
         result = train_at(case, checked, precision, seed, kernels, packaged(), steps)
         band: Band | None = None
-        with suppress(NothingToJudge):  # the training is too wild to have one
+        with suppress(NothingToJudge):  # the training is too chaotic to have a band
             if drawn and result.steps:
                 band = band_of(case, checked, precision, seed, kernels, len(result.steps), drawn)
         curves.append(Curve(result, band))

@@ -1,1 +1,1 @@
-"""Ask what a machine has and allows, without torch: GPUs, cores, memory, files."""
+"""Find out what a machine has and allows, without torch: GPUs, cores, memory, files and processes."""

@@ -19,7 +19,7 @@ from typing import Any
 from parity.user_error import UserError
 
 _ROOT = Path("/")
-_CGROUPS = (  # limit, use, and the statistics' entry for the part of it that is a file cache, which yields
+_CGROUPS = (  # limit, use, and the entry of memory.stat for the file cache, which counts as used but can be reclaimed
     ("memory.max", "memory.current", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -36,12 +36,12 @@ def workers() -> int:
 
 
 def share_to_keep(free: int) -> int:
-    """Return how many of so many free bytes this process may keep just for speed: an eighth, shared by the workers."""
+    """Return how many of these free bytes this process may keep for speed: an eighth, divided among the workers."""
     return free // (8 * workers())
 
 
 def free_memory(root: Path = _ROOT) -> int | None:
-    """Return the bytes that can be had without swapping, within a container's limit; None if the system does not tell.
+    """Return the bytes that are available without swapping, within a container's limit; None if they are unknown.
 
     Args:
         root: the folder that holds ``proc`` and ``sys``.
@@ -88,10 +88,10 @@ class Device:
         identifier: its name in ``CUDA_VISIBLE_DEVICES``: an index, or the UUID of a GPU or of a slice.
         name: the GPU's product name.
         uuid: the UUID of the GPU or slice; empty if NVML could not be asked.
-        free: bytes that no process held when it was listed; None if NVML could not be asked or does not tell.
-        slices: those of a GPU in MIG mode, of which a process uses one in place of the whole.
-        processes: how many may use it at once: 1 in the mode for exclusive processes; 0 if the mode forbids CUDA, or is
-            MIG and there is no slice; None for any number.
+        free: bytes that were free when the device was listed; None if NVML could not be asked or does not know.
+        slices: the slices of a GPU in MIG mode; a process uses one of them instead of the whole GPU.
+        processes: how many processes may use it at once: 1 in the compute mode for exclusive processes; 0 if the
+            compute mode forbids CUDA, or if the GPU is in MIG mode without slices; None for any number.
     """
 
     identifier: str
@@ -103,12 +103,12 @@ class Device:
 
 
 def chosen(environment: Mapping[str, str]) -> list[Device]:
-    """Return the devices for a run: those of ``CUDA_VISIBLE_DEVICES`` that ``PARITY_DEVICES`` names, or all of them.
+    """Return the devices for a run: the visible devices that ``PARITY_DEVICES`` names, or all visible ones.
 
-    ``PARITY_DEVICES`` counts the visible devices from 0, as PyTorch does, or names them by UUID or its beginning.
+    ``PARITY_DEVICES`` numbers the visible devices from 0, as PyTorch does, or names them by UUID or its beginning.
 
     Raises:
-        UserError: if ``PARITY_DEVICES`` names none, or the same one twice; lists what there is.
+        UserError: if ``PARITY_DEVICES`` names no device, or the same one twice; the message lists the devices.
     """
     devices = visible(environment)
     asked = environment.get(PARITY_DEVICES, "").strip()
@@ -135,10 +135,10 @@ def _named(token: str, devices: Sequence[Device], asked: str) -> Device:
 
 
 def visible(environment: Mapping[str, str]) -> list[Device]:
-    """Return the devices that ``CUDA_VISIBLE_DEVICES`` leaves, in its order, without those that no process may use.
+    """Return the devices in ``CUDA_VISIBLE_DEVICES``, in its order, without those that no process may use.
 
-    As in CUDA, an empty value leaves none, the first entry that names no device ends the list, and one that is named
-    twice leaves none. Unset, it leaves every GPU, and where a GPU is in MIG mode, each of its slices.
+    As in CUDA, an empty value or one that names a device twice leaves none, and the first entry that names no device
+    ends the list. If the variable is unset, every GPU is visible or, where a GPU is in MIG mode, each of its slices.
     """
     value = environment.get(CUDA_VISIBLE_DEVICES)
     listed = list_devices()
@@ -160,11 +160,10 @@ def _usable(devices: Iterable[Device]) -> list[Device]:
 
 
 def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
-    """Return the device that CUDA takes an entry of ``CUDA_VISIBLE_DEVICES`` for; for a GPU in MIG
-    mode, its first slice.
+    """Return the device that CUDA uses for an entry of ``CUDA_VISIBLE_DEVICES``: in MIG mode, a GPU's first slice.
 
-    An index stays the identifier: CUDA may count GPUs of different models in another order than NVML, and only CUDA's
-    own reading of it is what the user chose.
+    An index stays the device's identifier, because CUDA may count GPUs of different models in another order than NVML,
+    and the user meant CUDA's.
     """
     if re.fullmatch(r"\d+", token):
         if int(token) >= len(listed):
@@ -178,10 +177,10 @@ def _known_to_cuda(token: str, listed: Sequence[Device]) -> Device | None:
 
 
 def list_devices() -> list[Device] | None:
-    """Return every GPU of the machine, from NVML; None if that cannot be asked.
+    """Return every GPU of the machine, from NVML; None if NVML is not available.
 
-    It needs the package nvidia-ml-py and the library of NVIDIA's driver, which a container may leave out though CUDA
-    works in it.
+    NVML needs the package nvidia-ml-py and a library of NVIDIA's driver, which a container may lack although CUDA works
+    in it.
     """
     try:
         import pynvml
@@ -220,7 +219,7 @@ def _described(pynvml: Any, handle: Any, slices: tuple[Device, ...] = ()) -> Dev
 
 
 def _processes(pynvml: Any, handle: Any) -> int | None:
-    """Return how many processes may use it, see ``Device``; any number if the driver does not tell, as for a slice."""
+    """Return how many processes may use a device, see ``Device``; None if the driver does not say, as for a slice."""
     try:
         mode = pynvml.nvmlDeviceGetComputeMode(handle)
     except pynvml.NVMLError:
@@ -239,9 +238,7 @@ def _is_in_mig_mode(pynvml: Any, handle: Any) -> bool:
 
 
 def _free(pynvml: Any, handle: Any) -> int | None:
-    """Return the free bytes; None for a GPU without memory of its own, or one that a container may use
-    only by its slices.
-    """
+    """Return the free bytes; None for a GPU without its own memory, or one of which a container may use only slices."""
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
     except pynvml.NVMLError:
@@ -249,7 +246,7 @@ def _free(pynvml: Any, handle: Any) -> int | None:
 
 
 def _counted_by_torch(value: str | None) -> list[Device]:
-    """Return, without NVML, as many devices as PyTorch counts; their memory stays unknown."""
+    """Return as many devices as PyTorch counts, for want of NVML. Their free memory stays unknown."""
     import torch
 
     count = torch.cuda.device_count()
@@ -258,10 +255,10 @@ def _counted_by_torch(value: str | None) -> list[Device]:
 
 
 def spread(devices: Sequence[Device], processes: int) -> list[Device]:
-    """Return a device for each process: always one where the free memory per process would be largest.
+    """Return a device for each process, chosen in turn so that each process gets the most free memory.
 
     Raises:
-        UserError: if the devices may not be used by so many processes.
+        UserError: if the devices do not allow so many processes.
     """
     taken = [0] * len(devices)
     places: list[Device] = []
@@ -278,14 +275,14 @@ def spread(devices: Sequence[Device], processes: int) -> list[Device]:
     return places
 
 
-# Answers of ``nvidia-smi``, the command of NVIDIA's driver.
+# The output of ``nvidia-smi``, the command of NVIDIA's driver.
 
 
 _LONGEST_ANSWER = 20  # seconds
 
 
 def ask(arguments: Sequence[str]) -> str | None:
-    """Return its standard output; None if the command is missing, fails, or takes too long."""
+    """Return the standard output of ``nvidia-smi``; None if it is missing, fails, or takes too long."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_LONGEST_ANSWER, check=True
@@ -295,11 +292,11 @@ def ask(arguments: Sequence[str]) -> str | None:
     return done.stdout
 
 
-# How much memory is free on the GPU in use, or on the machine.
+# The free memory of the GPU in use, or of the machine.
 
 
 def free() -> int | None:
-    """Return the bytes that are free on the GPU in use, else on the machine; None if the system does not tell."""
+    """Return the bytes that are free on the GPU in use, else on the machine; None if they are unknown."""
     import torch  # the plugin asks for GPUs before torch is imported
 
     if torch.cuda.is_initialized():
@@ -308,17 +305,15 @@ def free() -> int | None:
 
 
 def in_words(number: int | None) -> str:
-    """Return bytes as ``3.2 GiB``."""
+    """Return a number of bytes as text, such as ``3.2 GiB``."""
     return "an unknown amount" if number is None else f"{number / 2**30:.1f} GiB"
 
 
-# Are TransformerEngine's compiled kernels installed? This imports neither them nor torch.
+# Find out whether TransformerEngine's compiled kernels are installed, without importing them or torch.
 
 
 def is_installed() -> bool:
-    """Return whether there is a module ``transformer_engine_torch``, by itself or, in a build from
-    source, inside TE.
-    """
+    """Return whether the module ``transformer_engine_torch`` exists, by itself or inside TE, as in a source build."""
     return util.find_spec("transformer_engine_torch") is not None or _is_shipped_inside()
 
 

@@ -1,4 +1,4 @@
-"""Write files that other processes look at or write, too: whole or not at all, and a record by one run at a time."""
+"""Write files that other processes also read or write: completely or not at all, and a record by one run at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import BinaryIO
 
 from parity.user_error import UserError
 
-# A file that is replaced holds what it held or what it is to hold, whenever the process is killed.
+# Whenever the process is killed, a file that is being replaced holds either its old or its new content.
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file in place of what is there; half a surrogate pair, which no UTF-8 has, is written as its escape."""
+    """Replace a file's content. Half a surrogate pair, which UTF-8 cannot encode, is written as an escape sequence."""
     data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     with replacing(path) as file:
         file.write(data)
@@ -25,11 +25,11 @@ def replace(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Hand out a file to write to, which takes the place of what is there when the context ends.
+    """Yield a file to write to, which replaces the existing one when the context ends.
 
-    If anything is raised within the context, what is there stays, and nothing is left beside it.
+    If anything is raised within the context, the existing file stays, and no temporary file is left.
     """
-    target = Path(os.path.realpath(path))  # what a link leads to, and not the link
+    target = Path(os.path.realpath(path))  # so that a link stays, and its target is replaced
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, draft = tempfile.mkstemp(prefix=f".{target.name[:100]}-", dir=target.parent)
     try:
@@ -45,9 +45,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Hand out a folder to write to, which becomes a new folder when the context ends, in place of an empty one.
+    """Yield a folder to write to, which appears under this path when the context ends. It may replace an empty folder.
 
-    If anything is raised within the context, the new folder is not there, and nothing is left beside it.
+    If anything is raised within the context, no new folder appears, and no temporary one is left.
     """
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _mode_of(target: Path) -> int:
-    """Return the permissions that a file has, or that a new one gets."""
+    """Return the permissions of a file, or those that a new file gets."""
     try:
         return target.stat().st_mode & 0o777
     except OSError:
@@ -70,35 +70,35 @@ def _mode_of(target: Path) -> int:
 
 
 def _mask() -> int:
-    """Return the permissions that new files of this process do not get."""
+    """Return the umask: the permissions that new files of this process do not get."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
 
 
 def free_name(path: Path, suffix: str) -> Path:
-    """Return a path beside this one that no file has: ``run-SUFFIX.jsonl``, or ``run-SUFFIX-2.jsonl`` and so on."""
+    """Return an unused path next to this one: ``run-SUFFIX.jsonl``, or else ``run-SUFFIX-2.jsonl`` and so on."""
     names = (f"{path.stem}-{suffix}{'' if n == 1 else f'-{n}'}{path.suffix}" for n in range(1, 100_000))
     return next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
 
 
-# A file that one process writes.
+# A file that only one process at a time writes.
 #
-# The lock is the kernel's (flock), so that it ends with the process, however that ends. It is on the record itself,
-# and leaves no other file behind.
+# The lock is the kernel's (flock), so that it is released however the process ends. It is on the record itself, so
+# that no lock file is left behind.
 
 
 class Claim:
-    """A file of lines that this process alone writes until it is closed; it is made if need be.
+    """A file of lines that only this process writes until it is closed. It is created if it does not exist.
 
-    It notices if others write to the file all the same, delete it, or cut it short.
+    The claim notices if others nevertheless write to the file, delete it, or cut it short.
 
     Args:
-        path: the file's.
+        path: the file's path.
 
     Attributes:
         path: where the file is now.
-        told: called with a sentence about each thing that happened to the file meanwhile.
+        told: called with a sentence about each such thing that others did to the file.
 
     Raises:
         UserError: if another process has claimed it.
@@ -113,49 +113,49 @@ class Claim:
         _claims.add(self)
 
     def content(self) -> bytes:
-        """Return what the file holds."""
+        """Return the file's content."""
         return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
 
     def begin(self, content: bytes) -> None:
-        """Write a record's first lines in place of what the file holds."""
+        """Replace the file's content by the first lines of a record."""
         self._first = content[: content.find(b"\n") + 1]
         os.ftruncate(self._descriptor, 0)
         self._size = 0
         self._write(content)
 
     def replace(self, content: bytes) -> None:
-        """Write other lines in place of what the file holds, in one step: killed in between, it holds one or the other.
+        """Replace the file's content in one step, so that a killed process leaves either the old or the new content.
 
-        Who waits for the file meanwhile finds that it is claimed, or that it is not there any more.
+        Another process that tries to claim the file in the meantime finds it claimed or gone.
         """
         self._first = content[: content.find(b"\n") + 1]
         replace(self.path, content)
         self._open_again()
 
     def append(self, data: bytes) -> None:
-        """Add lines; they are in the file when this returns, or none of them is if it raises an ``OSError``."""
+        """Add lines. All of them are in the file when this returns, and none if it raises an ``OSError``."""
         self._look()
         self._write(data)
 
     @property
     def size(self) -> int:
-        """Return how many bytes were written."""
+        """Return the file's size in bytes, as far as this process has written it."""
         return self._size
 
     def cut(self, size: int) -> None:
-        """Take back what was written after the file had this size."""
+        """Remove everything that was written after the file had this size."""
         if os.fstat(self._descriptor).st_size == self._size > size:
             os.ftruncate(self._descriptor, size)
             self._size = size
 
     def set_aside(self, aside: Path) -> None:
-        """Give what is there another name, which no file has, and claim a new file."""
+        """Rename the file to a path that no file has, and claim a new file."""
         aside.parent.mkdir(parents=True, exist_ok=True)
         os.rename(self.path, aside)
         self._open_again()
 
     def close(self) -> None:
-        """Let others have the file, and remove it if it is new and nothing was written to it."""
+        """Release the file, and remove it if it is new and nothing was written to it."""
         if self._descriptor < 0:
             return
         if self._made and os.fstat(self._descriptor).st_size == 0 and _leads_to(self.path, self._descriptor):
@@ -165,7 +165,7 @@ class Claim:
         self.forget()
 
     def forget(self) -> None:
-        """Close the file, and leave it as it is."""
+        """Close the file without removing it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -177,7 +177,7 @@ class Claim:
         os.close(before)
 
     def _opened(self) -> tuple[int, int]:
-        """Return a descriptor of the file, which is claimed by it, and the file's size."""
+        """Claim the file, and return its descriptor, which holds the lock, and its size."""
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
@@ -195,7 +195,7 @@ class Claim:
             os.close(descriptor)  # somebody renamed the file in between
 
     def _look(self) -> None:
-        """See what others did to the file since the last line, mend what can be mended, and tell it."""
+        """Find out what others did to the file since the last line, repair it as far as possible, and report it."""
         if not _leads_to(self.path, self._descriptor):
             lost, content, deleted = self.path, self.content(), not os.path.lexists(self.path)
             self.path = self.path if deleted else free_name(self.path, "continued")
@@ -234,7 +234,7 @@ class Claim:
 
 
 def _leads_to(path: Path, descriptor: int) -> bool:
-    """Return whether the path is still that of the file that is open."""
+    """Return whether the path still leads to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -245,7 +245,7 @@ _claims: set[Claim] = set()
 
 
 def _forget() -> None:
-    """Close all files in a process that was forked: it has no part in them, and would keep the locks while it lives."""
+    """Close all claimed files in a forked process, which does not use them and would hold their locks."""
     for claim in list(_claims):
         claim.forget()
 
@@ -255,10 +255,10 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def claimed(path: Path) -> Iterator[Claim]:
-    """Within the context, no other process that asks may write to this file.
+    """Claim a file within the context, so that no other process that asks may write to it.
 
     Raises:
-        UserError: if another has it, or if it cannot be written to.
+        UserError: if another process has claimed it, or if it cannot be written to.
     """
     try:
         claim = Claim(path)

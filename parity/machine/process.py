@@ -1,4 +1,4 @@
-"""Set up a process that compares, and have another process own its exit code."""
+"""Set up the memory and the child processes of a process that compares, and let another one own its exit code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from weakref import WeakSet
 
 from parity.machine import devices
 
-# The memory of tensors: what a process frees is kept for its next tensors, and it comes in large pages.
+# The memory of tensors: a process keeps freed memory for its next tensors, and gets memory in large pages.
 #
-# A comparison allocates and frees tensors of the same sizes over and over. By default, glibc gives the memory of large
-# tensors back each time, and the kernel clears every page that it hands out again: a tenth of a comparison's time.
+# A comparison allocates and frees tensors of the same sizes over and over. By default, glibc returns the memory of
+# large tensors each time, and the kernel clears every page that it hands out again: a tenth of a comparison's time.
 # Pages of 2 MiB instead of 4 KiB save another tenth, most of it in a process's first comparisons. The weights of a
-# large model are given back all the same: kept, they leave holes that nothing else fits into.
+# large model are returned nevertheless, because keeping them would leave holes that nothing else fits into.
 
 
-# From ``malloc.h`` of glibc: how much may be free at the heap's end before it is given back, and from which size on a
-# block lies outside of the heap, from where it is always given back, with the largest size that glibc takes.
+# Two parameters from glibc's ``malloc.h``: how much may be free at the heap's end before it is returned, and the size
+# from which on a block lies outside the heap, so that freeing it always returns it. ``_LARGEST_KEPT`` is the largest
+# such size that glibc takes.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT = 2**25
 _LARGEST = 2**31 - 1  # the largest value that ``mallopt`` takes
@@ -39,19 +40,18 @@ _LARGEST = 2**31 - 1  # the largest value that ``mallopt`` takes
 def use_huge_pages() -> None:
     """Ask the kernel for large pages for tensors of 2 MiB or more, unless the environment says otherwise.
 
-    PyTorch looks when it allocates its first tensor (``THP_MEM_ALLOC_ENABLE``, ``c10/core/impl/alloc_cpu.cpp`` of
-    2.13); later it is too late, and changes nothing.
+    PyTorch reads the setting when it allocates its first tensor (``THP_MEM_ALLOC_ENABLE``,
+    ``c10/core/impl/alloc_cpu.cpp`` of 2.13), so calling this later has no effect.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def keep_freed() -> bool:
-    """Keep what is freed from now on, up to a share of the machine's memory.
+    """Keep memory that is freed from now on, up to a share of the machine's memory.
 
     Returns:
-        Whether that was possible: the C library is glibc, the environment says nothing else about its
-        heap, and the system
-        tells how much memory is free.
+        Whether that was possible. The C library must be glibc, the environment must not configure its heap, and the
+        amount of free memory must be known.
     """
     libc, free = glibc(), devices.free_memory()
     if libc is None or free is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
@@ -61,14 +61,14 @@ def keep_freed() -> bool:
 
 
 def give_back() -> None:
-    """Give back what is free now, for another process that needs the memory."""
+    """Return the kept memory to the system, for another process that needs it."""
     libc = glibc()
     if libc is not None:
         libc.malloc_trim(0)
 
 
 def glibc() -> Any:
-    """Return the C library of this process; None if it is another."""
+    """Return the C library of this process if it is glibc, else None."""
     try:
         libc = ctypes.CDLL(None)
     except (OSError, TypeError):  # Windows
@@ -78,13 +78,13 @@ def glibc() -> Any:
 
 # Keep imports out of Python's garbage collection, since modules live as long as the process.
 #
-# PyTorch and TE create some 350,000 objects when they are imported. Without this, the collector goes over them a dozen
-# times meanwhile, and again whenever a comparison has left enough garbage.
+# PyTorch and TE create some 350,000 objects when they are imported. Without this, the collector traverses them a dozen
+# times during the imports, and again whenever a comparison has left enough garbage.
 
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Within the context, collect nothing; what exists at its end is never looked at again."""
+    """Turn garbage collection off within the context, and exclude all objects that exist at its end for good."""
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -98,23 +98,23 @@ def lasting() -> Iterator[None]:
 
 
 def _unfreeze_for_triton() -> None:
-    """Unfreeze at exit, where Triton's extension counts what was never freed, and complains; freeing
-    all takes over a second.
+    """Unfreeze at exit, but only for Triton, whose extension complains about objects that were never freed.
+
+    Freeing everything takes over a second.
     """
     if "triton" in sys.modules:
         gc.unfreeze()
 
 
-# Processes that share work. Each is started anew, computes in one thread, and ends with the process that started it,
-# also if that is killed: a process's end is noticed by the end of a pipe that it alone holds open, on every system.
+# Processes that share work. Each is started afresh, computes in one thread, and ends with the process that started it,
+# even if that is killed: on every system, a pipe that only the parent holds open shows the parent's end.
 
 
 @contextmanager
 def processes(count: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of so many processes; if its user is interrupted or raises, end what runs in it, and
-    begin nothing more.
+    """Yield a pool of this many processes. If the context is interrupted or raises, end them and begin nothing more.
 
-    They are started anew, since TE's modules hold locks and caches that a fork would copy half-used.
+    They are spawned, not forked, because TE's modules hold locks and caches that a fork would copy in mid-use.
     """
     before = multiprocessing.active_children()
     pool = spawned(count, _begin)
@@ -131,7 +131,7 @@ def processes(count: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def spawned(count: int, begin: Callable[[], object] | None = None) -> ProcessPoolExecutor:
-    """Return a pool of so many processes, which end with this one; each calls ``begin`` first."""
+    """Return a pool of this many processes, which end with this one. Each calls ``begin`` first."""
     context = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(count, mp_context=context, initializer=_begin_and_end_with_parent, initargs=(begin,))
 
@@ -143,7 +143,7 @@ def _begin_and_end_with_parent(begin: Callable[[], object] | None) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process, which ``multiprocessing`` has started, when the one that asked for it ends."""
+    """End this process, which ``multiprocessing`` has started, when its parent ends."""
     parent = multiprocessing.parent_process()
 
     def wait() -> None:
@@ -155,22 +155,22 @@ def end_with_parent() -> None:
 
 
 def _begin() -> None:
-    """Ignore Ctrl-C, which reaches every process of a terminal; the process that started these ends them."""
+    """Ignore Ctrl-C, which reaches every process of a terminal, because the parent ends these; use one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(1)
 
 
-# Another program does not know that it has to end: a third process, which only waits for this one's end, kills it then.
+# Another program does not know when it has to end, so a third process waits for the end of this one and then kills it.
 _GUARD = "import os, signal, sys; sys.stdin.read() or os.kill(int(sys.argv[1]), signal.SIGKILL)"
 
 
 @contextmanager
 def ended_with_this(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Within the context, kill a process that this one has started if this one ends, however it ends.
+    """Make sure, within the context, that a child process is killed if this process ends, however it ends.
 
-    If it leads a group of processes, as one that was started in a session of its own does, all of them are killed.
+    If the child leads a process group, as it does when it was started in a new session, the whole group is killed.
     """
     leads = os.getpgid(process.pid) == process.pid
     guard = subprocess.Popen(
@@ -187,12 +187,12 @@ def ended_with_this(process: subprocess.Popen[Any]) -> Iterator[None]:
             guard.communicate(b"farewell")
 
 
-# Keep what a case forks from going on with the run, and from holding what the run holds: pipes and locks.
+# Keep processes that a case forks from going on with the run, and from holding its pipes and locks.
 
 
 @contextmanager
 def forks_ended() -> Iterator[None]:
-    """End what is forked within the context where it would leave it; the process that entered it goes on."""
+    """End processes that are forked within the context where they would leave it. The original process goes on."""
     process = os.getpid()
     failed = True
     try:
@@ -217,10 +217,11 @@ _withheld: WeakSet[File] = WeakSet()
 
 
 def withheld(file: _File) -> _File:
-    """Withhold a file from each process that is forked from now on, and return it.
+    """Withhold a file from each process that is forked from now on, and return the file.
 
-    A pipe ends, and a lock is free, when the last process that has it ends: who waits for this one would wait for
-    everything that it has forked. The number of the file stays taken there, so that no other file gets it by mistake.
+    A pipe ends, and a lock is free, only when the last process that holds it ends. So a process that waits for this one
+    would wait for all of its forks, too. In the forks, the file's descriptor stays taken, so that no other file gets
+    the same number by mistake.
     """
     _withheld.add(file)
     return file
@@ -237,18 +238,18 @@ def _withhold() -> None:
 os.register_at_fork(after_in_child=_withhold)
 
 
-# Have another process own the exit code, so that nothing that runs in this one can end it as if all were well.
+# Let another process own the exit code, so that no code in this one can end it as if all were well.
 #
-# C code that calls ``_exit(0)`` ends its process at once, and nothing in that process hears of it. So the process that
-# somebody has started forks: the child goes on with the work, and the parent does nothing but wait for its end, and
-# pass on what is meant for it. If the child has not said how the work ended, an exit code of 0 is none.
+# C code that calls ``_exit(0)`` ends its process at once, and nothing in that process notices. So the process that the
+# user has started forks: the child goes on with the work, and the parent only waits for its end and forwards signals.
+# If the child has not said how the work ended, its exit code of 0 does not count.
 #
-# Both stay in one group of processes, so that the terminal, Ctrl-C, Ctrl-Z and signals to the group reach the child as
-# they would without the parent. The parent leaves nothing behind but the child's exit code or signal: what is on the
-# stack, such as a profiler, and what is to run at exit belongs to the child.
+# Both stay in one process group, so that the terminal, Ctrl-C, Ctrl-Z and signals to the group reach the child as they
+# would without the parent. The parent ends with the child's exit code or signal and does nothing else at its end:
+# everything on the stack, such as a profiler, and all exit handlers belong to the child.
 
 
-UNSAID = 1  # the exit code of work that ended with 0, but has not said that it is done
+UNSAID = 1  # the exit code if the child ended with 0 but did not say that the work is done
 _ENDED_EARLY = (
     "parity: the process of this run ended with exit code 0 before the run was over, perhaps because C code called "
     "_exit; so the exit code is 1"
@@ -256,16 +257,16 @@ _ENDED_EARLY = (
 
 
 def possible() -> bool:
-    """Return whether this process can leave its work to a child, and nobody looks for the work in this one.
+    """Return whether this process can leave its work to a child without anybody missing the work here.
 
-    A debugger that is attached would lose it, whether of Python's (a trace function) or of the system's, such as gdb or
-    strace; and a fork takes no other thread along, whether Python's or that of a library.
+    An attached debugger would lose the work, be it a debugger of Python (a trace function) or of the system, such as
+    gdb or strace. And a fork does not copy other threads, neither Python's nor a library's.
     """
     return sys.platform == "linux" and not _is_debugged() and _has_one_thread()
 
 
 def _is_debugged() -> bool:
-    """Return whether Python calls a debugger, or measures coverage, at each line (from 3.12 on by ``monitoring``)."""
+    """Return whether a debugger or coverage traces Python's lines (from 3.12 on, perhaps by ``sys.monitoring``)."""
     monitoring = getattr(sys, "monitoring", None)
     return sys.gettrace() is not None or (
         monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
@@ -273,7 +274,7 @@ def _is_debugged() -> bool:
 
 
 def _has_one_thread() -> bool:
-    """Return whether this process has one thread, and no other process traces it."""
+    """Return whether this process has a single thread and no other process traces it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -289,14 +290,14 @@ class LastWord:
     """Tell the parent that the child has done its work, and with which exit code."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
-        self._pipe = withheld(pipe)  # what the work forks is not to say it
+        self._pipe = withheld(pipe)  # so that no fork of the child can say it
         self._identity = _identity(pipe.fileno())
 
     def say(self, code: int) -> None:
-        """Say with which exit code the work ended, unless somebody has closed the pipe meanwhile."""
+        """Say with which exit code the work ended, unless somebody has closed the pipe in the meantime."""
         with suppress(OSError):
             if _identity(self._pipe.fileno()) == self._identity:  # else another file has its number
-                self._pipe.write(bytes([code & 0xFF]))  # as the system keeps it
+                self._pipe.write(bytes([code & 0xFF]))  # the part of an exit code that the system keeps
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
@@ -305,17 +306,17 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def supervised() -> LastWord | None:
-    """Go on in a child, whose exit code the parent takes over once it is said; the parent does not return.
+    """Fork, and return only in the child. The parent waits and ends with the exit code that the child says.
 
     The child is killed if the parent is.
 
     Returns:
-        Where the child says how its work ended; None if the system has no process for it, so that there is no parent.
+        The object by which the child says how its work ended; None if the system could not fork.
     """
     read, write = os.pipe()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
-    usual = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it was ignored, nobody could wait for a child
+    usual = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, nobody can wait for a child
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     parent = os.getpid()
     try:
@@ -337,15 +338,15 @@ def supervised() -> LastWord | None:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, which no code in it can keep from happening."""
+    """Make the kernel kill this process when its parent ends, which no code in this process can prevent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-_PR_SET_PDEATHSIG = 1  # of Linux's ``sys/prctl.h``
+_PR_SET_PDEATHSIG = 1  # from Linux's ``sys/prctl.h``
 
-# The parent.
+# The parent's side.
 
 
 _FROM_KEYBOARD = frozenset({signal.SIGINT, signal.SIGQUIT})
@@ -354,7 +355,7 @@ _AWAITED = _PASSED_ON | {signal.SIGTSTP, signal.SIGCHLD}
 
 
 def _wait_for(child: int, read: int) -> NoReturn:
-    """Pass on signals until the child has ended, and end as it did."""
+    """Forward signals until the child has ended, and end as it did."""
     while True:
         heard = signal.sigwaitinfo(_AWAITED)
         number = signal.Signals(heard.si_signo)
@@ -365,23 +366,23 @@ def _wait_for(child: int, read: int) -> NoReturn:
         elif number == signal.SIGTSTP:
             os.kill(child, number)
             _stop()
-        elif number not in _FROM_KEYBOARD or heard.si_code <= 0:  # from a process; what the terminal sends, all get
+        elif number not in _FROM_KEYBOARD or heard.si_code <= 0:  # from a process; the terminal signals the child, too
             os.kill(child, number)
 
 
 def _stop() -> None:
-    """Stop as by Ctrl-Z, if there is a shell to go on by."""
+    """Stop as by Ctrl-Z, if there is a shell that can continue this process."""
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTSTP})
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTSTP})
 
 
 def _said(read: int) -> int | None:
-    """Return the exit code that the child said, or None."""
+    """Return the exit code that the child said; None if it said none."""
     os.set_blocking(read, False)
     try:
         word = os.read(read, 1)
-    except BlockingIOError:  # somebody else holds the pipe open, and has not said anything either
+    except BlockingIOError:  # another process holds the pipe open, and has not said anything either
         return None
     return word[0] if word else None
 
@@ -398,10 +399,10 @@ def _end_as(code: int, said: Callable[[], int | None]) -> NoReturn:
         number = -code
         resource.setrlimit(
             resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
-        )  # the child's is told
+        )  # so that only the child dumps its core
         with suppress(OSError):  # there is no handler for SIGKILL
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         os.kill(os.getpid(), number)
-        code = 128 + number  # as a shell says it; the first process of a container does not die of a signal
+        code = 128 + number  # as in a shell; the first process of a container does not die of a signal
     os._exit(code)

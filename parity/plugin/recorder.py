@@ -1,7 +1,7 @@
 """Write each result of a pytest run as it arrives, draw the report at the end, and tell what changed since a baseline.
 
-Of a result that is written, only what the report shows is kept, and torch is not imported: if xdist's workers compare,
-this process only listens.
+Once a result is written, only the parts that the report shows stay in memory. This module does not import torch,
+because a process whose workers compare only listens.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """A pytest plugin for the process that hears of every test: the only one, or xdist's controller.
+    """A pytest plugin that records results, in the process that receives every report: the only one or the controller.
 
-    It touches no file before items of parity are collected. What cannot be written any more, for example to a full
-    disk, is kept, and goes into a folder for temporary files at the end.
+    It touches no file before items of parity are collected. Lines that can no longer be written, for example because
+    the disk is full, are kept and go into a folder for temporary files at the end.
 
     Args:
-        options: the run's.
+        options: the run's options.
         claim: the record, if the run has claimed it already.
-        unfinished: what a run before this one left, if this one goes on with it.
+        unfinished: what the resumed run left; None if no run is resumed.
         stderr: a descriptor of standard error that nobody captures.
-        killer: the item with which that run's process ended, if this one has a worker because of it.
+        killer: the item that ended the resumed run's process, if this run has a worker because of it; else empty.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Recorder:
             self.claim_record()
 
     def claim_record(self) -> None:
-        """Let no other run write the record, before anything is compared.
+        """Claim the record before anything is compared, so that no other run writes it.
 
         Raises:
-            pytest.UsageError: if another one does.
+            pytest.UsageError: if another run has claimed it.
         """
         if self._claim is not None:
             return
@@ -120,7 +120,7 @@ class Recorder:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         message = collecting.noted(report)
-        if message and report.nodeid not in self._uncollected:  # each of xdist's workers collects, and reports it
+        if message and report.nodeid not in self._uncollected:  # each of xdist's workers collects and reports it
             from parity.report.record import Uncollected, uncollected_line
 
             self._uncollected[report.nodeid] = Uncollected(report.nodeid, message)
@@ -128,7 +128,7 @@ class Recorder:
                 self._write(uncollected_line(self._uncollected[report.nodeid]))
 
     def record(self, lines: dict[str, Any]) -> None:
-        """Write an item's lines, see ``ending.of_item``, in place of those that were written meanwhile."""
+        """Write an item's lines, see ``ending.of_item``, in place of its provisional ones."""
         from parity.report import record
 
         if self._refused:
@@ -141,7 +141,7 @@ class Recorder:
             digest.add(list(fresh.values()))
 
     def _is_new(self, result: Result) -> bool:
-        """Return whether there is no result of this comparison yet: a pair that forks may report itself twice."""
+        """Return whether this comparison has no result yet. A pair that forks may report itself twice."""
         key = (f"{result.path}::{result.item}", result.seed)
         if key in self._known:
             self._tell(f"{key[0]} reported seed {result.seed} again, which was left out: it may have forked")
@@ -150,12 +150,12 @@ class Recorder:
         return True
 
     def record_meanwhile(self, node_id: str, environment: str, results: Sequence[str]) -> None:
-        """Write what is known about an item before its comparison ends, which this process may not live to see.
+        """Write provisional results of an item before its comparison ends, in case this process dies first.
 
         Args:
-            node_id: the item's.
+            node_id: the item's id.
             environment: the record's first line.
-            results: lines, which the next call, or that of ``record``, replaces.
+            results: lines, which the next call of this method or of ``record`` replaces.
         """
         from parity.report import record
 
@@ -176,7 +176,7 @@ class Recorder:
             self._waiter.tell(node_id)
 
     def _withdraw(self) -> None:
-        """Take back what was written meanwhile."""
+        """Remove the provisional lines."""
         if self._waiter is not None:
             self._waiter.tell("")
         if self._meanwhile is not None and self._claim is not None:
@@ -185,7 +185,7 @@ class Recorder:
         self._meanwhile = None
 
     def _begin(self, environment: str) -> Digest:
-        """Write what comes before the first result, once."""
+        """Write the lines that come before the first result, but only once."""
         from parity.report import record
         from parity.report.markdown import Digest
 
@@ -206,7 +206,7 @@ class Recorder:
         return digest
 
     def _check(self, environment: Environment) -> None:
-        """End the run if it is not the same as the one that it is to go on with."""
+        """End the run if it does not match the one that it resumes."""
         assert self._unfinished is not None
         try:
             self._unfinished.check(environment)
@@ -215,7 +215,7 @@ class Recorder:
             pytest.exit(str(error), returncode=pytest.ExitCode.USAGE_ERROR)
 
     def _start(self, content: bytes) -> None:
-        """Put the record's first lines in place of an older run's, which is kept under another name."""
+        """Replace an older run's record, which is kept under another name, by the first lines of this one."""
         if self._claim is None:
             raise OSError(f"{self._record} could not be opened")
         before = self._claim.content()
@@ -230,7 +230,7 @@ class Recorder:
         try:
             files.replace(self._report, report_meanwhile(self._name, self._record))
         except OSError:
-            with suppress(OSError):  # an older report would pass for this run's
+            with suppress(OSError):  # an older report would be taken for this run's
                 self._report.unlink(missing_ok=True)
         with suppress(OSError):
             self._page.unlink(missing_ok=True)
@@ -238,14 +238,14 @@ class Recorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         self.finish()
         if self._lost and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.INTERRUPTED  # a pass that no file has
+            session.exitstatus = pytest.ExitCode.INTERRUPTED  # the run passed, but no file says so
         if self._unfinished is not None and self._digest is not None:
             session.exitstatus = self._exit_code(session.exitstatus)
         if self._since is not None and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = self._since.code
 
     def finish(self) -> None:
-        """Draw the report, then the page: a disk may have room for the first alone."""
+        """Draw the report and then the page, because the disk may have room only for the report."""
         self._withdraw()
         if self._waiter is not None:
             self._waiter.dismiss()
@@ -258,7 +258,7 @@ class Recorder:
         drawn, self._verdict = markdown.draw(digest, self._name), markdown.verdict(digest)
         if self._claim is not None:
             with suppress(OSError):
-                self._claim.append(b"")  # sees what became of it since the last line
+                self._claim.append(b"")  # notices what others did to the file since the last line
             self._record = self._claim.path
         if self._unwritten or not self._tried(lambda: files.replace(self._report, drawn)):
             self._lost = not self._tried(lambda: self._save_elsewhere(drawn))
@@ -282,7 +282,7 @@ class Recorder:
         return self._name
 
     def _exit_code(self, code: int) -> int:
-        """Return what the run would have ended with if it had not been interrupted."""
+        """Return the exit code of the whole run, as if it had not been interrupted and resumed."""
         assert self._digest is not None
         if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return pytest.ExitCode.TESTS_FAILED if self._digest.failed else pytest.ExitCode.OK
@@ -316,7 +316,7 @@ class Recorder:
             terminalreporter.write_line(f"record: {self._record}")
 
     def _write(self, lines: str) -> None:
-        """Add lines to the record; those after some that could not be written are kept, too."""
+        """Add lines to the record, or keep them if they, or any before them, cannot be written."""
         from parity.report import record
 
         claim = self._claim
@@ -333,12 +333,12 @@ class Recorder:
         return True
 
     def _tell(self, sentence: str) -> None:
-        """Keep a sentence for the summary, once."""
+        """Keep a sentence for the summary, unless it is there already."""
         if sentence not in self._troubles:
             self._troubles.append(sentence)
 
     def _save_elsewhere(self, drawn: str) -> None:
-        """Put the report, and the record if it is not complete, into a folder of their own."""
+        """Put the report, and the record if it is incomplete, into a new folder."""
         from parity.report import record
 
         folder = Path(tempfile.mkdtemp(prefix="parity-report-"))
@@ -355,11 +355,11 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Told:
-    """Hold what has changed.
+    """Describe what has changed.
 
     Attributes:
-        lines: for the terminal.
-        code: pytest's exit code if the run itself ends well.
+        lines: the lines for the terminal.
+        code: pytest's exit code if the run itself passes.
     """
 
     lines: tuple[str, ...]
@@ -367,7 +367,7 @@ class Told:
 
 
 def keep_baseline(options: Options, record: Path, complete: bool) -> str:
-    """Keep the record under the name that the run was given; return a sentence about it."""
+    """Keep the record as a baseline under the name from the run's options, and return a sentence about it."""
     from parity.report import earlier
 
     if not complete:
@@ -377,7 +377,7 @@ def keep_baseline(options: Options, record: Path, complete: bool) -> str:
 
 
 def compare_with_baseline(options: Options, record: Path) -> Told:
-    """Draw what has changed since the baseline that the run was given."""
+    """Draw what has changed since the baseline from the run's options."""
     from parity.report import changes, earlier
     from parity.report.record import read
 
@@ -398,7 +398,7 @@ def compare_with_baseline(options: Options, record: Path) -> Told:
     return Told(tuple(lines), pytest.ExitCode.TESTS_FAILED if runs.is_worse else pytest.ExitCode.OK)
 
 
-# Tell GitHub what a run found, if it runs there.
+# Report the findings to GitHub if the run takes place there.
 
 
 # https://docs.github.com/en/actions/reference/workflows-and-actions/variables
@@ -408,11 +408,11 @@ _CHECKOUT = "GITHUB_WORKSPACE"
 
 
 class GitHub:
-    """Tell GitHub, from the process that hears of every test.
+    """A pytest plugin that writes annotations and a summary for GitHub, in the process that receives every report.
 
     Args:
-        recorder: the one that keeps the results.
-        asked: what is told, of ``options.CI``.
+        recorder: the recorder of the results.
+        asked: the kinds of output that are asked for, a subset of ``options.CI``.
         start: the folder where pytest was started.
     """
 
@@ -452,7 +452,7 @@ class GitHub:
             terminalreporter.write_line(ci.others(len(self._found) - ci.MOST_ANNOTATIONS))
 
     def _place(self, file: str, line: int = 0) -> Place:
-        """Return a place with the file as GitHub names it, below the repository."""
+        """Return the place with its file relative to the repository, as GitHub expects it."""
         from parity.report.ci import Place
 
         path = Path(os.path.normpath(self._start / file))
@@ -461,7 +461,7 @@ class GitHub:
 
 
 def _message(report: pytest.TestReport) -> str:
-    """Return what is wrong with an item; pytest's own text, which names a worker, if there are no results."""
+    """Return what is wrong with an item or, if it has no results, pytest's own text, which names the worker."""
     from parity.report import failure, record
     from parity.report.record import Item
 
@@ -470,20 +470,17 @@ def _message(report: pytest.TestReport) -> str:
     return failure.message(item) if item is not None and item.bad else report.longreprtext
 
 
-# Go on with a run that did not end, or keep what it left: what the record that is there means to a new run.
-
-
-# The record of a run that did not end, for the run that goes on with it.
+# The record of a run that did not end, for the run that resumes it.
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A record to go on with.
+    """The part of a record that a resumed run keeps.
 
     Attributes:
-        record: what is kept of it: the results of items that were compared to their end.
-        content: the same as bytes, line by line.
-        finished: the items' ids.
+        record: the results of the items that were compared to their end.
+        content: the lines of that record, as bytes.
+        finished: the ids of these items.
     """
 
     record: Record
@@ -491,13 +488,13 @@ class Unfinished:
     finished: frozenset[str]
 
     def check(self, environment: Environment) -> None:
-        """Make sure that the run that goes on is the same.
+        """Make sure that the resuming run matches the record.
 
         Args:
-            environment: that run's.
+            environment: the environment of the resuming run.
 
         Raises:
-            UserError: if not; says what differs.
+            UserError: if not; the message says what differs.
         """
         from parity.report.earlier import differences
 
@@ -507,12 +504,12 @@ class Unfinished:
 
 
 def unfinished(claim: Claim, options: Options) -> Unfinished | None:
-    """Return what the claimed record has of a run that asked for the same; None if it has nothing.
+    """Return the part of the claimed record that a run with these options can keep; None if the file is empty.
 
-    An item of which not every seed was compared is left out, and so is one that was cut short from outside.
+    Leaves out items with seeds that were not compared, and items that were cut short from outside.
 
     Raises:
-        UserError: if it is not a record, or options or parity's code differ.
+        UserError: if the file is not a record, or if options or parity's code differ.
     """
     from parity.report import earlier, record
     from parity.result import Result
@@ -559,12 +556,12 @@ def unfinished(claim: Claim, options: Options) -> Unfinished | None:
 
 
 def ended_its_process(path: Path) -> str:
-    """Return the item of a record with which a process ended; empty if there is none, or no record."""
+    """Return the item of a record that ended its process; empty if there is no such item or no record."""
     from parity.report import record
 
     try:
         results = record.read(path).results if path.exists() else ()
-    except (UserError, OSError):  # is told when the record is claimed
+    except (UserError, OSError):  # reported when the record is claimed
         return ""
     return next((f"{each.path}::{each.item}" for each in results if ending.took_its_process_along(each)), "")
 
@@ -582,11 +579,11 @@ def _not_the_same(differences: Sequence[str]) -> str:
     )
 
 
-# The items that a run leaves out, since the record has them.
+# The items that a run leaves out because the record has them.
 
 
 def leave_out(session: pytest.Session, items: Sequence[ParityItem], finished: frozenset[str]) -> None:
-    """Note what the run is to compare in all, and take from the session what is finished."""
+    """Note all items of the run, and remove the finished ones from the session."""
     ending.note_planned(session, items)
     done = {item for item in items if item.key in finished}
     if done:
@@ -594,15 +591,16 @@ def leave_out(session: pytest.Session, items: Sequence[ParityItem], finished: fr
         session.config.hook.pytest_deselected(items=[item for item in items if item in done])
 
 
-# A record that no run goes on with: it is kept under another name, unless it has nothing.
+# A record that is not resumed is kept under another name, unless it has no results.
 
 
 Left = Literal["nothing", "unfinished", "complete"]
 
 
 def left_by(content: bytes) -> Left:
-    """Return what a file holds: results of a run that did not end, or something that is no record at all, or results of
-    one that did.
+    """Return which results a file holds: none, those of a complete run, or those of an unfinished one.
+
+    A file that is not a record counts as unfinished, so that it is kept.
     """
     first, *lines = (_parsed(line) for line in content.removesuffix(b"\n").split(b"\n"))
     environment = first.get("environment")
@@ -617,12 +615,13 @@ def left_by(content: bytes) -> Left:
 
 
 def set_aside(claim: Claim, report: Path, left: Left, most: int) -> str:
-    """Give the record of a run before this one, and its report, another name; return a sentence about it.
+    """Rename the record and the report of an older run, and return a sentence about it.
 
     Args:
         claim: the record.
-        report: where its report is.
-        left: ``unfinished``, which is kept beside it, or ``complete``, which becomes an earlier run with a number.
+        report: the path of its report.
+        left: ``unfinished`` for a record that stays in its folder, or ``complete`` for one that becomes a numbered
+            earlier run.
         most: how many earlier runs of this name are kept; those with the smallest numbers are removed.
 
     Raises:
@@ -648,7 +647,7 @@ def set_aside(claim: Claim, report: Path, left: Left, most: int) -> str:
     return told
 
 
-# What a run draws beside its record.
+# The suffixes of the files that a run draws next to its record.
 _DRAWN = (".md", ".html")
 
 
@@ -660,7 +659,7 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 
 def report_meanwhile(name: str, record: Path) -> str:
-    """Return what stands in the report's place until it is drawn, so that an older one does not pass for it."""
+    """Return the text that replaces an older report until this run's is drawn, so that nobody confuses them."""
     return (
         f"# Parity report: {name}\n\nThis run has not ended, or it was killed: its report is not drawn yet. "
         f"`parity report {record.name}` draws what the record has so far, and the run's own command with `--resume` "

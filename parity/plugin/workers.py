@@ -1,4 +1,4 @@
-"""Staff a run with xdist's workers: how many, on which GPU, and which items each gets."""
+"""Staff a run with xdist's workers: decide how many there are, which GPU each uses, and which items each gets."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from parity.plugin.ending import Diary
 from parity.plugin.options import FINISHED, KEY, Options
 from parity.user_error import UserError
 
-# What xdist's controller does for parity: it gives each worker a device, and records what a dead worker leaves behind.
+# In xdist's controller: give each worker a device, and record the results that a dead worker leaves behind.
 
 
 _CPU = "cpu"
 
 
 class Workers:
-    """A pytest plugin for xdist's controller; it only knows what workers report and leave in their diaries."""
+    """A pytest plugin for xdist's controller, which knows only the workers' reports and diaries."""
 
     def __init__(self, config: pytest.Config, gpus: Sequence[Device], finished: Collection[str] = ()) -> None:
         self._config, self._gpus, self._finished = config, gpus, sorted(finished)
@@ -47,7 +47,7 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_setupnodes(self, specs: Sequence[Any]) -> None:
-        """Make each worker see only its own GPU before it imports anything; this also holds for its replacement."""
+        """Make each worker, and any replacement of it, see only its own GPU before it imports anything."""
         if not self._gpus:
             free = devices.free_memory()
             self._shares[_CPU] = None if free is None else free // len(specs)
@@ -74,7 +74,7 @@ class Workers:
             self._announced.add(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """End the run with a file that hangs in a worker whatever is raised there: it would in each that follows."""
+        """End the run if a file ends the worker that collects it, because it would end every replacement, too."""
         session: Any = self._config.pluginmanager.getplugin("dsession")
         if ending.is_last(report) and session is not None:
             session.shouldstop = f"{report.nodeid} cannot be collected, and ends each worker that tries"
@@ -84,8 +84,9 @@ class Workers:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: Any) -> None:
-        """Change xdist's report of a crash: into the missing teardown of a worker that announced its end, or into a
-        failure with a recorded result.
+        """Change xdist's report of a crash.
+
+        If the worker announced its end, make the report the missing teardown; else make it a failure with a result.
         """
         if crashitem in self._announced:
             report.when, report.outcome, report.longrepr = "teardown", "passed", None
@@ -96,8 +97,9 @@ class Workers:
             self._allow_one_more_worker()
 
     def _allow_one_more_worker(self) -> None:
-        """Raise xdist's limit of replacements, which stops endless crashes in collection; an item kills
-        only one worker.
+        """Raise xdist's limit of replacements, which is there to stop endless crashes during collection.
+
+        A crash in an item need not count, because an item kills only one worker.
         """
         session: Any = self._config.pluginmanager.getplugin("dsession")
         limit = getattr(session, "_max_worker_restart", None)
@@ -109,7 +111,7 @@ class Workers:
 
 
 def _record(node_id: str, diary: Diary, report: Any) -> None:
-    """Attach to the report of a crash what the worker had compared, and the comparison that killed it."""
+    """Attach to the report of a crash the results of the worker's item, with an error for the seed that killed it."""
     from parity.report import record
 
     left = diary.read(node_id)
@@ -144,25 +146,25 @@ def _cause_of_death(worker: Any) -> str:
 
 
 def withhold_pipes(config: pytest.Config) -> None:
-    """Let the controller know when this worker ends, though what a case has forked lives on."""
+    """Let the controller notice when this worker ends, even if a process that a case has forked lives on."""
     channels = (getattr(plugin, "channel", None) for plugin in config.pluginmanager.get_plugins())
     for channel in filter(None, channels):
         withheld(channel.gateway._io.infile)
         withheld(channel.gateway._io.outfile)
 
 
-# How many workers ``-n auto`` starts, and which GPUs they share; decided before anything is collected.
+# The number of workers that ``-n auto`` starts, and the GPUs that they share, both decided before collection.
 
 
-# The least memory that a worker should find. On the GPU: its CUDA context, cuBLAS's workspaces and a case of some GiB.
-# On the host: Python with PyTorch and TE, which is 0.45 GiB without CUDA, and a case.
+# The least memory that a worker should have. On the GPU: for its CUDA context, cuBLAS's workspaces and a case of a few
+# GiB. On the host: for Python with PyTorch and TE, which take 0.45 GiB without CUDA, and for a case.
 GPU_BYTES = 8 * 2**30
 HOST_BYTES = 2 * 2**30
 HOST_BYTES_WITH_CUDA = 4 * 2**30
 
 
 def has_cases(config: pytest.Config) -> bool:
-    """Return whether a file that pytest was asked for imports parity; other runs may use workers as they like."""
+    """Return whether a file that pytest was asked for imports parity. The plugin leaves other runs alone."""
     if _HAS_CASES not in config.stash:
         config.stash[_HAS_CASES] = next(files_of_cases(config), None) is not None
     return config.stash[_HAS_CASES]
@@ -172,14 +174,14 @@ _HAS_CASES = pytest.StashKey[bool]()
 
 
 def files_of_cases(config: pytest.Config) -> Iterator[Path]:
-    """Return the files that pytest was asked for, or that lie in folders it was asked for, and that import parity."""
+    """Yield the files that import parity among the files and folders that pytest was asked for."""
     start = config.invocation_params.dir
     paths = (start / argument.split("::")[0] for argument in config.args)
     return that_import_parity(paths, config.getini("python_files"), config.getini("norecursedirs"))
 
 
 def gpus_of(options: Options) -> list[Device]:
-    """Return the GPUs that the run's processes share; none if the CPU kernels run.
+    """Return the GPUs that the run's processes share; an empty list if the CPU kernels run.
 
     Raises:
         UserError: if ``PARITY_DEVICES`` names none of them.
@@ -190,13 +192,13 @@ def gpus_of(options: Options) -> list[Device]:
 
 
 def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
-    """Return the number of workers for ``-n auto``: as many as find a core, memory of the host, and memory of a GPU.
+    """Return the number of workers for ``-n auto``: as many as have a core, host memory and GPU memory each.
 
-    A GPU whose memory is unknown gets one.
+    A GPU whose memory is unknown gets one worker.
 
     Args:
-        gpus: the GPUs that they share.
-        largest: bytes that the largest case needs; None if it is unknown.
+        gpus: the GPUs that the workers share.
+        largest: bytes that the largest case needs; None if they are unknown.
     """
     limits = [devices.cores()]
     free = devices.free_memory()
@@ -208,27 +210,27 @@ def how_many(gpus: Sequence[Device], largest: int | None = None) -> int:
 
 
 def _on(gpu: Device, largest: int) -> int:
-    """Return how many workers share a GPU."""
+    """Return how many workers can share a GPU."""
     found = 1 if gpu.free is None else gpu.free // _share(gpu.free, largest)
     return found if gpu.processes is None else min(found, gpu.processes)
 
 
 def _share(free: int, largest: int) -> int:
-    """Return how much of a GPU a worker should find: room for the largest case, unless that needs more than half of it.
+    """Return the GPU memory for a worker: room for the largest case up to half of it, but at least ``GPU_BYTES``.
 
-    Such a case runs alone, which costs the others its time; a GPU with one worker would cost them all of theirs.
+    A case that needs more runs alone while the others wait. With one worker per GPU, every case would run alone.
     """
     return max(GPU_BYTES, min(largest, free // 2))
 
 
-# Give xdist's workers the items of one case, size and dtype together: they share golden, which a worker keeps.
+# Give each of xdist's workers all items of one case, size and dtype: they share a golden, which the worker keeps.
 
 
-# Controllers know items by their ids only, and need not import torch to know the precisions' names.
+# A controller knows only the ids of items, and need not import torch to recognise the precisions' names.
 _ITEM_ID = re.compile(
     r"(?P<case>.+::[^:\[]+)\[(?P<precision>(?:mxfp|nvfp|fp|bf)\d+(?:_\w+)?)-(?P<size>.*?)(?:-(?:flash|fused|unfused))?\]"
 )
-_GROUPS_AT_THE_END = 6  # for each worker: two sizes in three dtypes
+_GROUPS_AT_THE_END = 6  # per worker: two sizes in three dtypes
 _WITH_A_DTYPE_OF_THEIR_OWN = ("fp32", "fp16")  # all other precisions compute in BF16
 
 
@@ -238,8 +240,9 @@ def is_item(node_id: str) -> bool:
 
 
 def group_of(node_id: str) -> str:
-    """Return ``cases/mlp.py::swiglu[bf16-2x64]`` for that case and size in BF16 or FP8; any other test
-    is its own group.
+    """Return an item's group: ``cases/mlp.py::swiglu[bf16-2x64]`` for that case and size in BF16 or FP8.
+
+    A test that is not an item of parity is a group of its own.
     """
     match = _ITEM_ID.fullmatch(node_id)
     if not match:
@@ -249,7 +252,7 @@ def group_of(node_id: str) -> str:
 
 
 def first_input(node_id: str) -> int:
-    """Return how many elements the first input has, whose shape begins the size's label; 0 for any other test."""
+    """Return the number of elements of the first input, whose shape begins the size's label; 0 for any other test."""
     match = _ITEM_ID.fullmatch(node_id)
     shape = re.match(r"\d+(x\d+)*", match["size"]) if match else None
     return math.prod(map(int, shape[0].split("x"))) if shape else 0
@@ -263,12 +266,12 @@ def size_of(group: str) -> str:
 class GroupScheduling(LoadScopeScheduling):
     """xdist's scheduling by scope, where a scope is a case at a size in a dtype.
 
-    The largest sizes go first, since what a worker begins last keeps the others waiting at the end. A worker gets all
-    dtypes of a size, so that the processor's cache holds its tensors only once. At the end it gets them by dtype, since
-    the rest divides more evenly that way.
+    The largest sizes go first, so that no worker starts one last and keeps the run from ending. A worker gets all
+    dtypes of a size, so that the processor's cache holds the size's tensors only once. Towards the end it gets single
+    dtypes, because the rest divides more evenly that way.
 
-    Two workers may end at once. xdist tells of one after the other, so that the second may be given items that cannot
-    be sent to it any more; they wait for another worker then.
+    Two workers may end at once. xdist reports them one after the other, so the second may be assigned items that can no
+    longer be sent to it. These items then wait for another worker.
     """
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
@@ -297,7 +300,7 @@ class GroupScheduling(LoadScopeScheduling):
         return node not in self._unreachable
 
     def _sort(self) -> None:
-        """Sort the largest first, and note what belongs together."""
+        """Sort the groups, the largest inputs first, and note which groups have the same case and size."""
         for group in sorted(self.workqueue, key=lambda group: -first_input(next(iter(self.workqueue[group])))):
             self.workqueue.move_to_end(group)
         self._of_size: dict[str, list[str]] = defaultdict(list)
@@ -308,8 +311,8 @@ class GroupScheduling(LoadScopeScheduling):
         return group_of(nodeid)
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Give a worker at least two items, a replacement too, since it runs none before it knows the next."""
-        # A node is asked again when it has collected; xdist will tell of one that has ended.
+        """Give a worker, also a replacement, at least two items, because it runs none before it knows the next."""
+        # xdist calls this again when the node has collected, and reports a node that has ended.
         if node not in self.registered_collections or node in self._unreachable:
             return
         super()._reschedule(node)
@@ -323,7 +326,7 @@ class GroupScheduling(LoadScopeScheduling):
             node.shutdown()
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Give a lost worker's items to the others, all but the one that it died of: that would kill them too.
+        """Give a lost worker's items to the others, except for the one that killed it and would kill them, too.
 
         Returns:
             The item that the worker was running, or None if it had nothing left to run.
@@ -341,10 +344,10 @@ class GroupScheduling(LoadScopeScheduling):
 
 
 class SchedulingByContent:
-    """Groups if there are parity items, xdist's default if there are none.
+    """A scheduler that assigns groups if there are items of parity, and works like xdist's default if there are none.
 
-    The ids that decide are known only once the first worker has collected. Until then both schedulers are told about
-    the workers, afterwards one of them is asked everything.
+    The ids, on which this depends, are known only once the first worker has collected. Until then, both schedulers are
+    told about the workers; afterwards, only the chosen one is used.
     """
 
     def __init__(self, config: pytest.Config, log: Producer) -> None:
