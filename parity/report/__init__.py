@@ -1,1 +1,1 @@
-"""The record of a run, and what is drawn from it."""
+"""The record of a run, and the reports that are drawn from it."""

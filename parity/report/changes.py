@@ -16,7 +16,7 @@ from parity.report.numbers import markdown_table, plural, seeds, short
 from parity.report.record import FAILED, PASSED, Item, Record, in_order, verdict_of
 from parity.result import Check, Result, TensorResult
 
-# What has changed from one run to another, item by item.
+# The changes from one run to another, item by item.
 
 
 Kind = Literal[
@@ -35,7 +35,8 @@ Kind = Literal[
     "not compared",
 ]
 _FAILED = ("failed", "error")
-# Golden's norm is summed in FP32, in another order on another device; other inputs or weights change it by much more.
+# The golden's norm is summed in FP32, in an order that depends on the device. Other inputs or weights change it by much
+# more than this.
 _SAME_GOLDEN = 1e-6
 
 
@@ -44,12 +45,12 @@ class Statistic:
     """Hold one statistic of one tensor in two runs that computed it from the same numbers.
 
     Attributes:
-        seed: of the result.
+        seed: the seed of the results.
         tensor: the tensor's label.
         precision: the precision's name.
-        before, after: what the runs say of it.
-        elements: how many the tensor has.
-        growth: as ``noise.growth`` returns it.
+        before, after: the statistic in each run.
+        elements: the number of elements of the tensor.
+        growth: the growth that ``noise.growth`` returns.
     """
 
     seed: int
@@ -62,7 +63,7 @@ class Statistic:
 
     @property
     def change(self) -> float:
-        """Return by how much the value has grown; unlike ``growth``, below what is expected as well."""
+        """Return by how much the value has grown. Unlike ``growth``, this also counts below the expected error."""
         old, new = self.before.value, self.after.value
         if old == new:
             return 0.0
@@ -77,12 +78,12 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Noise:
-    """Say what a whole comparison takes for noise.
+    """Describe the noise between two runs.
 
     Attributes:
-        kernels: whether those of both runs round alike.
-        compared: how many statistics it has.
-        same: whether the kernels of both runs are the same, so that what they compute has no noise at all.
+        kernels: whether the kernels of both runs round alike.
+        compared: how many statistics are compared.
+        same: whether both runs use the same kernels, so that their results have no noise at all.
     """
 
     kernels: Kernels
@@ -91,7 +92,7 @@ class Noise:
 
     @property
     def of_kernels_alike(self) -> Noise:
-        """Return the same where kernels are taken to round alike."""
+        """Return the noise for the assumption that the kernels of both runs round alike."""
         return replace(self, kernels="alike")
 
 
@@ -109,19 +110,19 @@ class Change:
 
     @property
     def item(self) -> Item:
-        """The newer one if there is one."""
+        """The item in the newer run if it is there, else in the older one."""
         shown = self.after or self.before
         assert shown is not None
         return shown
 
     @cached_property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Return what noise may have changed: statistics of tensors that have other bytes though golden is the same."""
+        """Return the statistics of tensors whose bytes differ although the golden is the same."""
         return tuple(found for pair in self._pairs for found in _statistics(*pair))
 
     @cached_property
     def has_same_bytes(self) -> bool:
-        """Return whether every tensor of every seed is known to be the same to the byte."""
+        """Return whether every tensor of every seed is known to have the same bytes."""
         tensors = [each for before, after in self._pairs for each in (before.tensors, after.tensors)]
         seeds_of = [len(item.results) for item in (self.before, self.after) if item is not None]
         return (
@@ -132,7 +133,7 @@ class Change:
         )
 
     def kind(self, given: Noise) -> Kind:
-        """Return what kind of change it is."""
+        """Return the kind of this change."""
         before = self.before.status if self.before else None
         after = self.after.status if self.after else None
         if after in _FAILED and before not in _FAILED:
@@ -146,7 +147,7 @@ class Change:
         return self._kind_by_numbers(given)
 
     def _kind_by_numbers(self, given: Noise) -> Kind:
-        """Return what kind of change it is if the verdict is the same."""
+        """Return the kind of this change if the verdict is the same."""
         if not self._pairs:
             return "not compared"
         if self.has_same_bytes:
@@ -163,17 +164,17 @@ class Change:
 
     @cached_property
     def moved(self) -> tuple[str, ...]:
-        """Return the tensors that have other bytes at some seed, though the same kernels reproduce each byte."""
+        """Return the tensors whose bytes differ at some seed although the same kernels would reproduce them."""
         found = (label for pair in self._pairs for label in _moved(*pair))
         return tuple(dict.fromkeys(found))
 
     def most_moved(self, given: Noise) -> Statistic | None:
-        """Return the statistic of these tensors that grew most, as a share of what noise explains."""
+        """Return the statistic of the moved tensors that grew most, relative to the growth that noise explains."""
         shares = [(each.change / each.allowed(given), each) for each in self.statistics if each.tensor in self.moved]
         return max(shares, key=lambda one: one[0], default=(0.0, None))[1]
 
     def grown(self, given: Noise) -> list[Statistic]:
-        """Return the statistics that have grown beyond noise, of each tensor the one that is farthest beyond it."""
+        """Return, for each tensor that has grown beyond noise, the statistic that is farthest beyond it."""
         beyond = [(each.growth / each.allowed(given), each) for each in self.statistics if each.growth > 0.0]
         found: dict[str, Statistic] = {}
         for times, each in sorted(beyond, key=lambda one: -one[0]):
@@ -183,7 +184,7 @@ class Change:
 
     @cached_property
     def _pairs(self) -> list[tuple[Result, Result]]:
-        """Results of both runs at the same seeds, where both compared."""
+        """The results of both runs at the seeds where both have tensors."""
         if self.before is None or self.after is None:
             return []
         older = {result.seed: result for result in self.before.results}
@@ -208,9 +209,10 @@ def _statistics(before: Result, after: Result) -> Iterator[Statistic]:
 
 
 def _moved(before: Result, after: Result) -> Iterator[str]:
-    """Yield the tensors that have other bytes though the same kernels reproduce them.
+    """Yield the tensors whose bytes differ although the same kernels would reproduce them.
 
-    The CPU kernels do. Of a GPU's, some do not, so each run must have looked (``--determinism``).
+    The CPU kernels always reproduce them. Some kernels of a GPU do not, so both runs must have checked that
+    (``--determinism``).
     """
     looked = [each.determinism for each in (before, after)]
     if after.backend != "cpu" and None in looked:
@@ -227,9 +229,9 @@ def _from_same_numbers(before: Result, after: Result) -> bool:
 
 
 def _same_golden(before: Result, after: Result, step: int) -> bool:
-    """Return whether both runs had the same inputs, weights and reference, as far as outputs of golden tell.
+    """Return whether both runs had the same inputs, weights and reference, judging by the golden's outputs.
 
-    Gradients do not: one that vanishes but for rounding is another in every run.
+    Gradients are unsuitable, because one that vanishes except for rounding differs in every run.
     """
     older = {tensor.key: tensor for tensor in _outputs(before, step)}
     newer = _outputs(after, step)
@@ -249,10 +251,10 @@ def _digests(result: Result) -> dict[str, str]:
 
 
 def between(before: Iterable[Result], after: Iterable[Result]) -> list[Change]:
-    """Return every item of either run, in the order of reports.
+    """Return the change of every item that either run has, in the order of reports.
 
-    Items are the same where their names are: pairs of one run all have different names, and the path of a file depends
-    on where a run was started.
+    Items are matched by name alone, because all pairs of a run have different names, and the path of a file depends on
+    where a run was started.
     """
     old, new = _by_name(before), _by_name(after)
     ordered = in_order({**old, **new}.values())
@@ -266,7 +268,7 @@ def _by_name(results: Iterable[Result]) -> dict[str, Item]:
     return {name: Item(tuple(sorted(each, key=lambda result: result.seed))) for name, each in found.items()}
 
 
-# Draw what has changed from one run to another: what differs between both environments, the verdict, then a table for
+# Draw the changes from one run to another: the differences between the environments, the verdict, and then a table for
 # each kind of change.
 
 
@@ -298,7 +300,7 @@ _WORDS: dict[Kind, str] = {
     "same bytes": "equal to the byte",
     "not compared": "not compared in either run",
 }
-# Kinds of which there is no more to say, and those that are told tensor by tensor.
+# The kinds that need no table, and those that are described tensor by tensor.
 AS_BEFORE: tuple[Kind, ...] = ("within noise", "same bytes", "not compared")
 _GROWING: tuple[Kind, ...] = ("regressed", "grown")
 _TOLD: dict[Kind, str] = {
@@ -318,10 +320,10 @@ _MOST_LINES = 5
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs.
+    """Two runs to compare.
 
     Attributes:
-        before, after: the older and the newer one.
+        before, after: the older and the newer run.
         names: the names of both, for the reader.
     """
 
@@ -331,12 +333,12 @@ class Comparison:
 
     @cached_property
     def all(self) -> list[Change]:
-        """Return every item of either run."""
+        """Return the change of every item that either run has."""
         return between(self.before.results, self.after.results)
 
     @cached_property
     def noise(self) -> Noise:
-        """Return what noise may change, given what differs between the runs."""
+        """Return the noise to expect, given the differences between the environments."""
         environments = self.before.environment, self.after.environment
         alike = earlier.kernels_round_alike(*environments)
         same = earlier.kernels_are_the_same(*environments)
@@ -344,7 +346,7 @@ class Comparison:
 
     @cached_property
     def changes(self) -> dict[Kind, list[Change]]:
-        """Return what changed, by kind."""
+        """Return the changes by kind."""
         found: dict[Kind, list[Change]] = {}
         for change in self.all:
             found.setdefault(change.kind(self.noise), []).append(change)
@@ -362,7 +364,7 @@ class Comparison:
 
 
 def differences(runs: Comparison) -> list[str]:
-    """Return what differs between the environments and what was asked for, a sentence each."""
+    """Return a sentence for each difference between the environments and between the options of the runs."""
     before, after = (_facts(run) for run in (runs.before, runs.after))
     found = [
         f"{name}: {before.get(name) or 'none'}, now {after.get(name) or 'none'}"
@@ -409,7 +411,7 @@ def verdict(runs: Comparison) -> str:
 
 
 def lines(runs: Comparison) -> Iterator[str]:
-    """Yield what a terminal shows: what differs between the environments, the verdict, and what changed most."""
+    """Yield the lines for a terminal: differences between the environments, the verdict, and the largest changes."""
     yield from (f"differs: {each}" for each in differences(runs))
     yield verdict(runs)
     told = [
@@ -427,7 +429,7 @@ def lines(runs: Comparison) -> Iterator[str]:
 
 
 def growth_in_words(change: Change, kind: Kind, given: Noise) -> str:
-    """Return what has grown the farthest beyond noise, or what code has changed; empty if neither holds."""
+    """Return which tensor has grown farthest beyond noise, or which were changed by code; else an empty text."""
     if kind == "other bytes":
         return _moved_in_words(change)
     grown = change.grown(given if kind == "regressed" else given.of_kernels_alike) if kind in _GROWING else []
@@ -440,7 +442,7 @@ def _moved_in_words(change: Change) -> str:
 
 
 def _by_movement(runs: Comparison) -> list[tuple[Change, Statistic]]:
-    """Return what code has changed, and the statistic that grew most; what grew most of all comes first."""
+    """Return each item that code has changed with its statistic that grew most, the largest growth first."""
     found = [(change, change.most_moved(runs.noise)) for change in runs.changes.get("other bytes", ())]
     known = [(change, most) for change, most in found if most is not None]
     return sorted(known, key=lambda one: -one[1].change / one[1].allowed(runs.noise))
@@ -453,7 +455,7 @@ def _sentence(each: Statistic, given: Noise, by: str = "") -> str:
 
 
 def _by(each: Statistic, growth: float) -> str:
-    """Return a growth as people read it: a factor, or standard deviations."""
+    """Return a growth in words, as a factor or in standard deviations."""
     if each.after.statistic in noise.SIGNED:
         return f"{short(growth)} standard deviations"
     return f"{short(math.exp(min(growth, 700.0)), 3)} times"
@@ -524,7 +526,7 @@ def _growths(runs: Comparison, kind: Kind) -> str:
 
 
 def _movements(runs: Comparison, kind: Kind) -> str:
-    """Return a table of the items whose numbers code has changed."""
+    """Return a table of the items whose numbers were changed by code."""
     rows = [
         [
             shown.code(change.item.name),
@@ -542,7 +544,7 @@ def _movements(runs: Comparison, kind: Kind) -> str:
 
 
 def _cell(item: Item | None) -> str:
-    """Return the verdict, with the reason if nothing was compared."""
+    """Return the item's verdict, with the reason if nothing was compared."""
     if item is None:
         return ""
     return f"{verdict_of(item)} {shown.prose(item.worst.reason)}" if item.worst.reason else verdict_of(item)

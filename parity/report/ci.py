@@ -1,4 +1,4 @@
-"""Write what continuous integration shows: properties of JUnit, GitHub's summary of a job and annotations of lines."""
+"""Write output for continuous integration: JUnit properties, and job summaries and annotations for GitHub."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from parity.report.numbers import plural
 from parity.report.record import Item, draw_matrix
 from parity.result import Result
 
-# GitHub shows ten errors of a step, and takes a summary of one MiB.
+# GitHub shows ten errors of a step, and accepts a summary of up to one MiB.
 MOST_ANNOTATIONS = 10
 _MOST_FAILURES = 30
 
 
 def properties(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
-    """Yield what JUnit's XML says of an item, by name; margins with all digits, so that others can draw them.
+    """Yield the names and values of an item's JUnit properties. Margins have six digits, so that they can be plotted.
 
     Args:
-        results: those of one item, at least one.
+        results: the results of one item, at least one.
     """
     item = Item(tuple(results))
     worst = item.worst
@@ -38,8 +38,8 @@ def summary(run: Digest, name: str) -> str:
     """Return the summary of a job: the headline, the matrix and the failures.
 
     Args:
-        run: what it shows.
-        name: the report's.
+        run: the run that it shows.
+        name: the report's name.
     """
     failed = [item for item in run.items if item.status in ("failed", "error")]
     sections = [f"## Parity: {shown.prose(name)}", f"**{markdown.verdict(run)}**", draw_matrix(run.items)]
@@ -55,11 +55,11 @@ def summary(run: Digest, name: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Say where a pair is declared.
+    """The place where a pair is declared.
 
     Attributes:
-        file: relative to the repository.
-        line: from 1; 0 if it is not known.
+        file: the file's path relative to the repository.
+        line: the line, counted from 1; 0 if it is not known.
     """
 
     file: str
@@ -74,12 +74,12 @@ def annotation(place: Place, title: str, message: str) -> str:
 
 
 def others(count: int) -> str:
-    """Return GitHub's command that tells how many failures have no mark."""
+    """Return GitHub's command that says how many failures have no annotation."""
     told = f"{plural(count, 'other failure')} of parity, in the summary of this job"
     return f"::notice::{_escaped(told)}"
 
 
 def _escaped(text: str, in_property: bool = False) -> str:
-    """Escape what ends a command's message or property, as GitHub's toolkit does."""
+    """Escape the characters that would end a command's message or property, as GitHub's toolkit does."""
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if in_property else text

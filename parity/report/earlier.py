@@ -1,4 +1,4 @@
-"""Tell whether an earlier run asked for the same (options, items, code, machine), and keep and find its record."""
+"""Find out whether an earlier run matches this one (options, items, code, machine), and keep and find records."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from parity.user_error import UserError
 if TYPE_CHECKING:
     from parity.report.environment import Environment
 
-# What a run was asked for, as the first line of its record has it.
+# The options and the code of a run, as the first line of its record contains them.
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Hold what the results of a run depend on, beside the machine and the versions.
+    """Hold everything that the results of a run depend on, apart from the machine and the versions.
 
     Attributes:
-        options: the plugin's, by name, as the user would write them.
+        options: the plugin's options, by name, as the user would write them.
         items: a checksum of the items' ids.
-        code: a checksum of each file of the user's that the run imported, by its path; one of all of parity; one of a
-            table of limits; one of the variables of the environment that TE and parity read.
+        code: checksums by name: one for each of the user's files that the run imported, by its path; one of all of
+            parity; one of the table of limits; and one of the environment variables that TE and parity read.
     """
 
     options: Mapping[str, str]
@@ -40,21 +40,21 @@ class Asked:
 _PACKAGE = Path(__file__).parents[1]
 PARITY, LIMITS, VARIABLES = "parity's code", "the table of limits", "variables NVTE_* and PARITY_*"
 _MOST_FILES = 1_000
-# Variables that say where a run takes place, or that options say as well.
+# Variables that only say where a run takes place, or that correspond to options.
 _NO_MATTER = ("PARITY_DEVICES", "PARITY_BACKEND", "PARITY_TESTS")
 
 
 def asked(
     options: Mapping[str, str], items: Iterable[str], files: Iterable[Path], start: Path, limits: Path | None
 ) -> Asked:
-    """Return what this process's run is asked for.
+    """Return the options and the checksums of the run in this process.
 
     Args:
         options: as in ``Asked``.
-        items: ids of all that it is to compare.
-        files: those of the pairs.
-        start: the folder in which pytest was started; modules of files below it are the user's.
-        limits: the table; None for the packaged one.
+        items: the ids of all items of the run.
+        files: the files of pairs.
+        start: the folder in which pytest was started; modules in files below it are the user's.
+        limits: the file of the table of limits; None for the packaged one.
     """
     code = {PARITY: code_of_parity(), VARIABLES: _variables()}
     if limits is not None:
@@ -67,7 +67,7 @@ def asked(
 
 @functools.cache
 def code_of_parity() -> str:
-    """Return a checksum of all that can change what a comparison finds."""
+    """Return a checksum of the files of parity that can change the result of a comparison."""
     files = [*_PACKAGE.rglob("*.py"), *_PACKAGE.rglob("*.json")]
     return _checksum(file for file in sorted(files) if file.relative_to(_PACKAGE).parts[0] not in ("lab", "cli"))
 
@@ -96,16 +96,16 @@ def _checksum(files: Iterable[Path]) -> str:
     return f"{checksum:08x}"
 
 
-# What differs between two runs, in words.
+# The differences between two runs, in words.
 
 
-# What no two runs have in common, and what is measured of the machine.
+# Fields that differ between any two runs, that are measured on the machine, or that are compared in other ways.
 _ANY = ("date", "asked", "limits_compared", "golden", "limits", "threads")
 _LABELS = {"items": "the number of items", "cpu": "processor", "transformer_engine": "TransformerEngine"}
 
 
 def differences(before: Environment, now: Environment) -> list[str]:
-    """Return what makes a run another than one before it; nothing if the one may go on with the other."""
+    """Return sentences about how a run differs from an earlier one; an empty list if it may resume that one."""
     found = [
         f"{_LABELS.get(field.name, field.name)} was {_told(old)}, now it is {_told(new)}"
         for field in dataclasses.fields(before)
@@ -120,13 +120,13 @@ def differences(before: Environment, now: Environment) -> list[str]:
     return found
 
 
-# What decides how kernels round: the rest, such as another processor, may change the order of sums alone.
+# The fields that decide how kernels round. The others, such as the processor, can only change the order of sums.
 _OF_KERNELS = ("backend", "device", "transformer_engine", "torch", "cuda", "cudnn", "cublas", "driver")
 _ATTENTION = "--parity-attention"
 
 
 def kernels_round_alike(before: Environment, now: Environment) -> bool:
-    """Return whether nothing differs between two runs that decides how kernels round."""
+    """Return whether two runs agree in everything that decides how kernels round."""
     if before.asked is None or now.asked is None:
         return False
     return (
@@ -136,14 +136,14 @@ def kernels_round_alike(before: Environment, now: Environment) -> bool:
     )
 
 
-# The CPU's kernels sum in an order that may also depend on these.
+# The order in which the CPU kernels sum may also depend on these.
 _OF_ORDER = ("cpu", "platform", "threads")
 
 
 def kernels_are_the_same(before: Environment, now: Environment) -> bool:
     """Return whether both runs computed with the same kernels, which give the same bytes unless they race.
 
-    They are not if parity's code has changed: the CPU kernels are a part of it, and so is what calls a candidate.
+    They did not if parity's code has changed, because it contains the CPU kernels and the code that calls a candidate.
     """
     if before.asked is None or now.asked is None or not kernels_round_alike(before, now):
         return False
@@ -154,7 +154,7 @@ def kernels_are_the_same(before: Environment, now: Environment) -> bool:
 
 
 def differences_of_options(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return which options were others."""
+    """Return a sentence about each option whose value differs."""
     return [
         f"{name} was {before.get(name, '')!r}, now it is {now.get(name, '')!r}"
         for name in dict.fromkeys([*before, *now])
@@ -163,7 +163,7 @@ def differences_of_options(before: Mapping[str, str], now: Mapping[str, str]) ->
 
 
 def changed_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the names of what both runs used and is not what it was; a module may be imported later, or not yet."""
+    """Return the names whose checksums differ. Only names in both count, since modules may be imported at any time."""
     return [name for name in before if name in now and before[name] != now[name]]
 
 
@@ -171,32 +171,32 @@ def _told(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value) or "none"
 
 
-# Keep records under a name, to compare later runs with, and find those and the records of earlier runs.
+# Keep records as baselines for later runs, and find baselines and the records of earlier runs.
 
 
-# Below the folder where parity is started, as pytest-benchmark keeps its own in `.benchmarks`: there is one place,
-# whatever a run's report folder is, and a repository can hold it.
+# Baselines are kept below the folder where parity is started, as pytest-benchmark keeps its own in `.benchmarks`. This
+# place does not depend on a run's report folder, and it can be committed to a repository.
 FOLDER = Path(".parity/baselines")
-# Where records of earlier runs are, below the folder of their report.
+# The folder of the records of earlier runs, in the folder of their report.
 RUNS = "runs"
 _DIGITS = 4
 
 
 def path_of(name: str, start: Path) -> Path:
-    """Return where the baseline of this name is, or would be.
+    """Return the path of the baseline with this name, whether it exists or not.
 
     Args:
-        name: the baseline's.
+        name: the baseline's name.
         start: the folder where parity was started.
     """
     return start / FOLDER / f"{name}.jsonl"
 
 
 def keep(record: Path, name: str, start: Path) -> tuple[Path, bool]:
-    """Keep a record under a name.
+    """Keep a record as a baseline.
 
     Returns:
-        Where it is kept, and whether one of this name was there before.
+        The baseline's path, and whether it replaced one with the same name.
 
     Raises:
         OSError: if it cannot be written.
@@ -208,13 +208,13 @@ def keep(record: Path, name: str, start: Path) -> tuple[Path, bool]:
 
 
 def find(text: str, start: Path, option: str) -> Path:
-    """Return the record that a user means: a path, a baseline's name, or an earlier run such as ``7`` or ``night-7``.
+    """Return the record that a user means by a path, a baseline's name, or an earlier run such as ``7`` or ``night-7``.
 
     Raises:
-        UserError: if there is none; says which there are.
+        UserError: if there is none; the message lists the existing ones.
     """
     path = start / text
-    if os.path.isfile(path) or path.suffix == ".jsonl":  # which no name is too long for
+    if os.path.isfile(path) or path.suffix == ".jsonl":  # isfile does not raise if a name is too long
         return path
     named = path_of(text, start)
     if os.path.isfile(named):

@@ -1,6 +1,6 @@
-"""Record what a run's numbers depend on: kernels, device, versions, seeds and limits.
+"""Record everything that a run's numbers depend on: kernels, device, versions, seeds and limits.
 
-Nothing in it names a user or a folder, except for a table of limits from elsewhere.
+No text in it names a user or a folder, except for the path of a table of limits from elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parity.machine import devices
 from parity.report.earlier import Asked
 from parity.report.numbers import markdown_table, short
 
-# What every report says about limits that are not the packaged ones: a pass by wider limits proves less.
+# Every report describes limits that are not the packaged ones, because a pass with wider limits proves less.
 
 
 _COLUMNS = (
@@ -34,11 +34,11 @@ _COLUMNS = (
 
 
 def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
-    """Say by how much a table's limits differ from the packaged ones; return an empty text if there is no table.
+    """Return a text on how much a table's limits differ from the packaged ones; empty if there is no such table.
 
     Args:
-        file: the table's; empty for the packaged one.
-        compared: its limits against the packaged ones; None where that is not known.
+        file: the table's file; empty for the packaged table.
+        compared: how its limits compare with the packaged ones; None if that is not known.
     """
     if not file:
         return ""
@@ -62,7 +62,7 @@ def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
 
 
 def limits_section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
-    """Yield a table with a row for each precision; nothing if limits are the packaged ones, or not known."""
+    """Yield the report's section on the limits, with a row for each precision; nothing for the packaged limits."""
     if compared:
         yield "## Limits"
         yield (
@@ -82,12 +82,12 @@ def _cells(difference: Difference | None) -> tuple[str, str]:
 
 
 def _told(difference: Difference) -> str:
-    """Return a difference as ``norm of outputs 351 instead of 1.7``."""
+    """Return a difference in words, such as ``norm of outputs 351 instead of 1.7``."""
     what = shown.prose(f"{difference.statistic} of {difference.kind}s")
     return f"{what} {short(difference.limit)} instead of {short(difference.packaged)}"
 
 
-# What a run's numbers depend on: kernels, device, versions, seeds and limits.
+# The environment of a run.
 
 
 KERNELS = {
@@ -98,26 +98,28 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Environment:
-    """Say where and with what a run was made; every text is as the report shows it, empty where it does not apply.
+    """Describe where and with which software a run was made.
+
+    Every text is as the report shows it, and empty where it does not apply. Older records lack some fields.
 
     Attributes:
-        date: UTC, ISO 8601, to the minute.
+        date: the time in UTC, ISO 8601, to the minute.
         backend: ``gpu`` or ``cpu``.
         device: the name of the GPU with its compute capability, or ``CPU`` and the GPU that it emulates, with the
-            kernel choices that were on.
+            active kernel choices.
         cpu: the processor's model name.
-        platform: operating system and architecture.
+        platform: the operating system and architecture.
         python, torch, transformer_engine, cuda, cudnn, parity: versions.
-        seeds: of every comparison.
-        items: how many items the run was to make, so that a reader sees if some have no result.
-        cublas: version of cuBLASLt, as TE finds it.
-        driver: version of the GPU's driver.
-        golden: the device of the FP64 pass, and what was measured to choose it.
-        limits: the file with the table of limits; empty for the packaged one.
-        limits_compared: its limits against the packaged ones, by precision, and nothing if they are the same; None
-            where that is not known, as of older records.
-        asked: what else the run's results depend on; None where that is not known, as of older records.
-        threads: how many threads PyTorch computed with; 0 where that is not known, as of older records.
+        seeds: the seeds of every comparison.
+        items: how many items the run was to compare, so that a reader sees whether some have no result.
+        cublas: the version of cuBLASLt that TE finds.
+        driver: the version of the GPU's driver.
+        golden: the device of the FP64 pass, and the measurements by which it was chosen.
+        limits: the file of the table of limits; empty for the packaged one.
+        limits_compared: how its limits compare with the packaged ones, by precision; empty if they are the same, None
+            if that is not known.
+        asked: the options and checksums that the run's results also depend on; None if they are not known.
+        threads: how many threads PyTorch computed with; 0 if that is not known.
     """
 
     date: str
@@ -143,12 +145,12 @@ class Environment:
 
     @property
     def kernels(self) -> str:
-        """The kind of kernels in words, real or emulated."""
+        """The kind of kernels, real or emulated, in words."""
         return KERNELS.get(self.backend, self.backend)
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return what every report shows, by its label, without what does not apply."""
+        """Return the facts that every report shows, by label, without those that do not apply."""
         known = {
             "kernels": self.kernels,
             "device": self.device,
@@ -207,7 +209,7 @@ def measure(
 
 
 def to_json(environment: Environment) -> dict[str, Any]:
-    """Return a dict of JSON types."""
+    """Return the environment as a dict of JSON types."""
     return {**dataclasses.asdict(environment), "seeds": list(environment.seeds)}
 
 
@@ -215,7 +217,7 @@ def from_json(record: Mapping[str, Any]) -> Environment:
     """Return the inverse of ``to_json``.
 
     Raises:
-        pydantic.ValidationError: if a field is missing or of another type; it is a ``ValueError``.
+        pydantic.ValidationError: if a field is missing or has a wrong type; it is a ``ValueError``.
     """
     return _schema().validate_python(dict(record))
 
@@ -226,7 +228,7 @@ def _schema() -> TypeAdapter[Environment]:
 
 
 def gpu_name() -> str:
-    """Return, for example, ``NVIDIA H100 80GB HBM3 (compute capability 9.0)``."""
+    """Return the GPU's name, such as ``NVIDIA H100 80GB HBM3 (compute capability 9.0)``."""
     import torch
 
     major, minor = torch.cuda.get_device_capability()
@@ -234,7 +236,7 @@ def gpu_name() -> str:
 
 
 def emulated_gpu_name() -> str:
-    """Return ``emulated Hopper (compute capability 9.0)``, the GPU that TE's Python finds on the CPU kernels.
+    """Return the GPU that TE's Python finds on the CPU kernels, such as ``emulated Hopper (compute capability 9.0)``.
 
     Kernel choices follow if there are any: ``... with the kernel choices fp8-14-bit, tf32-truncated``.
     """
@@ -246,9 +248,7 @@ def emulated_gpu_name() -> str:
 
 
 def cublas_version() -> str:
-    """Return the version, like ``13.2.0``, of the cuBLASLt that TE's compiled extension calls; empty if
-    that is not loaded.
-    """
+    """Return the version of the cuBLASLt that TE's compiled extension calls; empty if that is not loaded."""
     extension = sys.modules.get("transformer_engine_torch")
     return "" if extension is None else version_text(int(extension.get_cublasLt_version()))
 
@@ -259,13 +259,13 @@ def version_text(number: int) -> str:
 
 
 def driver_version() -> str:
-    """Return the driver's version from nvidia-smi, like ``580.65.06``; empty if that does not run."""
+    """Return the driver's version from nvidia-smi, such as ``580.65.06``; empty if nvidia-smi does not run."""
     answer = devices.ask(["--query-gpu=driver_version", "--format=csv,noheader"])
     return next(iter((answer or "").split()), "")
 
 
 def cpu_model() -> str:
-    """Return the processor's model name if the system tells it, else its architecture."""
+    """Return the processor's model name if it is known, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -283,5 +283,5 @@ def version(distribution: str) -> str | None:
 
 
 def distribution(package: str) -> str:
-    """Return the distribution that installed an import package; they need not share a name."""
+    """Return the distribution that installed an import package. Their names may differ."""
     return next(iter(metadata.packages_distributions().get(package, ())), package)

@@ -1,4 +1,4 @@
-"""Say what people must know about a failed item, and what a passed one leaves unproven."""
+"""Write the message about a failed item, and a run's failures and notes for a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity.report.numbers import cosine, plural, ratio, seeds, short
 from parity.report.record import Item
 from parity.result import Check, Finding, Kind, Result, TensorResult
 
-# The message of a failed item: what, why, the evidence, and how to run it again.
+# The message about a failed item: what is wrong, why, the evidence, and how to run it again.
 
 
 _EMULATED = ("PARITY_EMULATED_", "PARITY_KERNEL_CHOICES")
@@ -30,16 +30,15 @@ _KINDS: dict[Kind, str] = {
 
 
 def message(item: Item, details: bool = False, limits: str = "") -> str:
-    """Return what people need to know, in the order in which they ask: what, why, with which evidence, and how to see
-    it again.
+    """Return the message about a failed item: what is wrong, why, with which evidence, and how to run it again.
 
-    The first line has the first finding's name with the margin, since pytest's summary shows only that line. Nothing
-    follows the reason of an item that could not be compared but the way to run it again.
+    The first line has the first finding's name and the margin, since pytest's summary shows only that line. For an item
+    that could not be compared, the message has only the reason and the command to run it again.
 
     Args:
         item: an item that failed.
         details: whether to add a traceback.
-        limits: the file with the table of limits; empty for the packaged one.
+        limits: the file of the table of limits; empty for the packaged one.
     """
     lines = [_first_line(item), *_what(item.worst), *_causes(item), *measures(item.worst)]
     if details and item.worst.traceback:
@@ -53,7 +52,7 @@ def _first_line(item: Item) -> str:
 
 
 def _what(result: Result) -> Iterator[str]:
-    """Yield what the margin means; nothing for an item that could not be compared, which has its reason."""
+    """Yield a line on what the margin means; nothing for an item that could not be compared."""
     worst = result.worst
     if worst is None or result.reason:
         return
@@ -65,7 +64,7 @@ def _what(result: Result) -> Iterator[str]:
 
 
 def _causes(item: Item) -> Iterator[str]:
-    """Yield each finding, and its repair where that is known by itself; the first one's name is in the first line."""
+    """Yield each finding with its repair, if it has one. The message's first line already names the first finding."""
     for index, finding in enumerate(findings(item)):
         told = _without_repair(finding)
         yield f"why: {told}" if index == 0 else f"why, too: {finding.name}: {told}"
@@ -74,14 +73,14 @@ def _causes(item: Item) -> Iterator[str]:
 
 
 def _without_repair(finding: Finding) -> str:
-    """Return a finding's message without the repair that follows it in a line of its own."""
+    """Return a finding's message without its repair, which follows on a line of its own."""
     if not finding.repair:
         return finding.message
     return finding.message.replace(f"if you {finding.repair}", "with this repair").replace(f"; {finding.repair}", "")
 
 
 def headline(item: Item) -> str:
-    """Say how far from passing, where, and at which seeds; pytest and the report put the item's name before it."""
+    """Return how far an item is from passing, where, and at which seeds. Callers put the item's name before it."""
     worst = item.worst
     where = worst.worst.label if worst.worst else "no tensor"
     what = worst.reason or f"margin {short(worst.margin)} at {where}"
@@ -89,7 +88,7 @@ def headline(item: Item) -> str:
 
 
 def measures(result: Result) -> Iterator[str]:
-    """Yield the worst tensor's errors against what is allowed and expected; nothing for a result without tensors."""
+    """Yield lines that compare the worst tensor's errors with the allowed and expected ones, if there are tensors."""
     worst = result.worst
     if worst is None:
         return
@@ -115,7 +114,7 @@ def measures(result: Result) -> Iterator[str]:
     yield from _beyond(worst)
 
 
-# How each statistic is told, ``parity.judge.statistics``. A signed one is in standard deviations of what rounding does.
+# Each statistic of ``parity.judge.statistics`` in words. Signed ones are in standard deviations of rounding's effect.
 _LOOKS = {
     "norm": "whole tensor",
     "largest": "largest element",
@@ -129,7 +128,7 @@ _SIGNED = ("gain", "mistake")
 
 
 def _beyond(tensor: TensorResult) -> Iterator[str]:
-    """Yield the checks that failed, worst first, in words."""
+    """Yield a table of the checks that failed, the worst first."""
     failed = sorted(
         (check for check in tensor.checks if check.margin > 1), key=lambda check: check.margin, reverse=True
     )
@@ -151,7 +150,7 @@ def _in_its_unit(value: float, statistic: str) -> str:
 
 
 def _look(check: Check) -> str:
-    """Return ``slice 18 of dimension 0`` or ``largest element, at [23, 38]``."""
+    """Return where a check looks, such as ``slice 18 of dimension 0`` or ``largest element, at [23, 38]``."""
     if found := re.fullmatch(r"dim (\d+) at (\d+)", check.where):
         return f"slice {found[2]} of dimension {found[1]}"
     what = _LOOKS.get(check.statistic, check.statistic)
@@ -168,7 +167,7 @@ FIGURES = (
 
 
 def figures(tensor: TensorResult) -> tuple[str, ...]:
-    """Return a tensor's errors, with what is expected and allowed, as the tables of reports show them."""
+    """Return a tensor's errors, with the expected and allowed ones, as the tables of reports show them."""
     errors, expected = tensor.errors, tensor.expected
     return (
         short(errors.relative_l2),
@@ -185,7 +184,7 @@ def figures(tensor: TensorResult) -> tuple[str, ...]:
 
 
 def non_finite(tensor: TensorResult) -> str:
-    """Return ``3 NaN, 1 Inf, first at [0, 7]``; empty if every element is finite."""
+    """Return a text such as ``3 NaN, 1 Inf, first at [0, 7]``; empty if every element is finite."""
     errors = tensor.errors
     if errors.finite:
         return ""
@@ -202,7 +201,7 @@ def non_finite(tensor: TensorResult) -> str:
 
 
 def findings(item: Item) -> list[Finding]:
-    """Return each finding's first evidence; what every seed repeats is said once."""
+    """Return an item's findings. Findings that several seeds repeat are listed once, with their first evidence."""
     first: dict[tuple[str, str], Finding] = {}
     for result in (item.worst, *item.results):
         for finding in result.findings:
@@ -211,11 +210,11 @@ def findings(item: Item) -> list[Finding]:
 
 
 def reproduce(result: Result, limits: str = "") -> str:
-    """Return the one-line command that runs only this comparison; its report does not replace that of the whole run.
+    """Return the command, on one line, that runs only this comparison without replacing the whole run's report.
 
     Args:
         result: the comparison's result.
-        limits: the file with the table of limits; empty for the packaged one.
+        limits: the file of the table of limits; empty for the packaged one.
     """
     node_id = shlex.quote(f"{result.path}::{result.item}")
     options = f"--parity-seeds={result.seed}, --parity-backend={result.backend} --parity-name=reproduce"
@@ -229,7 +228,7 @@ def reproduce(result: Result, limits: str = "") -> str:
 
 
 def _as_here() -> str:
-    """Return the variables that decide what is emulated here, as a shell takes them before a command."""
+    """Return the environment variables that configure the emulation, as a shell accepts them before a command."""
     chosen = sorted(name for name in os.environ if name.startswith(_EMULATED))
     return "".join(f"{name}={shlex.quote(os.environ[name])} " for name in chosen)
 
@@ -242,17 +241,17 @@ def _at_seeds(item: Item) -> str:
     return f"{count}: {seeds(bad)}; worst {item.worst.seed}" if len(bad) > 1 else f"{count}: {bad[0]}"
 
 
-# A run's failures for a terminal: a line each, so that the end of a run fits a screen.
+# A run's failures for a terminal, each on one line, so that the end of a run fits on a screen.
 
 
 MOST_FAILURES = 20
 
 
 def lines_of_failures(items: Iterable[Item], count: int) -> Iterator[str]:
-    """Yield a line for each item that failed, with its finding, worst first, and how many more there are.
+    """Yield a line with the finding of each failed item, the worst first, and then how many more there are.
 
     Args:
-        items: those of a run that are kept.
+        items: the items of the run that are kept.
         count: how many of all items failed.
     """
     failed = sorted((item for item in items if item.bad), key=lambda item: item.worst.margin, reverse=True)
@@ -263,7 +262,7 @@ def lines_of_failures(items: Iterable[Item], count: int) -> Iterator[str]:
         yield f"  and {others} more in the report"
 
 
-# A run's notes for a terminal: what its comparisons leave unproven, so that a pass is not overrated.
+# A run's notes for a terminal. They say what its comparisons leave unproven, so that a pass is not overrated.
 
 
 MOST_LINES = 5
@@ -271,10 +270,10 @@ _LONGEST = 200  # characters; some notes list every parameter of a model
 
 
 def lines(notes: Counter[str]) -> Iterator[str]:
-    """Yield a line for each of the commonest notes, and how many more the report has.
+    """Yield a line for each of the most common notes, and then how many more the report has.
 
     Args:
-        notes: each with the number of items that have it.
+        notes: the notes, each with the number of items that have it.
     """
     for note, count in notes.most_common(MOST_LINES):
         yield f"note of {plural(count, 'item')}: {shown.line(textwrap.shorten(note, _LONGEST, placeholder=' ...'))}"

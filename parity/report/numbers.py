@@ -1,4 +1,4 @@
-"""Write numbers and tables for people to read, in markdown."""
+"""Format numbers and markdown tables for people to read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tabulate import tabulate
 
 from parity import shown
 
-# Numbers for people to read: two significant digits unless told otherwise, three from 100 on.
+# Numbers for people to read: by default, two significant digits, and three from 100 on.
 
 
 def short(value: float, digits: int = 2) -> str:
-    """Return ``0.43``, ``140``, ``2.9e-4``, ``∞``; ``–`` for NaN."""
+    """Return a number as short text, such as ``0.43``, ``140``, ``2.9e-4`` or ``∞``; ``–`` for NaN."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -28,7 +28,7 @@ def short(value: float, digits: int = 2) -> str:
 
 
 def cosine(value: float) -> str:
-    """Return a cosine. Near 1 only the distance from 1 says anything: ``1 - 4.2e-8``."""
+    """Return a cosine as text. Near 1, only the distance from 1 is informative: ``1 - 4.2e-8``."""
     distance = 1.0 - value
     if distance == 0.0 or not 0.0 < abs(distance) < 0.01:
         return short(value)
@@ -43,27 +43,27 @@ def ratio(numerator: float, denominator: float) -> str:
 
 
 def seeds(values: tuple[int, ...]) -> str:
-    """Return ``0``, ``0 to 19`` or ``0, 3, 7``."""
+    """Return seeds as text, such as ``0``, ``0 to 19`` or ``0, 3, 7``."""
     if len(values) > 2 and values == tuple(range(values[0], values[-1] + 1)):
         return f"{values[0]} to {values[-1]}"
     return ", ".join(map(str, values))
 
 
 def plural(count: int, noun: str) -> str:
-    """Return ``1 item`` or ``3 items``."""
+    """Return a count with its noun, such as ``1 item`` or ``3 items``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-# Tables in GitHub's markdown.
+# Tables in GitHub's dialect of markdown.
 
 
 def markdown_table(rows: Iterable[Iterable[object]], headers: Sequence[str], left: int | None = None) -> str:
-    """Return a table whose cells are shown as they are, numbers too.
+    """Return a markdown table whose cells, numbers included, are not reformatted.
 
     Args:
-        rows: cells, which become text; a ``|`` or the end of a line in one does not end it.
-        headers: one for each column.
-        left: how many columns, from the first, are aligned to the left; the others are to the right. None for neither.
+        rows: the cells, which become text. ``|`` and line ends are escaped.
+        headers: a heading for each column.
+        left: how many columns, from the first, are left-aligned; the others are right-aligned. None aligns no column.
     """
     cells = [[shown.line(str(cell)).replace("|", "\\|") for cell in row] for row in rows]
     alignment = None if left is None else ["left"] * left + ["right"] * (len(headers) - left)
