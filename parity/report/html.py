@@ -1,4 +1,4 @@
-"""Draw the page of a run: one HTML file that needs no network, and whose tables need no script."""
+"""Draw the page of a run: a single HTML file that needs no network, and whose tables work without scripts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from parity.report.numbers import plural, seeds, short
 from parity.report.record import ERROR, FAILED, PASSED, SKIPPED, Item, precisions, worst_of_each_tensor
 from parity.result import Determinism, Finding, Histogram, Profile, Result, Status, TensorResult
 
-# What the page shows, as plain data.
+# The content of the page as plain data.
 
 
-# Beyond so many tensors, an item that passed shows its worst alone and no depth: a page of some megabytes is quick.
+# If a run has more tensors than this, items that passed show only their worst tensor and no plot over depth. A page of
+# a few megabytes loads fast.
 MOST_ROWS = 2_500
 MARKS: Mapping[Status, str] = {"passed": "✓", "failed": "✕", "error": "!", "skipped": "–"}
 _WORDS: Mapping[Status, str] = {
@@ -37,13 +38,13 @@ _WORDS: Mapping[Status, str] = {
     "error": "could not be compared",
     "skipped": "skipped",
 }
-# What the line of a verdict, written for markdown, has besides words.
+# The sign that begins the line of a verdict, which is written for markdown.
 _SIGNS = re.compile(f"^(?:{PASSED}|{FAILED}|{ERROR}|{SKIPPED}|⚠️) ")
 
 
 @dataclass(frozen=True)
 class FindingView:
-    """Hold a finding, and its repair where it has one."""
+    """Hold a finding, and its repair if it has one."""
 
     finding: Finding
     repair: Repair | None
@@ -62,21 +63,21 @@ class ItemView:
     """An item, as its section shows it.
 
     Attributes:
-        id: of its element, and of a link to it.
+        id: the id of its element, for links to it.
         item: its results.
-        mark, word: its outcome.
-        margin: as text; empty where nothing was compared.
-        sort: its margin as a number by which items are sorted, the worst first.
+        mark, word: its outcome as a sign and in words.
+        margin: its margin as text; empty if nothing was compared.
+        sort: a number by which items can be sorted, larger for worse ones.
         headline: how far it is from passing, and where.
-        findings: what is wrong.
+        findings: its findings, with their repairs.
         measures: lines about the worst tensor.
-        tensors: rows of a table, each as many texts as ``COLUMNS``.
-        left_out: how many of its tensors that table lacks.
-        pictured: where its worst tensors err.
-        courses: its error against depth or steps.
-        notes: what it leaves unproven.
-        attention: what TE ran.
-        command: how to run it alone.
+        tensors: the rows of a table with the columns ``COLUMNS``.
+        left_out: how many of its tensors are missing in that table.
+        pictured: plots of where its worst tensors err.
+        courses: plots of its error against steps or depth.
+        notes: sentences on what it leaves unproven.
+        attention: the attention backends that TE ran.
+        command: the command that runs it alone.
     """
 
     id: str
@@ -104,13 +105,13 @@ class ItemView:
 
 @dataclass(frozen=True)
 class CellView:
-    """A cell of the matrix: the worst of some items.
+    """A cell of the matrix, which shows the worst of several items.
 
     Attributes:
         worst: the item that it shows.
-        shade: how strong its colour is, 0 to 1.
-        items: the ids of all.
-        words: for who does not see the cell.
+        shade: how strong its colour is, from 0 to 1.
+        items: the ids of all items.
+        words: a description for screen readers.
     """
 
     worst: ItemView
@@ -121,7 +122,7 @@ class CellView:
 
 @dataclass(frozen=True)
 class RowView:
-    """A row of the matrix; a cell is None where the case does not ask for the precision."""
+    """A row of the matrix. A cell is None if the case does not ask for the precision."""
 
     case: str
     ranks: str
@@ -146,7 +147,7 @@ class CaseView:
 
 @dataclass(frozen=True)
 class ChangeView:
-    """Say what became of an item since the baseline."""
+    """The change of an item since the baseline."""
 
     kind: str
     name: str
@@ -163,18 +164,18 @@ class Page:
     Attributes:
         title: the report's name.
         good: whether everything passed.
-        verdict: the run in one line.
-        tiles: counts, each with a word and a status.
+        verdict: the verdict in one line.
+        tiles: a word, a count and a status for each tile.
         environment: facts by their labels.
-        columns: the matrix's precisions.
-        rows: the matrix's.
-        cases: a section each.
-        codes: the findings that occur, code and title.
-        notes: sentences, each with how many items have it.
-        uncollected: what was not compared at all, and why.
-        omitted: how many items are in the record alone.
-        baseline: the older run's name; empty where there is none.
-        changes: what changed since.
+        columns: the precisions of the matrix.
+        rows: the rows of the matrix.
+        cases: the cases, with a section for each.
+        codes: the code and title of each finding that occurs.
+        notes: sentences, each with the number of items that have it.
+        uncollected: the pairs and files that were not compared at all, each with the reason.
+        omitted: how many items are only in the record.
+        baseline: the older run's name; empty if there is none.
+        changes: the changes since the baseline.
     """
 
     title: str
@@ -211,12 +212,12 @@ COLUMNS = ("tensor", *failure.FIGURES, "margin")
 
 
 def page(run: Digest, name: str, runs: Comparison | None = None) -> Page:
-    """Return what the page of a run shows.
+    """Return the content of a run's page.
 
     Args:
         run: the run.
         name: the report's name, for its title.
-        runs: the run beside an older one, if what changed since is to be shown.
+        runs: the run and an older one, if the page is to show the changes; else None.
     """
     items = run.items
     in_full = sum(len(item.worst.tensors) for item in items) <= MOST_ROWS
@@ -247,7 +248,7 @@ def page(run: Digest, name: str, runs: Comparison | None = None) -> Page:
 
 
 class _Ids:
-    """Make names into ids that a URL can hold, each once."""
+    """Turn names into unique ids that a URL can contain."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
@@ -320,7 +321,7 @@ def _notes(item: Item) -> Iterator[str]:
 
 
 def _sort(item: Item) -> float:
-    """Return a number that is larger for worse items; what could not be compared is worst."""
+    """Return a number that is larger for worse items. Items that could not be compared are the worst."""
     if item.status in ("error", "skipped"):
         return 1e30 if item.status == "error" else -1.0
     margin = item.worst.margin
@@ -333,7 +334,7 @@ def _row(tensor: TensorResult) -> tuple[str, ...]:
 
 
 def _rows(cases: Sequence[CaseView], columns: Sequence[str]) -> Iterator[RowView]:
-    """Yield the matrix's rows: one for each case, and one for each of its numbers of ranks."""
+    """Yield the matrix's rows: one for each case and, if it runs over ranks, for each layout of ranks."""
     for case in cases:
         for ranks in dict.fromkeys(view.item.ranks for view in case.items):
             alike = [view for view in case.items if view.item.ranks == ranks]
@@ -352,7 +353,7 @@ def _cell(views: Sequence[ItemView]) -> CellView | None:
 
 
 def shade(item: Item) -> float:
-    """Return how strong an item's colour is: of one that passed as its margin, of a failure as its logarithm."""
+    """Return how strong an item's colour is, by its margin if it passed and by the margin's logarithm if it failed."""
     margin = item.worst.margin
     if item.status == "passed":
         return 0.0 if math.isnan(margin) else round(min(max(margin, 0.0), 1.0), 2)
@@ -384,15 +385,15 @@ def draw(run: Digest, name: str, runs: Comparison | None = None) -> str:
     """Return the whole page.
 
     Args:
-        run: what it shows.
+        run: the run that it shows.
         name: the report's name, for its title.
-        runs: the run beside an older one, if what changed since is to be shown.
+        runs: the run and an older one, if the page is to show the changes; else None.
     """
     return draw_with(plotly(), run, name, runs)
 
 
 def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = None) -> str:
-    """Return the page with another library of plots, or none; arguments as for ``draw``."""
+    """Return the page with another plotting library, or without one. The other arguments are those of ``draw``."""
     view = page(run, name, runs)
     scripts = [plots_by, script()]
     text = _template().render(
@@ -408,7 +409,7 @@ def draw_with(plots_by: str, run: Digest, name: str, runs: Comparison | None = N
 
 @functools.cache
 def plotly() -> str:
-    """Return Plotly's script, 4.8 MB: plotly.py brings the full bundle and no smaller one."""
+    """Return Plotly's script, which has 4.8 MB because plotly.py contains only the full bundle."""
     from plotly.offline import get_plotlyjs
 
     bundle: str = get_plotlyjs()
@@ -421,14 +422,14 @@ def script() -> str:
 
 
 def data_of(drawn: dict[str, Plot]) -> str:
-    """Return JSON for a script element: no text in it ends the element, and none has tags for Plotly."""
+    """Return JSON for a script element. No text in it can end the element, or has tags that Plotly would render."""
     numbers = {key: {"kind": plot.kind, **_escaped(plot.numbers)} for key, plot in drawn.items()}
     text = json.dumps(numbers, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _escaped(value: Any) -> Any:
-    """Escape texts as in HTML, since Plotly takes some tags in its labels for markup; JSON has no NaN."""
+    """Escape texts as in HTML, because Plotly renders some tags, and replace NaN and Inf, which JSON lacks, by None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):
@@ -450,7 +451,7 @@ def _file(name: str) -> str:
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True,
-        # Control characters become escapes; what is the page's own is left as it is.
+        # Control characters become escapes, but not in the page's own markup.
         finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else shown.text(value),
         trim_blocks=True,
         lstrip_blocks=True,
@@ -459,11 +460,11 @@ def _template() -> jinja2.Template:
     return environment.from_string(_file("page.html.jinja"))
 
 
-# Say what the plots of a page show, as plain numbers and in words; the page's script draws them.
+# The content of a page's plots, as plain numbers and in words. The page's script draws them.
 
 
-MOST_LINES = 12  # of a plot over depth
-_FEWEST_LAYERS = 3  # two numbers are as often a Sequential's parts
+MOST_LINES = 12  # in a plot over depth
+_FEWEST_LAYERS = 3  # if names contain only two numbers, these are just as often the parts of a Sequential
 _MOST_HEADS = 256
 _DEPTH = re.compile(r"(?<![^.])\d+(?![^.])")
 _MAKES_HEADS = re.compile(r"\b[qkv]_proj\b|query|key|value")
@@ -477,9 +478,9 @@ class Plot:
 
     Attributes:
         kind: which of the script's functions draws it.
-        title: what it shows, in a few words.
-        words: the same as a sentence, for who does not see it.
-        numbers: what it is drawn from; lists, texts and numbers, None where a number is not finite.
+        title: what the plot shows, in a few words.
+        words: the same in sentences, for readers who do not see it.
+        numbers: the data: lists, texts and numbers, with None for numbers that are not finite.
     """
 
     kind: str
@@ -489,7 +490,7 @@ class Plot:
 
 
 def of_tensor(result: Result, tensor: TensorResult) -> Iterator[Plot]:
-    """Yield where a tensor's error lies, axis by axis, and how it is distributed; nothing without a picture."""
+    """Yield plots of a tensor's error along each axis, and of its distribution; nothing if there is no picture."""
     picture = tensor.picture
     if picture is None:
         return
@@ -530,7 +531,7 @@ def _along_axis(result: Result, tensor: TensorResult, profile: Profile) -> Plot:
 
 
 def axis_name(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> str:
-    """Return what an axis is, as far as the shape tells: by the case's sizes, or a weight's rows and columns."""
+    """Return a name for an axis, guessed from the shape: one of the case's sizes, or a weight's rows or columns."""
     length = tensor.shape[axis]
     named = [name for name, value in size.items() if value == length and not isinstance(value, bool)]
     alike = f" ({' or '.join(named)}, {length})" if named else f" ({length})"
@@ -542,8 +543,9 @@ def axis_name(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> str:
 
 
 def _heads(size: Mapping[str, Any], tensor: TensorResult, axis: int) -> int:
-    """Return into how many heads an axis of a projection's weight is parted, as far as names and sizes tell; 0 for
-    none. Heads are rows of what makes queries, keys and values, and columns of what reads their outputs.
+    """Return into how many heads an axis of a projection's weight is divided, judging by names and sizes; 0 for none.
+
+    Heads are groups of rows in projections to queries, keys and values, and of columns in the output projection.
     """
     of_rows, of_columns = _MAKES_HEADS.search(tensor.name), _READS_HEADS.search(tensor.name)
     if tensor.kind != "weight gradient" or not (of_columns if axis else of_rows):
@@ -581,9 +583,9 @@ def _share(count: int, total: int) -> str:
 
 
 def over_depth(tensors: Sequence[TensorResult]) -> Plot | None:
-    """Return the errors of a model's gradients layer by layer; None where the names tell no depth.
+    """Return a plot of the errors of a model's gradients layer by layer; None if the names do not show the depth.
 
-    A layer is the first number in a parameter's name, and parameters whose names are alike but for it are a line.
+    A layer is the first number in a parameter's name. Parameters whose names differ only in that number share a line.
     """
     lines: dict[str, dict[int, TensorResult]] = {}
     for tensor in tensors:
@@ -621,7 +623,7 @@ def over_depth(tensors: Sequence[TensorResult]) -> Plot | None:
 
 
 def over_steps(result: Result) -> Plot | None:
-    """Return a training's losses and margins, step by step; None for a single pass."""
+    """Return a plot of a training's losses and margins, step by step; None for a single pass."""
     if not result.steps:
         return None
     worst = max(result.steps, key=lambda step: step.margin)
@@ -639,5 +641,5 @@ def over_steps(result: Result) -> Plot | None:
 
 
 def finite(values: Any) -> list[float | None]:
-    """Return numbers as JSON has them: None for NaN and the infinities."""
+    """Return numbers for JSON, with None in place of NaN and the infinities."""
     return [value if math.isfinite(value) else None for value in values]

@@ -1,4 +1,4 @@
-"""Draw reports as markdown: a run's verdict, matrix, failures, environment and what is folded below, and trainings."""
+"""Draw reports as markdown: of a run (verdict, matrix, failures, environment and folded tables), and of trainings."""
 
 from __future__ import annotations
 
@@ -42,13 +42,10 @@ if TYPE_CHECKING:
     from parity.judge.band import Band
 
 
-# A run.
+# A finding's repair, shown as a change of lines: the current ones, and those to write instead.
 
 
-# Show a finding's repair as a change of lines: what to write, and what stands there now.
-
-
-# A keyword and its value, as in code.
+# A keyword argument and its value, as in code.
 _ARGUMENT = re.compile(
     r"(?<![\w.])([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|\([^()]*\)|-?\d[\d.]*(?:e[+-]?\d+)?|[A-Za-z_][\w.]*)"
 )
@@ -56,12 +53,12 @@ _ARGUMENT = re.compile(
 
 @dataclass(frozen=True)
 class Repair:
-    """Say what to change in the user's code.
+    """Describe a change to the user's code.
 
     Attributes:
-        sentence: in words.
-        now: lines of code as they are; there may be none, since a default is not written.
-        then: lines of code as they should be; none where the finding names none.
+        sentence: the change in words.
+        now: the current lines of code; perhaps none, since a default need not be written.
+        then: the lines of code as they should be; empty if the finding names none.
     """
 
     sentence: str
@@ -70,14 +67,15 @@ class Repair:
 
     @property
     def to_copy(self) -> str:
-        """Return the lines as they should be, or else the sentence."""
+        """Return the lines as they should be or, if there are none, the sentence."""
         return "\n".join(self.then) or self.sentence
 
 
 def repair(finding: Finding) -> Repair:
-    """Return a finding's repair, with the lines that the finding has, or else the arguments that its sentence names.
+    """Return a finding's repair, with the finding's lines or, if it has none, the arguments that its sentence names.
 
-    A sentence is such as ``pass normalization="RMSNorm"; TE subtracts the mean``: first what to write, then what is.
+    A sentence such as ``pass normalization="RMSNorm"; TE subtracts the mean`` first says what to write, then what the
+    code does now.
     """
     if finding.then:
         return Repair(finding.repair, finding.now, finding.then)
@@ -90,25 +88,25 @@ def repair(finding: Finding) -> Repair:
     )
 
 
-# What a report keeps of a run, however long: counts of everything, and the items that are worth a look.
+# The part of a run that a report keeps, however long the run is: counts of everything, and the items worth a look.
 #
 # Nobody reads the tables of 100,000 results, and memory should not grow with them. So beyond ``MOST_RESULTS``, only the
-# worst items of each case and precision are kept. The record has them all.
+# worst items of each case and precision are kept. The record has all of them.
 
 
 MOST_RESULTS = 1_000
-# How far beyond this the count may grow, so that not every new item leads to a cut.
+# The count may exceed the maximum by this much, so that not every new item causes a cut.
 _SLACK = MOST_RESULTS // 8
 
 
 @dataclass
 class _Cell:
-    """Items of one case at one precision, by name."""
+    """The items of one case at one precision, by name."""
 
     items: dict[str, Item] = field(default_factory=dict)
 
     def cut(self, most: int) -> None:
-        """Keep the worst."""
+        """Keep only the worst items, at most this many."""
         if len(self.items) > most:
             worst = sorted(self.items.items(), key=lambda entry: _severity(entry[1]))[:most]
             self.items = dict(worst)
@@ -120,14 +118,14 @@ class _Cell:
 
 @dataclass
 class Digest:
-    """A run as its report shows it; it grows item by item.
+    """A run as its report shows it. It grows item by item.
 
     Attributes:
-        environment: where and with what it was made.
-        counts: how many items there are of each status, also of those that are not kept.
-        notes: how many items have each note, also of those that are not kept.
-        uncollected: pairs and files of which nothing was compared, by id.
-        left_out: how many lines of its record could not be read.
+        environment: where and with which software the run was made.
+        counts: how many items have each status, including items that are not kept.
+        notes: how many items have each note, including items that are not kept.
+        uncollected: the pairs and files of which nothing was compared, by id.
+        left_out: how many lines of the record could not be read.
     """
 
     environment: Environment
@@ -141,10 +139,10 @@ class Digest:
     _most: int = MOST_RESULTS  # how many items of a cell are kept
 
     def add(self, results: Sequence[Result]) -> None:
-        """Add an item, or more results of one.
+        """Add an item, or more results of an item.
 
         Args:
-            results: those of one item, at least one; one for each seed.
+            results: at least one result of a single item, each for another seed.
         """
         first = results[0]
         cell = self._cells.setdefault((first.path, first.case, first.precision), _Cell())
@@ -177,13 +175,13 @@ class Digest:
 
     @property
     def items(self) -> list[Item]:
-        """The items that are kept, in an order that does not depend on which worker was faster."""
+        """The items that are kept, in an order that does not depend on the workers' speed."""
         if self._results > MOST_RESULTS:
             self._cut()
         return in_order(item for cell in self._cells.values() for item in cell.items.values())
 
     def _cut(self) -> None:
-        """Keep as many of each cell as leave ``MOST_RESULTS`` in all, and at least one."""
+        """Keep so few items of each cell that at most ``MOST_RESULTS`` results remain, but at least one item."""
         while True:
             for cell in self._cells.values():
                 cell.cut(self._most)
@@ -206,12 +204,13 @@ def digest(record: Record) -> Digest:
 
 
 def _shown(result: Result, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> Result:
-    """Return a result without what no report shows, which is most of its memory: of one that passed, its checks, and
-    what else than two of its errors is expected.
+    """Return a result without the parts that no report shows, which take most of its memory.
+
+    If the result passed, these parts are its checks, its digests, and all but two of the expected errors.
 
     Args:
-        result: as a line of the record has it, with names and shapes of its own.
-        shapes: those of earlier results, which are shared.
+        result: the result from a line of the record, which shares no names and shapes with others.
+        shapes: the shapes of earlier results, which are reused.
     """
     if not result.passed:
         return result
@@ -245,7 +244,7 @@ def draw(run: Digest, name: str) -> str:
     """Return the whole report as GitHub markdown.
 
     Args:
-        run: what it shows.
+        run: the run that it shows.
         name: the report's name, for its title.
     """
     items = run.items
@@ -277,7 +276,7 @@ def verdict(run: Digest) -> str:
     items, counts = run.items, run.counts
     ran = counts.total() - counts["skipped"]
     if run.failed:
-        # A training may fail though the errors of all its tensors are within their limits: by its optimizer's step.
+        # A training may fail because of its optimizer's step although all tensors' errors are within their limits.
         worst = _worst([item for item in items if item.status in ("failed", "error") and not item.worst.margin <= 1.0])
         head = f"{FAILED} {run.failed} of {plural(ran, 'item')} failed{worst}"
     elif ran:
@@ -308,7 +307,7 @@ def _not_compared(run: Digest) -> Iterator[str]:
 
 
 def _worst(items: Sequence[Item]) -> str:
-    """Return the largest margin among items that were compared."""
+    """Return a text with the largest margin among the items; empty if none was compared."""
     compared = [item for item in items if item.worst.tensors]
     if not compared:
         return ""
@@ -349,7 +348,7 @@ def _how_to_read(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _uncollected(run: Digest) -> Iterator[str]:
-    """Yield what the tables lack, and why."""
+    """Yield the section on pairs and files that were not collected, with the reasons."""
     if run.uncollected:
         yield "## Not collected"
         yield "None of these was compared; fix what is wrong with them first."
@@ -379,7 +378,7 @@ def _failures(failed: Sequence[Item], table: str) -> Iterator[str]:
 
 
 def _repairs(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines that findings would change, where they name lines."""
+    """Yield the lines of code that the findings would change, if they name any."""
     lines = []
     for one in dict.fromkeys(repair(finding) for finding in findings):
         lines += [f"- {line}" for line in one.now if one.then] + [f"+ {line}" for line in one.then]
@@ -398,7 +397,7 @@ def _skips(skipped: Sequence[Item]) -> Iterator[str]:
 
 
 def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
-    """Yield what comparisons leave unproven, each sentence once, also for items that are not shown."""
+    """Yield the section on what comparisons leave unproven: each note once, including those of items not shown."""
     by_note: dict[str, dict[str, None]] = {}
     for item in items:
         for note in (note for result in item.results for note in result.notes):
@@ -411,13 +410,13 @@ def _notes(run: Digest, items: Sequence[Item]) -> Iterator[str]:
 
 
 def _named(names: Collection[str], count: int) -> str:
-    """Return the items that are shown, and how many more there are."""
+    """Return the names of the items that are shown, and how many more there are."""
     others = count - len(names)
     return ", ".join([*names, *([f"{plural(others, 'item')} not shown here"] if others else [])])
 
 
 def _determinism(results: Sequence[Result]) -> Iterator[str]:
-    """Yield how many candidates gave the same bytes again, and what the others did."""
+    """Yield the section on how many candidates gave the same bytes again, and what the others did."""
     by_summary: dict[str, dict[str, None]] = {}
     for result in results:
         if result.determinism is not None:
@@ -464,7 +463,7 @@ def _cases(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
-    """Yield what TF32 costs a faithful port of this case: people expect true FP32 and take the error for a mistake."""
+    """Yield the error that TF32 causes in a faithful port, because people expect true FP32 and suspect a mistake."""
     outputs = [
         (item, tensor)
         for item in items
@@ -482,7 +481,7 @@ def _expected_fp32(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _attention(items: Sequence[Item]) -> Iterator[str]:
-    """Yield which of its attention kernels TE ran, at which precision and size."""
+    """Yield a sentence on which attention backends TE ran at which precisions and sizes."""
     ran: dict[str, dict[str, None]] = {}
     for item in items:
         for backend in {result.attention: None for result in item.results if result.attention}:
@@ -496,7 +495,7 @@ def _attention(items: Sequence[Item]) -> Iterator[str]:
 
 
 def _rows(item: Item, many_seeds: bool) -> Iterator[list[str]]:
-    """Yield a row for each tensor at the seed where its own margin is worst; of an item that passed, for the worst."""
+    """Yield a row for each tensor, at its worst seed. If the item passed, yield only the worst tensor's row."""
     worst: Sequence[AtWorst] = worst_of_each_tensor(item)
     if item.status == "passed":
         worst = [max(worst, key=lambda one: one.tensor.margin)]
@@ -514,16 +513,16 @@ def _row(result: Result, tensor: TensorResult) -> list[str]:
     ]
 
 
-# Trainings: the losses of each step beside the reference's, and how near each step is to its limit.
+# Trainings: the loss at each step next to the reference's, and how near each step is to its limit.
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A training, and where right ones lie.
+    """A training, and the band of right trainings.
 
     Attributes:
-        result: of the candidate's training.
-        band: of right trainings' losses; None if none was drawn.
+        result: the result of the candidate's training.
+        band: the band of the losses of right trainings; None if none was drawn.
     """
 
     result: Result
@@ -531,7 +530,7 @@ class Curve:
 
 
 def left(curve: Curve) -> str:
-    """Say where a training leaves its band; an empty text if it does not."""
+    """Return a text on where a training leaves its band; empty if it does not."""
     band = curve.band
     if band is None:
         return ""
@@ -547,10 +546,10 @@ def left(curve: Curve) -> str:
 
 
 def over_seeds(curves: Sequence[Curve]) -> str:
-    """Return a table of how the last losses of a training's seeds lie; an empty text if each has one seed.
+    """Return a table of how far the last losses deviate over a training's seeds; empty if each has only one seed.
 
-    A right training's deviation has Student's distribution, with as many degrees of freedom as there are drawn
-    trainings: its variance is ``n / (n - 2)``.
+    A right training's deviation has Student's t-distribution with as many degrees of freedom as there are drawn
+    trainings, so its variance is ``n / (n - 2)``.
     """
     groups: dict[str, list[Band]] = {}
     for curve in curves:
@@ -569,7 +568,7 @@ def over_seeds(curves: Sequence[Curve]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """Return a table with a row for each training: where its loss goes, and its largest margin."""
+    """Return a table with a row for each training: its first and last loss, and its largest margin."""
     rows = []
     for result in results:
         if result.steps:
@@ -590,7 +589,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def write(curves: Sequence[Curve], path: Path) -> Path | None:
-    """Write the report, markdown, and its plot beside it if matplotlib is installed; return the plot's path."""
+    """Write the report and, if matplotlib is installed, its plot next to it. Return the plot's path, or None."""
     plot = path.with_suffix(".png") if importlib.util.find_spec("matplotlib") else None
     path.parent.mkdir(parents=True, exist_ok=True)
     if plot is not None:
@@ -646,7 +645,7 @@ def _sections(curves: Sequence[Curve], plot: Path | None) -> Iterator[str]:
 
 def drawn(curves: Sequence[Curve]) -> Figure:
     """Return the plot: losses above, with the reference's own training and the band; margins below, with the limit."""
-    from matplotlib.figure import Figure  # the report can be had without
+    from matplotlib.figure import Figure  # here, because the report does not need it
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, margins = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))

@@ -5,7 +5,7 @@
   const byId = (id) => document.getElementById(id);
   root.classList.add("scripted");
 
-  // Light and dark: as the system says, until a reader chooses.
+  // Light or dark follows the system until the reader chooses.
   const kept = { get: () => { try { return localStorage.getItem("parity-theme"); } catch { return null; } },
                  set: (theme) => { try { localStorage.setItem("parity-theme", theme); } catch { /* a private window */ } } };
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -80,7 +80,7 @@
   chosen.sort.addEventListener("change", sort);
   byId("clear").addEventListener("click", clear);
 
-  // Keys: / goes to the filter, Escape clears it, arrows walk through the matrix.
+  // Keys: / moves to the filter, Escape clears it, and arrows move through the matrix.
   const step = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] };
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -107,7 +107,7 @@
     }
   });
 
-  // A link to an item opens it, whatever the filter hides.
+  // A link to an item opens it, even if the filter hides it.
   const open = () => {
     const target = byId(decodeURIComponent(location.hash.slice(1)));
     if (!target?.matches("details")) return;
@@ -120,7 +120,7 @@
   addEventListener("hashchange", open);
   for (const link of find('a[href^="#"]')) link.addEventListener("click", () => { if (location.hash === link.hash) open(); });
 
-  // Copy, also where the browser has no clipboard for pages from a disk.
+  // Copy text, even where the browser offers no clipboard to pages that are opened from a disk.
   const copy = async (text) => {
     try { await navigator.clipboard.writeText(text); return true; } catch { /* below */ }
     const area = Object.assign(document.createElement("textarea"), { value: text });
@@ -156,7 +156,7 @@
     font: { family: colours.font, size: 11, color: colours.quiet }, hovermode: "x", hoverlabel: { font: { size: 11 } },
     legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: 11 } }, ...more,
   });
-  // A logarithmic axis with labels at powers of ten, or at 1, 2 and 5 of each where there are few.
+  // Return a logarithmic axis with labels at powers of ten or, where these are few, at 1, 2 and 5 times each.
   const log = (colours, values, more) => {
     const known = values.filter((value) => value > 0).map(Math.log10);
     let [low, high] = known.length ? [Math.min(...known), Math.max(...known)] : [-1, 1];

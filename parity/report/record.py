@@ -1,4 +1,4 @@
-"""Keep the record of a run, JSON lines as they arrive, and gather its results, one for each seed, into items."""
+"""Write and read the record of a run as JSON lines, and gather its results, one for each seed, into items."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from parity.user_error import UserError
 
 @dataclass(frozen=True)
 class Uncollected:
-    """A pair with a mistake, or a file of pairs, of which nothing was compared.
+    """A pair or a file of pairs with a mistake, so that nothing in it was compared.
 
     Attributes:
-        node_id: pytest's.
+        node_id: its id in pytest.
         message: what is wrong, without a traceback.
     """
 
@@ -41,13 +41,13 @@ class Uncollected:
 
 @dataclass(frozen=True)
 class Record:
-    """A run, read back.
+    """A run that was read back from its record.
 
     Attributes:
-        environment: where and with what it was made.
-        results: in the order in which they arrived.
-        uncollected: what could not be compared at all, in the order in which it arrived.
-        left_out: lines that could not be read, for example the last one because of a crash or a full disk.
+        environment: where and with which software the run was made.
+        results: the results, in the order in which they arrived.
+        uncollected: the pairs and files that could not be compared at all, in the order in which they arrived.
+        left_out: the lines that could not be read, for example the last one because of a crash or a full disk.
     """
 
     environment: Environment
@@ -62,12 +62,12 @@ def environment_line(environment: Environment) -> str:
 
 
 def result_line(result: Result) -> str:
-    """Return a result's line; sizes that are not JSON, such as a dtype, become text."""
+    """Return a result's line. Sizes that JSON cannot represent, such as a dtype, become text."""
     return _line("result", to_json(result))
 
 
 def uncollected_line(uncollected: Uncollected) -> str:
-    """Return the line for what could not be collected."""
+    """Return the line for a pair or a file that could not be collected."""
     return _line("uncollected", asdict(uncollected))
 
 
@@ -82,23 +82,23 @@ def result_of(line: str) -> Result:
 
 
 def start(path: Path, line: str) -> None:
-    """Begin a record with its first line, in place of one from an earlier run; make the folder if need be."""
+    """Begin a record with its first line, replacing an earlier run's. Create the folder if it does not exist."""
     files.replace(path, line)
 
 
 def append(path: Path, line: str) -> None:
-    """Add a line; it is in the file when this returns."""
+    """Add a line, which is in the file when this returns."""
     with path.open("ab") as file:
         file.write(data(line))
 
 
 def data(line: str) -> bytes:
-    """Return a line's bytes; half a surrogate pair, which UTF-8 has not, is written as JSON's escape for it."""
+    """Return a line's bytes. Half a surrogate pair, which UTF-8 cannot encode, is written as JSON's escape for it."""
     return line.encode("utf-8", "backslashreplace")
 
 
 def read(path: Path) -> Record:
-    """Read a record back; leave out lines that are damaged, and report their numbers and why.
+    """Return a record from its file, without lines that are damaged; their numbers and reasons are in ``left_out``.
 
     Raises:
         UserError: if there is no such file, or it is not a record.
@@ -107,7 +107,7 @@ def read(path: Path) -> Record:
 
 
 def lines(path: Path) -> reading.Lines[Environment | Result | Uncollected]:
-    """Return what each line of a record holds; those that are damaged are left out.
+    """Return the content of each line of a record, without lines that are damaged.
 
     Raises:
         UserError: if there is no such file.
@@ -116,7 +116,7 @@ def lines(path: Path) -> reading.Lines[Environment | Result | Uncollected]:
 
 
 def of_lines(found: reading.Lines[Environment | Result | Uncollected]) -> Record:
-    """Return the record that these lines are, see ``read``."""
+    """Return the record that consists of these lines, see ``read``."""
     path = found.path
     written = "a run writes one to reports/<name>.jsonl"
     if not found.raw:
@@ -135,7 +135,7 @@ def of_lines(found: reading.Lines[Environment | Result | Uncollected]) -> Record
 
 
 def _line_of(content: Any) -> Environment | Result | Uncollected:
-    """Return what a line holds."""
+    """Return the content of a line."""
     for kind, read_back in _KINDS.items():
         if isinstance(content, dict) and kind in content:
             try:
@@ -161,10 +161,7 @@ def _line(kind: str, content: Mapping[str, Any]) -> str:
     return json.dumps({kind: content}, allow_nan=False, ensure_ascii=False, default=str) + "\n"
 
 
-# Items, and their matrix.
-
-
-# Gather a run's results, one for each seed, into what pytest calls an item: a case at one precision and size.
+# Items: each gathers a case's results at one precision and size, one for each seed, as pytest's items do.
 
 
 WORST_FIRST: tuple[Status, ...] = ("error", "failed", "passed", "skipped")
@@ -175,30 +172,30 @@ class Item:
     """The results of one case at one precision and size.
 
     Attributes:
-        results: at least one; one for each seed, in the seeds' order.
+        results: the results, one for each seed and in the seeds' order; at least one.
     """
 
     results: tuple[Result, ...]
 
     @property
     def status(self) -> Status:
-        """The worst status over all seeds; a skip counts only if nothing ran."""
+        """The worst status over all seeds. A skip counts only if nothing ran."""
         return min((result.status for result in self.results), key=WORST_FIRST.index)
 
     @property
     def worst(self) -> Result:
-        """The result with this status and the largest margin."""
+        """The result with the largest margin among those with the item's status."""
         alike = [result for result in self.results if result.status == self.status]
         return max(alike, key=lambda result: -math.inf if math.isnan(result.margin) else result.margin)
 
     @property
     def bad(self) -> tuple[Result, ...]:
-        """The results that did not pass, without skips."""
+        """The results that neither passed nor were skipped."""
         return tuple(result for result in self.results if result.status in ("failed", "error"))
 
     @property
     def name(self) -> str:
-        """``layernorm_mlp_swiglu[bf16-2x1024x512]``."""
+        """The item's name, such as ``layernorm_mlp_swiglu[bf16-2x1024x512]``."""
         return self.results[0].item
 
     @property
@@ -223,9 +220,9 @@ class AtWorst:
     """Hold one tensor of an item, at the seed where its margin is worst.
 
     Attributes:
-        result: that seed's.
-        tensor: the tensor's there.
-        seeds: at how many seeds it was compared.
+        result: the result at that seed.
+        tensor: the tensor's result at that seed.
+        seeds: at how many seeds the tensor was compared.
     """
 
     result: Result
@@ -234,7 +231,7 @@ class AtWorst:
 
 
 def worst_of_each_tensor(item: Item) -> list[AtWorst]:
-    """Return an item's tensors, in the order of its results."""
+    """Return each of an item's tensors at its worst seed, in the order of the results."""
     at_seeds: dict[str, list[tuple[Result, TensorResult]]] = {}
     for result in item.results:
         for tensor in result.tensors:
@@ -244,7 +241,7 @@ def worst_of_each_tensor(item: Item) -> list[AtWorst]:
 
 
 def in_order(items: Iterable[Item]) -> list[Item]:
-    """Order items by file, case, precision, size and attention, whichever worker was faster."""
+    """Return items ordered by file, case, precision, size and attention, regardless of when they arrived."""
     items = list(items)
     order = precisions(items)
     return sorted(
@@ -273,8 +270,9 @@ PASSED, FAILED, ERROR, SKIPPED = "✅", "❌", "💥", "–"
 
 
 def draw_matrix(items: Sequence[Item]) -> str:
-    """Return a markdown table, with a row for each case and one for each of its numbers of ranks; a cell is empty if
-    the case does not ask for the precision.
+    """Return a markdown table with a row for each case and, if it runs over ranks, for each layout of ranks.
+
+    A cell is empty if the case does not ask for the precision.
     """
     columns = precisions(items)
     rows = []
@@ -288,7 +286,7 @@ def draw_matrix(items: Sequence[Item]) -> str:
 
 
 def verdict_of(item: Item) -> str:
-    """Return ``✅ 0.43``, ``❌ 140``, ``💥 error`` or ``–``."""
+    """Return an item's verdict, such as ``✅ 0.43``, ``❌ 140``, ``💥 error`` or ``–``."""
     if item.status == "skipped":
         return SKIPPED
     if item.status == "error":
@@ -297,7 +295,7 @@ def verdict_of(item: Item) -> str:
 
 
 def _cell(items: Sequence[Item]) -> str:
-    """Return the worst item over all sizes."""
+    """Return the verdict of the worst of these items; empty if there are none."""
     for status in ("error", "failed", "passed", "skipped"):
         alike = [item for item in items if item.status == status]
         if alike:
