@@ -31,8 +31,8 @@ def draw(file: Path, output: Path | None) -> bool:
             record.
 
     Raises:
-        UserError: if the record cannot be read, or the report cannot be written; after it was drawn, if lines of the
-            record were left out.
+        UserError: if the record cannot be read, or the report cannot be written, or, after the report was drawn, if
+            lines of the record were left out.
     """
     read = _read(file)
     run = digest(read)
@@ -57,8 +57,8 @@ def compare(file: Path, older: Path, output: Path | None) -> bool:
         output: the report's path, whose suffix decides between HTML and markdown; None for markdown next to the record.
 
     Raises:
-        UserError: if a record cannot be read, or the report cannot be written; after it was drawn, if lines of a
-            record were left out.
+        UserError: if a record cannot be read, or the report cannot be written, or, after the report was drawn, if lines
+            of a record were left out or the runs have no item in common.
     """
     runs = changes.Comparison(_read(older), _read(file), (str(older), str(file)))
     target = output or file.with_name(f"{file.stem}_against_{older.stem}.md")

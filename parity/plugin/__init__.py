@@ -191,7 +191,7 @@ def _place(config: pytest.Config) -> None:
 def _gpus(config: pytest.Config) -> list[Device]:
     """Return the run's GPUs, which are listed only once.
 
-    Reads the options anew, because xdist asks for the number of workers before they are in the stash.
+    It reads the options itself, because xdist asks for the number of workers before they are in the stash.
     """
     if _GPUS not in config.stash:
         try:
@@ -339,7 +339,7 @@ def _items(case: Case, module: pytest.Module) -> Iterator[ParityItem]:
     """Yield items by size, precision and attention backend, so that those that share a golden value follow each other.
 
     Raises:
-        UserError: if the case does not fit together at one of its sizes.
+        UserError: if the two sides of the case do not fit together at one of its sizes.
     """
     from parity.case.case import SWITCHES_OVER_RANKS
     from parity.case.validate import attention_of, check_case

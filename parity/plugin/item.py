@@ -100,7 +100,7 @@ class DeviceLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Use the device within the context, which others may do at the same time, but nobody alone."""
+        """Share the device within the context: other workers may use it, too, but none may use it alone."""
         with self._open("gate") as gate, self._open("device") as device:
             if not _free(gate):
                 self.release_memory()
@@ -337,7 +337,7 @@ class ParityItem(pytest.Item):
         return as_printable(dataclasses.replace(result, path=self._path_to_show()))
 
     def _need(self) -> int | None:
-        """Estimate the memory that a comparison needs; return None if it cannot be known, whatever is raised."""
+        """Estimate the bytes that a comparison needs; return None if they are unknown or the estimate raises."""
         from parity.passes import memory
 
         try:

@@ -66,7 +66,7 @@ def of(config: pytest.Config) -> Workplace:
     return Workplace(given["workerid"], shared, told["device"], told["share"], devices.workers())
 
 
-# Checks before hours of work, and not after them, that files can be written to their places.
+# Check that files can be written to their places, before hours of work and not after them.
 
 
 def check_folder(folder: Path, option: str) -> None:
