@@ -121,7 +121,7 @@ class Waiter:
         withheld(self._process.stdin)
 
     def tell(self, node_id: str) -> None:
-        """Tell the process which item is compared from now on. An empty text means none; last, it is a dismissal."""
+        """Tell the process which item is compared from now on; empty for none. If that comes last, it draws nothing."""
         assert self._process.stdin is not None
         with suppress(OSError):  # somebody has ended it
             self._process.stdin.write(f"{node_id}\n".encode(errors="backslashreplace"))

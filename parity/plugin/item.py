@@ -350,7 +350,7 @@ class ParityItem(pytest.Item):
     def _compare(self, seed: int, calibration: Table) -> Result:
         """Return the comparison's result, which is an error if anything raises.
 
-        A failure is noted before the search for its cause begins, so that it is kept if the search raises.
+        A failure is noted before the search for its cause begins, so that it is kept whatever happens in the search.
         """
         from parity.te.devices import classify
         from parity.trace.whose import way_there

@@ -62,7 +62,7 @@ def limits_in_words(file: str, compared: Sequence[OfPrecision] | None) -> str:
 
 
 def limits_section(compared: Sequence[OfPrecision] | None) -> Iterator[str]:
-    """Yield the report's section on the limits, with a row for each precision; nothing for the packaged limits."""
+    """Yield the report's section on limits, a row for each precision; nothing if they are packaged or not known."""
     if compared:
         yield "## Limits"
         yield (
