@@ -104,7 +104,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         killer = recorder.ended_its_process(asked.record) if asked.resume else ""
         if killer:
             config.stash[_KILLER] = killer
-            option.numprocesses, option.dist, option.tx = 1, "load", ["popen"]  # as xdist reads -n 1, perhaps already
+            option.numprocesses, option.dist, option.tx = 1, "load", ["popen"]  # as xdist sets them for -n 1
 
 
 def _is_elsewhere(config: pytest.Config) -> bool:
@@ -286,7 +286,7 @@ def pytest_make_collect_report(
                 report = yield
                 if report.passed:
                     report.result.extend(_nodes(collector))
-        except SystemExit as error:  # pytest would report an internal error without its place
+        except SystemExit as error:  # pytest would report an internal error, without saying where
             from parity.case.registry import import_failure
 
             report = pytest.CollectReport(collector.nodeid, "failed", import_failure(collector.path, error), [])
@@ -311,7 +311,7 @@ def _has_pairs(collector: pytest.Collector) -> bool:
 
 
 def _told(error: UserError, details: bool) -> str:
-    """Return the error's message and, if details are wanted and the user's code raised it, the way to the mistake."""
+    """Return the error's message and, if details are wanted and the user's code raised it, a traceback."""
     if not details or error.__cause__ is None:
         return str(error)
     from parity.trace.whose import way_there
