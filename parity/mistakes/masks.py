@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,10 +44,18 @@ def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
         named[f"the first {heads} of {times * heads} heads'"] = papers_slopes(times * heads)[:heads]
         if heads % times == 0:
             named[f"those of {heads // times} heads, repeated"] = papers_slopes(heads // times).repeat(times)
-    for described, others in named.items():
-        ratio = others.to(slopes) / slopes
-        if not torch.allclose(ratio, torch.ones_like(ratio), rtol=_EXACT):
-            yield described, lambda shown, ratio=ratio: shown * ratio[:, None, None].to(shown)  # type: ignore[misc]
+    named["the same in descending order"] = slopes.sort(descending=True).values
+    ratios = {described: others.to(slopes) / slopes for described, others in named.items()}
+    # A reference may scale its bias with its scores, and its slopes are a multiple of some formula's then.
+    multiples = {1.0: 1.0} | {ratio[0].item(): 1.0 / ratio[0].item() for ratio in ratios.values() if _are_alike(ratio)}
+    for (described, ratio), multiple in itertools.product(ratios.items(), multiples.values()):
+        change = multiple * ratio
+        if not torch.allclose(change, torch.ones_like(change), rtol=_EXACT):
+            yield described, lambda shown, change=change: shown * change[:, None, None].to(shown)  # type: ignore[misc]
+
+
+def _are_alike(numbers: Tensor) -> bool:
+    return torch.allclose(numbers, numbers[0], rtol=_EXACT)
 
 
 def papers_slopes(heads: int) -> Tensor:

@@ -219,15 +219,22 @@ def test_tes_own_slopes_in_the_place_of_the_references_are_told(call, title, phr
     tells_only(result, title, phrase)
 
 
-@in_turn(("padded",), [(slice(0, 5),), (slice(SEQ - 5, SEQ),)])
-def test_other_slopes_are_told_beside_a_padding_mask(padded, precision):
-    result = compared(
-        lambda: Alibi(padded=padded),
-        lambda te: Alibi(papers_slopes(6), padded),
-        normal(*[(2, SEQ, 6, 16)] * 3),
-        precision,
-    )
-    tells_only(result, "attention-bias", "the port has the paper's, which are its default")
+PAPERS = papers_slopes(6)  # of six heads, which are not in descending order
+
+
+@in_turn(
+    ("right", "port", "padded", "phrase"),
+    [
+        (OWN_SLOPES, PAPERS, slice(0, 5), "the paper's, which are its default"),
+        (OWN_SLOPES, PAPERS, slice(SEQ - 5, SEQ), "the paper's, which are its default"),
+        (PAPERS / 4, PAPERS.sort(descending=True).values / 4, slice(0), "the same in descending order"),
+        (PAPERS / 4, OWN_SLOPES / 4, slice(0), "2^(-8 i / 6)"),  # scaled with the scores, as Falcon's
+    ],
+)
+def test_other_slopes_are_told_beside_a_padding_mask_and_scaled(right, port, padded, phrase, precision):
+    heads = normal(*[(2, SEQ, 6, 16)] * 3)
+    result = compared(lambda: Alibi(right, padded), lambda te: Alibi(port, padded), heads, precision)
+    tells_only(result, "attention-bias", f"the port has {phrase}")
 
 
 @pytest.mark.parametrize("heads", [2, 6, 8, 12])
