@@ -1,4 +1,4 @@
-"""Hold what a comparison is asked for, and run its candidate again."""
+"""Describe the comparison that is asked for, and run its candidate again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CandidateRun:
-    """A candidate's pass, and what was seen of it.
+    """A candidate's pass, and what was observed during it.
 
     Attributes:
         tensors: the candidate's tensors, in the reference's layout.
@@ -33,12 +33,12 @@ class CandidateRun:
         changed_inputs: names of the inputs that the candidate changes in place.
         detached_outputs: names of its outputs that require no gradient.
         numbers: the Python numbers that it returned.
-        recalled: what its successive calls show.
+        recalled: the outputs of its successive calls, which show whether it keeps state.
         recomputed: a finding if the backward pass computes a layer again under another recipe.
         calls_te: whether the candidate uses TE at all.
-        left_out: what to say about TE modules that hold weights and did not run; empty if all did.
-        summed: what sums over micro-batches lose of gradients that are held in 16 bits: noise of this size, since the
-            rounding model makes one pass.
+        left_out: the message about TE modules that hold weights and did not run; empty if all did.
+        summed: noise as large as the loss of sums over micro-batches in gradients that are held in 16 bits, since the
+            rounding model makes only one pass.
     """
 
     tensors: Tensors
@@ -65,17 +65,17 @@ def unnoted(result: Result | None, decided: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """One comparison, as ``parity.comparison.judge_at`` is asked for it.
+    """One comparison that ``parity.comparison.judge_at`` is asked for.
 
     Attributes:
         case, checked, precision, seed, kernels: what is compared, at which size, how, and on which kernels.
         calibration: the table of limits.
         attention: the attention backend that TE is to run; None for its own choice.
         determinism: whether the candidate is built and run a second time.
-        other_kernels: whether what other faithful kernels may do is granted.
+        other_kernels: whether errors are granted that other faithful kernels may make.
         made: the candidate's pass, if it has been made already, as a step of a training has.
-        noted: called with what is known of a port that fails at first look, and whether a second look has ended; with
-            None if that takes it back.
+        noted: called with the result of a port that fails at first look, and whether a second look has ended; with
+            None if that clears the port.
     """
 
     case: Case

@@ -1,7 +1,7 @@
-"""Draw the band in which a right training's curves lie, from trainings of the reference whose roundings are drawn.
+"""Compute the band in which a right training's curves lie, from trainings of the reference whose roundings are drawn.
 
-The band is for reading. A verdict never hangs on it: a right training may drift as far as chaos takes it, and what
-each step computes is judged at the weights that the candidate has.
+The band is for information only, and no verdict depends on it. A right training may drift as far as chaos takes it, and
+the results of each step are judged at the weights that the candidate has.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from parity.te import Kernels, Precision
 
 DRAWN = 6
-"""Trainings of the reference from which a band is drawn, by default."""
-# How often a right training leaves its band somewhere, if its errors are those of the model and normal.
+"""The default number of trainings of the reference for a band."""
+# The probability that a right training leaves its band somewhere, if its errors are normal and as large as the model's.
 _LEAVES = 0.05
 _HALF_ULP = torch.finfo(torch.float32).eps / 2
 _OPERATIONS = 10
@@ -40,10 +40,10 @@ _OPERATIONS = 10
 
 @dataclass(frozen=True)
 class Left:
-    """Locate where a training first leaves the band of right ones.
+    """The place where a training first leaves the band of right ones.
 
     Attributes:
-        step: its number, from 1.
+        step: the step's number, from 1.
         where: the reference's parameters, the farthest out first; empty for the loss.
     """
 
@@ -59,10 +59,10 @@ class Band:
         free: the losses of the reference's own training in FP64.
         drawn: how many trainings of the reference were drawn.
         low, high: the bounds of each step's loss.
-        loss_left: where the loss first leaves them; None if it stays.
+        loss_left: where the loss first leaves these bounds; None if it never does.
         weights_left: the first step after which parameters are farther from those in FP64 than right trainings take
-            them; None if none is.
-        deviation: how far the last loss is from that in FP64, over the root mean square of drawn trainings'.
+            them; None if there is none.
+        deviation: the distance of the last loss from that in FP64, over the root mean square of the drawn trainings'.
     """
 
     free: tuple[float, ...]
@@ -83,13 +83,13 @@ def band_of(
     steps: int,
     drawn: int = DRAWN,
 ) -> Band:
-    """Train the reference in FP64, and as often as ``drawn`` says under roundings that are drawn, and the candidate.
+    """Train the reference in FP64 and ``drawn`` times with drawn roundings, train the candidate, and return the band.
 
-    This costs as many passes in FP64 and of the rounding model as all these trainings have steps, and the candidate's
-    training once more.
+    This costs a pass in FP64 or of the rounding model for each step of these trainings, and the candidate's training
+    once more.
 
     Raises:
-        NothingToJudge: if a step of any of them is nothing to compare with.
+        NothingToJudge: if a step of any of them cannot be compared with.
     """
     at = case, checked, precision, seed, kernels, steps
     with usual_modes():
@@ -100,10 +100,10 @@ def band_of(
 
 
 def _rounded(precision: Precision, is_wide: bool, run: int, steps: int, prepared: Prepared, number: int) -> Tensors:
-    """Run a step with roundings that no other step and run has, as kernels that fuse nothing: they round the most.
+    """Run a step with roundings drawn for it alone, as kernels that fuse nothing, since these round the most.
 
-    Rounding that is drawn has twice the variance of rounding to nearest, but for weights, which every port rounds
-    alike. So a drawn training is off by as much as a right one is, and by up to 1.4 times that.
+    Drawn rounding has twice the variance of rounding to nearest, except for weights, which every port rounds alike. So
+    a drawn training is off by as much as a right one, or by up to 1.4 times that.
     """
     wide: frozenset[tuple[Kind, str]] = frozenset({("output", "output")} if is_wide else ())
     freedom = dataclasses.replace(UNFUSED, jitter=run * steps + number, dithers=True)
@@ -111,17 +111,17 @@ def _rounded(precision: Precision, is_wide: bool, run: int, steps: int, prepared
 
 
 def band(free: Course, right: Sequence[Course], candidate: Course) -> Band:
-    """Return the band of right trainings, and where another one leaves it.
+    """Return the band of right trainings, and where the candidate's training leaves it.
 
-    Of numbers that come from one normal distribution around zero, the next one over the root mean square of ``n`` has
-    Student's distribution with ``n`` degrees of freedom. A loss less that in FP64 is such a number, which may leave the
-    band on two sides in each step.
+    If numbers come from one normal distribution around zero, the ratio of another one to the root mean square of ``n``
+    of them has Student's distribution with ``n`` degrees of freedom. The difference of a loss from that in FP64 is such
+    a number. It may leave the band on either side in each step.
 
-    A parameter's distance from the training in FP64 is positive; its logarithm has the mean and the deviation of drawn
-    trainings', and the next one lies within ``t * s * sqrt(1 + 1 / n)`` of the mean. Two things that drawn trainings
-    need not show are granted. An optimizer's step is computed in FP32 in one order or another: each of about ten
-    operations rounds by half an ulp. And rounding may decide the sign of a small gradient, so that Adam moves an
-    element the other way: if that has happened in none of ``n`` trainings, it happens ``m`` times in another with a
+    A parameter's distance from the training in FP64 is positive. Its logarithm has the mean and the deviation of the
+    drawn trainings', and the next one lies within ``t * s * sqrt(1 + 1 / n)`` of the mean. Two effects are granted that
+    drawn trainings need not show. An optimizer's step is computed in FP32 in one order or another, and each of about
+    ten operations rounds by half an ulp. And rounding may decide the sign of a small gradient, so that Adam moves an
+    element the other way. If that has happened in none of ``n`` trainings, it happens ``m`` times in another with a
     probability of ``(n + 1) ** -m`` (Poisson, with a flat prior).
     """
     steps, runs = min(len(one.losses) for one in (free, candidate, *right)), len(right)
@@ -143,7 +143,7 @@ def band(free: Course, right: Sequence[Course], candidate: Course) -> Band:
 
 
 def _weights_left(free: Course, right: Sequence[Course], candidate: Course, steps: int) -> Left | None:
-    """Return the first step after which a parameter is farther off than right trainings take it."""
+    """Return the first step after which a parameter is farther off than right trainings take it; None if none is."""
     names = free.weights[0] if steps else {}
     probability = _LEAVES / max(1, steps * len(names))
     quantile = -float(special.stdtrit(len(right) - 1, probability)) * math.sqrt(1.0 + 1.0 / len(right))

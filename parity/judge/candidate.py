@@ -1,6 +1,6 @@
-"""Judge what a candidate does apart from its numbers.
+"""Judge a candidate's behaviour apart from its numbers.
 
-Which TE modules run, what it remembers between calls, whether it repeats itself.
+Check whether it is deterministic, whether it remembers earlier calls, and which TE modules it runs.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from parity.trace.whose import is_in_call, is_te, line_running, watching_calls
 
 # Does a candidate that is built again return the same bytes, and if not, where does it first differ?
 #
-# What one module keeps from call to call is looked at further below.
+# State that one module keeps from call to call is checked further below.
 
 
 Run = Callable[[Callable[[nn.Module], None]], Tensors]
-# A kernel that adds in the order in which its blocks finish does not differ every time, so try more than once.
+# A kernel that adds in the order in which its blocks finish does not give different bytes every time, so try again.
 _ATTEMPTS = 3
 
 
 def repeat(run: Run, first: Tensors, before: RandomState, device: torch.device) -> Determinism:
-    """Build and run the candidate again from the same random state and, if nothing differs, from another.
+    """Build and run the candidate again from the same random state and, if nothing differs, from another one.
 
     Args:
         run: runs the candidate's pass, and calls its argument with the newly built module.
@@ -76,7 +76,7 @@ def _located(run: Run, before: RandomState, device: torch.device) -> str:
     return ""
 
 
-# Does a candidate keep something from one call to the next that its outputs depend on? No reference may.
+# Does a candidate keep state between calls that its outputs depend on? No reference may.
 
 
 _TITLE = "state-between-calls"
@@ -105,7 +105,7 @@ def by_recalling(recalled: Recalled, tensors: Sequence[TensorResult]) -> tuple[F
 
 
 def told(recalled: Recalled, evidence: str) -> Finding:
-    """Return the finding, with the evidence for it."""
+    """Return the finding that the candidate keeps state between calls, with the evidence for it."""
     where = f" in {', '.join(recalled.changed)}" if recalled.changed else ""
     return repairable(
         _TITLE,
@@ -114,16 +114,16 @@ def told(recalled: Recalled, evidence: str) -> Finding:
     )
 
 
-# Which of TransformerEngine's modules does a candidate run, and who reads the weights of those that it does not run?
+# Which of TransformerEngine's modules does a candidate run, and which code reads the weights of the others?
 
 
-# These classes have no parameters of their own: any that they hold are from a user's class derived from them.
+# These classes have no parameters of their own: any that they hold belong to a user's class derived from them.
 _WITHOUT_PARAMETERS = (
     *("TransformerLayer", "MultiheadAttention", "Sequential", "TransformerEngineBaseModule"),
     *("FusibleOperation", "BasicOperation", "FusedOperation"),
 )
 _KERNELS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))  # parity's own kernels too: TE calls them
-_MARK = "_parity_name"  # a module's name in the candidate, which a copy of it keeps
+_MARK = "_parity_name"  # the attribute for a module's name in the candidate, which copies of the module keep
 _COPIES = ("clone", "copy_", "detach", "alias", "zero_")  # functions that compute nothing from a weight
 _MOST_TOLD = 4
 
@@ -132,17 +132,18 @@ Rerun = Callable[[Callable[[nn.Module], None]], object]
 
 
 class TeModules:
-    """Say which of a candidate's TE modules have run."""
+    """Find out which of a candidate's TE modules run."""
 
     def __init__(self) -> None:
-        """Watch what runs when a module is called, in this thread, inside the context ``watched``."""
+        """Prepare to note the modules that run in this thread inside the context ``watched``."""
         self._candidate: nn.Module | None = None
         self._ran: set[str] = set()
         self._used: set[int] = set()
 
     def of(self, candidate: nn.Module) -> None:
-        """Watch this candidate's modules, and copies that it makes of them; questions are about the
-        first of several candidates.
+        """Watch this candidate's modules and the copies that it makes of them.
+
+        If there are several candidates, ``idle`` and ``left_out`` are about the first.
         """
         self._candidate = candidate if self._candidate is None else self._candidate
         for name, module in of_te(candidate).items():
@@ -150,9 +151,7 @@ class TeModules:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the context, note whose forward TE's own code begins; a method of a derived class may
-        never call it.
-        """
+        """Note each module in which TE's own ``forward`` begins; a derived class may override it and never call it."""
 
         def see(frame: FrameType, event: str, _: Any) -> None:
             if event == "call" and frame.f_code.co_name in ("forward", "new_fwd") and is_te(frame):
@@ -184,13 +183,13 @@ class TeModules:
         return found
 
     def _runs_within(self, name: str, module: nn.Module) -> bool:
-        """Return whether a TE module around it has run, which computes in its place, as fused operations do."""
+        """Return whether an enclosing TE module has run, which computes in its place, as fused operations do."""
         parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)] + [""] * bool(name)
         is_tes = str(getattr(module.forward, "__module__", "")).partition(".")[0] == "transformer_engine"
         return is_tes and any(parent in self._ran for parent in parents)
 
     def left_out(self, weights: WeightMap, golden: Mapping[str, Tensor], rerun: Rerun) -> str:
-        """Say which TE modules the candidate leaves out, and who reads their weights; empty if it leaves out none.
+        """Say which TE modules the candidate leaves out and which code reads their weights; empty if none.
 
         A module is left out if it did not run although its weight has a gradient in the reference, or although
         PyTorch's functions read it. An expert that no token reached, or a layer that both sides skip, is not left out.
@@ -212,7 +211,7 @@ class TeModules:
             again.of(candidate)
             reads.of(candidate)
 
-        with _uncompiled(), again.watched(), reads:  # the forward of a compiled module never shows
+        with _uncompiled(), again.watched(), reads:  # the forward of a compiled module cannot be watched
             rerun(watch)
         still = {name: parameters for name, parameters in idle.items() if name in again.idle()}
         found = {
@@ -232,7 +231,7 @@ class TeModules:
 
 
 def _holds_users(module: nn.Module) -> bool:
-    """Return whether a module's own parameters are those of a user's class."""
+    """Return whether a module's own parameters belong to a user's class."""
     of_tes = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformer_engine")]
     return of_tes[0] in _WITHOUT_PARAMETERS
 
@@ -247,7 +246,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes who computes with certain parameters in the forward pass.
+    """Note which code computes with certain parameters in the forward pass.
 
     Attributes:
         by_te: names of the parameters that TE's own code computes with.
@@ -261,7 +260,7 @@ class _Reads(TorchDispatchMode):
         self.by_te: set[str] = set()
 
     def of(self, candidate: nn.Module) -> None:
-        """Note reads of this candidate's parameters with those names."""
+        """Note reads of this candidate's parameters that have the given names."""
         self._parameters.update((id(x), name) for name, x in candidate.named_parameters() if name in self._names)
 
     def of_any(self, parameters: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Matched filters: how each subtle mistake would change golden, and whether the error points there.
+"""Matched filters: how each subtle mistake would change golden, and whether the error points in that direction.
 
 Rounding errors point in all directions; a mistake's error points in the direction of its change. The component along
 that direction averages out the noise of all elements, so it shows mistakes far smaller than the noise of each element.
@@ -22,22 +22,22 @@ from parity.passes.prepare import Prepared, calls_of, size_in_bytes
 from parity.result import Check, Finding, TensorResult
 from parity.trace.trace import Trace
 
-# Smaller changes of golden than this share do not count: in FP64, sums in another order already change as much.
+# Changes of golden below this share do not count: in FP64, sums in another order already change as much.
 _FP64 = 1e-12
 # A coefficient within this distance of 1 says that the mistake was made, and not something that resembles it.
 PRESENT = 0.5
 
 
 def subtle_hypotheses(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
-    """Return the mistakes that change what the reference computes so little that the norm of the error may not show it.
+    """Return the mistakes that change the reference's results so little that the norm of the error may not show it.
 
-    Each is made with all operations of its kind at once, which are those that have subtle mistakes.
+    Each is made in all operations of its kind at once.
     """
     return tuple(one for one in subtle_hypotheses_anywhere(prepared, trace) if one.subtle and one.scope == "all")
 
 
 def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypothesis, ...]:
-    """Return the subtle mistakes, also those made with some of the operations alone or with other constants."""
+    """Return the subtle mistakes, including those made in only some of the operations or with other constants."""
     candidates = (
         *norms.norm_hypotheses(trace, prepared.stored_dtype),
         *activations.activation_hypotheses(trace),
@@ -52,7 +52,7 @@ def subtle_hypotheses_anywhere(prepared: Prepared, trace: Trace) -> tuple[Hypoth
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """Hold what one mistake would do.
+    """The changes of golden that one mistake would make.
 
     Attributes:
         mistake: the hypothesis.
@@ -64,7 +64,7 @@ class Direction:
 
 
 def directions(prepared: Prepared) -> tuple[Direction, ...]:
-    """Return the direction of each subtle mistake that the reference allows, kept for the next precision."""
+    """Return the direction of each subtle mistake that the reference allows, and keep it for the next precision."""
     return prepared.cache.get("directions", lambda: tuple(_directions(prepared)), _bytes_of)
 
 
@@ -105,7 +105,7 @@ def share_of(change: Summed, computed: Tensor, golden: Tensor) -> float:
 def found_by_filter(
     tensors: Sequence[TensorResult], known: Sequence[Direction]
 ) -> Iterator[tuple[TensorResult, Check, Direction]]:
-    """Yield the mistakes that failed checks have found and that no output lacks, each with the tensor and the check."""
+    """Yield the mistakes that failed checks have found and no output rules out, each with the tensor and the check."""
     by_name = {direction.mistake.name: direction for direction in known}
     checks = [(tensor, check) for tensor in tensors for check in tensor.checks if check.statistic == "mistake"]
     lacked = {check.where for _, check in checks if _is_lacking(check)}
@@ -117,7 +117,7 @@ def found_by_filter(
 def _is_lacking(check: Check) -> bool:
     """Return whether an output's error contains so little of a mistake that it cannot have been made.
 
-    The statistic is the coefficient in its standard deviations, so that it says how far the coefficient is from 1.
+    The statistic is the coefficient in units of its standard deviation, so it tells how far the coefficient is from 1.
     """
     return abs(check.value) * (1.0 - check.coefficient) > check.limit * abs(check.coefficient)
 

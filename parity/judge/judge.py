@@ -1,5 +1,7 @@
-"""Compare the statistics of each tensor with their limits, after taking out what faithful kernels do in one direction,
-and compare some outputs by themselves, such as a loss beside logits.
+"""Judge tensors: compare the statistics of each with their limits.
+
+Errors that some faithful kernels make in one direction are subtracted first. Single numbers, such as a loss next to
+logits, are judged separately from other outputs.
 """
 
 from __future__ import annotations
@@ -31,42 +33,42 @@ if TYPE_CHECKING:
     from parity.judge.directions import Direction
     from parity.te import Precision
 
-# Grant what some faithful kernels do in one direction, along that direction and nowhere else.
+# The allowance for kernels whose errors all point in one direction. It holds along that direction and nowhere else.
 #
 # Some faithful kernels change all results in one direction: those that truncate TF32 operands shrink every product, and
-# a tensor core's short sums lose the low bits of terms of one sign (``parity.numerics.kernel_choices``). To expect an
-# error of that size everywhere would hide mistakes of that size. So the rounding model runs once more as such a kernel
-# does. What it computes differently is a direction, and what the candidate's error contains of it is taken out before
-# the rest is judged.
+# a tensor core's short sums lose the low bits of terms of one sign (``parity.numerics.kernel_choices``). Expecting an
+# error of that size in every direction would hide mistakes of that size. So the rounding model runs once more the way
+# such a kernel computes. The difference between the two runs is a direction, and the candidate's error component along
+# it is subtracted before the rest is judged.
 
 
-# A kernel may do it in one product and not in the next, and somewhat more strongly than its model.
+# A kernel may lean in some products and not in others, and somewhat more than its model does.
 _MOST = 1.25
-# An error that contains more of the change than this many times was not made by such kernels.
+# Such kernels did not make an error that contains more than this many times the change.
 _TOO_MUCH = 2.0
 # The model may be off by this share of the change in each element: instructions may add fewer products at a time, or
 # promote sums at other lengths.
 _UNSURE = 0.25
 _FEWEST_ELEMENTS = 32
-# A kernel does it in a whole product. So some tensor contains much of the change, or tensors contain it
-# only by chance, as when a mistake happens to lean alike. If one of several products in a row does it,
+# A kernel leans in a whole product. So unless some tensor contains much of the change, tensors contain it only by
+# chance, for example because a mistake happens to lean the same way. If only one of several successive products leans,
 # this share of the change is left.
 _EVIDENCE = 0.3
-# To grant less than this share of the expected error is as good as granting nothing.
+# Granting less than this share of the expected error is as good as granting nothing.
 _NOTHING = 0.05
 
 
 @dataclass(frozen=True)
 class Granted:
-    """Hold what is granted to one tensor's error.
+    """The part of one tensor's error that is granted to kernels that lean.
 
     Attributes:
         index: which run of the kernels explains most of the error.
-        coefficient: how much of its change the error contains, 0 to 1.25.
-        norm: the norm of what is granted.
-        max_abs: the largest element of what is granted.
-        left: the error without it.
-        models: errors to expect beside the models' own, as the change is not known exactly.
+        coefficient: how much of that run's change the error contains, 0 to 1.25.
+        norm: the norm of the granted part.
+        max_abs: the largest element of the granted part.
+        left: the error without the granted part.
+        models: errors to expect in addition to the models' own, because the change is not known exactly.
     """
 
     index: int
@@ -83,15 +85,15 @@ class Granted:
 
 
 def grant(error: Summed, base: Summed, kernels: Sequence[Summed]) -> Granted | None:
-    """Take out of an error what one of several kinds of kernels contributes to it.
+    """Return the part of an error that the best of several kinds of leaning kernels explains.
 
     Args:
         error: candidate minus golden.
-        base: the rounding model's tensor, with kernels that do nothing of the kind.
-        kernels: the rounding model's tensor with each kind of kernel, otherwise as ``base``.
+        base: the rounding model's tensor, with kernels that do not lean.
+        kernels: the rounding model's tensor with each kind of leaning kernel, otherwise as ``base``.
 
     Returns:
-        None if next to nothing is to be granted, or if something is not finite.
+        None if next to nothing would be granted, or if a tensor is not finite.
     """
     if not all(x.is_finite for x in (error, base, *kernels)):
         return None
@@ -111,8 +113,8 @@ def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> G
         return None
     coefficient = min(contained, _MOST)
     change *= coefficient
-    # If only some of several products do it, their share is known, but not which they are: each is a
-    # coin toss with this standard deviation.
+    # If only some of several products lean, their share is known, but not which ones they are. Each is a coin toss with
+    # this standard deviation.
     unsure = max(_UNSURE, math.sqrt(max(1.0 - coefficient, 0.0) / coefficient)) * change
     left = Summed(error.values - change)
     if left.norm >= error.norm:
@@ -122,10 +124,10 @@ def _granted_share(index: int, error: Summed, base: Summed, kernel: Summed) -> G
 
 
 def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:
-    """Return how much of the change an error contains, if the change has a part in common with the model's error.
+    """Return how much of the change an error contains, although the change shares a part with the model's error.
 
-    The two are told apart by regressing on both at once: the change goes from roundings that the model made, and an
-    error without these contains as little of one as of the other.
+    Regressing on both at once tells them apart. The change starts from roundings that the model made, and an error
+    without these contains as little of the one as of the other.
     """
     if change.numel() < _FEWEST_ELEMENTS:  # there are too few elements to tell the two apart
         return float(torch.dot((error - base).flatten(), change.flatten()) / change.square().sum())
@@ -135,11 +137,11 @@ def _contained(error: Tensor, base: Tensor, change: Tensor) -> float:
     return float(torch.linalg.lstsq(products.double(), with_error.double()[:, None]).solution[0])
 
 
-# Golden, model and candidate tensors in, verdicts out: every statistic of every tensor against its limit.
+# The verdicts: every statistic of every tensor is compared with its limit.
 
 
 _VANISHING = 1e-12
-"""A gradient smaller than this share of the largest, in root mean square, is what FP64 leaves of terms that cancel."""
+"""A gradient whose root mean square is below this share of the largest is the FP64 residue of terms that cancel."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,9 @@ class Drawn:
     """Models that round independently.
 
     Attributes:
-        count: how many of the models, the last ones, do.
+        count: how many of the models round independently; they are the last ones.
         of_outputs: whether all outputs are judged by them as well. Gradients always are, since a loss's few numbers
-            scale them all, and so are outputs on which few roundings decide.
+            scale them all, and so are outputs that a few roundings decide.
     """
 
     count: int = 0
@@ -170,20 +172,19 @@ def judge(
     leaning: Sequence[Tensors] = (),
     by_average: bool = False,
 ) -> tuple[TensorResult, ...]:
-    """Judge every tensor.
+    """Return the verdict on every tensor.
 
     Args:
         golden: by kind and name of the tensor.
         models: the rounding model's tensors, one for each way in which faithful kernels compute.
         candidate: the candidate's tensors, in the reference's layout.
         precision: the precision at which they were computed.
-        table: what faithful ports show.
-        known: directions of subtle mistakes.
+        table: the limits that faithful ports have set.
+        known: the directions of subtle mistakes.
         drawn: which of the models round independently.
-        leaning: the first model's tensors under each thing that kernels may do in one direction; it is
-            granted along its change.
-        by_average: whether no slice is expected to err less than its tensor's average. True if no second look follows,
-            since two models may be lucky in a slice that few roundings decide.
+        leaning: the first model's tensors with each kind of leaning kernel, whose error is granted along its change.
+        by_average: whether no slice is expected to have a smaller error than its tensor's average. True if no second
+            look follows, since two models may be lucky in a slice that a few roundings decide.
     """
     floors = _floors(golden, models)
     granted = _granted(golden, candidate, models[0], leaning) if leaning else {}
@@ -194,11 +195,10 @@ def judge(
 
 
 def _floors(golden: Truths, models: Sequence[Tensors]) -> dict[tuple[Kind, str], float]:
-    """Return, for each gradient that is 0 but for rounding, the largest root mean square error that the
-    others are expected to have.
+    """Return, for each gradient that is 0 but for rounding, the largest root mean square error expected in the others.
 
-    What is left of terms that cancel, as in the gradient of a bias in front of a softmax, or of queries that see one
-    key, is the rounding of these terms. They may cancel in the model or in the candidate and not in the other.
+    If terms cancel, as in the gradient of a bias before a softmax or of queries that see one key, only their rounding
+    is left. They may cancel in the model and not in the candidate, or the other way round.
     """
     sizes = {key: truth.root_mean_square for key, truth in golden.items() if key[0].endswith("gradient")}
     largest = max(sizes.values(), default=0.0)
@@ -224,13 +224,14 @@ def observe(
 ) -> list[Statistic]:
     """Return the statistics of one tensor for a law; none if candidate, golden or every model has a NaN or an infinity.
 
-    The two models of a first look may be lucky by any factor in a slice that few roundings decide, and a law that
-    covered this would bound nothing. The second look handles it, so here no slice is expected to err less than average.
+    In a slice that a few roundings decide, the two models of a first look may be lucky by any factor, and a law that
+    covered this would bound nothing. The second look handles such slices, so here no slice is expected to have a
+    smaller error than average.
 
     Args:
         key: kind and name of the tensor.
         golden, models, candidate, known: as for ``judge``.
-        dtype: the dtype in which the candidate returns it.
+        dtype: the dtype in which the candidate returns the tensor.
     """
     truth, (error, *model_errors) = _deviations(key, golden, candidate, models, _floors(golden, models))
     least = least_error(dtype, summed_terms(key[0], truth.values, golden))
@@ -238,11 +239,11 @@ def observe(
 
 
 def _terms(kind: Kind, precision: Precision, least: float) -> float:
-    """Return the relative error of the terms whose difference a slice may be.
+    """Return the relative error of terms that may nearly cancel in a slice.
 
-    A gradient behind a softmax is such a difference. A kernel may store what the model holds in FP32, such as the
-    output of attention (flash kernels compute from it the sum that they subtract). If gradients are quantized, these
-    terms lose as much as the tensor does.
+    A gradient behind a softmax is a difference of such terms. A kernel may store a value that the model holds in FP32,
+    such as the output of attention, from which flash kernels compute the sum that they subtract. If gradients are
+    quantized, these terms lose as much as the tensor does.
     """
     if not kind.endswith("gradient"):
         return 0.0
@@ -257,9 +258,7 @@ def _deviations(
     floors: Mapping[tuple[Kind, str], float],
     drawn: Drawn = NONE_DRAWN,
 ) -> Deviations:
-    """Return the deviations of the candidate and of each model; for a gradient that vanishes, also its
-    floor everywhere.
-    """
+    """Return the deviations of the candidate and of each model; a vanishing gradient's floor counts as a model, too."""
     found = golden[key].deviations([tensors[key] for tensors in (candidate, *models)])
     first_drawn = len(found.errors) - drawn.count
     of_drawn = found.errors[first_drawn:]
@@ -295,9 +294,7 @@ def _observed(
 
 
 def summed_terms(kind: Kind, tensor: Tensor, golden: Truths) -> int:
-    """Return about how many terms one element sums: all tokens for a parameter's gradient, a row's
-    width for anything else.
-    """
+    """Return about how many terms one element sums: all tokens for a parameter's gradient, else a row's width."""
     if kind != "weight gradient":
         return tensor.shape[-1] if tensor.dim() else 1
     outputs = [output.exact for (k, _), output in golden.items() if k == "output"]
@@ -354,7 +351,7 @@ def _judged(
 def _granted(
     golden: Truths, candidate: Tensors, base: Tensors, leaning: Sequence[Tensors]
 ) -> dict[tuple[Kind, str], Granted]:
-    """Return what each tensor's error is granted for kernels that lean; nothing if no tensor shows that they do."""
+    """Return each tensor's allowance for kernels that lean; empty if no tensor gives evidence of such kernels."""
     found = {}
     for key, truth in golden.items():
         error, first, *others = truth.deviations([tensors[key] for tensors in (candidate, base, *leaning)]).errors
@@ -365,10 +362,9 @@ def _granted(
 
 
 def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
-    """Return the model's error that is expected: the largest finite one, since a faithful port may
-    compute as any model.
+    """Return the index of the expected error: the largest finite one, since a faithful port may compute like any model.
 
-    Where the candidate overflows, that of a model which overflows there, too, if there is one.
+    If the candidate overflows, it is the error of a model that overflows there, too, if there is one.
     """
     finite = [model_error.is_finite for model_error in model_errors]
     if not error.is_finite:
@@ -378,30 +374,28 @@ def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
     return max(range(len(model_errors)), key=lambda m: model_errors[m].norm if finite[m] else -1.0)
 
 
-# A number that is returned beside other outputs, such as a loss beside logits, is compared by itself.
+# A number that is returned next to other outputs, such as a loss next to logits, is judged separately.
 #
 # A pass differentiates all outputs at once, each with a random output gradient. Logits are a million numbers and a loss
-# is one, so the loss's share of the summed gradients vanishes, and with it a label that is not shifted or a wrong
-# average. So each such number is a part of its own, and all other outputs are another part. Each part is compared as if
-# the pair returned nothing else, on the same weights and inputs.
+# is one, so the loss's share of the summed gradients vanishes. It would not show labels that are not shifted or a wrong
+# average. So each such number is a part of its own, and all other outputs form another part. Each part is compared as
+# if the pair returned nothing else, on the same weights and inputs.
 
 
 _KINDS: tuple[Kind, ...] = ("output", "input gradient", "weight gradient", "probed output")
-MOST_PICTURES = 4  # of a comparison that failed
-# A message names at most so many outputs.
+MOST_PICTURES = 4  # in a comparison that failed
+# Messages name at most this many outputs.
 _FEW = 3
 # The parts of the case and size that were compared last.
 _LATEST: dict[tuple[Case, CheckedSize], list[Case]] = {}
 
 
 def parts(case: Case, checked: CheckedSize, golden: Pass) -> list[Case]:
-    """Return the parts in which a case is compared (the case itself if it has one part), and keep them
-    until the next case.
+    """Return the parts in which a case is compared (the case itself if it has one part); keep them until the next case.
 
     Args:
         case, checked: what is compared.
-        golden: a pass of the reference. A number that requires no gradient, such as an accuracy, needs
-            no part of its own.
+        golden: a pass of the reference. A number that requires no gradient, such as an accuracy, gets no own part.
     """
     outputs = golden.outputs
     alone = [name for name, x in outputs.items() if x.numel() == 1 and name not in golden.detached_outputs]
@@ -413,12 +407,12 @@ def parts(case: Case, checked: CheckedSize, golden: Pass) -> list[Case]:
 
 
 def parts_known(case: Case, checked: CheckedSize) -> list[Case] | None:
-    """Return what ``parts`` returned last, if it was for this case and size."""
+    """Return the latest result of ``parts`` if it was for this case and size, else None."""
     return _LATEST.get((case, checked))
 
 
 def _part(case: Case, names: tuple[str, ...]) -> Case:
-    """Return the same case, as if both modules returned these outputs alone."""
+    """Return the case as if both modules returned only these outputs."""
 
     def factory(te: ModuleType, **size: Any) -> Pair:
         pair = case.factory(te, **size)
@@ -432,7 +426,7 @@ def _part(case: Case, names: tuple[str, ...]) -> Case:
 
 
 def gradients_of(case: Case, tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """Return the verdicts; those on a part's gradients get the names of the outputs that were differentiated."""
+    """Return the verdicts, with the names of the differentiated outputs added to those on a part's gradients."""
     if not case.outputs:
         return tuple(tensors)
     of = ", ".join(case.outputs) if len(case.outputs) <= _FEW else "the other outputs"
@@ -467,7 +461,7 @@ def thinned(tensors: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
 
 
 def worth_a_picture(tensors: Sequence[TensorResult]) -> list[TensorResult]:
-    """Return those that failed by most, an output among them if one failed; or the worst one if none failed."""
+    """Return the verdicts that failed by most, including an output if one failed; if none failed, the worst one."""
     by_margin = sorted(tensors, key=lambda tensor: tensor.margin, reverse=True)
     failed = [tensor for tensor in by_margin if not tensor.passed]
     outputs = [tensor for tensor in failed if tensor.kind == "output"][:1]
@@ -476,10 +470,9 @@ def worth_a_picture(tensors: Sequence[TensorResult]) -> list[TensorResult]:
 
 
 def _findings(results: Sequence[Result]) -> tuple[Finding, ...]:
-    """Return the worst part's findings, then the causes found for other parts; without the unexplained
-    ones if any part has a cause.
+    """Return the findings of all parts, the worst part's first; if a part has a cause, unexplained ones are left out.
 
-    Parts share all but their last steps: what explains one is the likeliest cause of what is unexplained in another.
+    Parts share all but their last steps, so the cause of one is the likeliest cause of another's unexplained failure.
     """
     failed = sorted((one for one in results if one.findings), key=lambda one: one.margin, reverse=True)
     explained = [one for one in failed if is_explained(one)]
@@ -491,12 +484,12 @@ def _findings(results: Sequence[Result]) -> tuple[Finding, ...]:
 
 
 def is_explained(result: Result) -> bool:
-    """Return whether a failure has a cause with a name."""
+    """Return whether a failure has a named cause."""
     return any(finding.code not in UNEXPLAINED for finding in result.findings)
 
 
 def _determinism(seen: Sequence[Determinism]) -> Determinism | None:
-    """Return what differed in any of the parts."""
+    """Return the differences seen in any of the parts; None if none was checked."""
     if not seen:
         return None
     differing = dict.fromkeys(label for one in seen for label in one.differing)
@@ -504,11 +497,11 @@ def _determinism(seen: Sequence[Determinism]) -> Determinism | None:
     return Determinism(tuple(differing), next((one.first for one in seen if one.first), ""), tuple(drawn))
 
 
-# Python's own numbers that a module returns beside tensors, such as results of ``.item()``: they have no gradient.
+# Python numbers that a module returns next to tensors, such as results of ``.item()``. They have no gradient.
 
 
-# A single number's error depends more on chance than a tensor's, and what a port's own lines round is not granted to
-# it. So up to this many times the limit it is only noted; beyond that, no rounding explains it.
+# A single number's error depends more on chance than a tensor's, and there is no allowance for roundings in a port's
+# own lines. So an error of up to this many times the limit is only noted. Beyond that, no rounding explains it.
 _GROSS = 10.0
 
 
@@ -517,16 +510,16 @@ def judged_numbers(
 ) -> tuple[tuple[str, ...], tuple[Finding, ...]]:
     """Judge a candidate's Python numbers against the reference's: floats as outputs of one element, others exactly.
 
-    Integers and booleans may depend on rounding, as a count of tokens does; if they differ, a note says so.
+    Integers and booleans may depend on rounding, as a count of tokens does. If they differ, a note says so.
 
     Args:
-        prepared: holds golden, and what the rounding model's passes returned.
+        prepared: holds golden and the results of the rounding model's passes.
         returned: the numbers that the candidate returned.
         precision: the precision at which it ran.
-        table: what faithful ports show.
+        table: the limits that faithful ports have set.
 
     Returns:
-        Notes, a sentence each; and a finding for each number that no rounding explains.
+        Notes of one sentence each, and a finding for each number that no rounding explains.
     """
     notes: list[str] = []
     found: list[Finding] = []
@@ -561,9 +554,7 @@ def _shown(number: float) -> str:
 
 
 def _margin(one: float, other: float, modelled: list[float], precision: Precision, table: Table) -> float:
-    """Return the margin of one number, judged as an output of one element; infinite if only one of the
-    two is not finite.
-    """
+    """Return the margin of one number, judged as an output of one element; infinite if either value is not finite."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return math.inf
     models = [_as_output(x) for x in modelled or [one]]

@@ -1,4 +1,4 @@
-"""Derive limits: how rare a false alarm is to be, the law of a statistic over right ports, and its table."""
+"""Derive limits: the rate of false alarms, the law of each statistic over faithful ports, and the table of laws."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from parity.user_error import UserError
 
 # A whole run of the default suite may raise a false alarm at most once in a thousand runs.
 FALSE_ALARMS_A_RUN = 1e-3
-# Such a run judges so many statistics, rounded up: about 300 comparisons of 6 tensors by 7 statistics each.
+# The number of statistics that such a run judges, rounded up: about 300 comparisons of 6 tensors by 7 statistics each.
 STATISTICS_A_RUN = 20_000
 
 
-# What a margin is, as reports say it; README and docs/design.md say the same.
+# The definition of a margin in reports. README and docs/design.md say the same.
 MARGIN = "the worst statistic over its limit"
 
 
@@ -45,22 +45,23 @@ def describe() -> str:
 # The distribution of one statistic over faithful ports, and the limit that it sets.
 #
 # The logarithm of a ratio is modelled as normal above its center, which is the median, or 0 if that is higher. The
-# lower side has another shape, but does not matter: an error below the model's is never a failure. A signed statistic
-# is modelled as normal around zero. Tensors differ, so tails are heavier than normal near the top: the spread is that
-# of the narrowest normal distribution whose upper tail lies nowhere below the measured one. The limit is a quantile of
-# Student's t distribution, since the spread is known from finitely many tensors only. A tensor counts once, however
-# many seeds it was measured with, since its values resemble each other.
+# lower side has another shape, which does not matter because an error below the model's is never a failure. A signed
+# statistic is modelled as normal around zero. Tensors differ, so tails are heavier than normal near the top. The spread
+# is therefore that of the narrowest normal distribution whose upper tail lies nowhere below the measured one. The limit
+# is a quantile of Student's t distribution, since the spread is known from only a few tensors. A tensor counts once,
+# however many seeds it was measured with, since its values resemble each other.
 
 
 SIGNED = ("gain", "mistake")
 WORST_OF_MANY = ("largest", "row", "slice")
-# No model of rounding is trusted more closely than this. The spreads are of the logarithm, and wider for statistics
-# that are the worst of many, which a few errors decide; for signed statistics they are in standard deviations.
+# No spread counts as smaller than this, because no rounding model is trusted more closely. The spreads are of the
+# logarithm, and wider for statistics that are the worst of many values, which a few errors decide. For signed
+# statistics they are in standard deviations.
 _LEAST_SPREAD = 0.1
 LEAST_SPREADS = {"largest": 0.15, "row": 0.15, "slice": 0.15, "gain": 1.0, "mistake": 1.0}
 # With fewer tensors the quantiles of Student's t are astronomical, and a limit that nothing exceeds is useless.
 FEWEST_TENSORS = 8
-# In standard deviations: nearer to the center a law need not fit.
+# In standard deviations. A law need not fit closer to the center.
 _TAIL_BEGINS = 1.0
 # Smaller ratios count as this one: 0 has no logarithm, and ratios so small do not matter.
 SMALLEST_RATIO = 1e-3
@@ -68,13 +69,13 @@ SMALLEST_RATIO = 1e-3
 
 @dataclass(frozen=True)
 class Law:
-    """Hold what faithful ports show.
+    """The distribution of one statistic over faithful ports.
 
     Attributes:
         center: median of the ratio's logarithm, at least 0; 0 for a signed statistic.
         spread: standard deviation of a normal distribution around the center that bounds the upper tail.
         tensors: how many different tensors were measured.
-        samples: how many values.
+        samples: how many values were measured.
         largest: the largest value that was seen, as a ratio or in standard deviations.
     """
 
@@ -107,11 +108,11 @@ class Law:
 
 
 def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
-    """Return the law of values that faithful ports gave.
+    """Return the law that fits the values of faithful ports.
 
     Args:
         values: finite, at least one.
-        tensors: the name of the tensor that each value is of; any name will do.
+        tensors: the name of each value's tensor, which only serves to tell tensors apart.
         statistic: its name.
 
     Raises:
@@ -132,7 +133,7 @@ def fit(values: Sequence[float], tensors: Sequence[str], statistic: str) -> Law:
 
 
 def _exp(exponent: float) -> float:
-    """Return the exponential, infinity if no float can hold it."""
+    """Return the exponential; infinity if no float can hold it."""
     try:
         return math.exp(exponent)
     except OverflowError:
@@ -140,7 +141,7 @@ def _exp(exponent: float) -> float:
 
 
 def too_few(count: int) -> str:
-    """Say why so many tensors are not enough."""
+    """Say why this many tensors are not enough."""
     return (
         f"{count} different tensors cannot show what happens once in a million times; give cases that have at least "
         f"{FEWEST_TENSORS} of each kind"
@@ -162,7 +163,7 @@ def _spread(distances: NDArray[np.float64], signed: bool) -> float:
 
 PACKAGED = Path(__file__).with_name("packaged.json")
 _FORMAT = 1
-# A limit this large proves nothing: the largest that right ports ever set is 10, and 1/2**20 is FP32's own rounding.
+# A limit this large proves nothing: faithful ports have never set one above 10, and 1/2**20 is FP32's own rounding.
 _PASSES_ALL = 1e6
 
 Key = tuple[str, str, str]
@@ -171,7 +172,7 @@ Key = tuple[str, str, str]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Hold what ``parity calibrate`` has measured.
+    """The laws that ``parity calibrate`` has measured.
 
     Attributes:
         laws: by precision, kind of tensor and statistic.
@@ -217,7 +218,7 @@ def load(file: Path) -> Table:
     """Read a table.
 
     Raises:
-        UserError: if there is none in the file, it cannot be read, or one of its laws gives no limit.
+        UserError: if the file does not exist, it cannot be read, or one of its laws gives no limit.
     """
     if not file.exists():
         raise UserError(f"there is no calibration table {file}; make one with: parity calibrate --out {file}")
@@ -252,7 +253,7 @@ def _table_of(content: Any) -> Table:
 
 
 def why_no_limit(key: Key, law: Law) -> str:
-    """Say why nothing can be judged by a law; return an empty text if something can."""
+    """Say why a law gives no useful limit; return an empty text if it does."""
     what = f"{key[2]!r} of the kind {key[1]!r} in {key[0]}"
     for field in dataclasses.fields(law):
         value = getattr(law, field.name)
@@ -300,7 +301,7 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """The limit over the packaged one."""
+        """Return the limit over the packaged one."""
         return self.limit / self.packaged if self.packaged else math.inf  # a damaged record may have 0
 
 
@@ -315,7 +316,7 @@ class OfPrecision:
         tighter: how many are less than the packaged ones by more than that factor.
         widest, tightest: the limits with the largest and the smallest ratio; None if no law is shared.
         unknown: how many laws the packaged table lacks.
-        accepted: which limits were far outside, and accepted all the same; empty if none were.
+        accepted: which limits were far outside but accepted anyway; empty if none were.
     """
 
     precision: str
@@ -343,14 +344,13 @@ def widest(found: Iterable[OfPrecision]) -> tuple[str, Difference] | None:
 # - the law's limit would be more than ``TIMES`` the packaged one, even if it were known from as many tensors. Having
 #   few tensors already makes a limit wider (Student's t), which is no sign of a wrong port.
 #
-# Twice the expected error is four times its variance: what a kernel loses that does each rounding of the model four
-# times. The model already rounds all that the least fused of faithful kernels stores, so no kernel should need that.
+# Twice the expected error is four times its variance, as much as a kernel loses that does each rounding of the model
+# four times. The model already rounds everything that the least fused faithful kernel stores, so no kernel should need
+# that.
 
 
 def compared(table: Table) -> tuple[OfPrecision, ...]:
-    """Compare each of a table's limits with the packaged one, by precision; return nothing for the
-    packaged table itself.
-    """
+    """Compare each of a table's limits with the packaged one, by precision; return nothing for the packaged table."""
     known = packaged()
     if table.laws == known.laws:
         return ()
@@ -376,7 +376,7 @@ def _of_precision(table: Table, known: Table, precision: str) -> OfPrecision:
 def far_outside(laws: Mapping[Key, Law]) -> dict[Key, Difference]:
     """Return the laws of one calibration that lie far outside the packaged ones (see above), the widest first."""
     known = packaged()
-    # So rare that less than one right calibration in a thousand has such a value.
+    # Fewer than one right calibration in a thousand has a value this rare.
     rare = FALSE_ALARMS_A_RUN / max(1, sum(law.samples for law in laws.values()))
     found = {
         key: Difference(*key[1:], law.limit(key[2]), known.limit(*key))

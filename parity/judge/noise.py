@@ -1,17 +1,17 @@
-"""Tell whether a statistic has grown by more than what right kernels of the same port differ by.
+"""Tell whether a statistic has grown by more than right kernels of the same port differ.
 
 Two versions of TransformerEngine, of PyTorch, of a driver or of a GPU round the same item in different ways. Golden and
-what is expected are the same for both, so what the model of rounding has wrong cancels, and much smaller changes can be
-told than a limit allows. A limit's own law cannot tell them: a right port whose statistic grows by some distance from
-above the law's center lies at least that far above the center, so the law allows such a growth as often as a failure.
+the expected error are the same for both, so faults of the rounding model cancel, and much smaller changes can be told
+than a limit allows. A limit's own law cannot tell them: a right port whose statistic grows by some distance from above
+the law's center lies at least that far above the center, so the law allows such a growth as often as a failure.
 
-So the growth has laws of its own, measured on the same items under kernels that are known to be right (``parity lab
-noise``), with the means by which limits are fitted. There are two, since what noise is depends on what has changed:
+So growth has laws of its own, measured on the same items under kernels that are known to be right (``parity lab
+noise``) and fitted like limits. There are two, because noise depends on what has changed:
 
-- *alike*: nothing has that decides how kernels round. Sums may be taken in another order, and no more.
+- *alike*: nothing that decides how kernels round has changed. Only the order of sums may differ.
 - *others*: TransformerEngine, PyTorch, a library, the GPU or a choice among kernels has changed. Kernels may then split
-  sums, keep fewer bits of them or round operands otherwise (``parity.numerics.kernel_choices``), which may cost half as
-  much again as what is expected, and be right.
+  sums, keep fewer bits of them or round operands differently (``parity.numerics.kernel_choices``). They may be right
+  and still err by half as much again as expected.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ PACKAGED = Path(__file__).with_name("noise.json")
 Kernels = Literal["alike", "others"]
 # Every other precision stores its results in 16 bits, and its kernels have the same choices.
 _FP32, _SIXTEEN_BITS = "fp32", "16 bits"
-# Components along a direction have one law: of `mistake` alone, few tensors were measured.
+# Components along a direction share one law, because few tensors were measured for `mistake` alone.
 _COMPONENT = "gain or mistake"
 
 
 def growth(before: Check, after: Check, precision: str, kind: Kind) -> float:
     """Return by how much a statistic has grown.
 
-    An error that is no larger than what is expected is as good as none, so a ratio below 1 counts as 1: kernels that
-    round less than the model are right, and so are those that round as much. Where a limit is wider than the packaged
-    one, because few numbers scale a whole gradient or by a table of one's own, a value counts for less in proportion.
+    An error that is no larger than expected is as good as none, so a ratio below 1 counts as 1: kernels that round as
+    much as the model or less are right. If a limit is wider than the packaged one, because few numbers scale a whole
+    gradient or because the user has another table, a value counts for proportionally less.
 
     Args:
-        before, after: of the same statistic and tensor in two runs.
+        before, after: the checks of the same statistic and tensor in two runs.
         precision: the precision's name.
-        kind: the tensor's.
+        kind: the tensor's kind.
 
     Returns:
-        The logarithm of the ratio of both values; of a signed statistic the difference in standard deviations, positive
-        if the newer value is the larger one.
+        The logarithm of the ratio of both values; for a signed statistic the difference in standard deviations,
+        positive if the newer value has the larger magnitude.
     """
     old, new = _value(before, precision, kind), _value(after, precision, kind)
     if old == new:
@@ -69,11 +69,11 @@ def _value(check: Check, precision: str, kind: Kind) -> float:
 
 @dataclass(frozen=True)
 class Growth:
-    """Hold how much a statistic of one tensor differs between two runs that are known to be right.
+    """The difference of one tensor's statistic between two runs that are known to be right.
 
     Attributes:
-        kernels: of the two runs.
-        runs: which two.
+        kernels: whether the kernels of the two runs round alike.
+        runs: which two runs.
         precision: the precision's name.
         statistic: its name.
         tensor: the name of the tensor, with that of its item.
@@ -89,10 +89,10 @@ class Growth:
 
 
 def laws(measured: Iterable[Growth]) -> dict[Key, Law]:
-    """Return the laws, each symmetric, as either run may be the older one.
+    """Return the laws of growth, which are symmetric because either run may be the older one.
 
-    Two versions differ in all that they compute, or in little of it. So a law is not that of all pairs of runs, but of
-    the pair that differs most.
+    Two versions may differ in everything that they compute, or in little of it. So a law is not that of all pairs of
+    runs, but that of the pair that differs most.
     """
     grouped: dict[Key, dict[str, list[Growth]]] = defaultdict(lambda: defaultdict(list))
     for each in measured:
@@ -111,19 +111,20 @@ def _law(group: Sequence[Growth]) -> Law | None:
 def allowed(
     kernels: Kernels, precision: str, statistic: str, elements: int, compared: int, table: Table | None = None
 ) -> float:
-    """Return the growth that right kernels exceed once in 1,000 comparisons of so many statistics.
+    """Return the growth that right kernels exceed once in 1,000 comparisons of this many statistics.
 
-    However much alike kernels are, the norm of independent rounding errors scatters by ``1 / sqrt(2 n)`` of itself, and
-    the ratio of two by ``1 / sqrt(n)``: a law that is measured on large tensors is widened by this for small ones. A
-    statistic that is the worst of many hangs on a few errors, so its spread is never less than a limit takes it for.
+    However similar kernels are, the norm of independent rounding errors scatters by ``1 / sqrt(2 n)`` of itself, and
+    the ratio of two norms by ``1 / sqrt(n)``. So a law that is measured on large tensors is widened by this for small
+    ones. A statistic that is the worst of many values depends on a few errors, so its spread is never smaller than the
+    least spread for limits.
 
     Args:
-        kernels: whether those of both runs round alike.
+        kernels: whether the kernels of both runs round alike.
         precision: the precision's name.
         statistic: its name.
-        elements: how many the tensor has.
+        elements: the tensor's number of elements.
         compared: how many statistics the whole comparison of two runs has.
-        table: of laws of growth; None for the packaged one.
+        table: the table of laws of growth; None for the packaged one.
     """
     law = (table or packaged()).laws[_key(kernels, precision, statistic)]
     least = limits.LEAST_SPREADS[statistic] if statistic in limits.WORST_OF_MANY else 0.0

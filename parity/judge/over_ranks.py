@@ -1,4 +1,4 @@
-"""Have ranks compute a candidate, and put their parts together, so that they are judged like a pass of the whole."""
+"""Compute a candidate on several ranks, and join their parts so that they are judged like a pass in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_RANKS = "ranks are compared only on the CPU kernels: use --parity-backend=cpu
 
 
 def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared, made: Degrees) -> Given:
-    """Return what every rank is given.
+    """Return the input of every rank.
 
     Raises:
         UserError: if another process cannot find the case.
@@ -53,17 +53,16 @@ def given_of(case: Case, asked: Asked, checked: CheckedSize, prepared: Prepared,
 
 
 def on_cpu(tensors: Any) -> Any:
-    """Return the same with all tensors on the CPU."""
+    """Return a nested structure with all its tensors detached and on the CPU."""
     return tree_map_only(Tensor, lambda x: x.detach().cpu(), tensors)
 
 
 def on_all_ranks(function: Callable[[Any], Any], given: Any, made: Degrees, timeout: float) -> list[Any]:
-    """Return what a function returns on each rank: of this process's own group, if it is one of these, else of new
-    ones.
+    """Return a function's result on each rank: of this process's group if it is in one, else of newly launched ranks.
 
     Raises:
         RanksFailed: if a rank raised, died or did not return in time.
-        UserError: if this process's group is not of as many ranks as asked for.
+        UserError: if this process's group has another number of ranks than asked for.
     """
     if not _is_rank():
         return launch(function, made.count, [given], timeout=timeout)
@@ -80,7 +79,7 @@ def _is_rank() -> bool:
 
 
 def ended(asked: Asked, error: RanksFailed, made: Degrees) -> Result:
-    """Return the result of ranks that have not answered."""
+    """Return the result of a comparison whose ranks failed."""
     first = error.failures[0]
     told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
     others = f"; so did {len(error.failures) - 1} more" if len(error.failures) > 1 else ""
@@ -114,11 +113,12 @@ def put_together(ran: Sequence[OnRank], made: Degrees, prepared: Prepared) -> li
 
 
 def with_parts_joined(whole: Whole, made: Degrees) -> Whole:
-    """Return an input's gradient, with what data and context parallel ranks have of it joined.
+    """Return an input's gradient, with the parts of it on data and context parallel ranks joined.
 
-    An input that is whole on each rank may be divided by the pair itself. Then each rank has the gradient of its part,
-    and zeros elsewhere. What comes before is computed for each part by itself, so nothing need be reduced. Of an input
-    that several stages of a pipeline use, each has what flows back through it.
+    If an input is whole on each rank, the pair itself may divide it. Then each rank has the gradient of its part, and
+    zeros elsewhere. The computation that precedes the pair handles each part separately, so nothing need be reduced. If
+    several stages of a pipeline use an input, each has only the gradient that flows back through it, so these are
+    summed.
     """
     pieces = {one.rank: one for one in whole.pieces}
     for peers in made.peers("pp") if made.pp > 1 else ():
@@ -145,7 +145,7 @@ def unreached_by(ran: Sequence[OnRank]) -> tuple[str, ...]:
 
 
 def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
-    """Return the ranks' outputs and gradients as a candidate in one process has them."""
+    """Return the ranks' outputs and gradients, joined and in the reference's layout."""
     tensors: Tensors = {
         (kind, one.name): one.joined() for one in wholes for kind in ("output", "input gradient") if one.kind == kind
     }
@@ -158,7 +158,7 @@ def in_reference_layout(wholes: Sequence[Whole], prepared: Prepared) -> Tensors:
 
 
 def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
-    """Return which tensors are not the same on ranks that hold the same part of them."""
+    """Return a finding if ranks that hold the same part of a tensor have different values, else None."""
     found = [(one, ranks) for one in wholes if (ranks := one.apart())]
     if not found:
         return None
@@ -172,7 +172,7 @@ def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
 
 
 def with_limits(wholes: Sequence[Whole], result: Result, prepared: Prepared) -> list[Whole]:
-    """Return the tensors with the bounds on their errors; of one that the reference has in parts, the largest."""
+    """Return the tensors with the limits on their errors; if the reference has one in parts, with the largest limit."""
     limits: dict[tuple[str, str], float] = {}
     of_parameter = {
         left: right for side, own in prepared.weights.items() for left in names(side) for right in names(own)

@@ -1,4 +1,4 @@
-"""Say more of an error than the verdict does: where it lies, its distribution, and what trainers would see of it."""
+"""Describe an error beyond its verdict: where it lies, its distribution, and its effect on log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from parity.passes.all_passes import Tensors
 from parity.passes.prepare import Prepared, calls_of, size_in_bytes
 from parity.result import Histogram, Picture, Profile, TensorResult
 
-PARTS, PARTS_OF_A_PASS = 64, 16  # of an axis, at most
+PARTS, PARTS_OF_A_PASS = 64, 16  # parts of an axis, at most
 BINS, FIRST, WIDTH = 40, -5.0, 0.25  # from 1/100,000 of the expected error to 100,000 times it, four bins a decade
-_FEWEST = 16  # elements of which a histogram says anything
+_FEWEST = 16  # elements that make a histogram worth drawing
 _CHUNK = 2**20  # elements whose logarithms are in memory at once
 
 
@@ -33,7 +33,7 @@ def pictured(
         tensors: the verdicts.
         golden: by kind and name of the tensor.
         candidate: the candidate's tensors.
-        models: the rounding model's; the one whose error is largest is what is expected.
+        models: the rounding model's; the largest of their errors is the expected one.
     """
     parts = PARTS_OF_A_PASS if all(tensor.passed for tensor in tensors) else PARTS
     worth = {tensor.label for tensor in worth_a_picture(tensors) if tensor.key in golden}
@@ -66,7 +66,7 @@ def _picture(
 
 
 def _finite(error: Summed) -> Summed:
-    """Return an error without what is not finite, which has no size."""
+    """Return an error with 0 for elements that are not finite, since these have no size."""
     return error if error.is_finite else Summed(error.values.nan_to_num(0.0, 0.0, 0.0))
 
 
@@ -92,7 +92,7 @@ def _profile(axis: int, error: Summed, expected: Summed, spoiled: Tensor | None,
 
 
 def _summed(values: Tensor, span: int) -> Tensor:
-    """Return the sums over parts of so many consecutive values; the last part may have fewer."""
+    """Return the sums over parts of ``span`` consecutive values; the last part may have fewer."""
     padding = -len(values) % span
     return torch.nn.functional.pad(values, (0, padding)).view(-1, span).sum(-1)
 
@@ -115,22 +115,22 @@ def _counted(values: Tensor, unit: float) -> tuple[tuple[int, ...], int]:
 
 
 def _rounded(value: float) -> float:
-    """Return three digits of a number, which are all that a picture shows."""
+    """Return a number rounded to three digits, which are all that a picture shows."""
     return float(f"{value:.3g}")
 
 
-# Find the first position at which an output is wrong, each against the error that is expected there.
+# The first position at which an output is wrong, judged by the error that is expected at each position.
 
 
 _CHANCE = 3.0  # deviations by which the norm of few elements may exceed another's
-_FEWEST_POSITIONS = 3  # positions: of two, one is first by chance
+_FEWEST_POSITIONS = 3  # with two positions, one comes first by chance
 _LIKELY = 0.01
 _TINY = 1e-30
 
 
 @dataclass(frozen=True)
 class FirstWrong:
-    """Say where an output begins to be wrong.
+    """The position from which an output is wrong.
 
     Attributes:
         dim: the dimension that counts positions.
@@ -150,16 +150,16 @@ class FirstWrong:
 def first_wrong(
     result: TensorResult, computed: Tensor, golden: Tensor, models: Sequence[Tensor], row: int | None = None
 ) -> FirstWrong | None:
-    """Return where an output begins to be wrong; None if it does so at once, or if no position is by itself.
+    """Return where an output begins to be wrong; None if it is wrong from the start, or not clearly from a position on.
 
-    Positions are looked for in the second dimension, as of ``[batch, seq, ...]``, then in the first.
+    Positions are looked for in the second dimension, as in ``[batch, seq, ...]``, then in the first.
 
     Args:
         result: the output's verdict.
         computed: the candidate's.
         golden: the reference's in FP64.
         models: the rounding model's.
-        row: of the batch, to look at alone; None for all.
+        row: the only row of the batch to look at; None for all.
     """
     if computed.shape != golden.shape or (row is not None and golden.dim() < 2):
         return None
@@ -180,7 +180,7 @@ def _first_along(
     count, each = golden.shape[dim], golden.numel() // golden.shape[dim]
     sizes = _norms(golden, dim).clamp(min=_TINY)
     errors = _norms(computed - golden, dim)
-    # What a model loses at one position may be little by chance, so all positions together count as well.
+    # A model's error at one position may be small by chance, so the error over all positions counts as well.
     typical = result.expected.relative_l2 * norm_of(golden) / count**0.5
     expected = torch.stack([_norms(model - golden, dim) for model in models]).amax(0).clamp(min=typical)
     allowed = max(result.tolerance_relative_l2 / max(result.expected.relative_l2, _TINY), 1.0)
@@ -188,7 +188,7 @@ def _first_along(
     if not wrong or wrong[0] == 0:
         return None
     at = wrong[0]
-    # If as many positions are right by chance as behind this one, all before it may be right by chance, too.
+    # If positions are right by chance as often as they are from here on, all before may be right by chance as well.
     if (1.0 - len(wrong) / (count - at)) ** at > _LIKELY:
         return None
     return FirstWrong(dim, at, count, float(errors[at] / sizes[at]), float(expected[at] / sizes[at]))
@@ -218,12 +218,12 @@ def first_wrong_told(
 # How far log-probabilities of tokens are off, in the numbers that trainers of language models watch.
 
 
-# A logarithm of a probability that is 1 may be rounded to either side of 0.
+# The logarithm of a probability of 1 may be rounded to either side of 0.
 _ROUNDING = 1e-6
 
 
 def log_prob_outputs(prepared: Prepared) -> tuple[str, ...]:
-    """Return the names of the outputs that are log-probabilities of tokens, kept for the next precision."""
+    """Return the names of the outputs that are log-probabilities of tokens, and keep them for the next precision."""
 
     outputs = {name: x for name, x in prepared.golden.outputs.items() if x.dim() and _has_one_sign(x)}
 
@@ -237,28 +237,27 @@ def log_prob_outputs(prepared: Prepared) -> tuple[str, ...]:
 
 
 def _has_one_sign(x: Tensor) -> bool:
-    """Return whether numbers are all negative or all positive, but for roundings, as log-probabilities are."""
+    """Return whether numbers are all negative or all positive except for rounding, as log-probabilities are."""
     return bool((x < _ROUNDING).all()) or bool((x > -_ROUNDING).all())
 
 
 def told(names: Sequence[str], candidate: Tensors, golden: Tensors, models: Sequence[Tensors]) -> Iterator[str]:
     """Yield a sentence for each output of log-probabilities.
 
-    The ratio of probabilities is the reference's over the candidate's, as a trainer's over its engine's, and KL is the
+    The ratio of probabilities is the reference's over the candidate's, as a trainer's over its engine's. KL is the
     average of ``ratio - 1 - log(ratio)`` over the tokens (Schulman's k3). Tokens whose golden log-probability is 0 are
-    padding, and are left out.
+    padding and are left out.
 
     Args:
-        names: of the outputs.
-        candidate, golden: all tensors.
-        models: the rounding model's, which tell what rounding alone makes.
+        names: the names of these outputs. candidate, golden: all tensors. models: the rounding model's, which show the
+        effect of rounding alone.
     """
     for name in names:
         right, computed = golden["output", name].double(), candidate["output", name]
         counts = right != 0
         if computed.shape != right.shape or not bool(counts.any()):
             continue
-        sign = -1.0 if bool((right[counts] > 0).all()) else 1.0  # a loss of each token is a negative log-probability
+        sign = -1.0 if bool((right[counts] > 0).all()) else 1.0  # a loss per token is a negative log-probability
         off = sign * (computed.double() - right) * counts
         if not bool(off.isfinite().all()):
             continue
@@ -290,7 +289,7 @@ def _span(values: Iterator[float]) -> str:
 
 
 def _of_their_dtype(computed: Tensor, right: Tensor, counts: Tensor) -> str:
-    """Say what log-probabilities lose that are returned in 16 bits; return an empty text for others."""
+    """Say how much log-probabilities lose by being returned in 16 bits; return an empty text for other dtypes."""
     if computed.dtype not in (torch.bfloat16, torch.float16):
         return ""
     lost = (right.to(computed.dtype).double() - right)[counts].abs().mean().item()

@@ -1,4 +1,4 @@
-"""Look at a failure a second time: may faithful kernels have made these numbers?"""
+"""Look at a failure a second time: could faithful kernels have computed these numbers?"""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from parity.passes.prepare import Prepared, cast, cast_module
 from parity.result import TensorResult
 from parity.trace.trace import optimizers_recorded
 
-# Look again at a port that is beyond a limit: might a faithful port be there, too, if its roundings fell otherwise?
-# Each step below adds runs of the rounding model to those of the first look; what any of them loses is expected, and
-# the look ends once every tensor passes. ``docs/statistics.md`` tells it for users.
+# Look again at a port that exceeds a limit: could a faithful port exceed it, too, if its roundings fell differently?
+# Each step below adds runs of the rounding model to those of the first look. An error as large as that of any run is
+# expected, and the look ends once every tensor passes. ``docs/statistics.md`` explains this for users.
 #
 # 1. Plain lines. A port's own lines between TE's modules are not fused. If they call PyTorch's functions, the model
-#    runs once more with what these functions round (``parity.numerics.plain``).
+# runs once more with the roundings of these functions (``parity.numerics.plain``).
 #
 # 2. Noisy kernels. A GEMM may add parts of a sum in 16 bits. The model runs once more with such sums
 #    (``parity.numerics.kernel_choices``).
@@ -41,16 +41,16 @@ from parity.trace.trace import optimizers_recorded
 #    little noise (``parity.numerics.freedom.Freedom``), each time with bad luck at other values. Noise cannot imitate a
 #    mistake, whose error stays where it is.
 #
-# 5. Drawn roundings. If a few numbers scale all that follows, as a loss's scores scale the gradients, their roundings
-#    are too few to average out. All runs of the model round them alike and so lean alike; a port that rounds them
-#    otherwise leans otherwise. The same holds for the scores of a saturated softmax, on which outputs depend as well,
-#    and for the roundings of a few tokens: a port that scales tokens before a layer, where the reference does so after
-#    it, rounds other numbers. So at last the model runs with roundings that are drawn independently, which shows how
-#    large such errors are, and how far they lean, by chance. Adam's first steps divide a gradient by its own magnitude:
-#    if rounding decides a gradient's sign, it decides a whole step. So if the reference makes steps of an optimizer,
-#    what these runs lose is expected as well.
+# 5. Drawn roundings. If a few numbers scale everything that follows, as a loss's scores scale the gradients, their
+#    roundings are too few to average out. All runs of the model round them alike and so lean alike. A port that rounds
+#    them differently leans differently. The same holds for the scores of a saturated softmax, on which outputs depend
+#    as well, and for the roundings of a few tokens: a port that scales tokens before a layer, where the reference does
+#    so after it, rounds other numbers. So finally the model runs with roundings that are drawn independently, which
+#    shows how large such errors are by chance, and how far they lean. Adam's first steps divide a gradient by its own
+#    magnitude, so a rounding that decides a gradient's sign decides a whole step. So if the reference runs steps of an
+#    optimizer, outputs may also err as much as these runs do.
 #
-# Choices among experts are no step of their own: once they were seen, every run of the model chooses as the port did
+# Choices among experts are not a step of their own. Once they are known, every run of the model chooses as the port did
 # wherever rounding explains its choice.
 
 
@@ -60,14 +60,14 @@ LOOKS = 8
 DRAWS = 16
 # Jitter never multiplies an error by this much: it moves single values, whose share of a tensor's error is expected.
 HOPELESS_MARGIN = 10.0
-# So many noisy runs tell what more of them may still do: if the errors of faithful runs differ threefold, which is 1.2
-# deviations of their logarithm, the largest of two dozen is expected to be three times the largest of four.
+# This many noisy runs tell what more of them could still do: if the errors of faithful runs differ threefold, which is
+# 1.2 deviations of their logarithm, the largest of two dozen is expected to be three times the largest of four.
 TELLING_LOOKS = 4
 STILL_HOPELESS_MARGIN = 3.0
 # The margins of these count deviations, which are small if a few scores of a saturated softmax scale all gradients.
 _IN_DEVIATIONS = frozenset({"gain", "mistake"})
-# One rounding may be all of a small slice's error, so that another run's error is many times as large: if terms cancel,
-# or if a format has few numbers so small. Only several runs tell that, and for a format only the drawn ones.
+# One rounding may be all of a small slice's error if terms cancel, or if a format has few numbers that small. Then
+# another run's error may be many times as large. Only several runs show that, and for a format only the drawn ones.
 _OF_A_SLICE = frozenset({"row", "slice"})
 
 
@@ -80,10 +80,9 @@ def second_look(
     port: Port,
     noisy_kernels: tuple[str, ...] = (),
 ) -> tuple[TensorResult, ...]:
-    """Return the verdicts with more models if every tensor passes then, else those that grant what the
-    port's lines round.
+    """Return the verdicts with more models if every tensor passes then, else those that grant only the port's roundings.
 
-    If all passed at first look, these verdicts are returned.
+    If all tensors passed at first look, those verdicts are returned.
 
     Args:
         tensors: the verdicts at first look.
@@ -92,8 +91,8 @@ def second_look(
         judge: maps models, and which of them round independently, to verdicts.
         prepared: what is compared.
         rounding: the precision's.
-        port: what the port rounds by itself.
-        noisy_kernels: names of what its kernels may do that is noise (``parity.numerics.kernel_choices``).
+        port: the port's own roundings and choices.
+        noisy_kernels: names of choices of its kernels that only add noise (``parity.numerics.kernel_choices``).
     """
     if all(tensor.passed for tensor in tensors):
         return tensors
@@ -128,10 +127,9 @@ def second_look(
 
 
 def _not_cleared(first: Sequence[TensorResult], second: Sequence[TensorResult]) -> tuple[TensorResult, ...]:
-    """Return the second verdicts on a port that fails, but the first ones on failed tensors of few
-    numbers, such as a loss.
+    """Return a failing port's second verdicts, but the first ones on failed tensors of few numbers, such as a loss.
 
-    That chance may move a loss so far is no excuse for it where something else is wrong as well, which moves it, too.
+    Chance may move a loss that far, but this is no excuse if something else is wrong as well and moves the loss, too.
     """
     stands = {one.label: one for one in first if not one.passed and _are_few_numbers(one)}
     return tuple(stands.get(one.label, one) for one in second) if stands else tuple(second)
@@ -144,7 +142,7 @@ def choosing_alike(prepared: Prepared, rounding: Rounding, port: Port) -> list[T
 
 
 def leaning_runs(prepared: Prepared, rounding: Rounding, port: Port) -> list[Tensors]:
-    """Return the first of the two runs, with each thing that kernels may do in one direction."""
+    """Return the model's runs as the first kind of kernels, one for each way in which kernels may lean."""
     first = port.freedoms[0]
     freedoms = (dataclasses.replace(first, kernels=(name,)) for name in leaning(rounding))
     return [run_model(prepared, rounding, freedom, chosen=_following(prepared, port)) for freedom in freedoms]
@@ -162,7 +160,7 @@ def drawn_runs(prepared: Prepared, rounding: Rounding, count: int, port: Port = 
 
 
 def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Chosen | None) -> Tensors:
-    """Run the model with roundings independent of other runs', and errors as large as rounding to nearest makes.
+    """Run the model with roundings independent of other runs', and errors as large as those of rounding to nearest.
 
     Dithering doubles the variance of an error. Errors that are not roundings of activations, such as those of weights,
     are not doubled; other runs account for them already.
@@ -173,12 +171,12 @@ def _drawn(prepared: Prepared, rounding: Rounding, freedom: Freedom, chosen: Cho
 
 
 def _noisy(both: tuple[Freedom, Freedom], seeds: Iterable[int], dithers: bool = False) -> Iterator[Freedom]:
-    """Return the two kinds of kernels in turn, with noise."""
+    """Return freedoms with noise, which alternate between the two kinds of kernels."""
     return (dataclasses.replace(both[seed % 2], jitter=seed, dithers=dithers) for seed in seeds)
 
 
 def _hopeless_margin(statistic: str, noisy: int, steps: bool) -> float:
-    """Return the margin beyond which no further run helps, after so many noisy ones."""
+    """Return the margin beyond which no further run helps after this many noisy ones."""
     if statistic in _IN_DEVIATIONS:
         return math.inf
     if statistic in _OF_A_SLICE:
@@ -212,14 +210,14 @@ def _looks(prepared: Prepared, both: tuple[Freedom, Freedom]) -> Iterator[tuple[
 
 
 def kinks_moved(prepared: Prepared) -> list[Kinks]:
-    """Return what puts the values next to kinks above them, and what puts them below; empty if there are no kinks."""
+    """Return the kinks with nearby values moved above them, and with those moved below; empty if there are no kinks."""
     exact = Kinks()
     run_model(prepared, Rounding(torch.float32), FUSED, exact)
     return exact.on_both_sides()
 
 
 def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: str) -> str:
-    """Say what a port owes to another look; return an empty text if it owes nothing to it.
+    """Say which tensors pass only thanks to another look; return an empty text if none do.
 
     Args:
         first: the verdicts before it.
@@ -241,9 +239,9 @@ def _where(tensor: TensorResult) -> str:
 
 # Do a port's norms round what its reference holds in FP32?
 #
-# Between TE's modules, a port's own lines are expected to round what they return (see above). But a norm that rounds
-# its mean, its root or what its weight multiplies to 16 bits, where the reference does not, is a mistake, whoever
-# computes it. The reference run in the precision's dtype as plain PyTorch shows whether it rounds there as well: a
+# Between TE's modules, a port's own lines are expected to round what they return (see above). But it is a mistake if a
+# norm rounds its mean, its root or the tensor that its weight multiplies to 16 bits and the reference does not, whoever
+# computes it. Running the reference in the precision's dtype as plain PyTorch shows whether it rounds there as well: a
 # layer of Hugging Face's Llama does, ``nn.RMSNorm`` does not.
 
 
@@ -272,7 +270,7 @@ def made_by_port_alone(
 
 
 def _outputs_in(dtype: torch.dtype, prepared: Prepared) -> dict[str, Tensor]:
-    """Return what the reference returns when it computes in the dtype; nothing if PyTorch cannot."""
+    """Return the reference's outputs when it computes in the dtype; empty if PyTorch cannot."""
     module = cast_module(copy.deepcopy(prepared.reference), dtype)
     try:
         with torch.no_grad():

@@ -30,13 +30,13 @@ _FEWEST_ELEMENTS = 32
 _UNIT = torch.finfo(torch.float32).eps / 2
 # Rounding errors lean by up to this share of their norm in the models' runs; independent errors would not.
 _LEANING = 0.02
-# A part of what a direction is granted is not computed if it is below this share of the other part.
+# A direction's allowance has two parts. One is not computed if it is below this share of the other.
 _NEGLIGIBLE = 0.1
-# If no element holds this share of a direction's square, what a regression takes out of the scatter is negligible.
+# If no element holds this share of a direction's square, the scatter that a regression removes is negligible.
 _LEVERAGE = 0.01
-# The sums of fewer clusters do not show how they scatter.
+# Fewer clusters do not show how their sums scatter.
 _FEWEST_CLUSTERS = 8
-# If drawn runs lean by more than so many times what elements show, they alone tell how errors lean.
+# If drawn runs lean more than this many times as much as the elements show, only the runs tell how errors lean.
 _BY_RUNS_ALONE = 2.0
 
 
@@ -46,7 +46,7 @@ def has_enough(output: Tensor) -> bool:
 
 
 def has_component(direction: Summed) -> bool:
-    """Return whether errors can be regressed on it."""
+    """Return whether errors can be regressed on a direction."""
     return has_enough(direction.values) and direction.norm != 0.0
 
 
@@ -68,12 +68,12 @@ class Component:
         model_errors = [model for model in model_errors if not model.is_drawn] or model_errors
         modelled = [model.dot(direction) for model in model_errors]
         nearest = min(range(len(modelled)), key=lambda index: abs(product - modelled[index]))
-        # Kernels may round less than the model does, as FP32 products without TF32 do: no error at all is faithful.
+        # Kernels may round less than the model does, as FP32 products without TF32 do, so no error at all is faithful.
         is_between = min(0.0, *modelled) <= product <= max(0.0, *modelled)
         self._outside = 0.0 if is_between else product - modelled[nearest]
         self._error, self._nearest, self._direction = error, model_errors[nearest], direction
-        # What a direction is granted: as much as rounding errors lean, and a unit roundoff of golden, since a number
-        # that a kernel rounds to FP32 may scale all of it (a constant) or a row (a norm's root).
+        # The allowance of a direction: as much as rounding errors lean, and a unit roundoff of golden, since a number
+        # that a kernel rounds to FP32 may scale the whole tensor (a constant) or a row (a norm's root).
         leaning = _LEANING * expected_norm * direction.norm
         self._granted = math.hypot(leaning, _UNIT * abs(golden.dot(direction)))
         if _UNIT * golden.norm * direction.norm > _NEGLIGIBLE * leaning:
@@ -81,14 +81,14 @@ class Component:
 
     @property
     def at_most(self) -> float:
-        """A bound of the magnitude of ``value`` that costs nothing to compute."""
+        """Return an upper bound on the magnitude of ``value`` that costs nothing to compute."""
         return abs(self._in_deviations(self._granted))
 
     @property
     def value(self) -> float:
         """Return the signed distance from the models' range, in standard deviations of the nearest model.
 
-        Infinite where no error is expected.
+        It is infinite if no error is expected.
         """
         return self._in_deviations(self.deviation) if self.at_most else 0.0
 
@@ -99,30 +99,29 @@ class Component:
 
     @cached_property
     def deviation(self) -> float:
-        """The standard deviation of the distance from the nearest model.
+        """Return the standard deviation of the distance from the nearest model.
 
-        What error and model share cancels in their difference. Its standard deviation is that of its scatter about its
-        regression on the direction, robust to errors of a row that share a cause, what every direction is granted, and
-        how such differences lean where roundings are drawn.
+        The roundings that error and model share cancel in their difference. Its standard deviation combines its scatter
+        about its regression on the direction, robust to errors of a row that share a cause, with the allowance that
+        every direction has, and with how far such differences lean in runs whose roundings are drawn.
         """
         residual = self._error.values - self._nearest.values
         direction = self._direction.values.to(residual.dtype)
         residual.sub_(direction, alpha=self.coefficient)
         leaning = self._drawn_leaning(norm_of(residual)) if len(self._drawn) > 1 else 0.0
-        size = self._direction.root_mean_square  # taken out, so that FP32 holds the squares of the products
+        size = self._direction.root_mean_square  # divided out, so that FP32 holds the squares of the products
         scatter = size * _scatter(torch.addcmul(residual.new_zeros(()), residual, direction, value=1.0 / size))
         if leaning > _BY_RUNS_ALONE * scatter:
             leaning *= _times_for_few(len(self._drawn))
         return math.hypot(max(scatter, leaning), self._taken_out(residual), self._granted)
 
     def _taken_out(self, residual: Tensor) -> float:
-        """Return the standard deviation of what regression took out of the scatter of the difference of
-        error and model.
+        """Return the standard deviation that the regression removed from the difference of error and model.
 
         Regression leaves ``1 - h`` of the variance at an element that has the share h of the direction's square (its
-        leverage), and nothing if only one element is not 0, as behind a clamp. What it took out is estimated from the
-        model's error, times the share of that error which the difference has elsewhere; if there is no elsewhere, the
-        two count as errors without a rounding in common.
+        leverage), and nothing if only one element is not 0, as behind a clamp. The removed part is estimated from the
+        model's error, times the ratio of the difference to that error at the other elements. If there are no others,
+        the two count as errors without a rounding in common.
 
         Args:
             residual: the difference without its component.
@@ -140,9 +139,9 @@ class Component:
     def _drawn_leaning(self, difference: float) -> float:
         """Return the standard deviation of a difference's component, from how far independently rounded errors lean.
 
-        Elements do not show it if few numbers scale them all, as a loss's few scores scale gradients. Two errors
-        without a rounding in common differ by sqrt(2) times what one of them varies by. If they share some, they differ
-        by less, and so do their components.
+        Elements do not show it if a few numbers scale them all, as a loss's few scores scale gradients. Two errors
+        without a rounding in common differ by sqrt(2) times the variation of one of them. If they share some roundings,
+        they differ by less, and so do their components.
 
         Args:
             difference: the norm of the difference of candidate and model without its component.
@@ -160,20 +159,17 @@ class Component:
 
 
 def _times_for_few(runs: int) -> float:
-    """Return how many deviations, estimated from so many runs, are exceeded as rarely as a limit of a
-    known deviation is.
-    """
+    """Return the factor by which a limit must be wider if the deviation is estimated from only this many runs."""
     probability = FALSE_ALARMS_A_RUN / STATISTICS_A_RUN / 2
     return float(special.stdtrit(runs - 1, probability) / special.ndtri(probability))
 
 
 def _scatter(products: Tensor) -> float:
-    """Return the standard deviation of a sum of products whose signs are random: one by one, by row, by
-    first or last index.
+    """Return the standard deviation of a sum of products with random signs: one by one, by row, by first or last index.
 
-    A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so that errors
-    are no independent ones: where such sums scatter more than elements do, they count (the variance of a sum over
-    clusters: Liang and Zeger, Biometrika 73(1), 1986). Few clusters do not tell how their sums scatter.
+    A norm's rounded root scales a whole row, and a rounded input spoils a column of a weight's gradient, so errors are
+    not independent. If such sums scatter more than elements do, they count (the variance of a sum over clusters: Liang
+    and Zeger, Biometrika 73(1), 1986). Few clusters do not show how their sums scatter.
     """
     scatter = norm_of(products)
     if products.dim() > 1:
@@ -185,32 +181,32 @@ def _scatter(products: Tensor) -> float:
     return scatter
 
 
-# How far the size of an error is a matter of chance, told by runs whose roundings are drawn independently.
+# How far the size of an error is a matter of chance, judged by runs whose roundings are drawn independently.
 #
-# The norm of many independent roundings hardly scatters. But if few roundings decide, such as those of a saturated
-# softmax's scores, or of the few queries that are undecided between two keys, one faithful run's error is many times
-# another's. A gradient of which rounding leaves nothing but noise, since its terms cancel, is an extreme case.
+# The norm of many independent roundings hardly scatters. But if a few roundings decide it, such as those of a saturated
+# softmax's scores or of the few queries that are undecided between two keys, one faithful run's error is many times
+# another's. An extreme case is a gradient whose terms cancel, so that rounding leaves nothing but noise.
 
 
-# If the norm of a row's error reaches so many times its median among drawn runs, it depends on few roundings.
+# If the norm of a row's error reaches this many times its median among drawn runs, it depends on few roundings.
 _SCATTERS = 2.0
 # Fewer drawn runs have no meaningful median.
 FEWEST_DRAWN = 4
 # A row of fewer elements says too little about its own error.
 _SMALLEST_ROW = 32
-# A tensor whose norm scatters like that of fewer independent roundings is moved by few of them, if it has many more
-# elements than that.
+# A tensor depends on few roundings if its norm scatters like that of fewer independent roundings than this, and if it
+# has many times more elements than that.
 _FEW_ROUNDINGS = 32
 _MANY_TIMES = 4
-# So many deviations of a normal law are exceeded as rarely as a limit is by a faithful port.
+# A normal variable exceeds this many deviations as rarely as a faithful port exceeds a limit.
 _DEVIATIONS = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN))
 
 
 def scatters(drawn: Sequence[Summed]) -> bool:
-    """Return whether few roundings decide how large an error is, such as those of a saturated softmax's scores.
+    """Return whether a few roundings decide how large an error is, such as those of a saturated softmax's scores.
 
-    Independent roundings of many elements do not: the norm of 32 scatters by an eighth of itself. Few roundings show in
-    the norm of a row, or in that of the whole if others hide them in each row, as in a mean over tokens.
+    The norm of many independent roundings hardly scatters: that of 32 scatters by an eighth of itself. Few roundings
+    show in the norm of a row, or in that of the whole tensor if others hide them in each row, as in a mean over tokens.
 
     Args:
         drawn: errors of runs whose roundings are independent; those that are not finite are left out.
@@ -223,8 +219,9 @@ def scatters(drawn: Sequence[Summed]) -> bool:
 
 
 def slices_scatter(drawn: Sequence[Summed]) -> bool:
-    """Return whether few roundings decide an error's size in a slice across one dimension, as in a
-    column whose rows agree.
+    """Return whether a few roundings decide an error's size in a slice across one dimension.
+
+    An example is a column whose rows agree.
 
     Args:
         drawn: as for ``scatters``.
@@ -244,8 +241,8 @@ def slices_scatter(drawn: Sequence[Summed]) -> bool:
 def _roundings(drawn: Sequence[Summed]) -> float:
     """Return how many independent roundings would make the squared norm scatter as it does.
 
-    The sum of n squared roundings has mean n and variance ``2 n``. The runs of both kinds of kernels come in turn, and
-    each kind is looked at by itself.
+    The sum of n squared roundings has mean n and variance ``2 n``. The runs of the two kinds of kernels alternate, and
+    each kind's variance is computed separately.
     """
     squares = [error.total for error in drawn]
     variance = (np.var(squares[::2], ddof=1) + np.var(squares[1::2], ddof=1)) / 2.0
@@ -253,7 +250,7 @@ def _roundings(drawn: Sequence[Summed]) -> float:
 
 
 def _rows_scatter(drawn: Sequence[Summed]) -> bool:
-    """Return whether a row's norm is far beyond its usual one in some run; the whole tensor's, if rows are short."""
+    """Return whether a row's norm, or the whole tensor's if rows are short, is far above its median in some run."""
     shape = drawn[0].values.shape
     sums = [torch.tensor([error.total]) for error in drawn]
     if len(shape) > 1 and shape[-1] >= _SMALLEST_ROW:
@@ -262,25 +259,24 @@ def _rows_scatter(drawn: Sequence[Summed]) -> bool:
 
 
 def _differ(sums: Sequence[Tensor]) -> bool:
-    """Return whether one of the squared norms is far beyond its usual one in some run."""
+    """Return whether one of the squared norms is far above its median in some run."""
     squares = torch.stack(list(sums))
     return bool((squares.amax(0) > _SCATTERS**2 * squares.median(0).values).any())
 
 
 def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> float:
-    """Return how many times its limits the error of a gradient may be that is lost to rounding: as much
-    as chance makes it.
+    """Return the factor by which the error of a gradient that is lost to rounding may exceed its limits by chance.
 
     Among the drawn runs the norms of such errors scatter by factors, those of others by a few hundredths. Their
-    logarithm is modelled as normal, as in a law; an error as far above the mean as a limit is may still be chance.
+    logarithm is modelled as normal, as in a law. An error as far above the mean as a limit may still be chance.
 
     Args:
         golden: the gradient.
-        model_errors: the errors of all models, finite; what any of them loses is expected.
+        model_errors: the errors of all models, finite; an error as large as any of theirs is expected.
         limit: the limit of ``norm``.
 
     Returns:
-        At least 1; 1 if no model loses all of the gradient, or none is drawn.
+        At least 1; 1 if no model loses all of the gradient, or too few are drawn.
     """
     largest = max(error.norm for error in model_errors)
     drawn = [math.log(error.norm) for error in model_errors if error.is_drawn and error.norm > 0.0]
@@ -291,9 +287,7 @@ def allowance(golden: Summed, model_errors: Sequence[Summed], limit: float) -> f
 
 
 def is_lost(tensor: TensorResult) -> bool:
-    """Return whether a tensor is a gradient that is expected to be nothing but rounding, so that its
-    size may be anything.
-    """
+    """Return whether a tensor is a gradient that is expected to be nothing but rounding and may have any size."""
     return tensor.kind.endswith("gradient") and tensor.expected.relative_l2 > 1.0
 
 
@@ -308,38 +302,36 @@ def is_lost(tensor: TensorResult) -> bool:
 # ``norm``     the Euclidean norm of the error
 # ``largest``  the largest error of an element
 # ``row``      the norm in the worst row (along the last dimension, at least 32 elements; of activations)
-# ``slice``    the norm in the worst slice across any one dimension: a sequence of the batch, a position, a head, a
-# column
+# ``slice``    the norm in the worst slice across any one dimension: a sequence, a position, a head, a column
 # ``shift``    the mean of the error over all rows, column by column: a bias that is missing, a rounding that leans
 # ``gain``     the error's component along golden, a factor: how far it lies outside the models' own, in the standard
 #              deviations that independent errors would give it
 # ``mistake``  the same along the change that a known mistake would make, see ``parity.judge.directions``
 # ===========  =======================================================================================================
 #
-# All but the last two are ratios, near 1 for a faithful port. Ratios of norms do not count what the norm of few
-# elements may exceed another's by chance.
+# All but the last two are ratios, near 1 for a faithful port. Ratios of norms are divided by the factor by which the
+# norm of few elements may exceed another's by chance.
 
 
 Count = TypeVar("Count", float, Tensor)
 
 # A slice of fewer elements says too little about its own error.
 SMALLEST_SLICE = 32
-# In the expectation for a slice, the model's error in the whole tensor weighs as much as so many elements. This keeps a
-# slice in which the model happened to be lucky from failing.
+# In the expectation for a slice, the model's error in the whole tensor weighs as much as this many elements. This keeps
+# a slice in which the model happened to be lucky from failing.
 _PRIOR_ELEMENTS = 8
-# A slice below this share of the largest, in root mean square, is what FP64 leaves of terms that cancel.
+# A slice whose root mean square is below this share of the largest is only the FP64 residue of terms that cancel.
 _VANISHING = 1e-12
-# Right ports' worst slices stay below this; beyond it, it is worth counting how many elements make up an error.
+# The worst slices of faithful ports stay below this. Above it, the number of elements that make up an error is counted.
 _USUAL = 1.5
 # The probability of less than three standard deviations, and the degrees of freedom beyond which chance does not count.
 _CHANCE = float(special.ndtr(3.0))
 _MOST_FREEDOM = 1e4
-# For runs of the model with jitter, which are not drawn: fewer do not show how the error of few elements scatters. Nor
-# do runs whose error scatters like that of more than so many times as many independent errors as there are elements.
+# For runs of the model with jitter, which are not drawn. Fewer do not show how the error of few elements scatters. Nor
+# do runs whose error scatters like that of more independent errors than this many times the number of elements.
 _FEWEST_RUNS = 8
 _FREEDOM_OF_FEW = 2.0
-# The unit roundoff of FP32, in which kernels compute.
-# A handful of steps in FP32, such as a norm's statistics and its scaling, cost so many unit roundoffs.
+# A handful of steps in FP32, such as a norm's statistics and its scaling, cost this many unit roundoffs.
 _FP32_STEPS = 2.0
 # The result's own rounding costs this share of the unit roundoff, on average over mantissas.
 _MEAN_ROUNDING = 0.5
@@ -352,8 +344,8 @@ class Statistic:
     Attributes:
         name: as in the table above.
         value: as in the table; infinite if the model expects no error where there is one.
-        where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles
-            most; empty if it is about the whole tensor.
+        where: the worst place, such as ``dim 2 at 5``, or the known mistake that the error resembles most; empty if
+            the statistic is about the whole tensor.
         coefficient: how much of that mistake's change the error contains.
     """
 
@@ -390,12 +382,12 @@ def statistics(
     Args:
         error: candidate minus golden, FP64 or FP32, finite.
         model_errors: rounding model minus golden for each way in which faithful kernels compute, same dtype and shape,
-            finite; what any of them loses is expected.
+            finite; an error as large as any of theirs is expected.
         golden: same dtype and shape, finite.
         least: see ``least_error``.
         of_parameter: whether the tensor is a parameter's gradient.
-        terms: the relative error of terms as large as the tensor, whose difference a slice may be; 0 if they do not
-            cancel. If it exceeds the tensor's own error, that is taken.
+        terms: the relative error of terms as large as the tensor that may nearly cancel in a slice; 0 if they do not
+            cancel. It counts no more than the tensor's own relative error.
     """
     shape, count = golden.values.shape, golden.values.numel()
     if not count:
@@ -414,8 +406,8 @@ def statistics(
         expected = (own * share).add_(golden.squares_over(dims), alpha=(1.0 - share) * relative**2)
         here = golden.squares_over(dims)
         floor = (least**2 * here).clamp_(min=min(terms, relative) ** 2 * golden.total * there / count)
-        # What FP64 leaves of terms that cancel has no size of its own: the first query of causal attention sees one
-        # key, so its gradient is zero but for rounding, whose size no model can tell. The tensor's average can.
+        # The first query of causal attention sees one key, so the terms of its gradient cancel: it is zero except for
+        # rounding, whose size no model can tell. So the tensor's average is expected there.
         floor[here <= _VANISHING**2 * here.max()] = total * there / count
         expected = torch.maximum(expected, floor).clamp_(min=there * torch.finfo(here.dtype).tiny)
         ratios = _ratios(error.squares_over(dims), expected)
@@ -462,16 +454,16 @@ def _largest(error: Summed, model_errors: Sequence[Summed], least: float) -> Sta
 
 
 def _shift(error: Summed, model_errors: Sequence[Summed], total: float) -> float:
-    """Return the ratio of the norms of the sums over rows; for independent errors their square is that
-    of the whole error.
+    """Return the ratio of the norms of the sums over rows.
+
+    For independent errors, the square of such a norm is that of the whole error.
     """
     shifted, *modelled = [norm_of(over_rows(x.values)) ** 2 for x in (error, *model_errors)]
     return math.sqrt(_ratio(shifted, max(*modelled, total))) / _chance(error.values.shape[-1])
 
 
 def _chance(count: Count) -> Count:
-    """Return by how much the norm of few elements may exceed another's by chance: three standard
-    deviations of their ratio.
+    """Return the factor by which one norm may exceed another by chance: three standard deviations of their ratio.
 
     The norm of n independent errors scatters by ``1 / sqrt(2 n)`` of itself, and so does the model's.
     """
@@ -479,12 +471,11 @@ def _chance(count: Count) -> Count:
 
 
 def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
-    """Return how many independent errors of one size would make the norm of each slice scatter as the
-    models' errors do.
+    """Return how many errors of equal size would make the norm of each slice scatter as the models' errors do.
 
-    A few elements make up the error if their values do, as in a softmax. The variance of a sum of
-    squares is ``2 sum(sigma**4)`` for errors of deviations sigma, and ``2 n sigma**4`` for n alike
-    ones; a normal error's fourth power is 3 sigma**4 on average.
+    A few elements make up most of the error if they make up most of the values, as in a softmax. The variance of a sum
+    of squares is ``2 sum(sigma**4)`` for independent errors of deviations sigma, and ``2 n sigma**4`` for n equal
+    deviations. A normal error's fourth power is ``3 sigma**4`` on average.
 
     Args:
         dims: the dimensions that a slice extends over.
@@ -496,19 +487,18 @@ def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: i
 
 
 def _even_powers(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the sums of the second and fourth powers, in FP64, with one copy: a weight's gradient may be large."""
+    """Return the FP64 sums of the second and fourth powers; make one copy only, as a weight's gradient may be large."""
     powers = x.to(torch.float64, copy=True).square_()
     second = powers.sum(dims)
     return second, powers.square_().sum(dims)
 
 
 def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
-    """Return as ``_chance``, but for few elements, such as a loss, no more than many runs leave to
-    chance, if there are any.
+    """Return the factor of ``_chance``; for few elements, such as a loss, no more than many runs leave to chance.
 
-    The model's error in one number may happen to be tiny. The largest of many runs' errors is not, so what allows for
-    the one must not be allowed on top of the other. Runs with jitter may have most roundings in common, and tell
-    only if their errors scatter as those of few independent ones do.
+    The model's error in one number may happen to be tiny, which ``_chance`` allows for. The largest error of many runs
+    is not tiny, so it needs no such allowance. Runs with jitter may have most roundings in common, so they count only
+    if their errors scatter like those of few independent ones.
     """
     usual = _chance(float(count))
     drawn = [model.total for model in model_errors if model.is_drawn]
@@ -521,13 +511,13 @@ def _chance_of_norm(model_errors: Sequence[Summed], count: int) -> float:
 
 
 def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Tensor:
-    """Return by how much the norm of each slice may exceed the largest of the drawn runs' by chance,
-    judged by their scatter.
+    """Return the factor by which the norm of each slice may exceed the largest of the drawn runs' by chance.
 
-    One rounding may move all of a slice, as that of a query which sees many keys alike moves a row of the queries'
-    weights. The slice's elements do not show that, but runs that round independently do. For n independent normal
-    errors the squared norm has mean n and variance ``2 n``, and a chi-squared distribution: its quantile at three
-    standard deviations of a normal one, over the median of the largest of so many runs.
+    One rounding may move a whole slice, as that of a query which sees many keys alike moves a row of the queries'
+    weights. The slice's elements do not show that, but the scatter of runs that round independently does. For n
+    independent normal errors the squared norm has a chi-squared distribution with mean n and variance ``2 n``. The
+    squared factor is its quantile at three standard deviations of a normal one, over the median of the largest of as
+    many runs.
 
     Args:
         dims: the dimensions that a slice extends over.
@@ -537,16 +527,14 @@ def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Te
 
 
 def _beyond_largest(squares: Tensor) -> Tensor:
-    """Return that from the squared norms of drawn runs, which are the first dimension."""
+    """Return this factor from the squared norms of runs, which lie along the first dimension."""
     half = _freedom(squares).numpy(force=True) / 2.0
     reached, largest = (special.gammaincinv(half, p) for p in (_CHANCE, 0.5 ** (1 / len(squares))))
     return torch.as_tensor(np.sqrt(reached / largest), dtype=squares.dtype, device=squares.device)
 
 
 def _freedom(squares: Tensor) -> Tensor:
-    """Return how many independent normal errors would make the squared norms scatter as they do over
-    runs, the first dimension.
-    """
+    """Return how many independent normal errors would scatter as the squared norms do over runs, the first dimension."""
     variance, mean = squares.double().var(0), squares.double().mean(0)
     return torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM)
 
@@ -563,11 +551,11 @@ def _ratios(errors: Tensor, expected: Tensor) -> Tensor:
     return torch.where(errors > 0, errors / expected, 0.0)
 
 
-# The mistake whose direction an error points in, among those that are known.
+# The known mistake whose direction an error points in.
 
 
-# Directions whose components are at least this share of the largest cannot be told apart by size: the
-# coefficient decides.
+# Directions whose components are at least this share of the largest cannot be told apart by size, so the coefficient
+# decides.
 _SAME = 0.9
 
 
@@ -579,7 +567,7 @@ def resemblance(
     expected_norm: float,
     known: Sequence[Direction],
 ) -> Statistic | None:
-    """Return the mistake that an output's error resembles most; None if no mistake changes this output.
+    """Return the statistic of the mistake that an output's error resembles most; None if none changes this output.
 
     Args:
         output: its name.
@@ -605,10 +593,10 @@ def resemblance(
 
 
 def largest_of(count: int, value: float) -> float:
-    """Return the deviation that a single direction exceeds as rarely as the largest of so many exceeds this one.
+    """Return the deviation that a single direction exceeds as rarely as the largest of ``count`` exceeds ``value``.
 
-    The probability that one of them exceeds it is at most the sum of theirs, however they are related. So each further
-    mistake that is asked for makes all others a little harder to find, and a false alarm no likelier.
+    The probability that any of them exceeds it is at most the sum of their probabilities, however they are related. So
+    each further known mistake makes all others a little harder to find, and a false alarm no likelier.
 
     Args:
         count: how many directions an error was compared with, at least 1.

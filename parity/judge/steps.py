@@ -1,7 +1,7 @@
-"""Judge what a training step does beside its outputs and gradients: updates, and delayed scaling.
+"""Judge the results of a training step other than its outputs and gradients: updates, buffers and delayed scaling.
 
-For an update, the reference's optimizer, in FP64, is given the candidate's gradients. What is compared so does not
-depend on how the gradients came about, nor does an error of one step go on into the next.
+An update is compared with that of the reference's optimizer, which steps in FP64 with the candidate's gradients. So the
+comparison does not depend on how the gradients came about, and an error of one step does not carry over to the next.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from parity.te.state import Kept
 from parity.user_error import UserError
 
 # An optimizer that computes in FP32 rounds each of about ten operations to 6e-8, and TE's FusedAdam holds betas in
-# FP32, which moves 1 - 0.999 by 5e-5 of itself. A share of 1e-3 is beyond all that, and below any setting that is
-# changed.
+# FP32, which moves 1 - 0.999 by 5e-5 of itself. A share of 1e-3 is larger than all that, and smaller than the effect of
+# any changed setting.
 ARITHMETIC = 1e-3
-# About ten roundings to FP32, of which an optimizer's sum of its average and its gradient is made.
+# About ten roundings to FP32, as many as there are in an optimizer's sum of its average and its gradient.
 _ROUNDINGS = 10 * torch.finfo(torch.float32).eps
 
 _State = dict[Tensor, dict[str, Any]]
@@ -37,13 +37,13 @@ _State = dict[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Deviation:
-    """Say how far the optimizer's step of one parameter is from the reference's.
+    """The distance of the optimizer's step of one parameter from the reference's.
 
     Attributes:
-        name: of the reference's parameter.
+        name: the name of the reference's parameter.
         share: the norm of the difference over the norm of the reference's step.
-        rounding: the same for weights that the reference's optimizer steps and the candidate's dtype rounds.
-        along: how much of the reference's step the candidate's holds; 1 if it is right.
+        rounding: the same for the weights after the reference's step, rounded to the candidate's dtype.
+        along: how much of the reference's step the candidate's contains; 1 if it is right.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Deviation:
 
     @property
     def is_right(self) -> bool:
-        """Return whether arithmetic and the dtype of the weights explain it."""
+        """Return whether arithmetic and the dtype of the weights explain the difference."""
         return self.share <= ARITHMETIC + self.rounding
 
 
 @dataclass(frozen=True, eq=False)
 class _Taken:
-    """Hold what an optimizer steps with: its state, the settings of its groups, and gradients by name."""
+    """The inputs of an optimizer's step: its state, the settings of its groups, and gradients by name."""
 
     state: _State
     settings: list[dict[str, Any]]
@@ -67,10 +67,10 @@ class _Taken:
 
 
 class Replay:
-    """The reference's optimizer over the followed elements of each parameter, step after step, in FP64.
+    """The reference's optimizer, which steps the followed elements of each parameter in FP64.
 
     Attributes:
-        parameters: what it steps, by name.
+        parameters: the parameters that it steps, by name.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Replay:
         self._taken = _Taken({}, [], {})
 
     def step(self, update: Update) -> Named:
-        """Return the weights that this optimizer makes of the weights and gradients of a step.
+        """Return the weights after this optimizer has stepped with the weights and gradients of an update.
 
-        An optimizer may step by a sign, as Lion does, and FP32 arithmetic decides which where what it adds up nearly
-        cancels. So where its step is not the candidate's, each element is the nearest to the candidate's of what it
-        makes of these gradients and of gradients that are a few FP32 roundings larger or smaller.
+        An optimizer may step by a sign, as Lion does. If the terms of its sum nearly cancel, FP32 arithmetic decides
+        that sign. So if the step differs from the candidate's, it is also made with gradients that are a few FP32
+        roundings larger and smaller, and each element is taken from the result that is nearest to the candidate's.
         """
         right = self._made(update)
         if not all(one.is_right for one in deviations(update, right, torch.float32)):
@@ -134,7 +134,7 @@ class Replay:
         self.optimizer.state.update({parameter: copy.deepcopy(kept) for parameter, kept in state.items()})
 
     def _made(self, update: Update) -> Named:
-        """Return what the optimizer makes of the gradients."""
+        """Return the weights after the optimizer has stepped with an update's gradients."""
         self._give(update, {name: x.to(self.parameters[name].device) for name, x in update.gradients.items()})
         last_hook = self.optimizer.register_step_pre_hook(self._take)
         self.optimizer.step()
@@ -142,9 +142,9 @@ class Replay:
         return self._weights()
 
     def _made_again(self, update: Update, taken: _Taken, factor: float) -> Named:
-        """Return what it makes in the same step of gradients times a factor.
+        """Return the weights after the same step with gradients times a factor.
 
-        Its hooks do not run again: one may step a schedule, or have changed the gradients that were taken.
+        Hooks do not run again: one may step a schedule, or may already have changed the gradients that were taken.
         """
         self._give(update, {name: factor * x for name, x in taken.gradients.items()})
         optimizer, now = self.optimizer, [dict(group) for group in self.optimizer.param_groups]
@@ -170,14 +170,14 @@ class Replay:
         return {of[id(one)]: float(own["lr"]) for group, own in groups if "lr" in own for one in group["params"]}
 
     def _take(self, *_: Any) -> None:
-        """Keep what the optimizer steps with, as its other hooks leave it."""
+        """Keep the inputs of the optimizer's step as its other hooks leave them."""
         gradients = {name: one.grad.clone() for name, one in self.parameters.items() if one.grad is not None}
         self._taken = _Taken(self._state(), [dict(group) for group in self.optimizer.param_groups], gradients)
 
     def _give(self, update: Update, gradients: Named) -> None:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
-                parameter.grad = None  # of the shape that the parameter had
+                parameter.grad = None  # it has the parameter's previous shape
                 shape = self._shapes[name] if update.is_whole else update.gradients[name].shape
                 parameter.data = update.before[name].to(parameter.device, copy=True).view(shape)
                 parameter.grad = gradients[name].clone().view(shape)
@@ -192,7 +192,7 @@ def deviations(update: Update, expected: Named, dtype: torch.dtype) -> list[Devi
     Args:
         update: what the candidate's optimizer did.
         expected: the reference's weights after the same step.
-        dtype: in which the candidate's optimizer holds its weights.
+        dtype: the dtype in which the candidate's optimizer holds its weights.
     """
     return [_deviation(name, update, right, dtype) for name, right in expected.items()]
 
@@ -209,10 +209,10 @@ def _deviation(name: str, update: Update, right: Tensor, dtype: torch.dtype) -> 
 
 
 def not_as(update: Update, expected: Named, name: str, dtype: torch.dtype) -> Tensor:
-    """Return which elements of a parameter are not stepped as the reference's optimizer steps them.
+    """Return a mask of a parameter's elements that are not stepped as the reference's optimizer steps them.
 
-    Of a single element, arithmetic may move much of a small step, and a rounding more than that: so a tenth of the
-    parameter's largest step counts, and more than an ulp.
+    In a single element, arithmetic may change much of a small step, and rounding may change more than that. So a
+    difference counts only if it exceeds both a tenth of the parameter's largest step and an ulp.
     """
     before, after, right = update.before[name], update.after[name], expected[name]
     ulp = torch.finfo(dtype).eps * right.abs()
@@ -220,27 +220,26 @@ def not_as(update: Update, expected: Named, name: str, dtype: torch.dtype) -> Te
 
 
 def holds(dtype: torch.dtype, update: Update) -> bool:
-    """Return whether the dtype holds every weight that the optimizer made in this step."""
+    """Return whether the dtype represents every weight after this step exactly."""
     return all(torch.equal(x.to(dtype).double(), x) for x in update.after.values())
 
 
-# Judge what a forward pass does to a buffer that it changes, such as running statistics.
+# Buffers that a forward pass changes, such as running statistics.
 
 
-# A multiple of fewer elements than this fits whatever is wrong with them.
+# With fewer elements than this, a multiple fits whatever is wrong with them.
 _FEWEST_MOVED = 16
-# Of a multiple's difference from 1. Errors of NVFP4 are about a tenth, and their squares add a hundredth to a variance,
-# so that a difference counts from a hundredth of the buffer on.
+# The least difference of a multiple from 1 that counts, and the least difference as a share of the buffer. Errors of
+# NVFP4 are about a tenth, and their squares add a hundredth to a variance.
 _MULTIPLE, _OF_BUFFER = 0.1, 0.01
 
 
 def multiple_moved(own: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> float:
-    """Return by which multiple of the right move a buffer has moved, if that explains nine tenths of the difference;
-    else 1.
+    """Return the multiple of the right move by which a buffer has moved if it explains 90 % of the difference, else 1.
 
     Args:
-        own: the buffer before and after.
-        right: likewise; where it began with other numbers, nothing is known.
+        own: the candidate's buffer before and after the pass.
+        right: the same of the reference. If it began with other numbers, nothing is known, and 1 is returned.
     """
     (was, now), (begun, due) = ((x.double().cpu() for x in both) for both in (own, right))
     if due.numel() < _FEWEST_MOVED or not was.shape == now.shape == due.shape:
@@ -254,19 +253,21 @@ def multiple_moved(own: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> 
     return factor if begins_alike and is_all and off > least and abs(factor - 1.0) > _MULTIPLE else 1.0
 
 
-# Judge delayed scaling by itself: what a step writes into each amax history, and the scale that follows from it. TE
-# records the largest magnitude of each tensor that it quantizes, appends it to the tensor's history after the pass, and
-# computes the next pass's scale of that history (``_amax_and_scale_update`` in ``pytorch/quantization.py`` and
-# ``common/recipe/delayed_scaling.cu`` of TE 2.20). So the history after a step is the one before it, moved on, with new
-# numbers at its end. That is exact, whatever the numbers are, and a scale is exact up to FP32. Which tensor an amax was
-# taken of is exact for weights; of inputs and gradients the reference knows it as far as a scale need fit.
+# Delayed scaling: the numbers that a step writes into each amax history, and the scale that follows from them.
+#
+# TE records the largest magnitude of each tensor that it quantizes, appends it to the tensor's history after the pass,
+# and computes the next pass's scale from that history (``_amax_and_scale_update`` in ``pytorch/quantization.py`` and
+# ``common/recipe/delayed_scaling.cu`` of TE 2.20). So the history after a step is the one before it, shifted, with new
+# numbers at its end. This check is exact, whatever the numbers are, and that of a scale is exact up to FP32. Whether an
+# amax is that of the right tensor can be checked exactly for weights. For inputs and gradients, the reference's own
+# amax is compared, as closely as a scale need fit.
 
 
-# An FP32 division, and a kernel's power of two: far below what any other amax would give.
+# The error of an FP32 division and of a kernel's power of two. Any other amax would make a far larger difference.
 _FP32 = 1e-5
 # A weight's amax is one of its own numbers, up to a cast to BF16.
 _CAST = 2.0**-7
-# In powers of two. A scale need fit its tensor no better than this, see ``parity.te.state``.
+# In powers of two. A scale need not fit its tensor more closely than this, see ``parity.te.state``.
 _FITS = 1.0
 
 _TOLD = {  # the evidence, and the repair
@@ -294,14 +295,14 @@ _TOLD = {  # the evidence, and the repair
 def wrong_scaling(
     moves: Sequence[tuple[Kept, Kept]], multiplied: Mapping[tuple[str, bool], float], is_plain_step: bool
 ) -> Finding | None:
-    """Return what is wrong with histories or scales after a step; None if nothing is.
+    """Return a finding if histories or scales are wrong after a step, else None.
 
     Args:
-        moves: what was kept of each tensor before and after the step.
-        multiplied: the largest magnitude of what each weight is multiplied by, by its name and by whether that is a
-            gradient; without those that are not known.
-        is_plain_step: whether the step has no passes and no loss scale of a port's own, which inputs and gradients
-            would depend on.
+        moves: the scaling state of each tensor before and after the step.
+        multiplied: the amax of each weight's other operand, by the weight's name and by whether the operand is a
+            gradient; unknown ones are missing.
+        is_plain_step: whether the port adds no passes and no loss scale of its own, which inputs and gradients would
+            depend on.
     """
     wrong: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for before, after in moves:
@@ -323,7 +324,7 @@ def wrong_scaling(
 
 
 def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) -> tuple[str, str]:
-    """Return the title of what is wrong with one tensor, and numbers for it; empty texts if nothing is."""
+    """Return the title of the finding on one tensor, and its numbers as text; empty texts if nothing is wrong."""
     if before.history.shape != after.history.shape:
         return "amax-history-lost", ""
     was, now = before.history[1:], after.history[1:]
@@ -334,7 +335,7 @@ def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) ->
         if not len(was) or expected is None or before.slot.role == "weight":
             return "", ""
         waits = bool(after.history[0])
-        is_new = len(was) > 1 and int(was.count_nonzero()) == 1  # any scale that is settled has seen more passes
+        is_new = len(was) > 1 and int(was.count_nonzero()) == 1  # a settled scale has seen more passes
         return "amax-history-lost" if is_new and not waits else "amax-not-recorded", ""
     if not pushed and not is_full:
         return "amax-history-lost", ""
@@ -350,10 +351,10 @@ def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) ->
 
 
 def _moved_on(was: Tensor, now: Tensor) -> list[int]:
-    """Return by how many new amaxes the later history may be the earlier one, moved on, the fewest first.
+    """Return by how many new amaxes the earlier history may have been shifted to give the later one, the fewest first.
 
-    At least one amax must have stayed: nothing else tells a history that went on from another. One that was empty may
-    have gone on by its new ones.
+    At least one amax must have stayed, since nothing else tells a shifted history from a different one. An empty
+    history may have been shifted by as many amaxes as it has now.
     """
     seen = was.nonzero().flatten()
     if not len(seen):
@@ -365,7 +366,7 @@ def _moved_on(was: Tensor, now: Tensor) -> list[int]:
 
 
 def _follows(before: Kept, after: Kept, pushed: Sequence[int]) -> bool:
-    """Return whether a scale follows from its history, which this many new numbers may have moved on."""
+    """Return whether a scale follows from its history, into which one of these counts of new amaxes was pushed."""
     recipe: Any = before.slot.recipe
     is_own = callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None
     if is_own:
@@ -381,7 +382,7 @@ def _follows(before: Kept, after: Kept, pushed: Sequence[int]) -> bool:
     def expected(new: int) -> float:
         if recipe.amax_compute_algo == "most_recent":
             return scale(now[-1:])
-        dropped = torch.cat([was, now[-new:]])[new - 1 : new]  # counts once more while it is dropped
+        dropped = torch.cat([was, now[-new:]])[new - 1 : new]  # the amax that is dropped still counts once
         return scale(torch.cat([dropped, now]))
 
     return any(math.isclose(after.scale, expected(new), rel_tol=_FP32) for new in pushed)
