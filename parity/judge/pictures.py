@@ -249,8 +249,9 @@ def told(names: Sequence[str], candidate: Tensors, golden: Tensors, models: Sequ
     padding and are left out.
 
     Args:
-        names: the names of these outputs. candidate, golden: all tensors. models: the rounding model's, which show the
-        effect of rounding alone.
+        names: the names of these outputs.
+        candidate, golden: all tensors.
+        models: the rounding model's, which show the effect of rounding alone.
     """
     for name in names:
         right, computed = golden["output", name].double(), candidate["output", name]

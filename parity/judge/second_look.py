@@ -27,7 +27,7 @@ from parity.trace.trace import optimizers_recorded
 # expected, and the look ends once every tensor passes. ``docs/statistics.md`` explains this for users.
 #
 # 1. Plain lines. A port's own lines between TE's modules are not fused. If they call PyTorch's functions, the model
-# runs once more with the roundings of these functions (``parity.numerics.plain``).
+#    runs once more with the roundings of these functions (``parity.numerics.plain``).
 #
 # 2. Noisy kernels. A GEMM may add parts of a sum in 16 bits. The model runs once more with such sums
 #    (``parity.numerics.kernel_choices``).
@@ -80,7 +80,7 @@ def second_look(
     port: Port,
     noisy_kernels: tuple[str, ...] = (),
 ) -> tuple[TensorResult, ...]:
-    """Return the verdicts with more models if every tensor passes then, else those that grant only the port's roundings.
+    """Return the verdicts with more models if all tensors pass then, else those that grant only the port's roundings.
 
     If all tensors passed at first look, those verdicts are returned.
 

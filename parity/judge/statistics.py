@@ -534,7 +534,7 @@ def _beyond_largest(squares: Tensor) -> Tensor:
 
 
 def _freedom(squares: Tensor) -> Tensor:
-    """Return how many independent normal errors would scatter as the squared norms do over runs, the first dimension."""
+    """Return how many independent normal errors would scatter as squared norms do over runs, the first dimension."""
     variance, mean = squares.double().var(0), squares.double().mean(0)
     return torch.where(variance > 0, 2.0 * mean.square() / variance, _MOST_FREEDOM).clamp(1.0, _MOST_FREEDOM)
 
