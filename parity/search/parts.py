@@ -1,16 +1,16 @@
 """Find the part of a place in which a mistake is made: some heads, some sequences, some positions, some layers.
 
-A mistake says what certain calls of the reference return instead, or with which parameters it computes. Where a port
-makes it in some heads only, making it everywhere explains nothing, and there are too many parts to try each. So the
+A mistake says what certain calls of the reference return instead, or with which parameters it computes. If a port makes
+it only in some heads, making it everywhere explains nothing, and there are too many parts to try each of them. So the
 mistake is made to a share in each element, from 0 to 1, and the squared error is differentiated by these shares.
 
-Where the effects of different parts do not overlap, two passes tell all. If ``e_i`` is the effect of part ``i``, and
-the error is their sum over a set S, the derivatives where no element is replaced, and where all are, are
-``-<e_i, sum of e_j over S>`` and ``<e_i, sum of e_j outside of S>``. The first, with its sign turned, over the
-difference of the two is the part's share: 1 in S, and 0 outside, along every dimension of every call.
+If the effects of different parts do not overlap, two passes are enough. Let ``e_i`` be the effect of part ``i``, and
+let the error be the sum of these over a set S. The derivative is ``-<e_i, sum of e_j over S>`` if no element is
+replaced, and ``<e_i, sum of e_j outside of S>`` if all are. The negated first one over the difference of the two is the
+part's share: 1 in S, and 0 outside, along every dimension of every call.
 
-Where effects overlap, as those of channels do, the shares along a dimension are fitted: by least squares, each step of
-which is one more pass, with the shares as they are by then.
+If effects overlap, as those of channels do, the shares along a dimension are fitted by least squares. Each step of the
+fit is one more pass with the current shares.
 """
 
 from __future__ import annotations
@@ -36,41 +36,39 @@ from parity.search.screen import FirstOrder, Screen
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, grouped
 
-_MOST = 32  # mistakes of which a part is looked for, by each of two criteria
+_MOST = 32  # mistakes that are divided into parts, by each of two criteria
 _MOST_ALIKE = 4  # of these may have one title and place
-_MOST_OF_A_ROLE = 24  # mistakes in queries and keys that are tried in one of the two
+_MOST_OF_A_ROLE = 24  # mistakes in queries and keys that are tried in only one of the two
 _LARGEST_FACTOR = 4.0  # the effect of all parts, along the error, over the error itself: 1 if effects do not overlap
-_SMALLEST = 0.3  # the least effect of all parts, over the error; with any constant it may be less
-_AN_EDIT = 0.1  # forward passes that it takes to compute what an edit returns
+_SMALLEST = 0.3  # the least effect of all parts, over the error; it may be less if the constant is fitted
+_AN_EDIT = 0.1  # the cost of computing what an edit returns, in forward passes
 _LARGEST_SHARE = 2.0  # of a mistake with its own constant, in the part where it is made: 1 if it is linear
-_UNCLEAR = 0.3  # what a part leaves of the error's square to first order, over what it explains
+_UNCLEAR = 0.3  # the most that a part may leave of the error's square to first order, over what it explains
 _WAYS = 2  # dimensions of a mistake whose parts are tried, the clearest first
-_CONSTANTS = (1 / 8, 1 / 3, 3, 8)  # times its own: what is right of the part may do so much less, or more
+_CONSTANTS = (1 / 8, 1 / 3, 3, 8)  # factors of a mistake's constant that are tried in a part
 _FITTED = 8  # mistakes along one dimension whose shares are fitted, the clearest first
-_STEPS = (3, 9)  # of these fits: of all, and of the best
-_BEST = 3  # how many that are
-_LEFT = (
-    0.5  # a fit must leave less than this share of the squared error; with any constant, it must leave less than all
-)
+_STEPS = (3, 9)  # steps of all fits, and of the best ones
+_BEST = 3  # how many the best ones are
+_LEFT = 0.5  # a fit must leave less than this share of the squared error; if the constant is free, less than all of it
 
-_LEAST_EFFECT = 0.1  # of the mean: what first order says of a single index's effect is not exact
+_LEAST_EFFECT = 0.1  # of the mean, since the first-order effect of a single index is not exact
 
 _Where = Callable[["_Slot"], str]
-_Way = tuple[_Where, int | None]  # by what a mistake is divided: what goes together, and along which dimension
-_Slot = Edit | str  # what is replaced to a share: what an edit's call returns, or the parameter of this name
+_Way = tuple[_Where, int | None]  # how a mistake is divided: which slots go together, and along which dimension
+_Slot = Edit | str  # the place that is replaced to a share: an edit's result, or the parameter of this name
 
 
 def in_parts(
     failure: Failure, screen: Screen, first_order: FirstOrder, known: Sequence[Hypothesis], budget: Budget
 ) -> Iterator[Hypothesis]:
-    """Yield mistakes made in the part of their place in which the error tells that they are made, the likeliest first.
+    """Yield mistakes made only in the part of their place to which the error points, the likeliest first.
 
     Args:
-        failure: its outputs are finite.
-        screen: notes what each mistake does, those that are yielded among them.
-        first_order: of the failure.
+        failure: a failure whose outputs are finite.
+        screen: records the effect of each mistake, including those that are yielded.
+        first_order: first-order effects for the failure.
         known: mistakes that have been screened.
-        budget: of this part of the search.
+        budget: the budget of this part of the search.
     """
     roles = list(_in_one_role(screen, known))
     yield from roles
@@ -103,7 +101,7 @@ def in_parts(
 
 
 def _in_one_role(screen: Screen, known: Sequence[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield mistakes in the rotation of queries and keys, made in that of one of the two alone."""
+    """Yield mistakes in the rotation of queries and keys, made only in queries or only in keys."""
     error = screen.effects.error
     known = [one for one in known if one in screen.effects.known and one.scope in ("all", "kind")]
     some = [one for one in known if _can_be_divided(one)]
@@ -117,8 +115,9 @@ def _in_one_role(screen: Screen, known: Sequence[Hypothesis]) -> Iterator[Hypoth
 def _likely(
     failure: Failure, screen: Screen, first_order: FirstOrder, known: Sequence[Hypothesis]
 ) -> dict[Hypothesis, _Way | None]:
-    """Return the mistakes that may explain the error in a part of their place, to first order, the likeliest first,
-    with the best way to divide each.
+    """Return the mistakes that may explain the error in a part of their place, each with the best way to divide it.
+
+    They are judged to first order, and the likeliest come first.
     """
     error = screen.effects.error
     scores: dict[Hypothesis, float] = {}
@@ -144,16 +143,15 @@ def _likely(
 
 
 def _few_of_a_kind(some: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the first of each title and place in their order, then the second of each, and so on."""
+    """Return the first mistake of each title and place, in their order, then the second of each, and so on."""
     alike = grouped(some, lambda one: (one.title, one.place)).values()
     return [ones[rank] for rank in range(_MOST_ALIKE) for ones in alike if rank < len(ones)][:_MOST]
 
 
 def _score(first_order: FirstOrder, one: Hypothesis) -> tuple[float, _Way | None]:
-    """Return the share of the error's square that the mistake explains in the best of some parts, to first order, and
-    the way to divide it in which that part lies.
+    """Return the first-order share of the error's square that a mistake explains in its best part, and the division.
 
-    Of so many parts some explain a share by chance, which is taken off.
+    Among so many parts, some explain a share by chance, which is subtracted.
     """
     found = first_order.elements(one) if len(first_order.error) else None
     elements = {slot: x for slot, x in (found or {}).items() if x.numel()}  # an expert may get no token
@@ -183,8 +181,9 @@ def _score(first_order: FirstOrder, one: Hypothesis) -> tuple[float, _Way | None
 
 
 def _cells(elements: Mapping[_Slot, Tensor], where: _Where, dim: int | None) -> dict[str, Tensor] | None:
-    """Return what each index of a dimension does along each direction, ``[directions, indices]``, of calls of one
-    module together; None if not every slot has the dimension.
+    """Return the effect of each index of a dimension along each direction, ``[directions, indices]``, by module.
+
+    The result is None if not every slot has the dimension.
     """
     if dim is not None and any(dim >= x.dim() - 1 for x in elements.values()):
         return None
@@ -202,7 +201,7 @@ def _cells(elements: Mapping[_Slot, Tensor], where: _Where, dim: int | None) -> 
 
 
 def _can_be_divided(one: Hypothesis) -> bool:
-    """Return whether the mistake has a meaning, and is all in what calls return, or in what is read of parameters."""
+    """Return whether a mistake has a meaning and changes only results of calls, or only parameters that are read."""
     is_divisible = one.around is None and all(edit.detached is None for edit in one.edits)
     return one.title != "operation" and bool(one.edits) != (one.read is not None) and is_divisible
 
@@ -210,13 +209,13 @@ def _can_be_divided(one: Hypothesis) -> bool:
 # A mistake that is made to a share.
 
 
-_Share = Callable[[_Slot, Tensor], Tensor]  # of each element of what was there before
+_Share = Callable[[_Slot, Tensor], Tensor]  # maps a slot and its right tensor to the share of each element
 
 
 def _squared_error(failure: Failure, outputs_under: Outputs, one: Hypothesis, share: _Share) -> Tensor | None:
     """Return half the sum of squared errors if the mistake is made to a share, each output in units of its tolerance.
 
-    None if it cannot be computed, or is not differentiable.
+    The result is None if it cannot be computed or is not differentiable.
     """
     edits = tuple(_mixed(edit, share) for edit in one.edits)
     read = None if one.read is None else partial(_read_mixed, one.read, share)
@@ -235,7 +234,7 @@ def _squared_error(failure: Failure, outputs_under: Outputs, one: Hypothesis, sh
 
 
 def _mixed(edit: Edit, share: _Share) -> Edit:
-    """Return an edit that replaces each element of a call's result in its share."""
+    """Return an edit that replaces each element of a call's result to its share."""
 
     def compute(was: Any, *values: Tensor) -> Any:
         mixed = partial(_lerp, lambda x: share(edit, x))
@@ -258,7 +257,7 @@ def _lerp(share: Callable[[Tensor], Tensor], was: Any, other: Any) -> Any:
 
 
 _Derivatives = Mapping[_Slot, tuple[Tensor, Tensor]]
-"""Those of the squared error by the share of each element of a slot: where none is replaced, and where all are."""
+"""The squared error's derivatives by the share of each element of a slot: if none is replaced, and if all are."""
 
 
 def _derivatives(failure: Failure, outputs: Outputs, one: Hypothesis) -> _Derivatives | None:
@@ -283,10 +282,10 @@ def _derivatives(failure: Failure, outputs: Outputs, one: Hypothesis) -> _Deriva
     return {slot: (x, every[slot]) for slot, x in none.items() if x.numel()} or None
 
 
-# Ways to divide a mistake's place: by the modules that make the calls, along a dimension of what these return, or both.
+# Ways to divide a mistake's place: by the modules that make the calls, along a dimension of their results, or both.
 #
-# What the calls of one module do goes together: where queries and keys are rotated by another base, both of them are.
-# If that tells no part, queries and keys are divided apart.
+# The calls of one module go together. For example, if queries are rotated by another base, keys are, too. If that shows
+# no part, queries and keys are divided separately.
 
 
 def _module_of(slot: _Slot) -> str:
@@ -300,7 +299,7 @@ def _operand(slot: _Slot) -> str:
 
 
 def _role_of(slot: _Slot) -> str:
-    """Return the same, and in which module."""
+    """Return the operand that a rotation turns, and its module."""
     return " of ".join(filter(None, (_operand(slot), slot if isinstance(slot, str) else slot.site[0]))) or "the module"
 
 
@@ -318,9 +317,9 @@ class _Part:
     """The part of a place in which a mistake is made.
 
     Attributes:
-        indices: by what ``_Where`` returns, which are in the part; of so many as the division has there.
-        count: how many the division has.
-        unclear: what making the mistake there leaves of the error's square to first order, over what it explains.
+        indices: the indices in the part, by the result of ``_Where``.
+        count: how many indices the division has.
+        unclear: how much of the error's square the mistake leaves there to first order, over how much it explains.
     """
 
     indices: Mapping[str, Sequence[int]]
@@ -330,17 +329,17 @@ class _Part:
 
 @dataclass
 class _Division:
-    """A mistake divided by modules and along a dimension, and by how much it is made at each index.
+    """A mistake divided by modules and along a dimension, and the share to which it is made at each index.
 
     Attributes:
         one: the mistake.
         where: tells which slots go together.
-        dim: the dimension of each slot; None for modules alone.
-        shapes: of what is replaced in each slot.
-        shares: by what ``where`` returns, to how much the mistake is made at each index of the dimension. A slot of
-            more indices, as of queries beside grouped keys, has several for each.
-        effects: the squares of what each index does, as weights of the shares.
-        part: what the shares tell.
+        dim: the dimension of each slot; None to divide by modules only.
+        shapes: the shape of what is replaced in each slot.
+        shares: the share to which the mistake is made at each index of the dimension, by the result of ``where``. A
+            slot with more indices, such as queries next to grouped keys, has several for each share.
+        effects: the squared effect of each index, as weights of the shares.
+        part: the part that the shares point to.
     """
 
     one: Hypothesis
@@ -356,8 +355,9 @@ class _Division:
         self.part = _part(self.shares, self.effects, self.one.tuned is not None, self.dim is None)
 
     def made(self, failure: Failure) -> Iterator[Hypothesis]:
-        """Yield the mistake made in the part, with constants on both sides, and in parts nearby; nothing if it has no
-        name.
+        """Yield the mistake made in the part, with larger and smaller constants, and in parts nearby.
+
+        Parts without a name are left out.
         """
         for part in [self.part, *self._nearby()] if self.part.indices else []:
             place = self._place(failure, part)
@@ -368,7 +368,7 @@ class _Division:
                     yield from map(made.tuned, (made.value * factor for factor in _CONSTANTS))
 
     def _nearby(self) -> Iterator[_Part]:
-        """Yield the part with an end moved by one, if it is a range: the index at its end may do little."""
+        """Yield the part with an end moved by one, if it is a range, since the index at its end may do little."""
         some, last = next(iter(self.part.indices.values())), self.part.count - 1
         if self.dim is not None and len(some) > 2 and list(some) == list(range(some[0], some[-1] + 1)):
             for before, after in ((0, 1), (0, -1), (-1, 0), (1, 0)):
@@ -393,7 +393,7 @@ class _Division:
 
 
 def _divisions(one: Hypothesis, derivatives: _Derivatives) -> list[_Division]:
-    """Return every way to divide a mistake, with the shares that its derivatives tell."""
+    """Return every way to divide a mistake, with the shares that follow from its derivatives."""
     found = []
     for where in _groupings(list(derivatives)):
         for dim in (None, *range(max(none.dim() for none, _ in derivatives.values()))):
@@ -405,8 +405,9 @@ def _divisions(one: Hypothesis, derivatives: _Derivatives) -> list[_Division]:
 
 
 def _division(one: Hypothesis, derivatives: _Derivatives, where: _Where, dim: int | None) -> _Division | None:
-    """Return the shares along a dimension, of calls of one module together; None if not every slot has the dimension,
-    or if it has but one index.
+    """Return the division along a dimension, with calls of one module together.
+
+    The result is None if not every slot has the dimension, or if there is only one index.
     """
     if dim is not None and any(dim >= none.dim() for none, _ in derivatives.values()):
         return None
@@ -432,9 +433,9 @@ def _summed(x: Tensor, dim: int | None) -> Tensor:
 
 
 def _part(shares: Mapping[str, Tensor], effects: Mapping[str, Tensor], any_size: bool, by_module: bool) -> _Part:
-    """Return the part that shares tell; none if all is in it, or nothing, or if it has no short name.
+    """Return the part that the shares point to; an empty one if it is all or nothing, or has no short name.
 
-    With the mistake's own constant, the share of what is in the part is 1; with another, that of all of it is the same.
+    With the mistake's own constant, the share is 1 in the part. With another constant, it is the same throughout.
     """
     nothing = _Part({}, 0, math.inf)
     share, effect = torch.cat([*shares.values()]), torch.cat([*effects.values()])
@@ -463,12 +464,12 @@ def _part(shares: Mapping[str, Tensor], effects: Mapping[str, Tensor], any_size:
     return _Part(inside, count, residual / max(explained, TINY))
 
 
-_A_MODULE = 0.05  # a module is in the part if it explains more than this share of what the one that explains most does
-_ALL_OF_IT = 0.9  # all indices are in the part if that fits by this share as well as the best choice
+_A_MODULE = 0.05  # a module is in the part if it explains more than this share of what the best module explains
+_ALL_OF_IT = 0.9  # all indices are in the part if they explain this share of what the best choice explains
 
 
 def _made_in(one: Hypothesis, place: str, where: _Where, dim: int | None, part: _Part) -> Hypothesis:
-    """Return a mistake made in a part of its place, whichever constant it has."""
+    """Return a mistake made in a part of its place, also if its constant is changed later."""
     tuned, read, inside = one.tuned, one.read, part.indices
 
     def divided(edit: Edit) -> Edit:
@@ -490,7 +491,7 @@ def _made_in(one: Hypothesis, place: str, where: _Where, dim: int | None, part: 
 
 
 def _unread(division: _Division) -> _Division:
-    """Return the same of parameters that are not read at all in the part, where they get no gradient."""
+    """Return the division for parameters that are not read in the part, and so get no gradient there."""
     one, is_bias = division.one, all(str(name).endswith("bias") for name in division.shapes)
 
     def read(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -501,18 +502,18 @@ def _unread(division: _Division) -> _Division:
     return replace(division, one=replace(one, title=title, name=name, repair=repair, read=read, tuned=None))
 
 
-# Shares that are fitted by least squares, where the effects of indices overlap.
+# Shares that are fitted by least squares, because the effects of indices overlap.
 #
-# A projected gradient with Barzilai and Borwein's steps (IMA J. Numer. Anal. 8, 1988): shares stay between 0 and 1, or
-# above 0 where the constant is another.
+# The fit uses a projected gradient with Barzilai and Borwein's steps (IMA J. Numer. Anal. 8, 1988). Shares stay between
+# 0 and 1, or above 0 if the constant is free.
 
 
 class _Fit:
-    """The shares of a division, step by step nearer to what leaves least of the squared error.
+    """An iterative fit of a division's shares that reduces the squared error.
 
     Attributes:
-        division: whose shares they are.
-        left: the share of the squared error that the best of them leave.
+        division: the division whose shares are fitted.
+        left: the share of the squared error that the best shares so far leave.
     """
 
     def __init__(self, failure: Failure, outputs: Outputs, division: _Division) -> None:
@@ -524,7 +525,7 @@ class _Fit:
         effect = torch.cat([*division.effects.values()])
         self._root = effect.clamp(
             min=1e-2 * effect.mean().item()
-        ).sqrt()  # scales shares, so that steps go as far in each
+        ).sqrt()  # scales the shares so that steps go equally far in each
         self._at = torch.cat([*division.shares.values()]).clamp(0.0, self._most)
         self._before: tuple[Tensor, Tensor] | None = None
         self._whole = math.nan
@@ -535,7 +536,7 @@ class _Fit:
         return self.left < (1.0 if self._most > 1.0 else _LEFT)
 
     def go(self, steps: int, budget: Budget) -> None:
-        """Make some steps, and find the part anew."""
+        """Make some steps of the fit, and find the part again."""
         if math.isnan(self._whole):
             self._whole = self._evaluated(torch.zeros_like(self._at))[0]
         for _ in range(steps):
@@ -584,20 +585,20 @@ class _Fit:
 
 # A part's name, as a reader would say it: ``every second head from 1 on``, ``positions 16 to 31 of 32``.
 #
-# What an estimate tells of a part is not exact: some indices do so little that nothing tells whether they are in it.
-# So of the parts that have a short name, the plainest is taken that fits about as well as the best choice of indices.
+# The estimate of a part is not exact: some indices have so little effect that nothing tells whether they are in it. So
+# among the parts that have a short name, the plainest is taken that fits about as well as the best choice of indices.
 
 
-_LISTED = 3  # more indices than these are told only if they form a pattern
+_LISTED = 3  # more indices than this are named only if they form a pattern
 _LARGEST_STEP = 8  # of indices at regular distances
-_AS_GOOD = 0.9  # a part with a name may gain so much of what the best choice of indices does
+_AS_GOOD = 0.9  # a named part must gain at least this share of what the best choice of indices gains
 
 
 def nameable(gains: Tensor) -> list[int]:
     """Return the indices of the plainest part that fits; empty if none does, or if all indices are in it.
 
     Args:
-        gains: by how much it fits better that an index is in the part than that it is not.
+        gains: by how much the fit improves if an index is in the part.
     """
     best = gains.clamp(min=0.0).sum().item()
     fitting = (part for part in _plain_parts(gains) if gains[part].sum().item() >= _AS_GOOD * best)
@@ -606,7 +607,7 @@ def nameable(gains: Tensor) -> list[int]:
 
 
 def _plain_parts(gains: Tensor) -> Iterator[list[int]]:
-    """Yield the parts that have a name, those that gain most of their sort, the plainest sorts first."""
+    """Yield the parts that have a name, for each sort the one that gains most, the plainest sorts first."""
     count = len(gains)
     order = gains.argsort(descending=True).tolist()
     yield order[:1]
@@ -620,7 +621,7 @@ def _plain_parts(gains: Tensor) -> Iterator[list[int]]:
 
 
 def _largest_range(gains: Tensor) -> list[int]:
-    """Return the range that gains most; of those that gain as much, the longest."""
+    """Return the range that gains most; the longest if several gain equally much."""
     sums = torch.cat((gains.new_zeros(1), gains.cumsum(0)))
     least, at = sums.cummin(0)
     end = int((sums - least)[1:].argmax()) + 1
@@ -634,7 +635,13 @@ def _largest_range(gains: Tensor) -> list[int]:
 
 
 def told(indices: Sequence[int], count: int, axis: str) -> str:
-    """Name indices of so many as people would."""
+    """Return indices in words, as people would name them.
+
+    Args:
+        indices: the indices, in order.
+        count: how many indices the axis has.
+        axis: the singular of what the axis counts.
+    """
     inside, first = set(indices), indices[0]
     missing = [index for index in range(count) if index not in inside]
     if len(indices) == 1:
@@ -652,7 +659,7 @@ def told(indices: Sequence[int], count: int, axis: str) -> str:
 
 
 def axis_of(failure: Failure, edit: Edit, shape: torch.Size, dim: int) -> str:
-    """Return what a dimension of what a call returns counts, in the singular."""
+    """Return what a dimension of a call's result counts, in the singular."""
     sizes = [x.shape for x in tree_leaves(failure.prepared.inputs) if isinstance(x, Tensor) and x.dim()]
     batch = sizes[0][0] if sizes else 0
     if dim == len(shape) - 1:
@@ -675,7 +682,7 @@ def axis_of_parameter(shape: torch.Size, dim: int) -> str:
 
 
 def _axis_of_context(attention: Attention, shape: torch.Size, dim: int) -> str:
-    """Return what a dimension of an attention's result counts: see where its layout by heads puts each of its own."""
+    """Return what a dimension of an attention's result counts, from where the layout by heads puts each dimension."""
     names = ("sequence", "head", "position", "channel")
     for permutation in ((0, 1, 2, 3), (0, 2, 1, 3)):
         by_heads = tuple(shape[axis] for axis in permutation) if len(shape) == 4 else ()

@@ -1,4 +1,4 @@
-"""Rank mistakes, alone and in pairs, by what they leave of the error: on one row of the batch, or in gradients."""
+"""Rank mistakes, alone and in pairs, by how much of the error they leave in one row of the batch or in gradients."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from parity.result import Kind
 from parity.search.failure import Budget, Failure, while_it_lasts
 from parity.trace.trace import Call, Edit, Trace, Value, edit
 
-# Which two mistakes together are likeliest, judged by what each does alone.
+# The likeliest pairs of mistakes, judged by the effect of each mistake alone.
 #
-# To first order, two mistakes together do the sum of what each does. So the pairs to try are those whose summed effects
-# are most like the candidate's error: as they are, or each times some factor, since one mistake may amplify another,
-# and a constant need not be the known one. Comparing all pairs of some thousand effects takes a few matrix products on
-# a sample of the tensors' elements.
+# To first order, the effect of two mistakes is the sum of their effects. So the pairs to try are those whose summed
+# effects are most like the candidate's error: as they are, or each times some factor, since one mistake may amplify
+# another, and a constant need not be the known one. Comparing all pairs of a few thousand effects takes a few matrix
+# products on a sample of the tensors' elements.
 
 
 _ELEMENTS = 4096  # elements of a sample
 _MOST_EFFECTS = 2000  # the largest effects, which are paired
-_SMALLEST, _LARGEST = 1e-3, 1e3  # in norms of the error: a smaller effect does nothing, a larger one is not in it
-_SAME = 1e-4  # pairs do the same if what they leave differs by less than this share of the error's square
-_LISTED = 4096  # pairs that are listed, before those that do the same are left out
+_SMALLEST, _LARGEST = 1e-3, 1e3  # in norms of the error: smaller effects do nothing, larger ones are not in it
+_SAME = 1e-4  # pairs have the same effect if they explain the same up to this share of the error's square
+_LISTED = 4096  # pairs that are listed, before those with the same effect are left out
 _LITTLE = 0.5  # of the error
 _ALONG = 0.3  # the cosine of an effect with what another mistake leaves of the error
 _ONE_DIRECTION = 1e-6  # two effects have one direction if their Gram determinant is below this share of its largest
@@ -47,8 +47,8 @@ class LikelyPairs:
     """Pairs of mistakes, the likeliest first.
 
     Attributes:
-        as_they_are: pairs whose effects together are most like the error.
-        by_multiples: pairs whose effects, each times some factor, are.
+        as_they_are: pairs whose summed effects are most like the error.
+        by_multiples: pairs whose effects are most like it if each is multiplied by some factor.
     """
 
     as_they_are: list[tuple[Hypothesis, Hypothesis]]
@@ -57,12 +57,12 @@ class LikelyPairs:
 
 @dataclass(eq=False)
 class Effects:
-    """Hold what single mistakes do to a candidate's outputs or gradients, each in units of its tolerance.
+    """The effects of single mistakes on a candidate's outputs or gradients, each in units of its tolerance.
 
     Attributes:
         error: the candidate's error, ``[elements]``.
-        tensors: how many outputs or gradients these are elements of.
-        known: each mistake's effect, as a sample of as many elements.
+        tensors: how many outputs or gradients the elements are from.
+        known: each mistake's effect on the same elements.
     """
 
     error: Tensor
@@ -71,15 +71,15 @@ class Effects:
 
     @staticmethod
     def of(errors: Sequence[Tensor]) -> Effects:
-        """Begin with no known effect; ``errors`` are those of each tensor, with all its elements."""
+        """Return an instance without known effects; ``errors`` are those of each tensor, with all its elements."""
         return Effects(_sample(errors), len(errors))
 
     def note(self, one: Hypothesis, effects: Sequence[Tensor]) -> None:
-        """Note what a mistake does to each tensor, given all its elements."""
+        """Note a mistake's effects on each tensor, which are given with all its elements."""
         self.known[one] = _sample(effects)
 
     def multiples(self, ones: Sequence[Hypothesis]) -> tuple[list[float], float]:
-        """Return the factors of mistakes' effects that together explain most of the error, and the share left.
+        """Return the factors by which mistakes' effects together explain most of the error, and the share that is left.
 
         An effect that is not known may explain all of it, and one that overflows explains nothing.
         """
@@ -92,10 +92,10 @@ class Effects:
         return factors.tolist(), norm_of(error - factors @ effects) / max(norm_of(error), TINY)
 
     def beside(self, first: Hypothesis, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-        """Return the mistakes that may hold beside another one: all if that leaves little of the error, else those
-        whose effects are along what it leaves, the likeliest first.
+        """Return the mistakes that may be made in addition to another one, the likeliest first.
 
-        Beside a mistake that does nearly everything another's effect is not what it is alone.
+        These are all if that one leaves little of the error, since next to such a mistake another's effect is not what
+        it is alone. Otherwise they are those whose effects point along the error that it leaves.
         """
         left = self.error - self.known[first]
         if norm_of(left) < _LITTLE * norm_of(self.error):
@@ -110,12 +110,12 @@ class Effects:
     def likely_pairs(
         self, known: Sequence[Hypothesis], most: int, go_together: Callable[[Hypothesis, Hypothesis], bool]
     ) -> LikelyPairs:
-        """Return pairs that do different things, as far as these effects tell; the likeliest first.
+        """Return the likeliest pairs that differ in their effects, the likeliest first.
 
         Args:
-            known: the likeliest mistakes first: of pairs that do the same, the first is returned.
-            most: how many of each sort.
-            go_together: says whether two mistakes can hold at once.
+            known: the mistakes, likeliest first. If several pairs have the same effect, the first one is returned.
+            most: how many pairs of each sort to return.
+            go_together: says whether two mistakes can be made at once.
         """
         some = self._large(known)
         if len(some) < 2:
@@ -134,7 +134,7 @@ class Effects:
         )
 
     def _large(self, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-        """Return the mistakes that do most, in the order in which they are known, and single calls last."""
+        """Return the mistakes with the largest effects, in the order of ``known``, with single calls last."""
         sizes = {one: norm_of(effect) for one, effect in self.known.items()}
         of_error = norm_of(self.error)
         some = [one for one, size in sizes.items() if _SMALLEST * of_error < size < _LARGEST * of_error]
@@ -150,7 +150,7 @@ class Effects:
         go_together: Callable[[Hypothesis, Hypothesis], bool],
     ) -> list[tuple[Hypothesis, Hypothesis]]:
         """Return the pairs that explain most of the error's square; ``some`` has the likeliest mistakes first."""
-        # A small part of a large error may be what a mistake does, unless it is less than rounding.
+        # A mistake's effect may be a small part of a large error, unless it is less than rounding.
         same = min(_SAME, self.tensors / max(norm_of(self.error), TINY) ** 2)
         upper = explained.triu(1)
         listed = upper.flatten().topk(min(_LISTED, upper.numel()))
@@ -160,7 +160,7 @@ class Effects:
                 alike.setdefault(round(value / same), []).append(divmod(index, len(some)))
         found: dict[tuple[Hashable, Hashable], tuple[Hypothesis, Hypothesis]] = {}
         for pairs in alike.values():
-            # Of pairs that do the same, take the one whose second mistake, the later one, is nearest to the list's top.
+            # Among pairs with the same effect, take the one whose later mistake is nearest to the top of the list.
             in_order = ((some[i], some[j]) for i, j in sorted(pairs, key=lambda pair: pair[::-1]))
             pair = next((pair for pair in in_order if go_together(*pair)), None)
             if pair is not None:
@@ -171,14 +171,14 @@ class Effects:
 
 
 def _but_for_its_number(one: Hypothesis) -> Hashable:
-    """Return what is the same for a mistake with another constant, which is looked for once a pair is found."""
+    """Return a key that is the same for a mistake with another constant, which is fitted once a pair is found."""
     return one if one.value is None else (one.title, one.place, tuple(edit.site for edit in one.edits))
 
 
 def _sample(tensors: Sequence[Tensor]) -> Tensor:
-    """Sample the same elements whenever tensors of these sizes are given, in FP32.
+    """Return a sample of elements in FP32, which are always the same for tensors of these sizes.
 
-    They are drawn at random, since regularly spaced ones may all be of one column.
+    They are drawn at random, since regularly spaced ones may all be from one column.
     """
     return torch.cat([_some(x, _ELEMENTS // len(tensors) + 1).float() for x in tensors])
 
@@ -190,13 +190,12 @@ def _some(x: Tensor, count: int) -> Tensor:
     return x.flatten()[elements.to(x.device)] * math.sqrt(x.numel() / count)
 
 
-# Rank hypotheses by what they leave of the error, on one row of the batch if rows are computed independently.
-#
-# Only forward, and in FP32 where that is exact enough.
+# The screen for outputs: it ranks hypotheses by the share of the error that they leave, on one row of the batch if rows
+# are computed independently. It computes only forward passes, in FP32 if that is exact enough.
 
 
 FAITHFUL = 1.2
-"""The search ends when no more than so many times the expected error is left."""
+"""The search ends when no more than this many times the expected error is left."""
 
 EXACT = 0.5
 """A hypothesis must bring the error down to this share."""
@@ -204,15 +203,15 @@ EXACT = 0.5
 CHANGES = 1e-6
 """A hypothesis that changes the error by less than this share changes nothing."""
 
-_FAITHFUL_AT_LEAST = 0.4  # this share of the tolerance is as good, also where the rounding model expects less
+_FAITHFUL_AT_LEAST = 0.4  # this share of the tolerance is good enough, even if the rounding model expects less
 _FP32_IS_EXACT = 0.02  # FP32 is used if its own error is below this share of the candidate's
 
 
-Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and what leaves it
+Ranked = tuple[float, tuple[Hypothesis, ...]]  # the share of the error that is left, and the mistakes that leave it
 
 
 class Screen:
-    """Ranks hypotheses by the share of the error that they leave in the row where the candidate's is largest."""
+    """Rank hypotheses by the share of the error that they leave in the row where the candidate's error is largest."""
 
     def __init__(self, failure: Failure) -> None:
         self._prepared = failure.prepared
@@ -234,7 +233,7 @@ class Screen:
         self.effects = Effects.of(self._effect(self._candidate, cut=True))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
-        """Yield combinations with the share of the error that each leaves, apart from those that change nothing.
+        """Yield combinations with the share of the error that each leaves, except those that change nothing.
 
         Nothing is taken from an iterator once the budget is spent.
         """
@@ -254,7 +253,7 @@ class Screen:
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:
-        """Return whether what is left is no more than a faithful port at the precision has."""
+        """Return whether the error that is left is no larger than that of a faithful port at the precision."""
         share, combination = entry
         return share < EXACT and share * self._before[self._is_alone(combination)] <= self._faithful
 
@@ -297,8 +296,8 @@ class Screen:
         """Return how far outputs move in the screened row, each in units of its tolerance.
 
         Args:
-            outputs: those of that row, or of all rows.
-            cut: whether they are of all rows.
+            outputs: the outputs of that row, or of all rows.
+            cut: whether they are of all rows, and must be cut to the screened one.
         """
         outputs, golden = self._of_rows(outputs, cut), self._of_rows(self._golden, True)
         return [(outputs[name] - x) / self._size(name, golden) for name, x in golden.items()]
@@ -313,10 +312,10 @@ class Screen:
         """Return the largest relative error of an output, in units of its tolerance.
 
         Args:
-            outputs: the outputs whose error it is.
+            outputs: the outputs to measure.
             alone: whether only the screened row counts.
-            truth: what they should be; None for the candidate's.
-            cut: whether ``outputs`` are of all rows, also if one row counts alone.
+            truth: the outputs to compare them with; None for the candidate's.
+            cut: whether ``outputs`` are of all rows, also if only one row counts.
         """
         truth = self._of_rows(self._candidate if truth is None else truth, alone)
         golden = self._of_rows(self._golden, alone)
@@ -324,11 +323,12 @@ class Screen:
         return max(norm_of(outputs[name].double() - x) / self._size(name, golden) for name, x in truth.items())
 
 
-# What mistakes do to a module's outputs, to first order: from one forward pass and a few backward ones.
+# First-order effects of mistakes on a module's outputs, from one forward pass and a few backward passes.
 #
-# A mistake changes what some calls return. How far that moves the outputs along a random direction is the product of
-# the change with a gradient, so thousands of mistakes are compared with the candidate's error at the cost of few
-# passes. Mistakes are large, and modules are not linear: this tells which mistakes to try first, and rules out none.
+# A mistake changes the results of some calls. The resulting move of the outputs along a random direction is the product
+# of the change with a gradient, so thousands of mistakes can be compared with the candidate's error at the cost of a
+# few passes. Mistakes are large, and modules are not linear. So this tells which mistakes to try first, but rules out
+# none.
 
 
 _DIRECTIONS = 32  # of the outputs: the cosine of an unrelated effect with the error is about 1/sqrt(32)
@@ -339,19 +339,19 @@ _BYTES = torch.float32.itemsize
 
 
 class FirstOrder:
-    """The candidate's error, and the effects of changing the reference's calls, along directions of the outputs.
+    """The candidate's error, and the effects of changes in the reference's calls, along directions of the outputs.
 
     Attributes:
-        error: the error along each direction.
+        error: the candidate's error along each direction.
     """
 
     def __init__(self, failure: Failure, trace: Trace, budget: Budget) -> None:
         """Run the reference once.
 
         Args:
-            failure: one whose outputs failed and are finite.
+            failure: a failure whose outputs failed and are finite.
             trace: the reference's trace in FP64.
-            budget: when it is spent, no more directions are taken than are needed.
+            budget: once it is spent, no more directions are taken than are needed.
         """
         self._trace = trace
         self._calls = {call.site: call for call in trace.calls}
@@ -393,7 +393,7 @@ class FirstOrder:
             given = [outputs[name] for name in reached], derived, [drawn[name] for name in reached]
             try:
                 gradients = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
-            except RuntimeError:  # it writes to what a gradient needs
+            except RuntimeError:  # the reference overwrites a tensor that a gradient needs
                 return
             found.append([None if x is None else x.float() for x in gradients])
         self.error = torch.tensor(error)
@@ -404,13 +404,11 @@ class FirstOrder:
                 self._gradients[key] = torch.stack(known)
 
     def gradient(self, value: Value) -> Tensor | None:
-        """Return the gradient of each direction with respect to what a call returned, ``[directions,
-        *shape]``, if there is one.
-        """
+        """Return each direction's gradient by a call's result, ``[directions, *shape]``, if there is one."""
         return self._gradients.get(value.number)
 
     def effect(self, hypothesis: Hypothesis) -> Tensor | None:
-        """Return what a mistake does along each direction; None if that is not known."""
+        """Return the effect of a mistake along each direction; None if it is not known."""
         if hypothesis.around is not None or (hypothesis.read is None and not hypothesis.edits):
             return None
         total = torch.zeros_like(self.error)
@@ -421,8 +419,10 @@ class FirstOrder:
         return total
 
     def elements(self, hypothesis: Hypothesis) -> dict[Edit | str, Tensor] | None:
-        """Return what a mistake does along each direction by each element of what its edits return, or of the
-        parameters that it reads otherwise, ``[directions, *shape]``; None if that is not known.
+        """Return the effect of each element that a mistake changes along each direction, ``[directions, *shape]``.
+
+        The elements are those of its edits' results and of the parameters that it reads differently. The result is None
+        if the effect is not known.
         """
         found: dict[Edit | str, Tensor] = {}
         try:
@@ -437,7 +437,7 @@ class FirstOrder:
                     result = one.compute(was, *map(self._trace.tensor, one.needs))
                     before, after = tree_leaves(was)[0], tree_leaves(result)[0]
                     found[one] = self._gradients[value.number] * (after.float() - before.float())
-        except Exception:  # as anybody's code, given what it does not take
+        except Exception:  # a mistake's function may raise anything on tensors that do not suit it
             return None
         return found
 
@@ -447,7 +447,7 @@ class FirstOrder:
         return ((effects @ self.error) / sizes.clamp(min=1e-30)).nan_to_num(nan=-1.0)
 
     def promising_first(self, known: Iterable[Hypothesis]) -> list[Hypothesis]:
-        """Return the hypotheses that may explain the error before the others, each group in its order."""
+        """Return the hypotheses, those that may explain the error first, each group in its order."""
         ordered: tuple[list[Hypothesis], list[Hypothesis]] = ([], [])
         for one in known:
             effect = self.effect(one) if len(self.error) else None
@@ -455,7 +455,7 @@ class FirstOrder:
         return [*ordered[0], *ordered[1]]
 
     def _of_read(self, read: ReadWeights | None) -> Tensor | None:
-        """Return the effect of reading parameters otherwise."""
+        """Return the effect of reading parameters differently."""
         total = torch.zeros_like(self.error)
         if read is None:
             return total
@@ -463,12 +463,12 @@ class FirstOrder:
             with torch.no_grad():
                 for name, moved in self._parameters_moved(read):
                     total = total + (as_rows(self._gradients[name]) @ moved.flatten()).cpu()
-        except Exception:  # as anybody's code, given what it does not take
+        except Exception:  # a mistake's function may raise anything on tensors that do not suit it
             return None
         return total
 
     def _parameters_moved(self, read: ReadWeights) -> Iterator[tuple[str, Tensor]]:
-        """Yield by how much each parameter that is read otherwise moves, by its name."""
+        """Yield the name and the change of each parameter that is read differently."""
         for name, other in read(self._parameters).items():
             yield name, (other - self._parameters[name]).float()
 
@@ -480,12 +480,12 @@ class FirstOrder:
         try:
             with torch.no_grad():
                 result = one.compute(was, *map(self._trace.tensor, one.needs))
-        except Exception:  # as anybody's code, given what it does not take
+        except Exception:  # a mistake's function may raise anything on tensors that do not suit it
             return None
         return self._moved(call.result, was, result)
 
     def _moved(self, named: Any, was: Any, result: Any) -> Tensor | None:
-        """Return the effect of a call's other result."""
+        """Return the effect of a call's changed result."""
         total = torch.zeros_like(self.error)
         for value, before, after in zip(*map(tree_leaves, (named, was, result)), strict=False):
             gradient = self.gradient(value) if isinstance(value, Value) else None
@@ -502,7 +502,7 @@ def as_rows(gradients: Tensor) -> Tensor:
 
 
 def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
-    """Keep what a call returned by its values' numbers, with a gradient even if none would be asked for."""
+    """Keep a call's results by the numbers of their values, and make them require a gradient if they do not."""
     values = iter([leaf for leaf in tree_leaves(call.result) if isinstance(leaf, Value)])
 
     def one(tensor: Tensor) -> Tensor:
@@ -512,33 +512,31 @@ def _keep(kept: dict[int, Tensor], call: Call, was: Any) -> Any:
         if not tensor.requires_grad:
             tensor = tensor.clone().requires_grad_()
             kept[value.number] = tensor
-            return tensor.clone()  # since the tensor may be written to
+            return tensor.clone()  # because the tensor may be written to
         kept[value.number] = tensor
         return tensor
 
     return tree_map_only(Tensor, one, was)
 
 
-# Rank mistakes by what they leave of gradients' errors, and find the constant of one that nearly fits.
-
-
-# Rank hypotheses by what they leave of every failed tensor's error, if outputs tell too little.
+# The screen for gradients: it ranks hypotheses by the share of every failed tensor's error that they leave, if outputs
+# tell too little.
 #
-# A loss is one number, which many mistakes change. If every output is within what the precision costs, as a loss often
+# A loss is one number, which many mistakes change. If every output is within rounding at the precision, as a loss often
 # is in BF16, outputs cannot tell mistakes apart at all. The gradients of parameters can.
 
 
-_NEAR = 3.0  # an output may differ by so many tolerances: a mistake may cost more rounding than the reference does
-_HELPS = 0.9  # or by this share of its error before, if that is more
-_PARTIAL = 3.0  # the same for a mistake that may be a part of what is wrong: in one number the rest may cancel it
-_AT_LEAST = 0.4  # this share of a tolerance is near enough, also where the rounding model expects less
+_NEAR = 3.0  # an output may be off by this many tolerances, since rounding may cost more under a mistake
+_HELPS = 0.9  # or by this share of its previous error, if that is more
+_PARTIAL = 3.0  # the same for a mistake that may be a part of the cause, since the rest may cancel it in one number
+_AT_LEAST = 0.4  # this share of a tolerance is near enough, even if the rounding model expects less
 
 
 class GradientScreen:
-    """Ranks hypotheses by the share that they leave of the failed tensors' errors, as a root mean square.
+    """Rank hypotheses by the share that they leave of the failed tensors' errors, as a root mean square.
 
-    An error is counted in tolerances of its tensor. Gradients are computed, in FP64, only for
-    hypotheses whose outputs may be the candidate's.
+    An error is counted in tolerances of its tensor. Gradients are computed, in FP64, only for hypotheses whose outputs
+    may be the candidate's.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -556,12 +554,12 @@ class GradientScreen:
         self.effects = Effects.of(self._effect(self._candidate))
 
     def shares(self, combinations: Iterable[tuple[Hypothesis, ...]], budget: Budget) -> Iterator[Ranked]:
-        """Yield combinations with the share of the errors that each leaves, apart from those with other outputs.
+        """Yield combinations with the share of the errors that each leaves, except those with other outputs.
 
         Nothing is taken from an iterator once the budget is spent.
         """
         for combination in while_it_lasts(combinations, budget):
-            # A mistake made at one of several places, or with another number, may be a part of what is wrong.
+            # A mistake made at one of several places, or with another number, may be only a part of the cause.
             most = _PARTIAL if any(one.place or one.tuned for one in combination) else _HELPS
             tensors = self._passes.under(combination, partial(self._are_near, most), self._failed)
             if tensors is not None:
@@ -572,11 +570,11 @@ class GradientScreen:
                     yield share, combination
 
     def is_exact(self, entry: Ranked) -> bool:
-        """Return whether what is left is no more than a faithful port at the precision has."""
+        """Return whether the error that is left is no larger than that of a faithful port at the precision."""
         return entry[0] < EXACT and entry[0] * _mean(self._before) <= _mean(self._failed)
 
     def _are_near(self, most: float, outputs: Mapping[str, Tensor]) -> bool:
-        """Return whether outputs may be the candidate's: off by no more than so many times what golden's are off."""
+        """Return whether outputs may be the candidate's: off by at most ``most`` times as much as golden's."""
         away = self._away(outputs)
         return all(one <= max(_NEAR, most * self._outputs_before[name]) for name, one in away.items())
 
@@ -607,30 +605,30 @@ def _mean(values: Mapping[tuple[Kind, str], float]) -> float:
     return math.hypot(*values.values()) / math.sqrt(max(len(values), 1))  # squares of infinite margins overflow
 
 
-# Find the constant of a mistake that is about one: the eps or factor that leaves the smallest error.
+# Fitted constants: the eps or factor of a mistake that leaves the smallest error.
 
 
 HELPS = 0.9  # a partial explanation must bring the error below this share of what it was
-HELPS_LITTLE = 0.999  # the same if the norm of no output's error is too large: what is wrong is below its noise
-_MOST = 6  # mistakes whose constant is looked for
-_ROUNDS = 2  # how often both constants of a pair are looked for: each depends on the other
+HELPS_LITTLE = 0.999  # the same if no output's error is too large in norm, so that the mistake is below the noise
+_MOST = 6  # mistakes whose constant is fitted
+_ROUNDS = 2  # how often both constants of a pair are fitted, since each depends on the other
 _MOST_ALIKE = 3  # how many of these may be of one kind: the right place of a factor may not help most at first
 _RANGE = math.log(8.0)  # the constant may be off by this much, either way
-_FAR = math.log(1000.0)  # the same if a known constant points the right way, but explains little
+_FAR = math.log(1000.0)  # the same if a known constant points the right way but explains little
 _STEPS = 30
-_MULTIPLES = 0.4, 1.5  # of the effect of a constant near by, if effects are about linear; else it is farther away
-_NEARBY = math.log(1.25)  # the same if a known constant explains the error: the port's own may lie beside it
-_FINE = 0.002  # constants whose logarithms are so near are the same, if one of them is exact enough
-_HOPELESS = 0.1  # with a constant known so finely, the right one leaves less than this share of the error
-_WINDOWS = 3  # so many ranges are searched, one beyond the other
-_AS_GOOD = 1.05  # a plainer constant may leave so many times the error that the best one leaves
+_MULTIPLES = 0.4, 1.5  # multiples of an effect that a nearby constant has, if effects are about linear
+_NEARBY = math.log(1.25)  # the same as ``_RANGE`` if a known constant explains the error: the port's own may be near it
+_FINE = 0.002  # constants whose logarithms are this close are the same, if one of them is exact enough
+_HOPELESS = 0.1  # once a constant is known that finely, the right one leaves less than this share of the error
+_WINDOWS = 3  # ranges that are searched, one beyond the other
+_AS_GOOD = 1.05  # a plainer constant may leave this many times the error that the best one leaves
 _AS_MUCH = 0.9  # but must explain this share of the error's square that the best one explains
-_INDISTINCT = 1.5  # the same if no more is left than a faithful port has
-_ABOUT_EQUAL = 10  # shares whose logarithms agree to a tenth are; the constant with the likelier effect is first
+_INDISTINCT = 1.5  # the same as ``_AS_GOOD`` if no more is left than a faithful port has
+_ABOUT_EQUAL = 10  # shares are about equal if their logarithms agree to a tenth; the likelier effect comes first then
 _NUMBER = re.compile(r"-?\d[\d.]*(?:e[+-]?\d+)?")  # in a mistake's name
-_DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; so many digits, or all that were found
+_DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; roundings to fewer than this many digits are tried
 _AT_THE_EDGE = 0.9  # if the best constant is beyond this share of the range, the right one may be outside of it
-_PROMISING_STEPS = 10  # after so many steps a constant that explains has brought the error down to ``EXACT``
+_PROMISING_STEPS = 10  # after this many steps, a constant that explains has brought the error down to ``EXACT``
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
@@ -644,8 +642,8 @@ def tuned(
     """Return the mistakes that are about a constant and help most, with the constant that leaves the smallest error.
 
     No more than ``most_alike`` are of one kind. A known constant that is farther from the reference's than the port's
-    is leaves more than there was, though a multiple of its effect explains the error; of that, it must leave less than
-    ``enough``.
+    makes the error larger, although a multiple of its effect explains the error. Such a multiple must leave less than
+    ``enough`` of it.
     """
     by_place: dict[Hashable, list[_Known]] = defaultdict(list)
     for share, (one,) in ranked:
@@ -662,18 +660,18 @@ def tuned(
         if alike[kind] <= most_alike:
             to_fit.append(known)
     best = [_line_search(screen, known.mistake, known.reach, budget) for known in to_fit[:_MOST]]
-    # Few are computed in full: one constant of each mistake comes first.
+    # Only a few are computed in full, so one constant of each mistake comes first.
     return [entry for entries in best for entry in entries[:1]] + [entry for entries in best for entry in entries[1:]]
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A mistake with a known constant, from which the port's is looked for.
+    """A mistake with a known constant, from which the search for the port's constant starts.
 
     Attributes:
-        mistake: with that constant.
+        mistake: the mistake with that constant.
         helps: whether it explains a part of the error as it is.
-        left: the share of the error that it leaves, or the best multiple of its effect.
+        left: the share of the error that it, or the best multiple of its effect, leaves.
         off: whether its effect points away from the error, and how far it is from the error's size, as a logarithm.
         reach: how far the constant may be off, as a logarithm.
     """
@@ -686,12 +684,12 @@ class _Known:
 
     @property
     def about(self) -> int:
-        """Return what it leaves, such that shares that are about equal are equal."""
+        """Return the logarithm of the share that it leaves, rounded so that about equal shares are equal."""
         return round(_ABOUT_EQUAL * math.log(max(self.left, TINY)))
 
 
 def _known(screen: Screen | GradientScreen, share: float, one: Hypothesis, enough: float) -> _Known | None:
-    """Return what a mistake that leaves this share of the error tells; None if its constant is not to be looked for."""
+    """Return the starting point for fitting a mistake's constant; None if it is not to be fitted."""
     if one.tuned is None or one.value is None:
         return None
     (factor,), left = screen.effects.multiples([one])
@@ -705,7 +703,7 @@ def _known(screen: Screen | GradientScreen, share: float, one: Hypothesis, enoug
 
 
 def _setting(one: Hypothesis) -> str:
-    """Return which of several settings, as of an optimizer, a mistake is about; an empty text if it has no name."""
+    """Return which setting, such as an optimizer's, a mistake is about; an empty text if it names none."""
     setting, is_one, _ = one.name.partition("=")
     return setting if is_one else ""
 
@@ -713,8 +711,7 @@ def _setting(one: Hypothesis) -> str:
 def tuned_pairs(
     screen: Screen | GradientScreen, pairs: Iterable[tuple[Hypothesis, ...]], budget: Budget, enough: float
 ) -> list[Ranked]:
-    """Return the pairs that are about a constant, with the constants that leave the smallest error,
-    searched in turn.
+    """Return the pairs that are about a constant, with the constants, fitted in turn, that leave the smallest error.
 
     Multiples of their effects must leave less than ``enough`` of the error.
     """
@@ -734,9 +731,10 @@ def tuned_pairs(
 
 
 def sharper(screen: Screen | GradientScreen, entry: Ranked, budget: Budget) -> list[Ranked]:
-    """Return a mistake about a constant that explains, with a constant nearby that leaves less, if there is one.
+    """Return a mistake that explains the error with a nearby constant that leaves less; empty if there is none.
 
-    There is none where a plain constant that is about as good leaves no less: the known one is mostly that.
+    A plain constant that is about as good comes first. If that leaves no less, which is usually because it is the known
+    one, the result is empty.
     """
     share, (one, *others) = entry
     found = [] if others else _line_search(screen, one, _NEARBY, budget)
@@ -750,10 +748,10 @@ def _line_search(
     budget: Budget,
     others: tuple[Hypothesis, ...] = (),
 ) -> list[Ranked]:
-    """Return the mistake with the best constant, at most ``reach`` from the known one in logarithms; before it the same
-    with a plainer constant that is about as good, if there is one.
+    """Return the mistake with the best constant, preceded by one with a plainer constant if that is about as good.
 
-    The search goes further if the best is at that edge. ``others`` hold at the same time.
+    The constant's logarithm is at most ``reach`` from that of the known one, unless the best one is at that edge; then
+    the search goes further. ``others`` are made at the same time.
     """
     if one.tuned is None or one.value is None:
         return []
@@ -796,10 +794,10 @@ def _line_search(
 
 
 def _is_as_good(screen: Screen | GradientScreen, share: float, best: Ranked) -> bool:
-    """Return whether a plainer constant leaves as little and explains as much, or leaves so little that only rounding
-    tells the two apart.
+    """Return whether a plainer constant is about as good as the best one, or differs from it only by rounding.
 
-    Where noise is most of the error, every constant leaves about as much.
+    It must leave about as little and explain about as much, since every constant leaves about as much if noise is most
+    of the error.
     """
     leaves_rounding = screen.is_exact((share, best[1])) and share < _INDISTINCT * best[0]
     explains = 1.0 - share**2 >= _AS_MUCH * (1.0 - best[0] ** 2)

@@ -1,14 +1,15 @@
 """Find which hypotheses explain a failure, at a bounded cost.
 
-Every hypothesis is screened on one row of the batch, forward only, in FP32 where that is exact enough, and of a pass
-only the calls that it reaches are made again. The hypotheses that bring the outputs nearest to the candidate's are then
-computed in full (``parity.search.in_full``): outputs in FP64, what they cost at the precision and, as long as that does
-not refute them, gradients. If none explains the failure, two at once are looked for: the likeliest pairs by what each
-mistake does alone (``parity.search.screen``), then other mistakes on top of the best partial explanations.
+Every hypothesis is screened on one row of the batch, forward only and in FP32 if that is exact enough. Only the calls
+that it reaches are made again. The hypotheses that bring the outputs nearest to the candidate's are then computed in
+full (``parity.search.in_full``): their outputs in FP64, their rounding at the precision and, as long as neither refutes
+them, their gradients. If none explains the failure, pairs of mistakes are tried: first the pairs that are likeliest by
+the effect of each mistake alone (``parity.search.screen``), then other mistakes on top of the best partial
+explanations.
 
-A diagnosis may cost 20 times what the failed check did; a check counts for at least a second. Each part of it has a
-budget, counted by what is computed (``parity.passes.nominal_clock``). A limit of real time may end all of it earlier:
-what is verified by then is reported.
+A diagnosis may cost 20 times as much as the failed check, and a check counts for at least a second. Each part of the
+diagnosis has a budget, which is counted by the amount of computation (``parity.passes.nominal_clock``). A limit of real
+time may end the diagnosis earlier. Then everything that has been verified is reported.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from parity.search.screen import (
 from parity.trace.trace import grouped, parameters_around
 
 CHECKS_FOR_SEARCH = 6.0
-"""The search for hypotheses may take so many times the failed check's cost, of the 20 that a diagnosis may take."""
+"""The budget of the search for hypotheses, in costs of the failed check. A whole diagnosis may take 20."""
 
 CHECKS_FOR_THE_REST = 4.0
-"""A search for wrong gradients, or for roundings, may compute so many checks."""
+"""The same for a search for wrong gradients or for roundings."""
 
 CHECKS_FOR_PARTS = 3.0
-"""The same for mistakes in a part of their place, tried before two mistakes at once."""
+"""The same for mistakes in a part of their place, which are tried before two mistakes at once."""
 
 CHECKS_FOR_PAIRS = 2.0
-"""The same for two mistakes at once, where less is left of what the search may spend."""
+"""The same for two mistakes at once, if less is left of the search's own budget."""
 
 CHECKS_FOR_BORDERS = 1.0
 """The same for the borders of a port's sequences, and for positions that begin again."""
@@ -66,45 +67,45 @@ CHECKS_FOR_DECODING = 1.0
 """The same for mistakes of a port that decodes token by token."""
 
 CHECKS_FOR_OPERANDS = 2.0
-"""The same for calls that read something else than the reference's; half of it for listing them."""
+"""The same for calls that read other values than the reference's; half of it is for listing them."""
 
 CHECKS_FOR_FILTERS = 2.0
-"""The same for matched filters, after all of these have found nothing."""
+"""The same for matched filters, which are tried after all of these have found nothing."""
 
-_STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # what explains in one ends the search
-# The share of the budget that is spent at the end of each stage; what a stage leaves out comes after all of them.
+_STAGES: tuple[tuple[Scope, ...], ...] = (("all", "kind"), ("one",), ("call",))  # an explanation in one ends the search
+# The share of the budget that is spent at the end of each stage. The rest of a stage comes after all of them.
 _SPENT_BY_STAGES = (0.5, 0.7, 0.85)
 _SPENT_BY_ONE = 0.92  # the share of the budget after which two mistakes at once are tried
-_FEW = 200  # so few mistakes are tried as they come: to find likelier ones takes as long
+_FEW = 200  # this few mistakes are tried as they come, since finding likelier ones would take as long
 _AT_ONE_PLACE = 0.6  # the share of a stage's budget for mistakes at single places
-_FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few are tried at several, where one helps
+_FOR_SEVERAL = 0.05  # of the whole budget, whatever single places took: few mistakes are tried at several places
 _FOR_CONSTANTS = 0.15  # of the whole budget, at most
-_PARTS_THEMSELVES = 0.7  # of the budget for parts: the rest is for their constants
+_PARTS_THEMSELVES = 0.7  # of the budget for parts; the rest is for their constants
 _VERIFIED = 5  # hypotheses that are computed in full, the best first
-_TO_VERIFY = 0.1  # of the error's square beyond what rounding costs: what explains less is not computed in full
-_VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell the right one from others
-_LIKELY_PAIRS = 16  # pairs of mistakes, by what each does alone
-_TUNED = 2  # how many of them have their constants looked for
+_TO_VERIFY = 0.1  # the least share of the error's square beyond rounding that a mistake computed in full explains
+_VERIFIED_OF_FEW = 40  # the same if outputs are few numbers, which do not tell the right mistake from others
+_LIKELY_PAIRS = 16  # pairs of mistakes, by the effect of each alone
+_TUNED = 2  # how many of these pairs have their constants fitted
 _SPENT_BY_PAIRS = 0.96  # the share of the budget that is spent after that
 _PARTIAL = 6  # partial explanations on which a second hypothesis is tried
-_NEARLY_ONE = 0.1  # constants so near are not told both
+_NEARLY_ONE = 0.1  # of two constants this close, only one is reported
 AS_WELL = 1.02
-"""Explanations whose misfits differ by less fit as well as each other."""
+"""Explanations whose misfits differ by a smaller factor fit equally well."""
 
-_FAR_BETTER = 1.1  # a fitted constant comes before a known one only if that leaves so many times as much
-_DIGITS = 3  # partial explanations do the same if the shares of the error that they leave agree in so many digits
+_FAR_BETTER = 1.1  # a fitted constant comes before a known one only if the known one leaves this many times as much
+_DIGITS = 3  # partial explanations are the same if the shares of the error that they leave agree in this many digits
 _LARGEST = {"norm-eps": 0.1}  # the largest number that people write for a mistake with this title
 _WHOLE = ("window",)  # titles of mistakes whose number a search rounds to a whole one
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
-_BY_A_CONSTANT = 0.01  # the same if its constant was fitted: the best eps or factor takes some of almost any error
-_OF_MOST_ROWS = 0.3  # the same for a row's error on average
+_BY_A_CONSTANT = 0.01  # the same if its constant was fitted, since the best eps or factor explains some of any error
+_OF_MOST_ROWS = 0.3  # the same for the average error of a row
 _FAMILIES = 6  # mistakes at one place of several that are also tried at more places
 _PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # the path of a module or a parameter; 0.5 is not one
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Hold what a search works with.
+    """The tools of a search, and its first partial successes.
 
     Attributes:
         failure: the failure to explain.
@@ -121,10 +122,10 @@ class _Search:
     almost: list[Explanation] = field(default_factory=list)
 
     def explanation(self, combination: tuple[Hypothesis, ...]) -> Explanation | None:
-        """Return the explanation that a combination is, if it is one.
+        """Return the explanation that a combination of hypotheses gives; None if it explains nothing.
 
-        Where one mistake leaves a tensor wrong, a second one must make that tensor's error smaller: it may pass because
-        rounding costs more with the second one.
+        If one mistake leaves a tensor wrong, a second one must make that tensor's error smaller. Otherwise the tensor
+        may pass only because rounding costs more under the second one.
         """
         found = self.verified(combination)
         if found is None:
@@ -139,12 +140,12 @@ class _Search:
 
 @dataclass
 class _OneByOne:
-    """Hold what was tried of single mistakes.
+    """The single mistakes that were tried.
 
     Attributes:
-        tried: all that were.
-        ranked: those that change anything, with known constants; the best first as soon as none explains the failure.
-        fitted: the same with other constants, which were looked for.
+        tried: all of them.
+        ranked: those that change anything, with known constants; sorted, best first, once none explains the failure.
+        fitted: the same with fitted constants.
     """
 
     tried: set[Hypothesis] = field(default_factory=set)
@@ -154,11 +155,11 @@ class _OneByOne:
 
 @dataclass
 class Screened:
-    """Hold what a search that found nothing leaves.
+    """The results of a search that found no explanation.
 
     Attributes:
-        best: the mistake that leaves least of the error, if that is little.
-        helping: titles and names of the mistakes that explained a part of it, or that no budget was left for.
+        best: the mistake that leaves the least of the error, if that is little.
+        helping: titles and names of the mistakes that explained a part of the error, or that no budget was left for.
     """
 
     best: Ranked | None = None
@@ -172,18 +173,18 @@ def explanations(
     screened: Screened | None = None,
     first_order: Callable[[], FirstOrder] | None = None,
 ) -> list[Explanation]:
-    """Return what explains the candidate's outputs, the best first; empty if nothing does.
+    """Return the explanations of the candidate's outputs, the best first; empty if there are none.
 
     Known constants are tried before others, mistakes at several places before those at one, mistakes with a meaning
-    before single calls that are computed otherwise, one mistake before two.
+    before single calls that are computed differently, and one mistake before two.
 
     Args:
-        failure: the outputs of the candidate are finite.
-        hypotheses: to try, the likeliest first.
-        budget: of the search.
-        screened: gets what is left where none explains the error.
-        first_order: what mistakes do to first order, by which those at single places are ordered, and parts of a place
-            are found; None if neither is to be tried.
+        failure: a failure whose candidate's outputs are finite.
+        hypotheses: the hypotheses to try, the likeliest first.
+        budget: the search's budget.
+        screened: gets the partial results if nothing explains the error.
+        first_order: first-order effects of mistakes, by which those at single places are ordered and parts of a place
+            are found; None to do neither.
     """
     known = list(hypotheses)
     screen = GradientScreen(failure) if outputs_tell_little(failure) else Screen(failure)
@@ -219,14 +220,14 @@ def _by_stages(
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
     one_by_one: _OneByOne,
 ) -> list[Explanation]:
-    """Try one mistake, of each scope in turn; ``one_by_one`` gets what is tried."""
+    """Return the explanations by one mistake, trying each scope in turn; ``one_by_one`` gets the mistakes tried."""
     tried = one_by_one.tried
     of_stages: list[list[Ranked]] = [[] for _ in _STAGES]
     stages = [
         _in_order(_nearest_first(search.failure, [one for one in known if one.scope in scopes]), of_stages[0], ordered)
         for scopes in _STAGES
     ]
-    # A model of many layers has so many weights to get wrong that a budget may not last for more.
+    # A model of many layers has so many weights to get wrong that the budget may not last for other mistakes.
     for last in (False, True):
         for number, (stage, some) in enumerate(zip(stages, of_stages, strict=True)):
             at_one, spend = _shares(budget, number, last)
@@ -252,11 +253,11 @@ def _by_stages(
 
 
 def _clearly_better(some: list[Explanation], others: list[Explanation]) -> list[Explanation]:
-    """Return complete explanations that fit better than others do, before these; all if there are no others.
+    """Return complete explanations that fit clearly better than others, followed by these others.
 
-    Where an error is below its noise, a mistake with a known constant may pass that is none, before the right one's
-    constant is looked for. The same mistake with a fitted constant has to fit better than rounding does by chance,
-    another one far better.
+    If there are no others, all are returned. If none is clearly better, the result is empty. If an error is below its
+    noise, a wrong mistake with a known constant may pass before the right one's constant is fitted. The same mistake
+    with a fitted constant must fit better than rounding does by chance, and another mistake must fit far better.
     """
     if not others:
         return some
@@ -272,10 +273,10 @@ def _titles(one: Explanation) -> list[str]:
 
 
 def _complete(search: _Search, found: list[Explanation]) -> list[Explanation]:
-    """Return explanations if one leaves nothing wrong, or no more than rounding costs of the tensor that fails by most.
+    """Return the explanations if one leaves nothing wrong, or only rounding in the tensor that fails by most.
 
-    Else the search goes on, and keeps the first of them. Once there are some, a number that fits and that nobody writes
-    leaves nothing wrong by chance.
+    Otherwise the search goes on, and keeps the first ones. Once some are kept, an unusual number that leaves nothing
+    wrong does not end the search, since it may fit by chance.
     """
     if any(_ends_the_search(one) and not (search.almost and _has_unusual(one)) for one in found):
         return found
@@ -294,7 +295,7 @@ def _has_unusual(one: Explanation) -> bool:
 
 
 def is_unusual(one: Hypothesis) -> bool:
-    """Return whether a mistake is about a number that was looked for, and is one that people hardly write there."""
+    """Return whether a mistake is about a fitted number that people hardly ever write there."""
     if one.tuned is None or one.value is None:
         return False
     value = round(one.value) if one.title in _WHOLE else one.value
@@ -302,7 +303,7 @@ def is_unusual(one: Hypothesis) -> bool:
 
 
 def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
-    """Return the parts of a stage's budget: for mistakes at single places, and for all."""
+    """Return a stage's budgets: that for mistakes at single places, and that for the whole stage."""
     ends = (0.0, *_SPENT_BY_STAGES, _SPENT_BY_ONE)
     begin, end = ends[-2:] if last else ends[stage : stage + 2]
     return budget.share(begin + _AT_ONE_PLACE * (end - begin)), budget.share(end)
@@ -311,8 +312,8 @@ def _shares(budget: Budget, stage: int, last: bool) -> tuple[Budget, Budget]:
 def _in_parts(
     search: _Search, first_order: Callable[[], FirstOrder], known: Sequence[Hypothesis], budget: Budget
 ) -> list[Explanation]:
-    """Try mistakes in a part of their place, with their known constants or others."""
-    if isinstance(search.screen, GradientScreen):  # outputs, which the parts are found by, tell little
+    """Return the explanations by mistakes in a part of their place, with their known constants or fitted ones."""
+    if isinstance(search.screen, GradientScreen):  # parts are found by outputs, which tell little
         return []
     parts = in_parts(search.failure, search.screen, first_order(), known, budget.share(_PARTS_THEMSELVES))
     ranked: list[Ranked] = []
@@ -327,7 +328,11 @@ def _in_pairs(
     budget: Budget,
     ranked: Sequence[Ranked],
 ) -> list[Explanation]:
-    """Try two mistakes: the likeliest by what each does alone; then one of those that help most with any other."""
+    """Return the explanations by two mistakes.
+
+    The pairs that are likeliest by the effect of each mistake alone are tried first, then each of the mistakes that
+    help most together with any other.
+    """
     found = _of_likely_pairs(search, known, budget)
     partial_ones = {round(share, _DIGITS): first for share, (first,) in reversed(ranked) if share < HELPS}
     for first in list(reversed(partial_ones.values()))[:_PARTIAL]:
@@ -339,11 +344,11 @@ def _in_pairs(
 
 
 def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budget) -> list[Explanation]:
-    """Return the explanations among the likeliest pairs, with their known constants or others."""
+    """Return the explanations among the likeliest pairs, with their known constants or fitted ones."""
     scaled = [scaled_outputs(2.0), scaled_outputs(0.5)]
     list(
         search.screen.shares([(one,) for one in scaled], budget)
-    )  # this notes their effects; alone they need no search
+    )  # this notes their effects; alone, they need no search
     likely = search.screen.effects.likely_pairs([*scaled, *known], _LIKELY_PAIRS, _go_together)
     pairs: list[Ranked] = []
     found = _screened(search, map(_as_one_if_alike, likely.as_they_are), pairs, budget)
@@ -359,7 +364,7 @@ def _of_likely_pairs(search: _Search, known: Sequence[Hypothesis], budget: Budge
 def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> tuple[str, float, float] | None:
     """Return the label of the output whose error falls least under the mistakes, and its error before and after.
 
-    None if less than most of an error is explained.
+    The result is None if the mistakes do not explain most of each error.
     """
     golden = tensors_under(failure.prepared, combination)
     if golden is None:
@@ -369,7 +374,7 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
         key = result.key
         right, candidate, was = golden[key].double(), failure.candidate[key].double(), failure.golden[key]
         if right.shape != was.shape or row_by_row(right, candidate) > _OF_MOST_ROWS * row_by_row(was, candidate):
-            return None  # a few large rows are not the whole error
+            return None  # only a few large rows are explained, not the whole error
         after = torch.linalg.vector_norm(candidate - right) / torch.linalg.vector_norm(right).clamp(min=TINY)
         found.append((result.label, result.errors.relative_l2, after.item()))
     worst = max(found, key=lambda one: one[2] / max(one[1], TINY), default=None)
@@ -377,11 +382,11 @@ def partly_explained(failure: Failure, combination: tuple[Hypothesis, ...]) -> t
 
 
 def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return hypotheses near the parameter whose gradient is farthest off before the others, else in their order.
+    """Return the hypotheses, those near the parameter whose gradient is farthest off first.
 
-    A budget may not last for every layer of a model. Where gradients are all that tells, it goes least far, so that
-    mistakes with a parameter, which their name has, are among those that are near; what no name says a place of is
-    made everywhere, there as well. Single calls then are in the order of what they may change.
+    A budget may not last for every layer of a model, and it lasts least if only gradients tell mistakes apart. Then
+    nearness is judged by the parameters in a mistake's name. A mistake whose name has none is made everywhere, so it
+    counts as near. Single calls are ordered by the gradients that they may change.
     """
     gradients = [one for one in failure.results if one.kind == "weight gradient" and not one.passed]
     worst = max(gradients, key=lambda one: one.margin, default=None)
@@ -399,8 +404,10 @@ def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypoth
 
 
 def _by_what_they_change(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return mistakes of single calls, those first that leave right gradients as they are, of these those that most of
-    the wrong ones come back through.
+    """Return mistakes in single calls, ordered by the gradients that they change.
+
+    Those that change the fewest right gradients come first, and among these, those that most wrong gradients flow
+    back through.
     """
     trace = calls_of(failure.prepared).trace
     around = dict(zip((call.site for call in trace.calls), parameters_around(trace), strict=True))
@@ -422,10 +429,11 @@ def _in_order(
     everywhere: Sequence[Ranked],
     ordered: Callable[[Sequence[Hypothesis]], Sequence[Hypothesis]],
 ) -> Iterator[Hypothesis]:
-    """Yield first the mistakes that help if they are made everywhere, as ``everywhere`` shows when one is to be tried.
+    """Yield mistakes in the order in which to try them, first those that help if they are made everywhere.
 
-    The others follow as they are, except those at single places and in single calls, and what is left of very many,
-    whose order is asked for.
+    Whether they do is looked up in ``everywhere``, which may grow until the first one is tried. The others follow in
+    their order. Only those at single places or in single calls, and those beyond the first ``_FEW``, are put in order
+    by ``ordered``.
     """
     shares = {(one.title, one.name): share for share, (one, *_) in everywhere if share < HELPS}
     helping = [one for one in some if (one.title, one.family[0]) in shares]
@@ -439,7 +447,7 @@ def _in_order(
 
 
 def _shared(path: str, name: str) -> int:
-    """Return how many modules two dotted paths have in common."""
+    """Return how many leading modules two dotted paths have in common."""
     pairs = zip(path.split("."), name.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -450,7 +458,7 @@ def _screened(
     ranked: list[Ranked],
     budget: Budget,
 ) -> list[Explanation]:
-    """Return the explanations among combinations; the search ends at one that leaves no more than the precision costs.
+    """Return the explanations among combinations, ending the search at one that leaves no more than rounding costs.
 
     ``ranked`` gets every combination that changes anything, the best first.
     """
@@ -469,9 +477,9 @@ def _screened(
 def _best_of_its_place(
     search: _Search, found: Explanation, entry: Ranked, entries: Iterable[Ranked]
 ) -> list[Explanation]:
-    """Return a complete explanation, after those that fit better among the mistakes in the same calls, which come next.
+    """Return a complete explanation, preceded by those that fit better among the next mistakes in the same calls.
 
-    Where rounding hides much, the first of them to pass may be near the right one alone.
+    If rounding hides much, the first mistake to pass may only be close to the right one.
     """
     sites = _sites(entry[1])
     beside = takewhile(lambda other: _sites(other[1]) == sites, entries if sites else ())
@@ -488,12 +496,12 @@ def _sites(combination: tuple[Hypothesis, ...]) -> list[object]:
 def _at_several(
     known: Sequence[Hypothesis], ranked: Sequence[Ranked], tried: set[Hypothesis]
 ) -> Iterator[tuple[Hypothesis, ...]]:
-    """Yield the families that help most at one place: at each other place, then at the best two, three, and so on.
+    """Yield the mistakes that help most at one place, now at each other place, then at the best two places, three etc.
 
     Args:
         known: hypotheses of all families.
-        ranked: what has been screened; it may grow while this iterates.
-        tried: hypotheses that were screened; those that are yielded are added.
+        ranked: the combinations that were screened; the list may grow during the iteration.
+        tried: the hypotheses that were screened; those that are yielded are added.
     """
     likeliest = {
         (one.title, one.family): None for share, (one, *more) in ranked if _helps_somewhere(share, one) and not more
@@ -511,7 +519,7 @@ def _helps_somewhere(share: float, one: Hypothesis) -> bool:
 
 
 def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hypothesis]:
-    """Yield those that were not tried yet, and add them to the tried ones."""
+    """Yield the mistakes that were not tried yet, and add them to the tried ones."""
     for one in some:
         if one not in tried:
             tried.add(one)
@@ -519,12 +527,12 @@ def _untried(some: Iterable[Hypothesis], tried: set[Hypothesis]) -> Iterator[Hyp
 
 
 def _go_together(first: Hypothesis, second: Hypothesis) -> bool:
-    """Return whether both can hold at once: they change different things."""
+    """Return whether both mistakes can be made at once because they change different things."""
     return first is not second and together(first.edits, second.edits) is not None
 
 
 def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list[Explanation]:
-    """Return the explanations among the best of the screened, those that fit best first."""
+    """Return the explanations among the best screened combinations, those that fit best first."""
     found: list[Explanation] = []
     failure, by_gradients = search.failure, outputs_tell_little(search.failure)
     enough = _enough(failure)
@@ -540,15 +548,15 @@ def _verified(search: _Search, ranked: Sequence[Ranked], budget: Budget) -> list
             if explanation is not None:
                 found.append(explanation)
     best = min((one.misfit for one in found if one.complete), default=math.inf)
-    # What fits as well, up to rounding, stays in the order of the screen, in which none is first by chance alone; but
-    # numbers that people write come first.
+    # Explanations that fit equally well up to rounding stay in the order of the screen, which is not chance, except
+    # that numbers that people write come first.
     return sorted(found, key=lambda one: (not one.complete, max(one.misfit, AS_WELL * best), _has_unusual(one)))
 
 
 def _refitted(search: _Search, fitted: Sequence[Ranked], budget: Budget) -> list[Ranked]:
-    """Return the fitted mistakes that help most with the constants that fit all failed tensors best.
+    """Return the fitted mistakes that help most, with the constants that fit all failed tensors best.
 
-    The screen fits outputs, of one row, and rounding may put the best constant there beside the right one.
+    The screen fits only the outputs of one row, and rounding may shift the best constant there away from the right one.
     """
     if isinstance(search.screen, GradientScreen):
         return []
@@ -557,12 +565,12 @@ def _refitted(search: _Search, fitted: Sequence[Ranked], budget: Budget) -> list
     if not helping or budget.spent():
         return []
     screen = search.by_gradients()
-    # Whatever the constant leaves that the screen found, another one near it may leave less.
+    # Whatever share the screen's constant leaves, another one near it may leave less.
     return [entry for one in helping.values() for entry in sharper(screen, (math.inf, (one,)), budget)]
 
 
 def _enough(failure: Failure, explained: float = _TO_VERIFY) -> float:
-    """Return the share of the error that a mistake leaves which explains so much of the square beyond rounding's."""
+    """Return the share of the error that is left if this share of its square beyond rounding is explained."""
     by_gradients = outputs_tell_little(failure)
     if not is_loud(failure) and not by_gradients:
         return HELPS_LITTLE
@@ -578,7 +586,7 @@ def _enough(failure: Failure, explained: float = _TO_VERIFY) -> float:
 
 
 def _are_nearly_one(some: tuple[Hypothesis, ...], others: tuple[Hypothesis, ...]) -> bool:
-    """Return whether two are the same mistake with nearly the same constant."""
+    """Return whether two combinations are the same single mistake with nearly the same constant."""
     if len(some) != 1 or len(others) != 1:
         return False
     (one,), (other,) = some, others
@@ -592,7 +600,7 @@ def _are_nearly_one(some: tuple[Hypothesis, ...], others: tuple[Hypothesis, ...]
 
 
 def _as_one_if_alike(pair: tuple[Hypothesis, Hypothesis]) -> tuple[Hypothesis, ...]:
-    """Return one mistake if the two are the same mistake at two places."""
+    """Return one combined mistake if the two are the same mistake at two places, else the pair."""
     first, second = pair
     alike = first.place and second.place and (first.title, first.family) == (second.title, second.family)
     return (at_places(pair),) if alike else pair

@@ -1,4 +1,4 @@
-"""Find what is wrong between ranks: pipeline stages, the norm to which gradients are clipped, and what is dropped."""
+"""Find mistakes between ranks: in pipeline stages, in the norm to which gradients are clipped, and in dropout."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from parity.search.over_ranks import may_be_left
 from parity.search.steps import listed, micro_batches_explained
 from parity.trace.digests import Drop
 
-# The stages of a pipeline: what they hold, their order, and what they add to gradients.
+# The stages of a pipeline: the weights they hold, their order, and the gradients they add up.
 
 
-_ROUNDED = 2.0**-8  # what weights may be off, as in ``over_ranks``
+_ROUNDED = 2.0**-8  # how far off weights may be, as in ``over_ranks``
 
 
 def explained_by_stages(
@@ -35,13 +35,13 @@ def explained_by_stages(
     prepared: Prepared,
     result: Result,
 ) -> tuple[Finding, ...]:
-    """Return what stages have wrong, if that explains a failure.
+    """Return a finding on pipeline stages if a mistake in them explains a failure.
 
     Args:
         wholes: the tensors.
-        ran: what each rank has.
+        ran: the results of each rank.
         made: how many ranks there are.
-        gradients: of the candidate's weights, by the reference's names.
+        gradients: the gradients of the candidate's weights, by the reference's names.
         prepared: the comparison.
         result: its verdict.
     """
@@ -71,7 +71,7 @@ def _of_missing(weights: Mapping[str, Tensor], held: Mapping[str, set[int]]) -> 
 
 
 def _of_loading(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
-    """Return which stage holds the numbers of another parameter than its own."""
+    """Return a finding if a stage's parameter holds the values of another parameter."""
     weights = [one for one in wholes if one.kind == "weight"]
     for one in weights:
         for piece in one.pieces:
@@ -88,7 +88,7 @@ def _of_loading(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
 
 
 def _of_order(weights: Mapping[str, Tensor], held: Mapping[str, set[int]], result: Result) -> Finding | None:
-    """Return whether later stages hold earlier layers, by the order in which the whole candidate has them."""
+    """Return a finding if later stages hold earlier layers, in the order of the whole candidate."""
     if all(one.passed for one in result.tensors if one.kind == "output"):
         return None
     first: dict[int, int] = {}
@@ -108,7 +108,7 @@ def _of_order(weights: Mapping[str, Tensor], held: Mapping[str, set[int]], resul
 
 
 def _of_tied(wholes: Sequence[Whole], made: Degrees) -> Finding | None:
-    """Return whether the gradient of a weight that several stages hold is right once what they have is added up."""
+    """Return a finding if the gradient of a weight that several stages hold is right once it is reduced correctly."""
     for whole in (one for one in wholes if one.kind == "weight gradient"):
         for told, repair, pieces in _otherwise(whole, made):
             if whole.off() and whole.off(pieces) <= may_be_left(whole):
@@ -146,7 +146,7 @@ def _otherwise(whole: Whole, made: Degrees) -> Iterator[tuple[str, str, list[Pie
 def _of_micro_batches(
     pipeline: Pipeline, gradients: Mapping[str, Tensor], prepared: Prepared, result: Result
 ) -> Finding | None:
-    """Return which micro-batches do not count as they should in the weight gradients."""
+    """Return a finding if micro-batches have wrong shares in the weight gradients."""
     if any(not one.passed for one in result.tensors if one.kind == "output"):
         return None
     calls = [as_arguments(one) for one in pipeline.parts(prepared.inputs)]
@@ -157,23 +157,23 @@ def _of_micro_batches(
     return None if made is None else micro_batches_explained(1, limits, made)
 
 
-# The norm to which ranks clip their gradients, held against the gradients that the ranks have, whatever their errors.
+# The norm to which ranks clip their gradients. It is compared with the gradients that the ranks have, right or wrong.
 
 
-# How exact a norm is: summed in FP32, or in the gradients' own 16 bits, as torch.nn.utils.get_total_norm does it.
+# How exact a norm is that is summed in FP32, or in the gradients' own 16 bits as by torch.nn.utils.get_total_norm.
 _NORM, _NARROW_NORM = 1e-4, 1e-2
 
 
 def wrong_norm(
     norms: Sequence[float | None], wholes: Sequence[Whole], made: Degrees, exact: float = _NORM
 ) -> Finding | None:
-    """Return what is wrong with the norm of all gradients that ranks computed; None if nothing is, or none did.
+    """Return a finding if a rank's norm of all gradients is wrong, else None.
 
     Args:
-        norms: by rank.
+        norms: the norm that each rank computed, by rank; None if it computed none.
         wholes: the tensors.
         made: how many ranks there are.
-        exact: how exact these norms are, in relation to themselves.
+        exact: the relative error that these norms may have.
     """
     gradients = [one for one in wholes if one.kind == "weight gradient"]
     right = math.sqrt(sum(_square(one.joined()) for one in gradients))
@@ -210,7 +210,7 @@ def wrong_norm(
 
 
 def _counted_otherwise(one: Whole, rank: int, right: float) -> dict[str, tuple[float, str]]:
-    """Return the square of the norm if one gradient is counted otherwise, and what to do, by what is wrong with it."""
+    """Return, for each way to miscount one gradient, the square of the resulting norm and the repair."""
     once, held = _square(one.joined()), [_square(piece.values) for piece in one.pieces]
     own = next((_square(piece.values) for piece in one.pieces if piece.rank == rank), 0.0)
     first = _square(one.pieces[0].values)
@@ -240,18 +240,18 @@ def _square(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-# Whether ranks drop what they should: the same of a tensor that each has, and independently of others.
+# Dropout over ranks: they must drop the same elements of a tensor that each has, and drop others independently.
 
 
 def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees) -> Finding | None:
-    """Return what ranks drop wrongly; None if nothing.
+    """Return a finding if ranks drop the wrong elements, else None.
 
-    Whether two ranks have the same tensor is seen by its bits, so no layer needs to be known: of the hidden states
-    that each rank has, all must drop the same; of its own heads, or its own part of a sequence, each must drop
-    independently.
+    Two ranks have the same tensor if its bits are the same, so no layer needs to be known. All ranks must drop the same
+    elements of hidden states that they share. Each must drop independently in its own heads or its own part of a
+    sequence.
 
     Args:
-        ran: what each rank has, with what it dropped in a pass of its own.
+        ran: the results of each rank, including the elements that it dropped in a separate pass.
         dropped: the tensors of that pass.
         made: how many ranks there are.
     """
@@ -270,7 +270,7 @@ def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees
                 "use a random number tracker whose seed depends on the rank within tp, passed to TE as "
                 "get_rng_state_tracker=; with sequence parallelism, fork it around the whole layer",
             )
-    for whole in dropped:  # what is dropped by hand is in no call that was recorded
+    for whole in dropped:  # dropout that is written by hand is not among the recorded calls
         if (ranks := whole.apart()) is not None:
             return repairable(
                 "ranks-drop-differently",
@@ -282,7 +282,7 @@ def wrong_dropout(ran: Sequence[OnRank], dropped: Sequence[Whole], made: Degrees
 
 
 def remarks_on_dropout(ran: Sequence[OnRank], made: Degrees) -> Iterator[str]:
-    """Yield what is no mistake, but worth knowing; arguments as above."""
+    """Yield remarks on dropout that are worth knowing but are not mistakes; arguments as above."""
     yield "numbers were compared with dropout switched off"
     for axis in (axis for axis in AXES if axis != "tp"):
         for a, b, one, other in _beside(ran, made, axis):
@@ -295,7 +295,7 @@ def remarks_on_dropout(ran: Sequence[OnRank], made: Degrees) -> Iterator[str]:
 
 
 def _beside(ran: Sequence[OnRank], made: Degrees, axis: AxisName) -> Iterator[tuple[int, int, Drop, Drop]]:
-    """Yield pairs of ranks along an axis with what both drop at the same place, in the order in which it is."""
+    """Yield pairs of ranks along an axis with what both drop at the same place, in the order of the pass."""
     pairs = [pair for peers in made.peers(axis) for pair in itertools.combinations(peers, 2)]
     for at in range(max((len(one.drops) for one in ran), default=0)):
         for a, b in pairs:
