@@ -1,4 +1,4 @@
-"""Lead from a failed comparison to its findings: on its inputs, on the probes, or of the matched filters."""
+"""Find the causes of a failed comparison: on its inputs, on the probing inputs, or by matched filters."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ from parity.trace.trace import Trace
 # Matched filters after a failure: a subtle mistake that is made at one place of several, or that shows in no output.
 #
 # The filters that judge outputs (``parity.judge.directions``) assume that a mistake is made at all of its places. If a
-# port failed and nothing explains it, each place is tried alone, and gradients count as well: beside a loss, which is
-# one number, there is nothing else. No law is measured for these filters, so they judge nothing. They name a mistake if
-# every tensor that is precise enough contains it, and every tensor would pass without it.
+# port failed and nothing explains it, each place is tried alone. Gradients count as well, since a loss is only one
+# number. No law is measured for these filters, so they judge nothing. They name a mistake if every tensor that is
+# precise enough contains it, and every tensor would pass without it.
 
 
-# A tensor tells whether a mistake was made if the whole mistake is worth so many standard deviations there.
+# A tensor tells whether a mistake was made if the whole mistake is worth this many standard deviations there.
 _TELLS = 6.0
 # Mistakes that are worth at least this share of the largest cannot be told apart by worth; the most complete one wins.
 _SAME = 0.9
 
 
 class _Shown(NamedTuple):
-    """Hold what one tensor shows of a mistake.
+    """The evidence for a mistake in one tensor.
 
     Attributes:
         mistake: the hypothesis.
@@ -109,7 +109,7 @@ class _Shown(NamedTuple):
 
     @property
     def away(self) -> float:
-        """Return how far the coefficient is from 1, the mistake as a whole."""
+        """Return how far the coefficient is from 1, which is the whole mistake."""
         return abs(self.coefficient - 1.0)
 
 
@@ -140,12 +140,12 @@ def _finding(shown: _Shown) -> Finding:
 
 
 def _of_whole_mistakes(failure: Failure, budget: Budget) -> Iterator[_Shown]:
-    """Yield, for each mistake that every tensor that can tell contains, what the most telling tensor shows."""
+    """Yield the strongest evidence for each mistake that is contained in every tensor that can tell."""
     prepared = failure.prepared
     observed = _observed(failure)
     outputs = [one for one in observed if one[0].kind == "output"]
     failed = {result.key for result, _ in observed if not result.passed}
-    # Most mistakes are not in what failed, of which the gradients are sooner computed than all.
+    # Most mistakes are not contained in the failed tensors, whose gradients are cheaper to compute than all of them.
     in_turn = (failed, None) if len(failed) < len(observed) else (None,)
     passes = Passes(prepared)
     for mistake in _among(failure, subtle_hypotheses_anywhere(prepared, calls_of(prepared).trace)):
@@ -189,7 +189,7 @@ def _observed(failure: Failure) -> list[tuple[TensorResult, Deviations]]:
 def _shown(
     mistake: Hypothesis, observed: Sequence[tuple[TensorResult, Deviations]], golden: Tensors, tensors: Tensors
 ) -> Iterator[_Shown]:
-    """Yield what each tensor that can tell shows of a mistake."""
+    """Yield the evidence for a mistake in each tensor that can tell."""
     for result, (truth, (error, *models)) in observed:
         key = result.key
         if tensors[key].shape != golden[key].shape:
@@ -272,10 +272,10 @@ def _perturbed(inputs: Any) -> Any:
     return tree_map_only(Tensor, perturb, cast(inputs, torch.float64))
 
 
-# Why a comparison failed: the findings on its inputs, on the probing inputs, or of the matched filters.
+# Why a comparison failed: the findings on its inputs, on the probing inputs, or by the matched filters.
 
 
-_AGAIN = 0.3  # of a search's budget, for another that is told what the first has tried
+_AGAIN = 0.3  # of a search's budget, for a second search that knows what the first has tried
 
 
 def explain(
@@ -300,7 +300,7 @@ def explain(
 
 
 def ended_early(seconds: float) -> str:
-    """Return the note that a limit of so many seconds ended the search."""
+    """Return the note that a limit of this many seconds ended the search."""
     return (
         f"the search for the cause ended after {seconds:g} s; --parity-diagnosis=SECONDS gives it longer, as "
         "do --diagnosis of parity run and diagnosis_seconds of parity.compare"
@@ -325,8 +325,8 @@ def _explained(failure: Failure, unreached: Sequence[str], known: Sequence[Direc
         # Among causes that fit equally well, the one that a filter has found is the likeliest.
         seen = {finding.title for finding in by_filter}
         return tuple(sorted(found, key=lambda finding: finding.title not in seen))
-    # What a filter finds in a loud error, and the search has not confirmed, is a part of another mistake's.
-    # A loud error's cause helps where it is tried, also where gradients are what is loud.
+    # If the search has not confirmed what a filter finds in a loud error, that is a part of another mistake's error.
+    # The cause of a loud error, in outputs or in gradients, has helped when the search tried it.
     quiet = () if is_loud(of_drawn) else by_filter
     by_gradients = outputs_tell_little(of_drawn) and is_loud(of_drawn, of_drawn.results)
     among = screened.helping if is_loud(of_drawn) or by_gradients else None
@@ -346,7 +346,7 @@ def _is_known(found: Sequence[Finding]) -> bool:
     return bool(found) and all(finding.code not in UNEXPLAINED for finding in found)
 
 
-# What is tried on one kind of inputs, in order, until something explains the failure.
+# The causes that are tried on one kind of inputs, in order, until one explains the failure.
 
 
 _HARDLY = 0.9
@@ -357,18 +357,18 @@ _CHECKS_FOR_DIRECTIONS = 0.5  # times the check's cost, out of the search's budg
 _CLOSE = 1.5
 """An explanation that fits up to this many times worse than the best is reported, too: they cannot be told apart."""
 
-_TELLING = 64  # a tensor of so many numbers that is far off is not explained by just any two mistakes
+_TELLING = 64  # if a tensor of this many numbers is far off, not just any two mistakes explain it
 
 
 def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened | None = None) -> tuple[Finding, ...]:
     """Return every known cause that explains a failure, the best first; none for a comparison that passed.
 
-    Where the clock's limit of real time ends the search, these are the causes that are verified by then.
+    If the clock's limit of real time ends the search, these are the causes that were verified by then.
 
     Args:
         failure: the comparison.
         unreached: names of TE parameters that the backward pass did not reach.
-        screened: gets what a search in vain leaves.
+        screened: gets the partial results of a search that explains nothing.
 
     Raises:
         OutOfTime: if the limit of real time is reached before anything is tried.
@@ -404,7 +404,7 @@ def findings(failure: Failure, unreached: Sequence[str] = (), screened: Screened
 
 
 def _of_misread(failure: Failure, trace: Trace, diverged: Sequence[Divergence]) -> Iterator[Finding]:
-    """Yield that the first submodule that differs is given another value of the reference, if that explains all."""
+    """Yield a finding if the first submodule that differs is given the wrong value, and this explains everything."""
     known = [
         hypothesis
         for one in diverged
@@ -416,7 +416,7 @@ def _of_misread(failure: Failure, trace: Trace, diverged: Sequence[Divergence]) 
 
 
 def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
-    """Yield a mistake that explains nearly all of the error but leaves more than rounding: there is a second one."""
+    """Yield a mistake that explains nearly all of the error but leaves more than rounding, so there is a second one."""
     # A part of a single number's error says nothing: some mistake or other explains any part of it.
     tells = best is not None and not few_outputs(failure)
     explained = partly_explained(failure, best[1]) if best is not None and tells else None
@@ -432,11 +432,10 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
 
 
 def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: Screened) -> list[Finding]:
-    """Return what explains finite outputs and their gradients; arguments as for ``findings``.
+    """Return the first causes that explain finite outputs and their gradients; arguments as for ``findings``.
 
-    ``screened`` gets what the search leaves where none explains.
-
-    A candidate that is right as soon as it is called otherwise is better evidence than a reference made wrong.
+    If a candidate is right once it is called differently, that is better evidence than a reference that is made wrong.
+    So such causes are tried first.
     """
     search = failure.budget(CHECKS_FOR_SEARCH)
     first_order = cache(lambda: FirstOrder(failure, trace, failure.budget(_CHECKS_FOR_DIRECTIONS)))
@@ -485,15 +484,16 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
 
 
 def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], broken: list[Exception]) -> list[Finding]:
-    """Return what the first cause that holds finds; one on which parity itself fails, as by a tensor of a rare dtype,
-    hides no other.
+    """Return the findings of the first cause that has any, skipping causes on which parity itself fails.
+
+    For example, parity may fail on a tensor of a rare dtype.
 
     Args:
-        causes: in order.
-        broken: what parity itself raised meanwhile, to which this adds what causes raise.
+        causes: the causes, in order.
+        broken: parity's own exceptions so far; those that causes raise are added.
 
     Raises:
-        Exception: what the pair's code raised, or a broken device; parity's own if no cause holds.
+        Exception: one of the pair's code or of a broken device; parity's own if no cause holds.
     """
     for cause in causes:
         try:
@@ -511,9 +511,10 @@ def _first_found(causes: Iterable[Callable[[], Iterable[Finding]]], broken: list
 
 
 def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[], FirstOrder]) -> Iterator[Finding]:
-    """Yield calls that read something else. So many could that one must explain every tensor, gradients included.
+    """Yield findings on calls that read another value than the reference's.
 
-    An input that is not read any more is reported before it.
+    So many calls could do so that one must explain every tensor, gradients included. An input that is no longer read is
+    reported first.
     """
     if failure.among is not None or not is_loud(failure):
         return
@@ -527,7 +528,7 @@ def _of_other_operands(failure: Failure, trace: Trace, first_order: Callable[[],
 
 
 def _by_chance(failure: Failure) -> list[Finding]:
-    """Return findings about random numbers: any other cause would explain this pass and not the next."""
+    """Return findings about random numbers; with these, any other cause would explain this pass and not the next."""
     found = list(dropout_findings(failure))
     return found or (list(random_findings(failure)) if failure.draws else [])
 
@@ -535,7 +536,7 @@ def _by_chance(failure: Failure) -> list[Finding]:
 def _of_one_number(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
     """Return the subtle mistakes that explain a few numbers, if all that do are of one kind.
 
-    Subtle ones alone show on probing inputs and hardly on others, as a wrong eps does.
+    Only subtle mistakes, such as a wrong eps, show on probing inputs and hardly on others.
     """
     found = []
     for one in subtle_hypotheses_anywhere(failure.prepared, trace):
@@ -556,7 +557,7 @@ def _by_scale(failure: Failure, budget: Budget) -> Iterator[Finding]:
 
 
 def _by_scale_of_scores(failure: Failure, trace: Trace) -> Iterator[Finding]:
-    """Yield another scale of attention's scores if some gradients are right but for one factor, though outputs passed.
+    """Yield a finding on the scale of attention's scores if outputs passed and some gradients are off by one factor.
 
     Attention that is nearly uniform shows its scale in the gradients of queries and keys, and hardly in its output.
     """
@@ -569,11 +570,10 @@ def _by_scale_of_scores(failure: Failure, trace: Trace) -> Iterator[Finding]:
 
 
 def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Finding]:
-    """Yield a finding for each hypothesis of each explanation; one explanation of a kind, and only
-    those that fit about as well.
+    """Yield a finding for each hypothesis of the explanations that fit about as well as the best, one of each kind.
 
     A finding is sure if every tensor passes once it is repaired, if no explanation of another kind does as well, and if
-    its number, where one was fitted, is one that people write.
+    its fitted number, if it has one, is one that people write.
     """
     kinds: dict[tuple[str, ...], Explanation] = {}
     for explanation in explained:
@@ -593,7 +593,7 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
 
 
 def _gains(explanation: Explanation, precision: str) -> str:
-    """Say what becomes better: the norm of an error hardly does, if a mistake is far below its noise."""
+    """Say what improves, which is hardly the norm of an error if a mistake is far below its noise."""
     if explanation.complete and explanation.after > _HARDLY * explanation.before:
         return f"every tensor, {explanation.worst} among them, is within what {precision} costs,"
     falls = f"the relative error of {explanation.worst} falls from {explanation.before:.2g} to {explanation.after:.2g}"
@@ -610,10 +610,10 @@ def _not_all(explanation: Explanation) -> str:
 
 
 def _too_much(explanation: Explanation, failure: Failure) -> str:
-    """Say that more is left of all tensors than rounding leaves, though each passes; return an empty text otherwise.
+    """Say if more error is left in all tensors together than rounding leaves, though each passes; else an empty text.
 
-    Of the zoo's bugs that are told right (327 at one seed; FP32, BF16 and FP8), none leaves more than 1.12 times what
-    the precision costs. A few numbers may be off by any factor by chance.
+    Among the zoo's bugs that are diagnosed correctly (327 at one seed; FP32, BF16 and FP8), none leaves more than 1.12
+    times what the precision costs. A few numbers may be off by any factor by chance.
     """
     if explanation.misfit <= FAITHFUL or few_outputs(failure):
         return ""
@@ -621,7 +621,7 @@ def _too_much(explanation: Explanation, failure: Failure) -> str:
 
 
 def _as_any_two(explanation: Explanation, failure: Failure) -> str:
-    """Say that two mistakes may pass by chance: no tensor of many numbers is far off. Else return an empty text."""
+    """Say that two mistakes may pass by chance if no tensor of many numbers is far off; else return an empty text."""
     if len(explanation.hypotheses) < 2 or any(one.numel >= _TELLING and is_far_off(one) for one in failure.results):
         return ""
     return "; two of very many mistakes may explain so small an error by chance, so these may not be the ones"
@@ -651,9 +651,7 @@ def _or_else(rivals: Sequence[tuple[Hypothesis, ...]]) -> str:
 
 
 def _as_if(one: Hypothesis) -> str:
-    """Say that the number which fits best is one that people hardly write, so that another mistake may look like this
-    one; return an empty text otherwise.
-    """
+    """Say that a fitted number is unusual, so another mistake may look like this one; else return an empty text."""
     if not is_unusual(one):
         return ""
     return f"; {one.value:.4g} is an unusual value, so something else may have this effect"

@@ -1,4 +1,4 @@
-"""Hold what is known of a failed comparison, and what a search may spend on it."""
+"""Describe a failed comparison, and the budget of a search for its cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parity.result import PROBED, Kind, TensorResult
 if TYPE_CHECKING:
     from parity.te import Precision
 
-# How much a part of a search may compute.
+# The budget of a part of a search: how much it may compute.
 
 
 Tried = TypeVar("Tried")
@@ -31,7 +31,7 @@ Tried = TypeVar("Tried")
 class Budget:
     """Seconds of a nominal machine that may be spent, so that a search ends at the same place on every machine.
 
-    Processor time is no measure: a GPU that other processes use makes this one wait, and waiting for it counts as work.
+    Processor time would not do: if other processes use the GPU, this one waits for it, and waiting counts as work.
 
     Attributes:
         clock: the clock that counts them.
@@ -47,19 +47,19 @@ class Budget:
 
     @staticmethod
     def of(clock: Clock, seconds: float) -> Budget:
-        """Return a budget of so many seconds from now on."""
+        """Return a budget of this many seconds from now on."""
         return Budget(clock, seconds, clock.seconds)
 
     def share(self, part: float) -> Budget:
-        """Return a budget that ends when so much of this one is spent."""
+        """Return a budget that ends when this part of this one is spent."""
         return Budget(self.clock, part * self.seconds, self.began)
 
     def more(self, part: float) -> Budget:
-        """Return so much of this budget from now on, whatever is spent of it."""
+        """Return a budget of this part of the whole from now on, however much is spent already."""
         return Budget(self.clock, self.clock.seconds - self.began + part * self.seconds, self.began)
 
     def longer_by(self, seconds: float) -> Budget:
-        """Return this budget with so many seconds more."""
+        """Return this budget extended by some seconds."""
         return replace(self, seconds=self.seconds + seconds)
 
     @property
@@ -73,15 +73,13 @@ class Budget:
         return self.seconds - self.passed
 
     def spent(self) -> bool:
-        """Return whether it is spent, or the search has reached its limit of real time; remember that
-        in ``exceeded``.
-        """
+        """Return whether it is spent or the search has reached its limit of real time; note that in ``exceeded``."""
         self.exceeded = self.exceeded or self.passed >= self.seconds or self.clock.is_over()
         return self.exceeded
 
 
 def while_it_lasts(tried: Iterable[Tried], budget: Budget) -> Iterator[Tried]:
-    """Yield what is to be tried, as long as the budget lasts."""
+    """Yield the items to try, as long as the budget lasts."""
     left = iter(tried)
     while not budget.spent():
         try:
@@ -92,7 +90,7 @@ def while_it_lasts(tried: Iterable[Tried], budget: Budget) -> Iterator[Tried]:
 
 
 def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
-    """Return all that a part of a search finds, or what it has found when the limit of real time ends it."""
+    """Return all that a part of a search finds, or all that it has found when the limit of real time ends it."""
     found: list[Tried] = []
     with suppress(OutOfTime):
         for one in tried():
@@ -104,10 +102,10 @@ def in_time(tried: Callable[[], Iterable[Tried]]) -> list[Tried]:
 
 
 _FEW = 32  # elements
-# A comparison takes so many of the reference's forward passes: golden, the rounding models, the candidate, probing
+# A comparison takes this many of the reference's forward passes: golden, the rounding models, the candidate, probing
 # inputs, kernels' freedoms, each with gradients (57 to 426 were measured for decoder layers, most at FP8).
 _PASSES_A_CHECK = 400
-# A shorter check counts for so many seconds: small modules have as many mistakes.
+# A shorter check counts as this many seconds, since small modules have as many possible mistakes.
 _SHORTEST_CHECK = 1.0
 
 
@@ -121,7 +119,7 @@ class Failure:
         prepared: what was compared.
         asked: what the comparison was asked for.
         run_on: what the candidate is run on; it differs from ``prepared`` if the failure is on the probing inputs.
-        draws: whether the candidate drew random numbers; it may have drawn some from generators of its own if False.
+        draws: whether the candidate drew random numbers; if False, it may have drawn some from generators of its own.
         on_probe: the same failure as the probing inputs show it; None if they show none.
         on_drawn: for a failure on probing inputs, the one on the inputs as they were drawn, which its cause must
             explain as well; None if there is none.
@@ -129,8 +127,9 @@ class Failure:
         freedoms: the kernels that the candidate is judged by.
         choices: the candidate's choices of the largest of many numbers, such as a token's experts.
         own_recipes: the recipes that the candidate turns on by itself, with the lines where it does.
-        by_average: whether no slice is expected to err less than its tensor's average under a mistake. False if the
-            candidate fails in such slices alone, so that judged by the average it would pass under any mistake.
+        by_average: whether no slice is expected to have a smaller error than its tensor's average under a mistake.
+            False if the candidate fails only in such slices, since judged by the average it would pass under any
+            mistake.
         effort: the share of a budget that a search may spend.
     """
 
@@ -150,9 +149,9 @@ class Failure:
     effort: float = 1.0
 
     def budget(self, checks: float) -> Budget:
-        """Return a budget, from now on, of what so many comparisons like this one take on the nominal machine.
+        """Return a budget, from now on, as large as the cost of this many such comparisons on the nominal machine.
 
-        Were it measured, a busy machine would search longer than a fast one, and find other mistakes.
+        If the cost were measured, a busy machine would search longer than a fast one, and find other mistakes.
         """
         clock = self.prepared.clock
         one = max(_PASSES_A_CHECK * clock.forward.seconds(), _SHORTEST_CHECK)
@@ -160,7 +159,7 @@ class Failure:
 
     @property
     def precision(self) -> Precision:
-        """The precision at which was compared."""
+        """The precision of the comparison."""
         return self.asked.precision
 
     @property
@@ -181,7 +180,7 @@ class Failure:
             golden: the other golden.
             models: its rounding models.
             candidate: the other candidate.
-            leaning: the first model's tensors with what kernels may do that leans.
+            leaning: the first model's tensors with each kind of leaning kernel.
         """
         computed = self.candidate if candidate is None else candidate
         if self.is_on_probes:
@@ -197,7 +196,8 @@ class Failure:
     ) -> Tensors:
         """Run the candidate again, after a change to its newly built module, with other output gradients if any.
 
-        What was computed elsewhere, as by several ranks, cannot be computed again here, and is returned as it is.
+        Tensors that were computed elsewhere, as by several ranks, cannot be computed again here. They are returned as
+        they are.
 
         Raises:
             OutOfTime: if the limit of real time is reached.
@@ -245,9 +245,7 @@ def as_probed(tensors: Tensors) -> Tensors:
 
 
 def few_outputs(failure: Failure) -> bool:
-    """Return whether all outputs together, such as a loss, are so few numbers that many a mistake would
-    explain them.
-    """
+    """Return whether all outputs together, such as a loss, are so few numbers that many mistakes would explain them."""
     return sum(x.numel() for (kind, _), x in failure.golden.items() if kind == "output") < _FEW
 
 

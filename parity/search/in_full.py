@@ -26,20 +26,19 @@ from parity.search.screen import FAITHFUL
 if TYPE_CHECKING:
     from parity.te import Precision
 
-# A gradient, which may be wrong in a way of its own, or probing inputs must be left with no more than
-# this share of error.
+# The share of its error that may be left in a gradient, which may have a mistake of its own, or on probing inputs.
 _HELPS_MUCH = 0.5
-_HOPELESS = 0.9  # no kernel's choices make up for it if an output that is far off is left with more than this share
-_EVIDENT = 0.3  # if outputs are left with less than this share, that is enough whatever gradients do
-_HARDLY_LESS, _DEARER = 0.9, 1.5  # an error that is hardly less passes if rounding costs so many times more
-_NEARLY_NOTHING = 0.1  # if less than this share of a tensor's error is left, that is not what failed
+_HOPELESS = 0.9  # if more than this share is left in an output that is far off, no kernel's choices make up for it
+_EVIDENT = 0.3  # if less than this share is left in outputs, that is enough, whatever gradients show
+_HARDLY_LESS, _DEARER = 0.9, 1.5  # an error that is hardly less may pass only because rounding costs this much more
+_NEARLY_NOTHING = 0.1  # if less than this share of a tensor's error is left, the rest did not make it fail
 _MOST = 0.5  # the share of the square of an output's error, beyond what the precision costs, that must be explained
-_LITTLE = 0.2  # of the largest margin: so much may be left by single roundings
-_NEARLY_PASSES = 5.0  # what other kernels do differently may be so many times the tolerance
+_LITTLE = 0.2  # of the largest margin: single roundings may leave this much
+_NEARLY_PASSES = 5.0  # differences between kernels may be this many times the tolerance
 _SAME = 1e-9
-_FEW = 16  # the rounding of a gradient of fewer numbers may be as large as what was wrong with it
-_MANY, _WORSE = 64, 1.2  # the error of so many elements grows to so many times what it was by no right explanation
-_LOUD = 2.0  # an error beyond so many times the tolerance is far too large
+_FEW = 16  # the rounding of a gradient of fewer numbers may be as large as a mistake's error was
+_MANY, _WORSE = 64, 1.2  # no right explanation makes the error of this many elements this many times as large
+_LOUD = 2.0  # an error beyond this many times the tolerance is far too large
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class Explanation:
 
     Attributes:
         hypotheses: one, or two that hold at once.
-        left: the tensor that fails by most under the hypotheses, as a gradient does that is wrong in a way of its own;
-            None if every tensor passes, on the inputs as they were drawn, too.
+        left: the tensor that fails by most under the hypotheses, such as a gradient that has a mistake of its own; None
+            if every tensor passes, also on the inputs as they were drawn.
         misfit: the root mean square of the tensors' errors under the hypotheses, in units of what the precision costs.
         worst: the label of the failed tensor with the largest margin, an output if one failed.
         before: its relative L2 error.
@@ -72,15 +71,15 @@ class Explanation:
 
 
 def is_loud(failure: Failure, among: Sequence[TensorResult] = ()) -> bool:
-    """Return whether the norm of an output's error alone is too large, or that of a tensor among these."""
+    """Return whether the norm of an error is too large in an output or, if tensors are given, in one of these."""
     return any(result.errors.relative_l2 > result.tolerance_relative_l2 for result in among or failure.outputs)
 
 
 def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanation | None:
-    """Return the explanation that a combination is, if it is one.
+    """Return the explanation that a combination of hypotheses gives, if it explains the failure.
 
     Returns:
-        None if an output still fails, or a gradient that is about as wrong as before where outputs do not tell enough.
+        None if an output still fails, or if outputs do not tell enough and a gradient is about as wrong as before.
     """
     golden = tensors_under(failure.prepared, combination, only_if=partial(_may_explain, failure))
     if golden is None or any(golden[key].shape != x.shape for key, x in failure.golden.items()):
@@ -120,16 +119,16 @@ def verified(failure: Failure, combination: tuple[Hypothesis, ...]) -> Explanati
 
 
 def _may_explain(failure: Failure, outputs: Mapping[str, Tensor]) -> bool:
-    """Return whether enough of each output's error is explained where it is far too large.
+    """Return whether enough of the error is explained of each output whose error is far too large.
 
-    This is asked before there are gradients and models of rounding, which take most of the time.
+    This is checked before gradients and rounding models are computed, which take most of the time.
     """
     most = _HOPELESS if few_outputs(failure) else _HELPS_MUCH
     for result in filter(is_far_off, failure.outputs):
         right, was = outputs.get(result.name), failure.golden[result.key]
         if right is None or right.shape != was.shape:
             return False
-        larger = max(norm_of(right) / max(norm_of(was), TINY), 1.0)  # a relative error is that of a larger norm then
+        larger = max(norm_of(right) / max(norm_of(was), TINY), 1.0)  # the relative error is then that of a larger norm
         if _share_left(failure, result.key, right) > most * larger:
             return False
     return True
@@ -138,10 +137,11 @@ def _may_explain(failure: Failure, outputs: Mapping[str, Tensor]) -> bool:
 def _is_worse(failure: Failure, result: TensorResult, right: Tensor) -> bool:
     """Return whether hypotheses under which ``right`` is the truth make a tensor that passed worse than by chance.
 
-    The error of a port whose mistakes they are was its rounding n and a change d, of which n is left: more only if n
-    lies along -d. Of k independent roundings hardly more than 5 standard deviations do, so the error grows by
-    sqrt(1 + 25 / k) at most, by 1.18 for the fewest that are asked. It grew by 1.013 at most in 607 right explanations
-    of te-parity's tests. A tensor that failed may have a mistake of its own, which hides behind the other one.
+    If the port has these mistakes, the tensor's error was its rounding n plus a change d, and n is left. The error
+    grows only if n points along -d. For k independent roundings this component is hardly more than 5 standard
+    deviations, so the error grows by at most sqrt(1 + 25 / k), which is 1.18 for the fewest elements that are checked.
+    It grew by 1.013 at most in 607 right explanations of te-parity's tests. A tensor that failed may have a mistake of
+    its own, which is hidden by the other one.
     """
     left = norm_of(failure.candidate[result.key].double() - right.double())
     is_rounding = left <= FAITHFUL * result.expected.relative_l2 * norm_of(right)
@@ -149,9 +149,9 @@ def _is_worse(failure: Failure, result: TensorResult, right: Tensor) -> bool:
 
 
 def _may_pass(failure: Failure, golden: Tensors, outputs: Mapping[str, Tensor]) -> bool:
-    """Return whether no output is much farther from the candidate's than rounding, of which these are a model, allows.
+    """Return whether no output is much farther from the candidate's than rounding allows, as modelled by ``outputs``.
 
-    A tolerance is about as many times the expected error under hypotheses as without them.
+    A tolerance is about the same multiple of the expected error under hypotheses as without them.
     """
     for result in failure.outputs:
         right, size = golden[result.key], max(norm_of(golden[result.key]), TINY)
@@ -168,10 +168,10 @@ def _models(
     combination: tuple[Hypothesis, ...],
     only_if: Callable[[dict[str, Tensor]], bool] = lambda outputs: True,
 ) -> list[Tensors]:
-    """Return what the rounding model computes under hypotheses, for each kind of kernels, up to one of which the
-    outputs say that there is no need to go on, or for which it cannot.
+    """Return the rounding model's tensors under hypotheses, for each kind of kernels.
 
-    It chooses a token's experts as the port did where the hypotheses leave that to rounding.
+    The list ends before a kind whose outputs ``only_if`` rejects, or that cannot be computed. The model chooses a
+    token's experts as the port did if the hypotheses leave that choice to rounding.
     """
     given, exact = (failure.prepared, combination), Choices()
     made = (
@@ -194,7 +194,7 @@ def _unrounded(failure: Failure) -> Precision:
 
 
 def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors | None) -> Sequence[TensorResult]:
-    """Judge the candidate under hypotheses that explain probing inputs on the inputs as they were drawn."""
+    """Judge the candidate on the inputs as they were drawn, under hypotheses that explain the probing inputs."""
     computed = [] if golden is None else _models(failure, combination)
     return [] if golden is None or not computed else _judged(failure, combination, golden, computed)
 
@@ -202,9 +202,11 @@ def _as_drawn(failure: Failure, combination: tuple[Hypothesis, ...], golden: Ten
 def _judged(
     failure: Failure, combination: tuple[Hypothesis, ...], golden: Tensors, models: Sequence[Tensors]
 ) -> Sequence[TensorResult]:
-    """Judge the candidate under hypotheses; if hardly more is left than what other kernels may do, or what the side of
-    a kink does on which rounding puts a value, that is granted. So is bad luck with single roundings, as at a port's
-    second look, where little is left. It has had that look at an error that is hardly less now.
+    """Judge the candidate under hypotheses, with the allowances of a second look if it nearly passes.
+
+    Errors are granted that other kernels may make, or that depend on the side of a kink on which rounding puts a value.
+    If little is left, so is bad luck with single roundings, as at a port's second look. An error that is hardly less
+    than before has had that look already.
     """
     judged, names = failure.judge(golden, models), leaning(failure.precision.rounding)
     results = {result.key: result for result in failure.results}
@@ -212,7 +214,7 @@ def _judged(
         was = results[now.key]
         if not now.passed and not was.passed and hardly_less(now, was):
             return judged
-        # The side of a kink may change a gradient by far more than rounding does, but not by most of what was wrong.
+        # The side of a kink may change a gradient by far more than rounding does, but not by most of its error before.
         is_little = now.kind != "output" and now.errors.relative_l2 < _NEARLY_NOTHING * was.errors.relative_l2
         if now.errors.relative_l2 > _NEARLY_PASSES * now.tolerance_relative_l2 and not is_little:
             return judged
@@ -240,8 +242,9 @@ def _judged(
 
 
 def _beside_kinks(failure: Failure, combination: tuple[Hypothesis, ...]) -> list[Tensors]:
-    """Return what the rounding model computes under hypotheses if all values next to kinks are above them, and if all
-    are below; none if there are no kinks.
+    """Return the rounding model's tensors with all values next to kinks above them, and with all below.
+
+    The list is empty if there are no kinks.
     """
     exact, given = Kinks(), (failure.prepared, combination)
     tensors_under(*given, _unrounded(failure), freedom=FUSED, kinks=exact)
@@ -258,15 +261,18 @@ def _is_explained(
 ) -> bool:
     """Return whether every output passes and gradients pass or improve, or outputs are evidence enough without them.
 
-    Where a tensor's error is far too large, an explanation must take half of it at least; but for a number among few,
-    whose rounding may be as large by chance, where gradients tell. Of an output's error it must take most that is no
-    rounding: what only moves the one element that failed, as a cap does that is far above nearly all values, says
-    nothing of the rest. Where some tensor was far off, a gradient need not pass whose error is no larger than rounding:
-    what beyond its norm is unlikely of it, a second look may put down to chance. A gradient that passes may be 0 under
-    the hypotheses, as of a key's bias: its error is small in itself then, and not relative to it. A gradient that the
-    hypotheses do not change, as that of a bias before a mean in the place of one token, may round as they make it; if
-    all others are explained, so may one of a few numbers, such as a temperature of each head. An error that is as large
-    as before, and passes because rounding costs more under the hypotheses, is not explained.
+    If a tensor's error is far too large, an explanation must remove at least half of it. An output that is one of few
+    numbers need only pass if gradients tell more, since its rounding may be as large by chance. An explanation must
+    also remove most of an output's error beyond rounding: moving only the one element that failed, as a cap far above
+    nearly all values does, says nothing about the rest.
+
+    If some tensor was far off, a gradient need not pass if the norm of its error is no larger than rounding. A second
+    look may put anything else that is unlikely about it down to chance. A gradient that passes may be 0 under the
+    hypotheses, like that of a key's bias. Its error is then small in itself, but not relative to it. If all other
+    gradients are explained, a gradient that passes may have a large error left in two cases: the hypotheses change only
+    its rounding, as for a bias before a mean in the place of one token, or it has only a few numbers, such as a
+    temperature of each head. An error that is as large as before, and passes because rounding costs more under the
+    hypotheses, is not explained.
     """
     share = {
         key: result.errors.relative_l2 / max(before[key].errors.relative_l2, TINY)
@@ -314,7 +320,7 @@ def hardly_less(now: TensorResult, was: TensorResult) -> bool:
 
 
 def _costs_more(now: TensorResult, was: TensorResult) -> bool:
-    """Return whether rounding costs so much more under hypotheses that an error may pass by this alone.
+    """Return whether rounding costs so much more under hypotheses that an error may pass for this reason alone.
 
     Hypotheses under which angles of thousands of radians become random numbers are an example.
     """
@@ -322,7 +328,7 @@ def _costs_more(now: TensorResult, was: TensorResult) -> bool:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two goldens of a tensor are the same but for the order of their sums in FP64."""
+    """Return whether two goldens of a tensor are the same except for the order of their sums in FP64."""
     return torch.allclose(one, other, rtol=_SAME, atol=_SAME * float(other.abs().max())) if other.numel() else True
 
 
@@ -332,20 +338,18 @@ def is_far_off(result: TensorResult) -> bool:
 
 
 def _is_small(result: TensorResult) -> bool:
-    """Return whether the norm of the error is within what the precision costs."""
+    """Return whether the norm of the error is within its tolerance."""
     return result.errors.relative_l2 <= result.tolerance_relative_l2
 
 
 def _takes_most(was: TensorResult, result: TensorResult) -> bool:
-    """Return whether the hypotheses explain most of an error beyond a faithful port's; True if its norm
-    is not beyond.
-    """
+    """Return whether the hypotheses explain most of an error beyond a faithful port's; True if nothing is beyond that."""
     before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
     return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
 
 
 def _helps_as_drawn(failure: Failure, golden: Tensors | None) -> bool:
-    """Return whether what explains probing inputs halves what is far too large on the others, gradients included."""
+    """Return whether hypotheses that explain probing inputs halve all errors that are far too large on other inputs."""
     far_off = [(one.kind, one.name) for one in failure.results if is_far_off(one)]
     if golden is None:
         return not far_off
@@ -361,7 +365,7 @@ def _share_left(failure: Failure, key: tuple[Kind, str], right: Tensor) -> float
 
 
 def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]) -> bool:
-    """Return whether the hypotheses explain what fails on the probing inputs too: much of it, or all up to rounding."""
+    """Return whether the hypotheses also explain failures on the probing inputs: much of them, or all but rounding."""
     if failure is None:
         return True
     outputs = outputs_under(failure.prepared, combination, torch.float64)
@@ -380,9 +384,7 @@ def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]
 
 
 def row_by_row(one: Tensor, other: Tensor) -> float:
-    """Return how far the rows of two tensors are apart on average, at most 1 each: 1 for a row that
-    another expert gets.
-    """
+    """Return how far apart the rows of two tensors are on average, at most 1 each: 1 for a row that another expert gets."""
     norms = (
         torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
     )

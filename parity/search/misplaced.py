@@ -1,4 +1,4 @@
-"""Find what is right but in another place: outputs that stand elsewhere, and calls that are given another tensor."""
+"""Find values that are right but in the wrong place: outputs that are exchanged, and calls that get another tensor."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from parity.trace.trace import RESHAPES, Trace, Value, back, grouped, unnumbered
 # Outputs in the place of another output, or with rows in another order.
 
 
-# An output in the place of another.
+# An output in the place of another one.
 
 
 def exchange_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if every failed output is another one of the reference's, within that one's tolerance."""
+    """Yield a finding if every failed output equals another output of the reference, within its tolerance."""
     failed = [result for result in failure.outputs if not result.passed]
     if len(failed) < 2:
         return
@@ -42,7 +42,7 @@ def exchange_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
-    """Return whether the candidate's output is another one of the reference's."""
+    """Return whether the candidate's output equals another output of the reference."""
     candidate = failure.candidate[one.key]
     right = failure.golden[other.key]
     if one is other or candidate.shape != right.shape:
@@ -54,10 +54,10 @@ def _is(failure: Failure, one: TensorResult, other: TensorResult) -> bool:
 # Rows in another order: those of a batch, or the positions of a sequence.
 
 
-_MOST = 2048  # rows; each is held against each
+_MOST = 2048  # rows, since each is compared with each
 _LEAST = 8  # elements that a row must have: fewer are near to those of some other row by chance
 _FEW = 4096  # elements of a row by which rows are told apart
-_HELPS = 0.3  # of the error may be left; rows that are alike, such as near zero, are as near to others as to their own
+_HELPS = 0.3  # of the error may be left; otherwise rows are only alike, for example all near zero
 
 
 def order_findings(failure: Failure) -> Iterator[Finding]:
@@ -74,7 +74,7 @@ def order_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _moved(candidate: Tensor, golden: Tensor, limit: float) -> str:
-    """Return which rows are in the place of which, if that leaves no more than the limit; else an empty text."""
+    """Say which rows are in the place of which, if that leaves no more than the limit; else return an empty text."""
     if candidate.shape != golden.shape:
         return ""
     for dim in range(golden.dim()):
@@ -95,7 +95,7 @@ def _moved(candidate: Tensor, golden: Tensor, limit: float) -> str:
 
 
 def _shift(of: Tensor) -> int:
-    """Return by how much all rows are moved but for those that have nowhere to come from; 0 if that differs."""
+    """Return the shift that all rows share, except those at the end that it leaves without a source; 0 if none."""
     by = of - torch.arange(len(of), device=of.device)
     shift = int(by.median())
     kept = by[max(-shift, 0) : len(of) - max(shift, 0)]
@@ -114,34 +114,34 @@ def _in_words(of: list[int], dim: int, by: int) -> str:
     return f"along dimension {dim}, {some}{f' and so on, {len(wrong)} of {count}' if len(wrong) > 3 else ''}"
 
 
-# Calls that are given another tensor of the same shape than the reference's.
+# Calls that are given another tensor than the reference's, of the same shape.
 #
-# For example a skip connection from another layer, the gate of another branch, the other stream's keys, a scale for a
-# shift. Any value that exists at that time may be read instead: by one call, by the same call of all layers, or by all
-# calls that read a value; two places may have each other's values, and a loop's rounds those of other rounds. A few
-# passes show, to first order, what each of these does to the outputs; those whose effect is most like the candidate's
-# error are tried.
+# Examples are a skip connection from another layer, the gate of another branch, the other stream's keys, or a scale in
+# the place of a shift. Any value that exists at that time may be read instead: by one call, by the same call of all
+# layers, or by all calls that read a value. Two places may have each other's values, and a loop's rounds those of other
+# rounds. A few passes show the first-order effect of each exchange on the outputs. Those whose effect is most like the
+# candidate's error are tried.
 
 
-_TRIED = 24  # of each kind of exchange, so many of the likeliest are tried
+_TRIED = 24  # the likeliest exchanges of each kind that are tried
 _PAIRED = 512  # exchanges at one place, or at one place of each layer, that are combined in pairs
 _PAIRS = 64  # the likeliest pairs, which are tried
 _MOST_PARTS = 6  # parts of a tensor in a module
 _MOST_ROUNDS = 12  # rounds of a loop
 _MOST_ELEMENTS = 2**26  # elements of all values of one shape together
-_COST = 0.02  # what each further place costs, in cosines: small effects fit an error by chance
+_COST = 0.02  # the penalty for each further place, in cosines, since small effects fit an error by chance
 _LIKELY = 0.3  # only exchanges with at least this cosine with the error are tried
-_DIGITS = 4  # cosines that agree in so many digits are as likely; of these, the kind that is listed first comes first
+_DIGITS = 4  # cosines that agree in this many digits are equally likely; then the kind that is listed first comes first
 
 
 @dataclass(frozen=True, eq=False)
 class _Alike:
-    """One place, or the same place of all layers, and what may stand there.
+    """One place, or the same place of all layers, and the values that may stand there.
 
     Attributes:
-        places: in the order of the forward pass.
+        places: the places, in the order of the forward pass.
         others: for each value that may stand at the last place, the values at all places; None for a place without one.
-        effects: what each of them does, ``[others, directions]``.
+        effects: the effect of each of them, ``[others, directions]``.
     """
 
     places: tuple[Place, ...]
@@ -155,13 +155,13 @@ class _Alike:
 
 @dataclass(frozen=True, eq=False)
 class _Exchange:
-    """Hold what stands at several places, and its effect to first order, ``[directions]``."""
+    """The values that stand at several places, and their first-order effect, ``[directions]``."""
 
     others: tuple[tuple[Place, Value], ...]
     effect: Tensor
 
     def together(self, other: _Exchange) -> _Exchange | None:
-        """Join the two; return None if they are about the same place."""
+        """Join two exchanges; return None if they have a place in common."""
         both = (*self.others, *other.others)
         return _Exchange(both, self.effect + other.effect) if len({p for p, _ in both}) == len(both) else None
 
@@ -170,9 +170,9 @@ def other_operand_hypotheses(trace: Trace, first_order: FirstOrder, budget: Budg
     """Yield the exchanges that may explain the error, the likeliest first.
 
     Args:
-        trace: of the reference in FP64.
-        first_order: what the trace's changes do, and what the error is.
-        budget: of the search for them.
+        trace: the reference's trace in FP64.
+        first_order: the error, and the first-order effects of changes in the trace.
+        budget: the budget for finding the exchanges.
     """
     if not len(first_order.error):
         return
@@ -197,7 +197,7 @@ class _Exchanges:
         self._in_layers = list(self._of_layers())
 
     def likeliest(self) -> list[_Exchange]:
-        """Return the exchanges to be tried."""
+        """Return the exchanges to try, the likeliest first."""
         alone = self._best_alone([*self._alone, *self._in_layers])
         kinds: list[Iterable[_Exchange]] = [self._of_two(), self._in_rounds(), self._of_calls(), self._pairs(alone)]
         found = [one for kind in kinds for one in self._best(kind, _TRIED)]
@@ -219,7 +219,7 @@ class _Exchanges:
                 yield both
 
     def _learn(self, place: Place) -> None:
-        """Compute what each other value would do at a place."""
+        """Compute the effect that each other value would have at a place."""
         shape = tuple(self._trace.tensor(place.value).shape)
         values = self._values.get(shape, [])
         count = sum(value.number < place.before for value in values)
@@ -232,7 +232,7 @@ class _Exchanges:
             self._effects[place] = dict(zip((value.number for value in values), effects, strict=False))
 
     def _gradient(self, place: Place) -> Tensor | None:
-        """Return the gradient with respect to what stands at a place, ``[directions, elements]``."""
+        """Return the gradient with respect to the value at a place, ``[directions, elements]``."""
         if place.position is None:
             gradient = self._first_order.gradient(place.value)
             return None if gradient is None else as_rows(gradient)
@@ -269,7 +269,7 @@ class _Exchanges:
                 yield _Alike(tuple(one.places[0] for one in same), others, torch.stack(effects))
 
     def _in_layer_of(self, place: Place, value: Value | None, last: Place) -> Value | None:
-        """Return what is at a place of another layer what ``value`` is at the last; None if its effect is not known."""
+        """Return the value of a place's own layer that corresponds to ``value``; None if its effect is not known."""
         found = None if value is None else self._layers.elsewhere(value, last.numbers, place.numbers)
         return found if found is not None and found.number in self._effects[place] else None
 
@@ -278,7 +278,7 @@ class _Exchanges:
         return none if value is None else self._effects.get(place, {}).get(value.number, none)
 
     def _of_two(self) -> Iterator[_Exchange]:
-        """Yield two places with each other's values, in one layer or in all."""
+        """Yield exchanges in which two places have each other's values, in one layer or in all."""
         for group in (self._alone, self._in_layers):
             for same in grouped(group, self._module_and_shape).values():
                 for one, other in combinations(same, 2):
@@ -305,7 +305,7 @@ class _Exchanges:
         return _Exchange(tuple(pairs), torch.stack([self._effect(*pair) for pair in pairs]).sum(0))
 
     def _in_rounds(self) -> Iterator[_Exchange]:
-        """Yield a loop whose rounds read what other rounds do."""
+        """Yield exchanges in which the rounds of a loop read the values of other rounds."""
         loops: dict[object, list[Place]] = defaultdict(list)
         for (place,) in (one.places for one in self._alone):
             path, invocation, name, _ = place.call.site
@@ -321,7 +321,7 @@ class _Exchanges:
                     yield self._all(pairs)
 
     def _of_calls(self) -> Iterator[_Exchange]:
-        """Yield several parts of a tensor in the place of another's: the other stream's keys and values."""
+        """Yield exchanges of several parts of a tensor for another's, such as the other stream's keys and values."""
         for group in (self._alone, self._in_layers):
             by_calls: dict[object, dict[int, _Exchange]] = defaultdict(dict)
             for one in group if not self._budget.spent() else ():
@@ -340,7 +340,7 @@ class _Exchanges:
                     yield _Exchange(tuple(pair for one in exchanges for pair in one.others), effect)
 
     def _part(self, value: Value | None) -> tuple[object, int, int] | None:
-        """Return which part of which call's result a value is, moved or not, and of how many parts."""
+        """Return the call of whose result a value is a part, even if reshaped, which part it is, and of how many."""
         root = back(self._trace, value, RESHAPES)
         made = self._trace.producer(root)
         if (
@@ -350,7 +350,7 @@ class _Exchanges:
         return made.site, made.outputs.index(root), len(made.outputs)
 
     def _best_alone(self, alike: Sequence[_Alike]) -> list[_Exchange]:
-        """Return the likeliest of all values at all places."""
+        """Return the likeliest exchanges among all values at all places."""
         if not alike:
             return []
         aligned = torch.cat([self._first_order.alignment(one.effects) for one in alike])
@@ -360,7 +360,7 @@ class _Exchanges:
         return [one for one in found if one.others]
 
     def _best(self, exchanges: Iterable[_Exchange], most: int) -> list[_Exchange]:
-        """Return the ``count`` likeliest exchanges among those that are likely."""
+        """Return at most ``most`` exchanges among those that are likely, the likeliest first."""
         known = [one for one in exchanges if one.others]
         if not known:
             return []
@@ -372,7 +372,7 @@ class _Exchanges:
 
 
 def _orders(count: int) -> list[list[int]]:
-    """Return in which order rounds may read what others do: in reverse, the one before or after, all the same."""
+    """Return the orders in which rounds may read others' values: in reverse, shifted by one, or all from one round."""
     last = count - 1
     return [
         [last - i for i in range(count)],
@@ -413,7 +413,7 @@ def _hypothesis(others: Sequence[tuple[Place, Value]], trace: Trace) -> Hypothes
 
 
 def _told(trace: Trace, some: Sequence[tuple[Place, Value]]) -> tuple[str, str]:
-    """Say what is to be given where, at some places that are alike, and what is given."""
+    """Say which value must be given to some places that are alike, and which value is given instead."""
     place, other = some[0]
     where = f"to the {place.call.described}" if place.position is not None else "to all that read it"
     others = f" and to {len(some) - 1} more like it" if len(some) > 1 else ""
@@ -422,16 +422,16 @@ def _told(trace: Trace, some: Sequence[tuple[Place, Value]]) -> tuple[str, str]:
 
 # A submodule that is given another value than the reference's call with the same parameters.
 #
-# Where the result decides which experts get a token, what an exchange does is no effect to first order, and the search
-# above passes it over. But the first submodule that differs tells which value of the reference it is given.
+# If the result decides which experts get a token, an exchange has no first-order effect, so the search above misses it.
+# But the first submodule that differs shows which value of the reference it is given.
 
 
 def misread_hypotheses(weights: WeightMap, trace: Trace, module: str, given: Value) -> Iterator[Hypothesis]:
-    """Yield the mistake that a submodule of the candidate is given this value, also in each layer.
+    """Yield the mistake that a submodule of the candidate is given this value, in its own layer and in all.
 
     Args:
         weights: the pair's map, which says which of the reference's parameters the submodule holds.
-        trace: of the reference in FP64.
+        trace: the reference's trace in FP64.
         module: the submodule's path.
         given: a value of the reference.
     """

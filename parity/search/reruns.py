@@ -1,4 +1,4 @@
-"""Explain failures by running the candidate again otherwise: its state, buffers, rows, random numbers."""
+"""Explain failures by running the candidate again with one thing changed: state, buffers, rows or random numbers."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _OF_BEFORE = 0.2  # share of the margin by which the comparison failed
 
 
 class _NothingToChange(Exception):
-    """Saves a run that would give what the first one gave."""
+    """Raised to skip a run that would only repeat the first one."""
 
 
 def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) -> tuple[Tensors, list[str]] | None:
-    """Return what the candidate computes with some of it changed.
+    """Return the tensors that the candidate computes after a change to it.
 
     Args:
         failure: the failure of the candidate.
@@ -62,13 +62,11 @@ def run_changed(failure: Failure, change: Callable[[nn.Module], Iterable[str]]) 
         tensors = failure.rerun(to_candidate)
     except _NothingToChange:
         return None
-    return (tensors, changed) if changed else None  # what ranks have computed is not computed again
+    return (tensors, changed) if changed else None  # results of several ranks are not computed again
 
 
 def dropout_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if what failed agrees when nothing is dropped; the candidate runs again only if
-    it has dropout.
-    """
+    """Yield a finding if the failed tensors agree without dropout; the candidate runs again only if it has dropout."""
     ran = run_changed(failure, lambda module: [f"{one.name}={one.value:g}" for one in switched_off(module)])
     if ran is not None and agree(failure, ran[0], _telling(failure)):
         yield repairable(
@@ -80,7 +78,7 @@ def dropout_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if what failed agrees when the candidate turns on no recipe by itself."""
+    """Yield a finding if the failed tensors agree when the candidate turns on no recipe by itself."""
     if not failure.own_recipes:
         return
     with own_recipes(failure.precision.recipe is not None, left_out=True):
@@ -95,8 +93,9 @@ def own_recipe_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def microbatch_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if all agrees when no call passes ``is_first_microbatch``, by which TE reuses
-    weights and sums.
+    """Yield a finding if all tensors agree when no call passes ``is_first_microbatch``.
+
+    With this argument, TE reuses weights and adds up gradients.
     """
     said: list[str] = []
     again = failure.rerun(lambda module: _say_nothing_of_microbatches(module, said))
@@ -120,8 +119,9 @@ def microbatch_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def shared_cache_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if a port that decodes agrees once each attention has a ``layer_number`` of its own, by which TE
-    keeps their keys and values apart.
+    """Yield a finding if a port that decodes agrees once each attention has a ``layer_number`` of its own.
+
+    TE keeps keys and values of different layers apart by this number.
     """
     ran = run_changed(failure, _numbered_apart) if failure.prepared.evaluation else None
     if ran is not None and agree(failure, ran[0], _telling(failure)):
@@ -133,7 +133,7 @@ def shared_cache_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _numbered_apart(module: nn.Module) -> Iterator[str]:
-    """Give each core attention, and the module that calls it, a number of its own; yield which had the same."""
+    """Give each core attention, and the module that calls it, a number of its own; yield those that shared one."""
     cores = {name: one for name, one in module.named_modules() if type(one).__name__ == "DotProductAttention"}
     alike = grouped(cores, lambda name: cores[name].layer_number)
     for number, (name, core) in enumerate(cores.items(), 1):
@@ -146,9 +146,7 @@ def _numbered_apart(module: nn.Module) -> Iterator[str]:
 
 
 def _telling(failure: Failure) -> tuple[Kind, ...]:
-    """Return the kinds of tensors that tell: outputs, and gradients too if outputs, such as a loss, are
-    right by chance.
-    """
+    """Return the kinds of tensors that tell: outputs, and gradients if all outputs passed, as a loss may by chance."""
     by_gradients = all(result.passed for result in failure.outputs)
     return ("output", "input gradient", "weight gradient") if by_gradients else ("output",)
 
@@ -156,7 +154,7 @@ def _telling(failure: Failure) -> tuple[Kind, ...]:
 def agree(failure: Failure, again: Tensors, kinds: tuple[Kind, ...]) -> bool:
     """Return whether the tensors of these kinds are within their tolerances when the candidate runs again.
 
-    Or nearly, where they were far off: a right port may be beyond a limit at first look.
+    If they were far off, nearly within is enough, since a right port may exceed a limit at first look.
     """
     enough = min(_NEARLY, max(1.0, _OF_BEFORE * max(result.margin for result in failure.results)))
     return all(
@@ -178,17 +176,17 @@ def _say_nothing_of_microbatches(module: nn.Module, said: list[str]) -> None:
         submodule.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-# Buffers that a port holds with other values than the reference; a weight map is only about parameters.
+# Buffers that have other values than the reference's. A weight map is only about parameters.
 
 
 _FEWEST_FREQUENCIES = 4
-_ROUNDING_OF_FREQUENCIES, _ROUNDING_OF_BASES = 2e-2, 5e-3  # buffers may be of 16 bits
+_ROUNDING_OF_FREQUENCIES, _ROUNDING_OF_BASES = 2e-2, 5e-3  # buffers may have 16 bits
 
 
 def buffer_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if the outputs agree when the candidate's buffers hold what the reference's hold.
+    """Yield a finding if the outputs agree once the candidate's buffers have the values of the reference's.
 
-    ``counterparts`` says which belongs to which.
+    ``counterparts`` tells which buffers belong together.
     """
     right = dict(failure.prepared.reference.named_buffers())
     bases: list[tuple[float, float] | None] = []
@@ -224,7 +222,7 @@ def buffer_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def _bases_of_rope(one: Tensor, other: Tensor) -> tuple[float, float] | None:
-    """Return the bases of two buffers of inverse frequencies, ``base ** (-i / n)``; None if one is no such buffer."""
+    """Return the bases of two buffers of inverse frequencies, ``base ** (-i / n)``; None if one is something else."""
     found = []
     for x in (one.double(), other.double()):
         if x.dim() != 1 or len(x) < _FEWEST_FREQUENCIES or not bool((x > 0.0).all()) or float(x[0]) != 1.0:
@@ -240,20 +238,20 @@ def _bases_of_rope(one: Tensor, other: Tensor) -> tuple[float, float] | None:
 
 # Rows of the outputs that an input hides, as a padding mask hides tokens; a port may compute anything there.
 #
-# A reference computes something for padded tokens, too; TE's attention leaves zeros there, and what is computed from
-# them differs. Nobody reads these rows, but a comparison does, and their output gradients spoil all others.
+# A reference computes values for padded tokens, too. TE's attention leaves zeros there, so everything that is computed
+# from them differs. Nobody reads these rows except a comparison, and their output gradients spoil all other gradients.
 
 
 _HIDES = -1e3  # a key is hidden if its score's bias is below this
-_NEARLY_RIGHT = 2.0  # if the rows that are kept are within so many tolerances, another run is worth it
+_NEARLY_RIGHT = 2.0  # if the rows that are kept are within this many tolerances, another run is worth it
 _MOST = 0.5  # share of the square of an output's error
-_FAR_MORE = 4.0  # times the square of the error that rows have which are not hidden
+_FAR_MORE = 4.0  # times the squared error of rows that are not hidden
 
 
 def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if all agrees, gradients too, when rows that an input hides are zero in both sides' outputs.
+    """Yield a finding if everything agrees, including gradients, once rows that an input hides are zero on both sides.
 
-    The candidate runs again, with output gradients that are zero there, only where what is not hidden is right already.
+    The candidate runs again, with output gradients that are zero there, only if the other rows are right already.
     """
     for name, kept in _kept_rows(failure):
         if all(_is_nearly_right(failure, output, rows) for output, rows in kept.items()) and _agrees(failure, kept):
@@ -268,9 +266,7 @@ def hidden_row_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if most of an unexplained error is in rows that an input hides: without them, the
-    rest would show.
-    """
+    """Yield a finding if most of an unexplained error is in rows that an input hides, so that the rest hardly shows."""
     for name, kept in _kept_rows(failure):
         shares = [_share_outside(failure, output, rows) for output, rows in kept.items()]
         if shares and min(shares) > _MOST and all(_tells(failure, output, rows) for output, rows in kept.items()):
@@ -285,15 +281,13 @@ def hidden_row_hints(failure: Failure) -> Iterator[Finding]:
 
 
 def _zeroed(failure: Failure, name: str) -> str:
-    """Return, in words, what zeroes the rows; the user knows which of the mask's values hides."""
+    """Return, in words, an expression that zeroes the rows; the user knows which of the mask's values hides."""
     shape = tuple(named_inputs(failure.prepared.inputs, failure.prepared.input_names)[name].shape)
     return f"output * keep[..., None], where keep is 0 for the tokens that {name} {shape} masks and 1 for the others"
 
 
 def _kept_rows(failure: Failure) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each input that hides rows, with the rows of each output that it does not hide and whose
-    error fails: bool.
-    """
+    """Yield each input that hides rows of a failed output, with boolean masks of the rows of outputs that it keeps."""
     outputs = {one.name: failure.golden["output", one.name] for one in failure.outputs}
     failed = [one.name for one in failure.outputs if not one.passed]
     for name, x in named_inputs(failure.prepared.inputs, failure.prepared.input_names).items():
@@ -316,14 +310,12 @@ def _hidden(x: Tensor, outputs: dict[str, Tensor]) -> Iterator[Tensor]:
     elif x.dim() == 1 and not x.is_floating_point():
         longest = {y.shape[1] for y in outputs.values() if y.dim() > 1 and len(y) == len(x)}
         found = [torch.arange(seq, device=x.device) >= x[:, None] for seq in longest if int(x.max()) <= seq]
-    # A sequence has some tokens that are not hidden, which tells whether True or False hides.
+    # Every sequence has some tokens that are not hidden, which tells whether True or False hides.
     yield from (hidden for hidden in found if hidden.any() and not hidden.all(-1).any())
 
 
 def _rows(kept: Tensor, output: Tensor) -> Tensor | None:
-    """Return ``kept`` in the layout of the output's rows, also if the sequence comes first; None if the
-    output has others.
-    """
+    """Return ``kept`` in the layout of the output's rows, also if the sequence comes first; None if it does not fit."""
     if kept.dim() == 2 and len(kept) == 1 and output.dim() > 2:
         kept = kept.expand(output.shape[0] if output.shape[1] == kept.shape[1] else output.shape[1], -1)
     for rows in (kept, kept.mT) if kept.dim() == 2 else (kept,):
@@ -345,8 +337,9 @@ def _share_outside(failure: Failure, output: str, rows: Tensor) -> float:
 
 
 def _tells(failure: Failure, output: str, rows: Tensor) -> bool:
-    """Return whether rows that are not kept have far more error each than the others, which are not all 0: an id of
-    documents divides rows like a mask, and what is 0 for padding already agrees there.
+    """Return whether hidden rows have far more error each than the others, and the others are not all 0.
+
+    An id of documents divides rows like a mask, and outputs that are 0 for padding agree there already.
     """
     share, hidden = _share_outside(failure, output, rows), 1.0 - rows.double().mean().item()
     is_far_more = share * (1.0 - hidden) > _FAR_MORE * (1.0 - share) * hidden
@@ -379,7 +372,7 @@ def _agrees(failure: Failure, kept: dict[str, Tensor]) -> bool:
 
 
 def _read_what_is_hidden(golden: Tensors, kept: dict[str, Tensor]) -> bool:
-    """Return whether what is kept depends on tokens that seem hidden; then they are not."""
+    """Return whether kept rows depend on tokens that seem hidden, which means that they are not hidden."""
     shapes = {rows.squeeze(-1).shape: rows for rows in kept.values()}
     gradients = [x for (kind, _), x in golden.items() if kind == "input gradient" and x.shape[:-1] in shapes]
     return any(bool((x * ~shapes[x.shape[:-1]]).any()) for x in gradients)
@@ -396,7 +389,7 @@ _OF_THE_EXPECTED = 1.5  # two passes that round stochastically differ by at most
 def random_findings(failure: Failure) -> Iterator[Finding]:
     """Yield a finding if a tensor that failed changes with the random numbers.
 
-    Outputs tell, where these failed: gradients that a recipe rounds stochastically are others every time.
+    If outputs failed, only these count, since gradients that a recipe rounds stochastically differ every time.
     """
     with other_numbers(next(iter(failure.golden.values())).device):
         again = failure.rerun()
@@ -420,7 +413,7 @@ def random_findings(failure: Failure) -> Iterator[Finding]:
             return
 
 
-# Arguments that a TE module of the port calls otherwise than most of TE's modules, whose name a finding uses.
+# Arguments for which a finding uses the name that most of TE's modules have, but the port's module has another name.
 #
 # Signatures of TE 2.20.2: ``pytorch/transformer.py``, ``pytorch/attention/multi_head_attention.py``.
 
@@ -433,15 +426,15 @@ _OTHER_NAMES = {
 _IN_ITS_PLACE = {
     "softmax_scale": "multiply the query's weight and bias by the reference's scale over its own",
 }
-_EPS = frozenset({CODES["norm-eps"]})  # in other findings it may be something else's eps
+_EPS = frozenset({CODES["norm-eps"]})  # in other findings, eps may belong to something else
 
 
 class _Seen(Exception):
-    """Ends a run as soon as its module is built."""
+    """Raised to end a run as soon as its module is built."""
 
 
 def with_argument_names(found: Sequence[Finding], failure: Failure) -> tuple[Finding, ...]:
-    """Return the findings with the names that the candidate's TE modules use for the arguments they name."""
+    """Return the findings, with the names that the candidate's TE modules use for the arguments in them."""
     named = [[name for name in (*_OTHER_NAMES, *_IN_ITS_PLACE) if _names(one, name)] for one in found]
     if not any(named):
         return tuple(found)
@@ -492,7 +485,7 @@ def _outermost_of_te(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator[Finding]:
-    """Yield what is known of values that are not finite: whose fault they are."""
+    """Yield findings on values that are not finite, which say whose fault they are."""
     for tensor in failed:
         errors, expected = tensor.errors, tensor.expected
         where = f"{tensor.label} of shape {tensor.shape_label}, first at {list(errors.first_non_finite or ())}"
