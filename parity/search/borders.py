@@ -1,4 +1,4 @@
-"""Explain what changes with the position: where sequences begin for a port, and from where on it decodes wrongly."""
+"""Explain errors that depend on the position: sequences that begin at the wrong place, and mistakes in decoding."""
 
 from __future__ import annotations
 
@@ -26,17 +26,14 @@ from parity.search.in_full import Explanation, verified
 from parity.search.screen import GradientScreen, Screen
 from parity.trace.trace import Trace
 
-# Where sequences begin for a port: for its attention, and for its rotary positions.
-
-
-# Find the borders of the sequences in which a port attends, or counts positions, from its outputs position by position.
+# The borders of the sequences in which a port attends, or counts positions, found from its outputs by position.
 #
 # If tokens see only what came before them, positions are right up to the port's first border that the reference does
-# not have. With that border assumed, they are right up to the next.
+# not have. With that border assumed, they are right up to the next one.
 
 
 _MOST = 32  # sequences that are looked for
-_CLEARLY = 3.0  # a wrong position is off by more than so many tolerances
+_CLEARLY = 3.0  # a wrong position is off by more than this many tolerances
 _SURELY = 0.5  # or by more than this share of its norm, if that is less
 
 
@@ -44,13 +41,12 @@ Suppose = Callable[[Sequence[int]], Hypothesis]  # makes a hypothesis of where t
 
 
 def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """Return the mistake that the port's sequences, or its rotary positions, begin elsewhere, if it
-    explains everything.
+    """Return the mistake that the port's sequences, or its rotary positions, begin elsewhere, if it explains all.
 
     Args:
-        failure: one in which the outputs of the candidate are finite.
+        failure: a failure whose candidate's outputs are finite.
         trace: the reference's trace in FP64.
-        budget: what the search may spend.
+        budget: the search's budget.
     """
     subjects = _subjects(trace)
     seq = _positions(subjects, trace)
@@ -69,7 +65,10 @@ def border_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[
 
 
 def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> list[Explanation]:
-    """Return one beginning after another, each where the outputs under those before are first wrong."""
+    """Return the explanation found by adding beginnings from left to right.
+
+    Each beginning is at the first position where the outputs under the previous ones are wrong.
+    """
     starts = [0]
     while len(starts) <= _MOST and not budget.spent():
         one = suppose(starts)
@@ -84,14 +83,14 @@ def _from_left(failure: Failure, suppose: Suppose, seq: int, budget: Budget) -> 
 
 
 def _subjects(trace: Trace) -> list[Attention | Packed]:
-    """Return the attentions; those to sequences one by one count as one."""
+    """Return the attentions; those that handle a pack's sequences one by one count as one."""
     packed = packed_attentions(trace)
     parts = {id(part) for one in packed for part in one.parts}
     return [*packed, *(one for one in attentions(trace) if id(one) not in parts)]
 
 
 def _positions(subjects: Sequence[Attention | Packed], trace: Trace) -> int | None:
-    """Return the number of positions, if all attention is causal, over the whole or over sequences of it; else None."""
+    """Return the number of positions if all attention is causal, over the whole or over sequences in it; else None."""
     biases = [one.bias if isinstance(one, Packed) else traced_bias(trace, one) for one in subjects]
     if not biases or len({bias.shape[-2:] for bias in biases}) > 1:
         return None
@@ -166,21 +165,21 @@ def _first_wrong(failure: Failure, one: Hypothesis, seq: int) -> int | None:
 
 
 def _axis(failure: Failure, name: str, seq: int) -> int | None:
-    """Return which dimension of an output is that of positions."""
+    """Return the dimension of an output that counts positions."""
     shape = failure.golden["output", name].shape
     return next((axis for axis, size in enumerate(shape[:-1]) if size == seq), None)
 
 
-# Find where a port's rotary positions begin again in attention that sees both ways.
+# Rotary positions that begin again in attention that sees both ways.
 #
-# Without a causal mask, one wrong position spoils all others, so the search above does not work. But a
-# beginning that is assumed a few positions off leaves only the positions in between wrong, so the error
-# falls all the way to the right place. Each beginning is therefore looked for by the error that it
-# leaves, in ever smaller steps, with those before it assumed.
+# Without a causal mask, one wrong position spoils all others, so the search above does not work. But if a beginning is
+# assumed a few positions off, only the positions in between are wrong, so the error falls all the way to the right
+# place. Each beginning is therefore found by the error that it leaves, in ever smaller steps, with the previous ones
+# assumed.
 
 
 _MOST_BEGINNINGS = 8
-_STEPS = 16  # a beginning is first tried at so many places of a sequence
+_STEPS = 16  # a beginning is first tried at this many places of a sequence
 _HELPS = 0.9  # another beginning must bring the error below this share of the one before
 
 
@@ -188,9 +187,9 @@ def restart_explanations(failure: Failure, trace: Trace, budget: Budget) -> list
     """Return the mistake that rotary positions begin again somewhere, if it explains everything.
 
     Args:
-        failure: one in which the outputs of the candidate are finite.
+        failure: a failure whose candidate's outputs are finite.
         trace: the reference's trace in FP64.
-        budget: what the search may spend.
+        budget: the search's budget.
     """
     turned = [one for one in rotations(trace) if one.phases is not None]
     lengths = {len(one.angles) for one in turned}
@@ -209,7 +208,7 @@ def restart_explanations(failure: Failure, trace: Trace, budget: Budget) -> list
 
 
 class _Descent:
-    """A search for beginnings that leave ever less of the error, as a screen counts it.
+    """A search for beginnings that leave less and less of the error, as measured by a screen.
 
     Args:
         failure, budget: as in ``restart_explanations``.
@@ -242,9 +241,7 @@ class _Descent:
         return min(places, key=lambda place: self._share((*found, place)), default=self._seq - 1)
 
     def _nearby(self, starts: tuple[int, ...]) -> tuple[int, ...]:
-        """Move the beginnings, the latest first, by smaller and smaller steps, as long as that leaves
-        less of the error.
-        """
+        """Return the beginnings, moved by smaller and smaller steps, the latest first, while that reduces the error."""
         step = max(1, self._seq // _STEPS)
         while step:
             for moved in starts[:0:-1]:
@@ -271,25 +268,25 @@ class _Descent:
 
 
 _EARLIER = 2  # positions: the first tokens that are decoded may be right, or hardly wrong
-_HELPS_DECODING = 0.7  # of the error may be left at most
-_VERIFIED = 4  # hypotheses are computed in full, the nearest first
+_HELPS_DECODING = 0.7  # at most this share of the error may be left
+_VERIFIED = 4  # hypotheses that are computed in full, the nearest first
 
 
 def decoding_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Explanation]:
-    """Return the mistakes of decoding that explain everything, for a pair in evaluation mode.
+    """Return the mistake in decoding that explains everything, for a pair in evaluation mode.
 
-    Where a prompt ends is told by the first position that is wrong.
+    The first position that is wrong shows where a prompt ends.
 
     Args:
-        failure: one in which the outputs of the candidate are finite.
+        failure: a failure whose candidate's outputs are finite.
         trace: the reference's trace in FP64.
-        budget: what the search may spend.
+        budget: the search's budget.
     """
     seq = positions_of(trace) if failure.prepared.evaluation else None
     if seq is None or failure.is_on_probes:
         return []
     tried = while_it_lasts(_known(failure, trace, seq), budget)
-    # Where two do the same, behind prompts that differ by a token, the likelier mistake comes first.
+    # If two have the same effect, after prompts that differ by a token, the likelier mistake comes first.
     ranked = sorted(((round(_left(failure, one), 2), rank, one) for rank, one in tried), key=lambda entry: entry[:2])
     near = [one for left, _, one in ranked if left < _HELPS_DECODING][:_VERIFIED]
     found = [explanation for one in near if (explanation := verified(failure, (one,))) is not None]
@@ -298,13 +295,13 @@ def decoding_explanations(failure: Failure, trace: Trace, budget: Budget) -> lis
 
 
 def _known(failure: Failure, trace: Trace, seq: int) -> Iterator[tuple[int, Hypothesis]]:
-    """Yield mistakes, each with its rank among those behind one prompt."""
+    """Yield mistakes, each with its rank among those after the same prompt."""
     firsts = [found.index for result in failure.outputs if (found := _first(failure, result.name)) is not None]
     at_once = not firsts
     prompts = range(1, seq) if at_once else range(min(firsts), max(min(firsts) - _EARLIER - 1, 0), -1)
     for prompt in prompts:
         known = enumerate(decoding_hypotheses(trace, prompt))
-        # Where the first token is wrong, it is the prompt's own pass that is.
+        # If the first token is wrong, the mistake is in the prompt's own pass.
         yield from ((rank, one) for rank, one in known if not at_once or one.title == "mask")
     batch = _rows(failure)
     if batch is None:

@@ -1,4 +1,4 @@
-"""Find where a candidate begins to differ, and where an error is that nothing explains."""
+"""Find where a candidate begins to differ, and where an unexplained error is."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ if TYPE_CHECKING:
 
 # The first submodule of a candidate that computes something that its reference does not.
 #
-# Submodules are matched by values, not by names: each column of what a right submodule returns is a column of some
-# value that the reference computes, too, apart from a bias that TE adds later, and from rows that no output reads.
+# Submodules are matched by values, not by names: each column of a right submodule's result is a column of some value
+# that the reference computes, too, apart from a bias that TE adds later, and from rows that no output reads.
 
 
-# What a precision costs each intermediate value of a reference.
+# The rounding of each intermediate value of a reference at a precision.
 
 
 Place = tuple[Site, int, bool]
 
 
 def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor]:
-    """Return the reference's values under the rounding model, by the call that returned each or was
-    given it, and where.
+    """Return the reference's values under the rounding model, by the call that returned or was given each, and where.
 
-    Numbers of values do not find them: in FP64 a reference may make other casts than in FP32.
+    The values' numbers would not identify them, since a reference may make other casts in FP64 than in FP32.
     """
     prepared.reference.float()
     traces: list[Trace] = []
@@ -58,7 +57,7 @@ def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor
         traces.append(trace)
         return returned
 
-    # The rounding model takes for an activation whatever depends on a tensor that requires a gradient.
+    # To the rounding model, whatever depends on a tensor that requires a gradient is an activation.
     inputs = tree_map_only(
         Tensor,
         lambda x: x.detach().requires_grad_() if x.is_floating_point() else x,
@@ -70,7 +69,7 @@ def values_under(prepared: Prepared, precision: Precision) -> dict[Place, Tensor
 
 
 def places(trace: Trace) -> dict[Place, Tensor]:
-    """Return a trace's tensors, by the call that first returned each or was given it, and where."""
+    """Return a trace's tensors, by the call that first returned or was given each, and where."""
     return {place: trace.tensor(value) for place, value in _by_place(trace).items()}
 
 
@@ -79,9 +78,9 @@ def _by_place(trace: Trace) -> dict[Place, Value]:
     return {(one.site, one.position, one.returned): one for one in values.values()}
 
 
-# Find the columns of a candidate's value among those of all values that its reference computes.
+# The columns of a candidate's value among those of all values that its reference computes.
 #
-# Values are matched by their columns, not by names; columns are compared by random projections.
+# Values are matched by their columns, not by names. Columns are compared by random projections.
 
 
 MOST_NOISE = 0.3
@@ -90,7 +89,7 @@ MOST_NOISE = 0.3
 MOSTLY = 0.9
 """The share of a value's columns that must be found."""
 
-_NOISE = 5.0  # two values are the same if they differ by less than so many times what the precision costs
+_NOISE = 5.0  # two values are the same if they differ by less than this many times what the precision costs
 _UNLIKE = 0.7  # unrelated values differ by more than this share
 _CONSTANT = 1e-6  # a column is constant if less than this share of its norm is left without its mean
 _FEWEST_ROWS = 8
@@ -102,9 +101,9 @@ class _Known:
     """Columns of the reference's values that have the same number of rows.
 
     Attributes:
-        projected: ``[columns, projections]``.
+        projected: the projected columns, ``[columns, projections]``.
         near: how far from each a column may be to count as the same, ``[columns]``.
-        holders: which value each is of.
+        holders: the value to which each belongs.
     """
 
     projected: Tensor
@@ -130,11 +129,11 @@ class Columns:
     def share(self, x: Tensor, kept: Tensor | None = None) -> float | None:
         """Return the share of a value's columns that are a column of some traced value; None if that cannot be told.
 
-        Values of more dimensions, such as attention's scores, have layouts of their own and are left out.
+        Values of more than three dimensions, such as attention's scores, have layouts of their own and are left out.
 
         Args:
-            x: of the candidate.
-            kept: True for the rows that are compared, the shape of ``x`` but for its last dimension; None for all.
+            x: the candidate's value.
+            kept: True for the rows that are compared, in the shape of ``x`` without its last dimension; None for all.
         """
         surely, perhaps = [], []
         for same, known in self._same(x, kept):
@@ -143,7 +142,7 @@ class Columns:
         return None if not surely or max(surely) < MOSTLY <= max(perhaps) else max(surely)
 
     def holders(self, x: Tensor, kept: Tensor | None = None) -> Iterator[Place]:
-        """Yield the traced values that hold most of a value's columns each, in these rows or in all."""
+        """Yield each traced value that holds most of a value's columns, in these rows or in all."""
         for same, known in self._same(x, kept):
             for place in dict.fromkeys(known.holders):
                 columns = torch.tensor([holder == place for holder in known.holders])
@@ -151,9 +150,7 @@ class Columns:
                     yield place
 
     def _same(self, x: Tensor, kept: Tensor | None) -> Iterator[tuple[Tensor, _Known]]:
-        """Yield, for each layout, which columns of ``x`` are known ones, ``[columns, known]``; nothing
-        if that cannot be told.
-        """
+        """Yield, for each layout, which columns of ``x`` are known ones, ``[columns, known]``, if that can be told."""
         if x.dim() not in (2, 3):
             return
         for exchanged in (False, True)[: x.dim() - 1]:
@@ -166,7 +163,7 @@ class Columns:
             yield torch.cdist(columns, known.projected) <= known.near.clamp(max=_UNLIKE), known
 
     def _of_rows(self, rows: int, kept: Tensor | None) -> _Known:
-        """Return the columns of all values that have so many rows, and what the precision costs them."""
+        """Return the columns of all values that have this many rows, and how much rounding may move them."""
         key = rows, b"" if kept is None else kept.cpu().numpy().tobytes()
         if key not in self._found:
             self._found[key] = self._columns(rows, kept)
@@ -185,7 +182,7 @@ class Columns:
         ]
         told = torch.cat(near)
         told = told[told <= MOST_NOISE]
-        # In FP32 a reference may make other casts than in FP64; such values are assumed to be as noisy as any may be.
+        # A reference may make other casts in FP32 than in FP64. Such values are assumed to be as noisy as any others.
         unknown = told.max().item() if len(told) else MOST_NOISE
         varying = {place: _varying(columns) for place, columns in exact.items()}
         return _Known(
@@ -207,13 +204,12 @@ def _flat(x: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _cost(exact: Tensor, value: Tensor, model: Tensor | None, kept: Tensor | None) -> Tensor:
-    """Return how far another column may be from each varying one to count as the same; NaN if the model
-    has no such value.
+    """Return how far another column may be from each varying one to count as the same; NaN without the model's value.
 
     Args:
         exact: the value's columns, projected.
         value: the reference's value in FP64.
-        model: the same under the rounding model.
+        model: the same value under the rounding model, if there is one.
         kept: as in ``Columns.share``, flat.
     """
     varies = exact.any(1)
@@ -232,8 +228,9 @@ def _has_rows(y: Tensor, rows: int) -> bool:
 
 
 def _projected(x: Tensor) -> Tensor:
-    """Return the projections ``[columns, projections]`` of ``[rows, columns]``, each column without its
-    mean, with norm 1 or 0.
+    """Return the projections ``[columns, projections]`` of ``[rows, columns]``.
+
+    Each column is taken without its mean, and scaled to norm 1, or 0 if it is constant.
     """
     x = x.double()
     centred = x - x.mean(0)
@@ -245,7 +242,7 @@ def _projected(x: Tensor) -> Tensor:
 
 # Rows of a reference's values that none of its outputs reads, such as those of padded queries.
 #
-# A port may have anything there: TE's attention leaves zeros, and what is computed from them differs as well.
+# A port may have anything there: TE's attention leaves zeros, and everything that is computed from them differs, too.
 
 
 class UnreadRows:
@@ -301,10 +298,7 @@ class UnreadRows:
         return outputs is not None and all(agree(outputs[name], x) for name, x in golden.items())
 
 
-# Find the first submodule of a candidate that computes something that its reference does not.
-#
-# Submodules are matched by values, not by names: each column of what a right submodule returns is a column of some
-# value that the reference computes, too, apart from a bias that TE adds later, and from rows that no output reads.
+# The search for the first submodule that differs, as described at the top of this file.
 
 
 _MOVED = 0.5  # the share of rows that must stand elsewhere; with fewer, they are the same rows with an error
@@ -314,7 +308,7 @@ _WITH_POSITIONS = 3  # dimensions: batch, positions and channels
 
 @dataclass(frozen=True)
 class _Returned:
-    """Hold what a submodule returned; ``module`` also says which call it was, if it was called before."""
+    """A submodule's result; ``module`` also says which call it was, if the submodule was called before."""
 
     module: str
     tensor: Tensor
@@ -327,8 +321,8 @@ class Divergence:
 
     Attributes:
         module: its path.
-        given: the value of the reference that it is given; None if it is given none, or that cannot be told.
-        finding: names it and the last submodule that agrees.
+        given: the value of the reference that it is given; None if it is given none, or if that cannot be told.
+        finding: a finding that names it and the last submodule that agrees.
     """
 
     module: str
@@ -340,11 +334,11 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
     """Yield where the candidate departs from the reference; nothing if all submodules agree or none does.
 
     Args:
-        failure: the outputs of the candidate are finite.
-        trace: of the reference in FP64.
+        failure: a failure whose candidate's outputs are finite.
+        trace: the reference's trace in FP64.
     """
     is_in_parts = failure.prepared.evaluation
-    # Of a port that runs in parts, nothing tells where its calls on the probing inputs begin.
+    # If a port runs in parts, nothing tells where its calls on the probing inputs begin.
     if all(result.passed for result in failure.outputs) or (is_in_parts and failure.is_on_probes):
         return
     returned: list[_Returned] = []
@@ -354,7 +348,7 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
     columns = Columns(trace, rounded, failure.precision.dtype)
     unread = UnreadRows(failure.prepared, trace, columns)
     agreed: list[str] = []
-    reordered: set[int] = set()  # numbers of rows, of tokens that a mixture of experts has sorted by expert
+    reordered: set[int] = set()  # the row counts of tensors whose tokens a mixture of experts has sorted by expert
     number = -1 if failure.is_on_probes else failure.precision.warmup_passes
     for one in _joined(returned, trace) if is_in_parts else _compared_pass(returned, number):
         failure.prepared.clock.check()
@@ -386,11 +380,11 @@ def first_divergence(failure: Failure, trace: Trace) -> Iterator[Divergence]:
 
 
 def _next_to(module: str, last: str, of_given: float | None, given: str) -> str:
-    """Say where to look.
+    """Say where to look next.
 
     Args:
         module: the first submodule that does not agree.
-        last: the one that agrees before it.
+        last: the last one before it that agrees; empty if there is none.
         of_given: how much of the module's input agrees; None if that cannot be told.
         given: which of the reference's values the input is; empty if that cannot be told.
     """
@@ -408,7 +402,7 @@ def _next_to(module: str, last: str, of_given: float | None, given: str) -> str:
 
 
 def _record(module: nn.Module, returned: list[_Returned]) -> None:
-    """Register hooks that keep the first tensor that each submodule returns, and what the module itself does."""
+    """Register hooks that keep the first tensor that each submodule, and the module itself, returns."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(submodule: nn.Module, args: Any, result: Any) -> None:
@@ -426,14 +420,14 @@ def _activations(tree: Any) -> Iterator[Tensor]:
 
 
 def _compared_pass(returned: list[_Returned], number: int) -> list[_Returned]:
-    """Return what submodules returned in the pass that is compared, each call after the first with its number.
+    """Return the submodules' results in the pass that is compared, each call after the first with its number.
 
-    Passes that warm up come before it, those on probing inputs after it, of which the last is compared. Each ends with
-    the module itself; where the pair calls something else, each begins with the same submodule.
+    Warm-up passes come before it. Passes on probing inputs come after it, and the last of them is compared. Each pass
+    ends with the module itself. If the pair calls something else, each pass begins with the same submodule.
 
     Args:
-        returned: of all passes.
-        number: of the compared pass, from 0; -1 for the last.
+        returned: the results in all passes.
+        number: the number of the compared pass, from 0; -1 for the last.
     """
     ends = [i for i, one in enumerate(returned) if not one.module]
     starts = [0, *(end + 1 for end in ends[:-1])] if ends else []
@@ -451,7 +445,7 @@ def _compared_pass(returned: list[_Returned], number: int) -> list[_Returned]:
 
 
 def _joined(returned: Sequence[_Returned], trace: Trace) -> list[_Returned]:
-    """Return what submodules returned token by token, or in other parts, joined as one pass would return it.
+    """Return the submodules' results token by token, or in other parts, joined as if one pass had returned them.
 
     Modules whose parts do not add up to as many positions as the reference's attention has are left out.
     """
@@ -472,7 +466,7 @@ def _joined(returned: Sequence[_Returned], trace: Trace) -> list[_Returned]:
 def _has_rows_in_another_order(x: Tensor, trace: Trace) -> bool:
     """Return whether a submodule was given exactly the rows of a traced value, in another order or repeated.
 
-    Nothing that is computed from them has its columns in the reference.
+    The columns of values computed from them are not in the reference.
     """
     if x.dim() not in (2, 3):
         return False
@@ -498,22 +492,17 @@ def _rows(x: Tensor) -> int:
     return x.shape[:-1].numel()
 
 
-# Where an error is that nothing explains: in which tensors, rows, columns and heads, or in a factor.
-
-
 # Outputs that are right except for one factor.
 
 
 _SAME_FACTOR = 0.02
-"""How much the factors of tensors that are scaled together may differ, beyond what rounding moves each of them."""
+"""How much the factors of tensors that are scaled together may differ, beyond the rounding of each."""
 
 _MOST = 1e6  # a larger factor is not a scale but another magnitude altogether
 
 
 def scaled_outputs(factor: float) -> Hypothesis:
-    """Return the mistake that one number multiplies all outputs, for a search for two mistakes; alone
-    it needs no search.
-    """
+    """Return the mistake that a number multiplies all outputs, to be paired with another; alone it needs no search."""
 
     return Hypothesis(
         "output-scale",
@@ -526,7 +515,7 @@ def scaled_outputs(factor: float) -> Hypothesis:
 
 
 def output_scale_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if every failed output is the right one times one factor; a single number tells nothing."""
+    """Yield a finding if every failed output is the right one times a factor; a single number would prove nothing."""
     for result in failure.outputs:
         if not result.passed:
             factor = factor_of(failure, result)
@@ -542,9 +531,9 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
-    """Yield a finding if few outputs, and every gradient with them, are the right ones times one factor.
+    """Yield a finding if outputs of few numbers, and every gradient, are the right ones times one factor.
 
-    A factor alone would explain a single number; the gradients must share it.
+    A factor always explains a single number, so the gradients must share it.
     """
     failed = [result for result in failure.results if not result.passed and result.finite]
     outputs = [result for result in failed if result.kind == "output"]
@@ -565,7 +554,7 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
 
 
 def factor_of(failure: Failure, result: TensorResult) -> float | None:
-    """Return the number that multiplies a tensor; None if the tensor is not right except for a factor."""
+    """Return the factor by which a tensor is multiplied; None if it is wrong in other ways, or right."""
     key = result.key
     right, candidate = failure.golden[key], failure.candidate[key].double()
     square = right.square().sum().item()
@@ -580,10 +569,9 @@ def factor_of(failure: Failure, result: TensorResult) -> float | None:
 
 
 def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | None:
-    """Return the number that multiplies all of the tensors, as the most exact shows it; None if one of
-    them has another.
+    """Return the factor that all tensors share, as the most exact one shows it; None if one of them has another.
 
-    Rounding moves a tensor's factor by no more than the relative error that is expected of it.
+    Rounding moves a tensor's factor by no more than its expected relative error.
     """
     factors = [factor_of(failure, result) for result in failed]
     known = [factor for factor in factors if factor is not None]
@@ -599,9 +587,7 @@ def shared_factor(failure: Failure, failed: Sequence[TensorResult]) -> float | N
 
 
 def readable(factor: float) -> str:
-    """Return ``1/128`` for one over a whole number, else four digits, or as many as it takes to tell
-    the factor from 1.
-    """
+    """Return a factor as ``1/128`` if it is one over a whole number, else with four digits, or more if it is near 1."""
     inverse = 1.0 / factor if factor else 0.0
     if abs(inverse) > 1.1 and abs(inverse - round(inverse)) < 1e-3 * abs(inverse):
         return f"1/{round(inverse)}"
@@ -609,11 +595,11 @@ def readable(factor: float) -> str:
     return f"{factor:.{max(4, 2 - math.floor(math.log10(from_one))) if from_one else 1}g}"
 
 
-# Say where an error is that nothing explains: in which tensors, and in which of their rows, columns and heads.
+# The place of an unexplained error: which tensors it is in, and which of their rows, columns and heads.
 
 
 _MOST_TENSORS = 3
-_MOST_RIGHT = 6  # a message names at most so many tensors that pass
+_MOST_RIGHT = 6  # a message names at most this many tensors that pass
 _MOSTLY = 0.9  # the error is in a part that has this share of its square
 _SMALL = 0.5  # such a part is at most this share of a dimension
 _PERIODS = (2, 4, 8, 16, 32, 64, 128)
@@ -658,7 +644,7 @@ def _next_step(failure: Failure) -> str:
 
 
 def _size(result: TensorResult) -> str:
-    """Describe how large a tensor's error is; there is no relative one where golden is 0."""
+    """Describe how large a tensor's error is; there is no relative error if golden is 0."""
     errors, expected = result.errors, result.expected
     if not math.isfinite(errors.relative_l2):
         return f"which is 0 in golden and up to {errors.max_abs:.2g} in the candidate"
@@ -666,7 +652,7 @@ def _size(result: TensorResult) -> str:
 
 
 def _places(error: Tensor, golden: Tensor) -> Iterator[str]:
-    """Yield the indices of each dimension that hold most of the error, if they are few."""
+    """Yield the indices of each dimension that have most of the error, if they are few."""
     if error.dim() == 0 or not bool(error.any()):
         return
     square = error.square()
@@ -685,9 +671,7 @@ def _places(error: Tensor, golden: Tensor) -> Iterator[str]:
 
 
 def _concentrated(share: Tensor) -> str | None:
-    """Return the indices that hold most of the error, if they are few: ``0 (95% of it)`` or ``120 to
-    127 (91% of it)``.
-    """
+    """Return the indices with most of the error, if they are few: ``0 (95% of it)`` or ``120 to 127 (91% of it)``."""
     size = len(share)
     order = share.argsort(descending=True)
     count = int((share[order].cumsum(0) < _MOSTLY).sum()) + 1

@@ -1,4 +1,4 @@
-"""Explain gradients that are wrong where outputs are right, or where a loss is all that is returned."""
+"""Explain gradients that are wrong although outputs are right, and failures of modules that return only a loss."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ from parity.trace.trace import Call, Edit, Trace, Value, detached, edit, ordinal
 
 # Paths through which a port's gradients do not flow back: in the residual stream, or wherever values fork or join.
 #
-# Outputs are right then. Parameters before that place get wrong gradients, parameters after it the right ones.
+# Outputs are then right. Parameters before that place get wrong gradients, and parameters after it get right ones.
 
 
-_LITTLE = 0.3  # a path that explains leaves at most this share of a gradient's error, or what rounding costs
+_LITTLE = 0.3  # the right path leaves at most this share of a gradient's error, or what rounding costs
 _MOST_TRIED = 64  # paths that are tried, the nearest to what fails first
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A path that is detached: how a message ends after ``lacks what comes back through``, the edits,
-    and after how many calls; 0 where paths are not ordered by that.
+    """A path that is detached: the end of a message after ``lacks what comes back through``, its edits, and its place.
+
+    The place is the number of calls before it; it is 0 if paths are not ordered by place.
     """
 
     described: str
@@ -55,15 +56,15 @@ class _Path:
 def detached_path_findings(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """Yield the path through which nothing flows back, if that explains every gradient.
+    """Yield a finding on the path through which nothing flows back, if that explains every gradient.
 
     Args:
-        failure: the outputs are right.
-        failed: gradients.
-        trace: of the reference.
-        budget: of the search.
+        failure: a failure whose outputs are right.
+        failed: the gradients that failed.
+        trace: the reference's trace.
+        budget: the search's budget.
     """
-    # Beside a gradient that is far off, one may fail that only needs a second look, taken if all else is right.
+    # If a gradient is far off, another one may fail only because there was no second look, which needs all else right.
     failed = [result for result in failed if is_far_off(result)] or failed
     names = {result.name for result in failed if result.kind == "weight gradient"}
     # The detached place comes after each parameter whose gradient is wrong; the nearest such place is the likeliest.
@@ -88,9 +89,9 @@ def detached_path_findings(
 
 
 def _may_explain(failure: Failure, failed: Sequence[TensorResult], golden: Tensors | None) -> bool:
-    """Return whether little is left of what failed, or no more than rounding costs."""
+    """Return whether little error is left in what failed, or no more than rounding costs."""
     if golden is None or all(torch.equal(golden[result.key], failure.golden[result.key]) for result in failed):
-        return False  # nothing comes back through it in the reference, either
+        return False  # nothing flows back through it in the reference, either
 
     def little_is_left(key: tuple[Kind, str]) -> bool:
         candidate = failure.candidate[key].double()
@@ -100,9 +101,7 @@ def _may_explain(failure: Failure, failed: Sequence[TensorResult], golden: Tenso
 
 
 def _explains(failure: Failure, one: Hypothesis) -> bool:
-    """Return whether every tensor is right without the path, up to what rounding costs with it or, if
-    that is more, without it.
-    """
+    """Return whether every tensor is right without the path, up to the larger rounding error with and without it."""
     if explains(failure, tensors_under(failure.prepared, (one,))):
         return True
     explanation = verified(failure, (one,))
@@ -145,14 +144,15 @@ def _nearest(paths: Iterable[_Path], last: int) -> list[_Path]:
 
 
 def _forks_and_joins(trace: Trace, wrong: Set[str], right: Set[str]) -> list[_Path]:
-    """Return what a call and others are given, all of it or to this call alone, and what a call is given beside other
-    activations: in calls that differ only in their layer's number, and in each.
+    """Return the paths that begin where a value is read by several calls, or end where a call joins activations.
 
-    Along a path without either it is all one where something is detached. What is detached is made from each parameter
-    whose gradient is wrong; the likeliest is made from the fewest whose gradients are right, and of these comes first.
+    A value of several readers is detached for all of them or for one. Calls that differ only in their layer's number
+    are tried together, then each alone. Along a path without forks and joins, it makes no difference where it is
+    detached. A detached value must depend on each parameter whose gradient is wrong. The likeliest path depends on the
+    fewest parameters whose gradients are right, and comes first.
 
     Args:
-        trace: of the reference.
+        trace: the reference's trace.
         wrong, right: the names of parameters with such gradients.
     """
     made_from = {call.site: before for call, (before, _) in zip(trace.calls, parameters_around(trace), strict=True)}
@@ -197,7 +197,7 @@ def _branch(trace: Trace, one: Residual) -> tuple[Edit, ...]:
 
 
 def _branch_input(trace: Trace, one: Residual) -> tuple[Edit, ...]:
-    """Return the norm's result or, if there is no norm, what else reads the stream."""
+    """Return the edits that detach the norm's result or, if there is no norm, what other calls read of the stream."""
     if one.norm is not None:
         return (edit(one.norm.call, (), _without_gradient),)
     calls = [call for call in trace.users(one.stream) if call.site != one.call.site]
@@ -205,7 +205,7 @@ def _branch_input(trace: Trace, one: Residual) -> tuple[Edit, ...]:
 
 
 def _both(trace: Trace, one: Residual) -> tuple[Edit, ...]:
-    """Return all that a layer, or its second part, is given."""
+    """Return the edits that detach everything that a layer, or its second part, is given."""
     made = trace.producer(one.stream)
     return (edit(made, (), _without_gradient),) if made is not None and made.outputs == [one.stream] else ()
 
@@ -214,7 +214,7 @@ def _without_gradient(was: Tensor) -> Tensor:
     return was.detach()
 
 
-# Embeddings whose padding row gets no gradient (``nn.Embedding(padding_idx=...)``) on one side alone.
+# Embeddings whose padding row gets no gradient (``nn.Embedding(padding_idx=...)``) on only one side.
 
 
 _MOST_OF_IT = 0.9  # the share of the square of a gradient's error that lies in the row
@@ -223,9 +223,7 @@ _MOST_OF_IT = 0.9  # the share of the square of a gradient's error that lies in 
 def padding_row_findings(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """Yield a row of a table that gets a gradient by being looked up in the port and not in the
-    reference, or the reverse.
-    """
+    """Yield a finding on a table's row that gets a gradient from lookups only in the port, or only in the reference."""
     wrong = {result.name for result in failed if result.kind == "weight gradient"}
     for call in trace.calls:
         given = _arguments(call)
@@ -254,7 +252,7 @@ def padding_row_findings(
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments of ``F.embedding`` by name; none for another call."""
+    """Return the arguments of ``F.embedding`` by name; empty for another call."""
     if call.name != "embedding" or call.function is not F.embedding:
         return {}
     bound = inspect.signature(F.embedding).bind(*call.args, **call.kwargs)
@@ -271,7 +269,7 @@ def _looked_up(call: Call, given: dict[str, Any], padding_idx: int | None, failu
 
 
 def _row_that_differs(failure: Failure, name: str) -> int | None:
-    """Return the one row in which nearly all of the gradient's error is."""
+    """Return the one row that has nearly all of the gradient's error, if there is one."""
     key = "weight gradient", name
     error = failure.candidate[key].double() - failure.golden[key]  # type: ignore[index]
     by_row = error.square().flatten(1).sum(1)
@@ -279,16 +277,16 @@ def _row_that_differs(failure: Failure, name: str) -> int | None:
     return row if by_row[row] > _MOST_OF_IT * by_row.sum() else None
 
 
-# Explain gradients that are wrong although the outputs are right.
+# Gradients that are wrong although the outputs are right.
 
 
 _CLEARLY = 0.5  # another rounding must bring the error below this share
-# A factor of some gradients is at least so far from 1: subtle mistakes leave smaller ones, in single tensors.
+# A factor of some gradients must be at least this far from 1: subtle mistakes leave smaller ones, in single tensors.
 _SCALED = 0.01
 
 
 def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Finding]:
-    """Return what explains the gradients of a comparison whose outputs passed; empty if nothing does."""
+    """Return the findings that explain the gradients of a comparison whose outputs passed; empty if there are none."""
     failed = [result for result in failure.results if not result.passed and result.finite]
     for explain in (
         _scaled,
@@ -306,7 +304,7 @@ def gradient_findings(failure: Failure, trace: Trace, budget: Budget) -> list[Fi
 def partly_scaled_findings(failure: Failure) -> Iterator[Finding]:
     """Yield a finding if some failed gradients are the right ones times one factor, which spoils those before them.
 
-    Other mistakes may look like it, so it is for what nothing else explains; outputs are right.
+    Other mistakes may look like it, so it is only for failures that nothing else explains. Outputs are right.
     """
     failed = [result for result in failure.results if not result.passed and result.finite]
     alike = [result for result in failed if factor_of(failure, result)]
@@ -398,7 +396,7 @@ def _adds_to_main_grad(failure: Failure) -> bool:
 def _one_microbatch(
     failure: Failure, failed: Sequence[TensorResult], trace: Trace, budget: Budget
 ) -> Iterator[Finding]:
-    """Yield a finding if weight gradients are those of one part of the batch instead of all."""
+    """Yield a finding if weight gradients are those of one part of the batch instead of the whole."""
     if not failed or any(result.kind != "weight gradient" for result in failed):
         return
     for parts in _divisors(failure.prepared):
@@ -449,7 +447,7 @@ def _rounded_sums(failure: Failure, failed: Sequence[TensorResult], trace: Trace
 
 
 def _divisors(prepared: Prepared) -> list[int]:
-    """Return into how many equal parts the batch can be cut."""
+    """Return the numbers of equal parts into which the batch can be cut."""
     counts = {x.shape[0] if x.dim() > 1 else 1 for x in prepared.cotangents.values()}
     rows = counts.pop() if len(counts) == 1 else 1
     return [parts for parts in range(2, min(rows, 64) + 1) if rows % parts == 0]
@@ -480,7 +478,7 @@ def _share_left(failure: Failure, result: TensorResult, other: Tensor) -> float:
     return (torch.linalg.vector_norm(candidate - other) / before).item()
 
 
-# Explain failures of modules that return a loss: many mistakes change that one number, so gradients tell more.
+# Failures of modules that return a loss. Many mistakes change that one number, so gradients tell more.
 
 
 _HELPS = 0.5  # a mistake must bring the worst tensor's error down to this share
@@ -491,9 +489,9 @@ def loss_explanations(failure: Failure, trace: Trace, budget: Budget) -> list[Ex
     """Return the mistake with a loss that explains outputs and gradients best, if one explains all of them.
 
     Args:
-        failure: the outputs of the candidate are finite.
-        trace: of the reference in FP64.
-        budget: of the search.
+        failure: a failure whose candidate's outputs are finite.
+        trace: the reference's trace in FP64.
+        budget: the search's budget.
     """
     if not few_outputs(failure):
         return []
@@ -523,9 +521,7 @@ def _known(trace: Trace) -> list[Hypothesis]:
 
 
 def _share_left_of_failures(failure: Failure, assumed: Tensors) -> float:
-    """Return the largest share of a failed tensor's error that is left, 0 for what then passes;
-    infinite if shapes differ.
-    """
+    """Return the largest share of a failed tensor's error that is left, 0 if it passes; infinite if shapes differ."""
     shares = []
     for result in (one for one in failure.results if not one.passed):
         golden, instead, candidate = (tensors[result.key] for tensors in (failure.golden, assumed, failure.candidate))

@@ -1,6 +1,4 @@
-"""Say what is wrong with the weights that a candidate holds: which are not what the map says, and what
-they are instead.
-"""
+"""Report which of a candidate's weights are not what the map says, and what they are instead."""
 
 from __future__ import annotations
 
@@ -20,14 +18,14 @@ from parity.passes.prepare import Prepared, calls_of
 from parity.result import Finding
 
 _MOST_TOLD = 4  # parameters, and explanations
-_SAME = 0.15  # the share of a tensor's norm that four bits lose; weights in another order differ by more than all of it
-_FIRST = 256  # so many elements tell most pairs of parameters apart
-_FEW = 8  # of so few entries, every two are tried in each other's place
-_UNLIKE = 0.1  # weights that have nothing to do with each other rarely reach this cosine, even with few elements
+_SAME = 0.15  # the share of a tensor's norm that four bits lose; weights in another order differ by more than the norm
+_FIRST = 256  # this many elements tell most pairs of parameters apart
+_FEW = 8  # if there are at most this many entries, every two of them are tried in each other's place
+_UNLIKE = 0.1  # unrelated weights rarely reach this cosine, even with few elements
 
 
 def held_findings(prepared: Prepared) -> tuple[Finding, ...]:
-    """Return a finding if the candidate holds other weights than the map says; none if it does not."""
+    """Return a finding if the candidate holds other weights than the map says; empty if it does not."""
     unlike = prepared.unlike
     if not unlike:
         return ()
@@ -64,17 +62,16 @@ def _off(name: str, prepared: Prepared) -> str:
 
 
 def _and_more(listed: Sequence[str], count: int) -> str:
-    """Return the names that are listed, and how many are not."""
+    """Return the listed names as text, and how many more there are."""
     more = f" and {count - len(listed)} more" if count > len(listed) else ""
     return ", ".join(listed) + more
 
 
 def _readings(prepared: Prepared) -> list[tuple[Hypothesis, set[str]]]:
-    """Return other readings of the map's entries under which the weights would be as it says, with what they explain.
+    """Return other readings of the map's entries under which the weights are right, with the parameters they explain.
 
-    That is the reference's parameters; readings that explain most come first.
-
-    A reading is tried on what the candidate holds, mapped back to the reference's layout.
+    The parameters are the reference's, and readings that explain most of them come first. A reading is tried on the
+    candidate's weights, mapped back to the reference's layout.
     """
     reference = {name: parameter.detach() for name, parameter in prepared.reference.named_parameters()}
     held = {name: prepared.unlike.get(name, tensor).double() for name, tensor in prepared.candidate_weights.items()}
@@ -102,7 +99,7 @@ def _told(hypothesis: Hypothesis, parameters: set[str]) -> str:
 
 
 def _explains(read: Tensor, held: Tensor, reference: Tensor) -> bool:
-    """Return whether the candidate's weight, read otherwise, is the reference's, and is not so as it is."""
+    """Return whether the candidate's weight is the reference's if it is read differently, but not as it is."""
     before, after = _relative(held, reference), _relative(read, reference)
     return after <= _SAME * min(before, 1.0)
 
@@ -141,6 +138,6 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _relative(held: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over that of what is expected; infinite if only the latter is 0."""
+    """Return the norm of the difference over that of the expected tensor; infinite if only the latter is 0."""
     off = torch.linalg.vector_norm(held.double() - expected.double()).item()
     return relative_l2(off, torch.linalg.vector_norm(expected.double()).item())

@@ -343,7 +343,7 @@ def _is_small(result: TensorResult) -> bool:
 
 
 def _takes_most(was: TensorResult, result: TensorResult) -> bool:
-    """Return whether the hypotheses explain most of an error beyond a faithful port's; True if nothing is beyond that."""
+    """Return whether the hypotheses explain most of an error beyond a faithful port's; True if nothing is beyond."""
     before, after, costs = was.errors.relative_l2, result.errors.relative_l2, result.expected.relative_l2
     return min(before, after) <= FAITHFUL * costs or after**2 - costs**2 <= (1.0 - _MOST) * (before**2 - costs**2)
 
@@ -384,7 +384,7 @@ def _helps_on_probe(failure: Failure | None, combination: tuple[Hypothesis, ...]
 
 
 def row_by_row(one: Tensor, other: Tensor) -> float:
-    """Return how far apart the rows of two tensors are on average, at most 1 each: 1 for a row that another expert gets."""
+    """Return the average distance of two tensors' rows, at most 1 each, as for a row that another expert gets."""
     norms = (
         torch.linalg.vector_norm(x.flatten(0, -2) if x.dim() > 1 else x, dim=-1) for x in (one - other, one, other)
     )

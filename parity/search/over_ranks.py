@@ -1,8 +1,8 @@
-"""Find what is wrong over ranks: how their pieces would have to be reduced or put together to be right.
+"""Find mistakes over ranks: how their pieces would have to be reduced or joined to be right.
 
 Each rank's piece of a tensor is known, and so is the right tensor in FP64. So a mistake need not be imitated: if the
-sum of the pieces is right, it was left out; if the pieces are right in another order, they were gathered in the wrong
-one.
+sum of the pieces is right, the reduction is missing; if the pieces are right in another order, they were gathered in
+the wrong one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Piece, Split,
 from parity.result import Finding
 from parity.user_error import UserError
 
-# What explains an error leaves this share of it at most. Rounding leaves of a mistake's error what it leaves of a right
-# tensor, and nothing makes a right tensor, whose error is rounding alone, so much better. Or it leaves no more than
-# the tensor's limit, and is not that near to it already: what FP8 costs may be a good part of a mistake's error.
+# An explanation leaves at most the first share of an error: once a mistake is undone, only rounding is left, and
+# nothing improves a right tensor, whose error is only rounding, that much. Or it leaves no more than the tensor's
+# limit, and at most the second share of the error, since what FP8 costs may be a good part of a mistake's error.
 _LEFT, _LEFT_WITHIN_LIMIT = 0.2, 0.7
-_MOST_PERMUTED = 4  # ranks, whose orders are tried
-# Weights that are right are off by no more, in a dtype of 16 bits.
+_MOST_PERMUTED = 4  # ranks whose orders are tried
+# Right weights in a dtype of 16 bits are off by no more than this.
 _ROUNDED = 2.0**-8
 
 
@@ -42,14 +42,14 @@ class _Guess:
 
 
 def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mapping[str, Tensor]) -> tuple[Finding, ...]:
-    """Return what explains the errors of tensors that ranks have computed.
+    """Return the findings that explain the errors of tensors that ranks have computed.
 
-    Outputs come before gradients: what is wrong with an output is wrong with what follows from it.
+    Outputs come before gradients, since a wrong output spoils everything that follows from it.
 
     Args:
         wholes: the tensors.
         made: how many ranks there are.
-        weights: of the whole candidate, by name.
+        weights: the weights of the whole candidate, by name.
     """
     for kind in ("weight", "output", "input gradient", "weight gradient"):
         told: dict[tuple[str, str, str], list[str]] = {}
@@ -76,11 +76,11 @@ def _other_weights(whole: Whole) -> tuple[str, str]:
 def explained_by_outputs(
     wholes: Sequence[Whole], gradients_of: Callable[[str], Mapping[tuple[str, str], Tensor]]
 ) -> tuple[Finding, ...]:
-    """Return how often each of several outputs counts in the gradients, if that explains them.
+    """Return findings on how often each of several outputs counts in the gradients, if that explains them.
 
     Args:
         wholes: the tensors.
-        gradients_of: returns what flows back from the output of this name alone, by kind and name, FP64.
+        gradients_of: returns the gradients that flow back from only the output of this name, by kind and name, in FP64.
     """
     names = [one.name for one in wholes if one.kind == "output"]
     gradients = [one for one in wholes if one.kind in ("input gradient", "weight gradient")]
@@ -115,14 +115,14 @@ def explained_by_inputs(
     inputs: Mapping[str, Tensor],
     reference: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> tuple[Finding, ...]:
-    """Return which other inputs explain the outputs that ranks have computed: what the reference makes of these is it.
+    """Return a finding if the reference computes the outputs that ranks have computed from other inputs.
 
     Args:
         wholes: the tensors.
         made: how many ranks there are.
         splits: how inputs and outputs are divided, by name.
-        inputs: the whole ones, by name, FP64.
-        reference: returns its outputs, by name, for other inputs.
+        inputs: the whole inputs, by name, in FP64.
+        reference: returns the reference's outputs, by name, for other inputs.
     """
     outputs = [one for one in wholes if one.kind == "output"]
     divided = {over.axis for name in inputs for over in splits.get(name, ()) if made.of(over.axis) > 1}
@@ -156,7 +156,7 @@ def explained_by_inputs(
 def explained_by_positions(
     wholes: Sequence[Whole], made: Degrees, splits: Mapping[str, Split], prepared: Prepared
 ) -> tuple[Finding, ...]:
-    """Return which positions explain the outputs, if ranks that divide a sequence rotate by others than its own.
+    """Return a finding if ranks that divide a sequence rotate by wrong positions, and this explains the outputs.
 
     Args:
         wholes: the tensors.
@@ -188,7 +188,7 @@ def explained_by_positions(
 
 
 def _positions(seq: int, splits: Mapping[str, Split], made: Degrees) -> Iterator[tuple[Over, str, Tensor]]:
-    """Yield positions that ranks may take for those of their tokens, with how they come to count so."""
+    """Yield wrong positions that ranks may use for their tokens, with the sequence's division and how they arise."""
     everywhere = torch.arange(seq)
     divided = {replace(one, dim=0) for split in splits.values() for one in split if one.axis in ("cp", "tp")}
     for one in divided:
@@ -218,7 +218,7 @@ def _alone(
     inputs: Mapping[str, Tensor],
     reference: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
 ) -> Mapping[str, Tensor]:
-    """Return what the reference makes of one rank's part of the inputs; nothing if it does not take that."""
+    """Return the reference's outputs for one rank's part of the inputs; empty if it does not accept that."""
     try:
         return reference({name: part(x, splits.get(name, ()), made, made.place(rank)) for name, x in inputs.items()})
     except (RuntimeError, ValueError, IndexError):
@@ -230,7 +230,7 @@ def _toggled(over: Over, axis: AxisName) -> Over:
 
 
 def _moved(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
-    """Return a whole tensor whose parts by another split are this one's parts."""
+    """Return a whole tensor whose parts under another split are this tensor's parts."""
     moved = x.clone().flatten()
     for rank in range(made.count):
         values = part(x, split, made, made.place(rank))
@@ -239,13 +239,13 @@ def _moved(x: Tensor, split: Split, other: Split, made: Degrees) -> Tensor:
 
 
 def may_be_left(whole: Whole) -> float:
-    """Return how far off what explains a tensor's error may leave it, relative to the whole."""
+    """Return the error that an explanation may leave in a tensor, relative to the whole."""
     off = whole.off()
     return max(_LEFT * off, min(whole.limit, _LEFT_WITHIN_LIMIT * off))
 
 
 def _is_as(whole: Whole, right: Sequence[Tensor | None]) -> bool:
-    """Return whether each rank's piece is what explains it, by rank, up to what rounding leaves."""
+    """Return whether each rank's piece equals the one in ``right``, given by rank, up to rounding."""
     limit = may_be_left(whole)
     for piece in whole.pieces:
         explained = right[piece.rank]
@@ -282,7 +282,7 @@ def _guesses(whole: Whole, made: Degrees, weights: Mapping[str, Tensor]) -> Iter
 
 
 def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
-    """Yield what is right if the ranks of an axis, which have the same part, reduce otherwise than they did."""
+    """Yield the guesses that ranks of an axis, which have the same part, have reduced it wrongly."""
     count = made.of(axis)
     own = {one.rank: one for one in whole.pieces}  # an expert's weight is on some ranks only
     groups = [group for peers in made.peers(axis) if (group := [own[rank] for rank in peers if rank in own])]
@@ -324,7 +324,7 @@ def _reduced(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
 
 
 def _distinct(pieces: Sequence[Piece]) -> list[Tensor]:
-    """Return what ranks have, once if several have the same."""
+    """Return the distinct values of ranks' pieces."""
     found: list[Tensor] = []
     for piece in pieces:
         if not any(torch.equal(piece.values, other) for other in found):
@@ -333,7 +333,7 @@ def _distinct(pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def _weighted(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
-    """Yield what is right if each rank of an axis has its own part of the whole, times a factor of its own."""
+    """Yield the guess that each rank of an axis has its own part of the whole times a factor of its own."""
     if whole.kind != "input gradient" or all(one.axis != axis for one in whole.pieces[0].split):
         return
     exact, factors = whole.exact.flatten().to("cpu", torch.float64), [0.0] * made.of(axis)
@@ -375,7 +375,7 @@ def _multiplied(pieces: Sequence[Piece], factor: float, count: int, axis: AxisNa
 
 
 def _added_to_other_parts(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
-    """Yield what is right without what the ranks of an axis that divides the tensor have of other parts of it."""
+    """Yield the guess that ranks of an axis that divides the tensor have added other ranks' parts to their own."""
     if all(one.axis != axis for one in whole.pieces[0].split):
         return
     exact, others = whole.exact.flatten().to("cpu", torch.float64), []
@@ -394,7 +394,7 @@ def _added_to_other_parts(whole: Whole, made: Degrees, axis: AxisName) -> Iterat
 
 
 def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_Guess]:
-    """Yield what is right if the pieces are parts of the whole in another order than they are said to be."""
+    """Yield the guesses that the pieces are parts of the whole in another order than declared."""
     count, shape = made.of(axis), tuple(whole.exact.shape)
     over = next((one for one in whole.pieces[0].split if one.axis == axis), None)
     if over is None:
@@ -418,14 +418,14 @@ def _in_another_order(whole: Whole, made: Degrees, axis: AxisName) -> Iterator[_
         split = tuple(other if one is over else one for one in whole.pieces[0].split)
         try:
             moved = [replace(one, places=places(shape, split, made, one.rank)) for one in whole.pieces]
-        except UserError:  # the whole is not divisible so
+        except UserError:  # the whole cannot be divided this way
             continue
         if all(one.places.numel() == one.values.numel() for one in moved):
             yield _Guess("shard-layout", f"{{what}} is split over {axis} {text}", f"split it {right}", moved)
 
 
 def _variants(over: Over) -> Iterator[tuple[Over, str, str]]:
-    """Yield other ways to split, with how it was split and how it should be."""
+    """Yield other ways to split, each with the words for how it was split and how it should be."""
     if over.blocks > 1:
         yield replace(over, blocks=1), "as one block", f"so that each of its {over.blocks} blocks is split by itself"
     elif not over.balanced:
@@ -439,14 +439,14 @@ def _variants(over: Over) -> Iterator[tuple[Over, str, str]]:
 
 
 def _at(whole: Whole, made: Degrees, piece: Piece, moved: Mapping[AxisName, Sequence[int]]) -> Tensor:
-    """Return the places of a piece if it were that of another rank."""
+    """Return the places of a piece as if it were that of another rank."""
     place = made.place(piece.rank)
     other = {axis: moved[axis][at] if axis in moved else at for axis, at in place.items()}
     return next((one.places for one in whole.pieces if made.place(one.rank) == other), piece.places)
 
 
 def _gathered_otherwise(whole: Whole, count: int, axis: AxisName) -> Iterator[_Guess]:
-    """Yield what is right if a tensor that each rank has whole was gathered of parts in the wrong order."""
+    """Yield the guesses that a tensor that each rank has whole was gathered from parts in the wrong order."""
     shape = whole.exact.shape
     if whole.kind == "weight gradient" or any(one.values.shape != shape for one in whole.pieces):
         return
@@ -478,7 +478,7 @@ def _balanced(parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def _with_biases(whole: Whole, made: Degrees, axis: AxisName, weights: Mapping[str, Tensor]) -> Iterator[_Guess]:
-    """Yield what is right without a bias that each rank of an axis adds."""
+    """Yield the guesses that each rank of an axis adds a bias."""
     count = made.of(axis)
     for name, bias in weights.items():
         if bias.dim() != 1 or bias.shape != whole.exact.shape[-1:] or "norm" in name:

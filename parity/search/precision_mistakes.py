@@ -1,7 +1,7 @@
 """Find known mistakes of precision, each of which is another rounding of the reference.
 
-What a candidate loses is deterministic up to the order of sums. So if it rounds as a mistake does, the reference under
-that rounding is nearer to it than under the precision's own.
+A candidate's rounding errors are deterministic up to the order of sums. So if it rounds like one of these mistakes, the
+reference under that rounding is nearer to it than under the precision's own.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from parity.te import Precision
 
 _NEARER = 0.7
-"""A mistaken rounding is reported if it is nearer than this share of the distance to the precision's own."""
+"""A mistaken rounding is reported if its distance is below this share of the distance to the precision's own."""
 
 _LEFT = 2.0
-"""A mistaken rounding may leave so many times what the precision costs of the error that it explains."""
+"""A mistaken rounding may leave an error of this many times what the precision costs."""
 
 _UNSTORED = 2.0
-"""Outputs that are not rounded to the dtype they are stored in may leave so many times as much."""
+"""Outputs that are not rounded to the dtype they are stored in may leave this many times as much."""
 
 _SCALED_BY_TENSOR = ("DelayedScaling", "Float8CurrentScaling")
 _MANY = 64
-_FEWEST_LOG_PROBS = 4  # of 16 bits each by chance: one in 2**64
+_FEWEST_LOG_PROBS = 4  # the chance that this many have only 16 bits each is one in 2**64
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class _Mistake:
         title: the finding's title.
         what: what is computed, as the start of a sentence.
         repair: what to change.
-        rounding: takes the place of the precision's.
-        inside: entered around the pass, for what a ``Rounding`` cannot express.
+        rounding: the rounding that replaces the precision's.
+        inside: a context for the pass, for what a ``Rounding`` cannot express.
     """
 
     title: str
@@ -69,12 +69,10 @@ class _Mistake:
 
 
 def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
-    """Return a finding on the rounding that the candidate's tensors are nearest to, unless it is the
-    precision's own.
-    """
+    """Return a finding on the rounding to which the candidate's tensors are nearest, unless it is the precision's."""
     wrong = [result for result in failure.results if not result.passed and result.finite]
-    # A wrong forward pass spoils gradients in ways of its own.
-    # What a handful of numbers tells about its rounding is chance.
+    # A wrong forward pass spoils gradients in its own ways, so outputs count first. But what a handful of numbers tells
+    # about their rounding is chance.
     outputs = [result for result in wrong if result.kind == "output" and math.prod(result.shape) >= _MANY]
     own = tensors_under(failure.prepared, (), failure.precision)
     if own is None or not wrong:
@@ -110,9 +108,9 @@ def precision_findings(failure: Failure, budget: Budget) -> list[Finding]:
 
 
 def log_prob_findings(failure: Failure, trace: Trace) -> Iterator[Finding]:
-    """Yield a finding if log-probabilities in FP32 are all numbers of 16 bits, and roundings to these make their error.
+    """Yield a finding if log-probabilities in FP32 are all numbers of 16 bits, and rounding to these makes their error.
 
-    The logits may be rounded, the logarithm of the sum of their exponentials, and the difference of the two.
+    The logits, the logarithm of the sum of their exponentials, and the difference of the two may be rounded.
     """
     names = returned_log_probs(trace, failure.prepared.golden.outputs)
     logits = [trace.tensor(one.x) for one in log_softmaxes(trace)]
@@ -142,7 +140,7 @@ def _is_held_in(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypothesis]:
-    """Yield weights that are multiplied by the scale of their quantization instead of its inverse."""
+    """Yield the mistakes that weights are multiplied by the scale of their quantization instead of its inverse."""
     if precision.recipe not in _SCALED_BY_TENSOR:
         return
     shapes = parameter_shapes(prepared.reference)
@@ -159,9 +157,7 @@ def scale_hypotheses(prepared: Prepared, precision: Precision) -> Iterator[Hypot
 
 
 def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") -> Hypothesis:
-    """Return the mistake that these weights, all or those of one place, are scaled by ``scale`` and not
-    by ``scale_inv``.
-    """
+    """Return the mistake that weights, all or those of one place, are multiplied by ``scale``, not ``scale_inv``."""
     shapes = parameter_shapes(prepared.reference)
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,8 +182,8 @@ def _scaled_twice(prepared: Prepared, sides: Sequence[Side], place: str = "") ->
 def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors) -> float:
     """Return the distance to another rounding, over the distance to the precision's own.
 
-    That is of the whole tensor or, if this is more, of the median row that the two roundings make different: one token
-    for which rounding chooses another expert may be most of a tensor's error.
+    It is that of the whole tensor or, if this is more, the median over the rows in which the two roundings differ,
+    since a single token for which rounding chooses another expert may be most of a tensor's error.
     """
     candidate, rounded, right = (
         x.double().flatten(0, -2) if x.dim() > 1 else x.double()[None]
@@ -202,10 +198,9 @@ def _share(failure: Failure, result: TensorResult, other: Tensors, own: Tensors)
 
 
 def _leaves_a_rounding(failure: Failure, result: TensorResult, other: Tensors, times: float = 1.0) -> bool:
-    """Return whether another rounding leaves less than so many times what it costs itself and, in FP8, about what the
-    precision costs anyway.
+    """Return whether another rounding leaves less error than ``times`` its own, and in FP8 also about the precision's.
 
-    Saturation by a scale that is too large shrinks values, and so comes nearer to many a wrong tensor.
+    Saturation by a scale that is too large shrinks values, and so comes nearer to many wrong tensors.
     """
     key = result.key
     candidate, golden, rounded = failure.candidate[key].double(), failure.golden[key], other[key].double()
@@ -273,12 +268,12 @@ def _in(dtype: torch.dtype) -> Format:
 
 
 def _unscaled(dtype: torch.dtype) -> Format:
-    """Cast ``x`` without a scale; what is too large saturates."""
+    """Return a format that casts without a scale; values that are too large saturate."""
     return lambda x, dim=-1, amax=None: _saturated(x, dtype)
 
 
 def _scaled(by: float, dtype: torch.dtype) -> Format:
-    """Return a format that scales by a multiple of what maps the largest magnitude to the format's."""
+    """Return a format that multiplies by ``by`` times the scale that maps the largest magnitude to the format's own."""
 
     def to_format(x: Tensor, dim: int = -1, amax: Tensor | None = None) -> Tensor:
         amax = largest(x) if amax is None else amax
@@ -297,7 +292,7 @@ _aten = torch.ops.aten
 
 
 class _Batched(TorchDispatchMode):
-    """Rounds the operands of batched GEMMs, as attention's are."""
+    """Round the operands of batched GEMMs, which attention's products are."""
 
     def __init__(self, to_format: Format) -> None:
         super().__init__()
@@ -310,7 +305,7 @@ class _Batched(TorchDispatchMode):
 
 
 class _Chunked(TorchDispatchMode):
-    """Makes GEMMs round their sum to ``dtype`` after each so many products, whose own sum may be ``stored`` before."""
+    """Make GEMMs round their sum to ``dtype`` after every ``length`` products; these may be summed to ``stored`` before."""
 
     def __init__(self, length: int, dtype: torch.dtype, stored: torch.dtype | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Name what goes wrong between steps whose single pass is right: in the optimizer, or in what a checkpoint lost."""
+"""Find mistakes between training steps whose single pass is right: in gradients, the optimizer or a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parity.passes.micro_batches import Made
 from parity.passes.steps import BUFFERS, COPIES, HISTORIES, SCALES, Named, Resumption, Update
 from parity.result import NO_CODE, Code, Finding
 
-# Gradients that are not those of this step: what else they could be, tried in this order.
+# Gradients that are not those of this step: what they could be instead, tried in this order.
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Guess:
     """Gradients that a mistake between steps would give.
 
     Attributes:
-        title: of the finding, a key of ``CODES``; empty for the right gradients.
+        title: the finding's title, a key of ``CODES``; empty for the right gradients.
         told: what is wrong.
         repair: what to do about it.
-        gradients: computes them, by the reference's names.
+        gradients: computes these gradients, by the reference's names.
         keeps_errors: whether they have the errors of the right gradients, though they may be smaller.
     """
 
@@ -43,7 +43,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Before:
-    """Hold what a step may have taken from the steps before it.
+    """The values that a step may have wrongly taken from earlier steps.
 
     Attributes:
         weights: the reference's weights before the step.
@@ -65,13 +65,13 @@ def guesses_of_any_step(
     limits: Mapping[str, float],
     of_added: float = 1.0,
 ) -> list[Guess]:
-    """Return what wrong gradients may be in any step.
+    """Return the guesses at wrong gradients that are possible in any step.
 
     Args:
-        number: of the step.
+        number: the number of the step.
         candidate: the candidate's weight gradients.
         golden: the right ones.
-        limits: bounds on their relative errors, by name.
+        limits: the limits on their relative errors, by name.
         of_added: as in ``Clipping``.
     """
     factor = scale_of(candidate, golden)
@@ -125,8 +125,10 @@ def guesses_of_any_step(
 
 
 def _is_threshold(largest: float, candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> bool:
-    """Return whether the elements that should be larger than the candidate's largest all are as large as that, and
-    the smaller ones follow the right ones: gradients that nearly vanish are below any of the right ones as well.
+    """Return whether the candidate's elements look clipped to its largest one.
+
+    The elements that should be larger must be as large as that one, and the smaller ones must follow the right ones,
+    since gradients that nearly vanish are also smaller than all right ones.
     """
     right = torch.cat([x.double().flatten() for x in golden.values()])
     own = torch.cat([candidate[name].double().flatten() for name in golden]).to(right.device)
@@ -137,12 +139,12 @@ def _is_threshold(largest: float, candidate: Mapping[str, Tensor], golden: Mappi
 
 
 def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Before) -> list[Guess]:
-    """Return what wrong gradients may be in a step that others went before.
+    """Return the guesses at wrong gradients that are possible in a step after the first.
 
     Args:
-        number: of the step.
+        number: the number of the step.
         golden: the right weight gradients.
-        before: what the step may have taken from earlier ones.
+        before: the values that the step may have taken from earlier ones.
     """
     matrices = {name: x for name, x in before.earlier.items() if x.dim() > 1}
     return [
@@ -182,11 +184,11 @@ def guesses_of_later_steps(number: int, golden: Mapping[str, Tensor], before: Be
 
 
 def unexplained(number: int, worst: str, is_first_and_own: bool) -> Finding:
-    """Return what to say of a step that no guess explains, though one pass of a new module is right.
+    """Return the finding on a step that no guess explains, though one pass of a new module is right.
 
     Args:
-        number: of the step.
-        worst: says which tensor is the farthest off.
+        number: the number of the step.
+        worst: the text that says which tensor is farthest off.
         is_first_and_own: whether it is the first step, and the pair makes its steps itself.
     """
     if is_first_and_own:
@@ -204,22 +206,22 @@ def unexplained(number: int, worst: str, is_first_and_own: bool) -> Finding:
     )
 
 
-# In limits of the right gradients: a guess has roundings of its own, such as those of all steps that it adds up.
+# In limits of the right gradients. A guess has roundings of its own, such as those of all steps that it adds up.
 _NEAR_ENOUGH = 2.0
-# The margin of a guess, at most, in relation to that of the right gradients. A factor that is fitted to the candidate's
-# gradients is never farther from these than 1, whatever is wrong with them.
+# The largest margin of a guess, over that of the right gradients. Gradients times a factor that is fitted to the
+# candidate's are never farther from these than the right ones are, whatever is wrong.
 _NEARER = 0.9
 
 
 def gradients_explained(
     limits: Mapping[str, float], candidate: Mapping[str, Tensor], guesses: Sequence[Guess]
 ) -> Finding | None:
-    """Return the guess that is nearest to the weight gradients, if each is near enough; None if none is.
+    """Return the finding of the guess that is nearest to the weight gradients, if it is near enough.
 
     Args:
-        limits: bounds on the relative errors of the weight gradients, by name.
+        limits: the limits on the relative errors of the weight gradients, by name.
         candidate: the candidate's weight gradients.
-        guesses: what they could be; the first is the right gradients.
+        guesses: what these could be; the first guess is the right gradients.
     """
 
     def margin(guess: Guess) -> float:
@@ -236,17 +238,17 @@ def gradients_explained(
 
 
 def are_made_of(made: Made, limits: Mapping[str, float]) -> bool:
-    """Return whether a candidate's weight gradients are, near enough, a sum of parts that count as was fitted."""
+    """Return whether a candidate's weight gradients are, closely enough, the fitted sum of micro-batches' gradients."""
     margins = (off / limits[name] for name, off in made.off.items() if name in limits)
     return not max(margins, default=math.inf) > _NEAR_ENOUGH
 
 
 def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made) -> Finding | None:
-    """Return which micro-batches of a step count for more or less than they should; None if that does not explain it.
+    """Return a finding if micro-batches of a step count for more or less than they should, and this explains it.
 
     Args:
-        number: of the step.
-        limits: bounds on the relative errors of the weight gradients, by name.
+        number: the number of the step.
+        limits: the limits on the relative errors of the weight gradients, by name.
         made: by how much each counts.
     """
     if not are_made_of(made, limits):
@@ -283,7 +285,7 @@ def micro_batches_explained(number: int, limits: Mapping[str, float], made: Made
 
 
 def changed_early(number: int) -> Finding:
-    """Return the finding of a step that clips gradients in the midst of its micro-batches."""
+    """Return the finding on a step that clips gradients in the midst of its micro-batches."""
     return repairable(
         "gradient-clipping",
         f"in step {number} gradients are clipped, or changed in another way, before those of all micro-batches are "
@@ -293,12 +295,12 @@ def changed_early(number: int) -> Finding:
 
 
 def moved_otherwise(number: int, name: str, of: str, factor: float) -> Finding:
-    """Return the finding of a step whose forward pass moves a buffer by a multiple of what it should.
+    """Return the finding on a step whose forward pass moves a buffer by a multiple of the right move.
 
     Args:
-        number: of the step.
+        number: the number of the step.
         name: the candidate's buffer.
-        of: the reference's.
+        of: the reference's buffer.
         factor: the multiple.
     """
     buffer = name if name == of else f"{name} (the reference's {of})"
@@ -313,7 +315,7 @@ def moved_otherwise(number: int, name: str, of: str, factor: float) -> Finding:
 
 
 def read_after_change(number: int, read: Sequence[str]) -> Finding:
-    """Return the finding of a step whose backward pass computes a forward pass again that has changed what it reads."""
+    """Return the finding on a step whose backward pass recomputes a forward pass that has changed buffers it reads."""
     return repairable(
         "state-between-steps",
         f"step {number} computes the forward pass again in the backward pass, and the second time it reads the buffers "
@@ -324,10 +326,10 @@ def read_after_change(number: int, read: Sequence[str]) -> Finding:
 
 
 def diverging(number: int, why: str, own: Sequence[float] | None) -> Finding:
-    """Return the finding of a training whose numbers have outgrown what can be judged.
+    """Return the finding on a training whose numbers have become too large to be judged.
 
     Args:
-        number: of the first step that cannot be judged.
+        number: the number of the first step that cannot be judged.
         why: what is too large.
         own: the losses of the reference's own training in FP64 up to that step; None if that outgrows the precision.
     """
@@ -352,10 +354,10 @@ def diverging(number: int, why: str, own: Sequence[float] | None) -> Finding:
 
 
 def stale_transposes(number: int, stale: Sequence[str]) -> Finding:
-    """Return the finding of a step that computes with FP8 parameters whose transposed copies are stale.
+    """Return the finding on a step that computes with FP8 parameters whose transposed copies are stale.
 
     Args:
-        number: of the step.
+        number: the number of the step.
         stale: the names of these parameters.
     """
     is_one = len(stale) == 1
@@ -392,19 +394,19 @@ def scale_of(candidate: Mapping[str, Tensor], golden: Mapping[str, Tensor]) -> f
     return along / size if size else 1.0
 
 
-# A factor of fewer elements than this fits whatever is wrong with them.
+# With fewer elements than this, a factor fits whatever is wrong with them.
 _FEWEST_SCALED = 16
 
 
 def some_scaled(
     number: int, factors: Mapping[str, float], limits: Mapping[str, float], golden: Mapping[str, Tensor]
 ) -> str:
-    """Say which gradients of a step are numbers times the right ones; empty if none are, or all with one number.
+    """Say which gradients of a step are scaled; return an empty text if none are, or all by the same factor.
 
     Args:
-        number: of the step.
-        factors: that of each weight gradient, by least squares.
-        limits: bounds on the relative errors of the weight gradients, by name.
+        number: the number of the step.
+        factors: the factor of each weight gradient, by least squares.
+        limits: the limits on the relative errors of the weight gradients, by name.
         golden: the right gradients.
     """
     off = {name: factor for name, factor in factors.items() if abs(factor - 1.0) > limits.get(name, math.inf)}
@@ -426,7 +428,7 @@ def _off(x: Tensor, right: Tensor, sized: Tensor) -> float:
     return off / size if size else math.inf if off else 0.0
 
 
-# Steps of the optimizer that the reference's does not make: settings with which it does.
+# Steps of the optimizer that differ from the reference's, and the settings with which the reference's makes them.
 
 
 @dataclass(frozen=True)
@@ -434,7 +436,7 @@ class Setting:
     """Another setting of the reference's optimizer.
 
     Attributes:
-        told: what the port's optimizer does.
+        told: the text that says what the port's optimizer does.
         edit: gives the reference's optimizer that setting.
         code: the port's setting and the reference's, as arguments of the optimizer, if they are numbers.
         claims: the setting's value, by its name in groups of parameters, if it is guessed.
@@ -455,19 +457,19 @@ def optimizer_explained(
     fused: Mapping[str, Sequence[str]],
     written: Sequence[str] = (),
 ) -> Finding:
-    """Return what is wrong with an optimizer's last step.
+    """Return the finding that explains an optimizer's last step best.
 
     Args:
         history: what the candidate's optimizer did in each step so far.
         wrong: the parameters whose last step is not the reference's.
-        replayed: makes the reference's optimizer anew, with another setting if one is given.
-        dtype: in which the candidate's optimizer holds its weights.
-        settings: of the candidate's optimizer for each parameter, by its name in the reference.
+        replayed: makes the reference's optimizer again, with another setting if one is given.
+        dtype: the dtype in which the candidate's optimizer holds its weights.
+        settings: the settings of the candidate's optimizer for each parameter, by its name in the reference.
         fused: the candidate's parameters that hold several of the reference's, with the names of these.
         written: the candidate's parameters that something wrote to after the optimizer's step.
     """
     own = replayed(None)
-    # Moments in 16 bits are a fact, and explain what their rounding costs before any setting that would fit as well.
+    # Moments in 16 bits are a fact, so they come before any setting that would explain the rounding equally well.
     narrow = {key: kept for key, kept in history[-1].kept_in.items() if kept.itemsize < 4}
     largest = max(one.share for one in wrong)
     if narrow and largest <= sum(_eps(kept) for kept in narrow.values()):
@@ -480,7 +482,7 @@ def optimizer_explained(
         try:
             replay = replayed(setting)
             made = [replay.step(update) for update in history]
-        except Exception:  # it is an optimizer that cannot have this setting
+        except Exception:  # this optimizer cannot have this setting
             continue
         if all(_fits(update, after, dtype) for update, after in zip(history, made, strict=True)):
             for key, value in setting.claims.items():
@@ -549,7 +551,7 @@ def optimizer_explained(
     )
 
 
-# Of a factor's difference from 1: what it may leave of a deviation, and how far those of two parameters may be apart.
+# The share of a factor's difference from 1 that may be left unexplained, or by which two parameters' factors differ.
 _UNLIKE = 0.1
 
 
@@ -560,7 +562,7 @@ def _is_multiple(one: Deviation) -> bool:
 
 
 def _other_rates(history: Sequence[Update], wrong: Sequence[Deviation], own: Replay) -> Finding | None:
-    """Return which learning rates of the last step are not the reference's, if these explain the deviations."""
+    """Return a finding if learning rates of the last step are not the reference's, and this explains the deviations."""
     for update in history:
         own.step(update)
     rates = history[-1].rates
@@ -570,7 +572,7 @@ def _other_rates(history: Sequence[Update], wrong: Sequence[Deviation], own: Rep
     for one in wrong:
         rate, right = rates[one.name], own.rates[one.name]
         is_as = _is_multiple(one) and abs(one.along - rate / right) <= _UNLIKE * abs(rate / right - 1.0) + one.rounding
-        if rate == right or not (is_as or one.rounding > 0.5):  # of a step that is mostly lost, nothing else is known
+        if rate == right or not (is_as or one.rounding > 0.5):  # a step that is mostly lost tells nothing else
             return None
         told.append(f"{rate:.4g}, the reference's {right:.4g}")
     each = list(dict.fromkeys(told))
@@ -603,7 +605,7 @@ def _narrow_moments(narrow: Mapping[str, torch.dtype], largest: float) -> Findin
 
 
 def _of(wrong: Sequence[Deviation], own: Replay) -> str:
-    """Return whose step it is, if it is not that of all parameters."""
+    """Return the parameters whose step is wrong, as text; empty if all are wrong."""
     return f" of {listed([one.name for one in wrong])}" if len(wrong) < len(own.parameters) else ""
 
 
@@ -617,12 +619,12 @@ def _fits(update: Update, after: Named, dtype: torch.dtype) -> bool:
     return all(one.is_right for one in deviations(update, after, dtype))
 
 
-# How an optimizer is to compute, which does not change what it computes; and what tells AdamW from Adam, see below.
+# Settings of how an optimizer computes, which do not change the results, and the one that tells AdamW from Adam.
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"})
 
 
 def _of_the_candidate(own: Replay, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[Setting]:
-    """Yield settings that the candidate's optimizer says it has and the reference's has not: each, then all of them."""
+    """Yield the settings that differ between the candidate's optimizer and the reference's: each alone, then all."""
     by_id = {id(parameter): name for name, parameter in own.parameters.items()}
     right = {by_id[id(one)]: group for group in own.optimizer.param_groups for one in group["params"]}
     differing: dict[str, dict[str, Any]] = {}
@@ -641,7 +643,7 @@ def _of_the_candidate(own: Replay, settings: Mapping[str, Mapping[str, Any]]) ->
 
 
 def _arguments(differing: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> Code:
-    """Return the settings as an optimizer's arguments; nothing unless each is one number for all parameters."""
+    """Return the settings as an optimizer's arguments; empty unless each has one value for all parameters."""
     now, then = [], []
     for key, values in differing.items():
         pairs = {(value, _constants(right[name])[key]) for name, value in values.items()}
@@ -654,13 +656,13 @@ def _arguments(differing: Mapping[str, Mapping[str, Any]], right: Mapping[str, M
 
 
 def _constants(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings that are numbers; the learning rate as it was before a schedule changed it."""
+    """Return a group's settings that are numbers, with the learning rate from before a schedule changed it."""
     found = {key: x for key, x in group.items() if key not in _HOW and isinstance(x, (bool, int, float, tuple))}
     return found | {"lr": found["initial_lr"]} if "initial_lr" in found else found
 
 
 def _told(key: str, values: Mapping[str, Any], right: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return which values a setting has, and of which parameters."""
+    """Say which values a setting has, and for which parameters."""
     pairs = {name: (value, _constants(right[name])[key]) for name, value in values.items()}
     texts = []
     for both in dict.fromkeys(pairs.values()):
@@ -675,7 +677,7 @@ def _number(value: Any) -> str:
 
 
 def _each_its_own(order: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> Callable[[Optimizer], Optimizer]:
-    """Return an edit that gives parameters, in this order, settings of their own."""
+    """Return an edit that gives each parameter, in this order, its own settings."""
 
     def edit(optimizer: Optimizer) -> Optimizer:
         stepped = [(group, one) for group in optimizer.param_groups for one in group["params"]]
@@ -689,7 +691,7 @@ def _each_its_own(order: Sequence[str], settings: Mapping[str, Mapping[str, Any]
 
 
 def _settings(own: Replay) -> Iterator[Setting]:
-    """Yield settings that ports have in the place of the reference's, the likeliest first."""
+    """Yield settings that ports often have instead of the reference's, the likeliest first."""
     first = own.optimizer.param_groups[0]
     decays = [value for value in (0.0, *WEIGHT_DECAYS) if value != first.get("weight_decay")]
     if "weight_decay" in first:
@@ -746,7 +748,7 @@ def _settings(own: Replay) -> Iterator[Setting]:
 
 
 def _numbered(key: str, value: Any, right: Any) -> Setting:
-    """Return a setting that is a number, or several, in the place of the reference's."""
+    """Return a setting whose value is another number, or other numbers, than the reference's."""
     told = f"the candidate's optimizer has {key}={_number(value)}, the reference's {_number(right)}"
     code = Code((f"{key}={_number(value)}",), (f"{key}={_number(right)}",))
     return Setting(told, _with(**{key: value}), code, {key: value})
@@ -780,7 +782,7 @@ def _as(kind: type[Optimizer]) -> Callable[[Optimizer], Optimizer]:
 
 
 def _decaying(decays: Callable[[Tensor], bool]) -> Callable[[Optimizer], Optimizer]:
-    """Return an edit by which these parameters alone are decayed, by the largest decay of any group."""
+    """Return an edit after which only these parameters are decayed, by the largest decay of any group."""
 
     def edit(optimizer: Optimizer) -> Optimizer:
         decay = max(group["weight_decay"] for group in optimizer.param_groups)
@@ -804,7 +806,7 @@ def _is_matrix(parameter: Tensor) -> bool:
 
 
 def _uncorrected(optimizer: Optimizer) -> Optimizer:
-    """Let Adam count so many steps that its corrections are 1."""
+    """Make Adam believe that it has made so many steps that its corrections are 1."""
 
     def count(*_: Any) -> None:
         for group in optimizer.param_groups:
@@ -818,15 +820,15 @@ def _uncorrected(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-# What a training that was saved and loaded has lost.
+# State that a training has lost when it was saved and loaded.
 
 
 def lost_state(number: int, resumed: Resumption) -> Finding | None:
-    """Return what a resumed training has lost; None if its first step is the uninterrupted one's to the bit.
+    """Return a finding on the state that a resumed training has lost; None if its first step is right to the bit.
 
     Args:
-        number: of that step.
-        resumed: how it differs.
+        number: the number of that step.
+        resumed: how it differs from that of the uninterrupted training.
     """
     differing, moments, is_same = resumed.differing, resumed.moments, resumed.is_same
     lost = {what: _other(names, resumed.restored.get(what, {})) for what, names in resumed.saved.items()}

@@ -1,7 +1,7 @@
-"""Name what CUDA graphs, offloading or compilation compute otherwise than the same training without.
+"""Explain why a training with CUDA graphs, offloading or compilation differs from the same training without.
 
-What is wrong is told by experiment: the training without is made again up to the step, in which one thing is as the
-switch may have left it; the step must then be the switched one to the bit.
+Causes are found by experiment. The training without the switch runs again up to the wrong step, and in that step one
+thing is changed to what the switch may have left. If that is the cause, the step equals the switched one to the bit.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from parity.shown import raised
 from parity.te.state import is_quantized
 from parity.trace.whose import Owner, is_of_te, module_of, users_line, whose
 
-# CUDA graphs: what a graph keeps from its capture is given back what it was at the capture.
+# CUDA graphs: values that a graph may keep from its capture are set back to what they were at the capture.
 
 
-# So many inputs and values are tried one by one.
+# At most this many inputs and values are tried one by one.
 _ALONE = 6
 
 
 def not_captured(error: NotCaptured) -> Finding:
-    """Return what a capture has met that no graph holds."""
+    """Return the finding on code that a graph cannot capture."""
     cause = error.__cause__ or error
     where = users_line(cause)
     return repairable(
@@ -51,10 +51,10 @@ def not_captured(error: NotCaptured) -> Finding:
 
 @dataclass(frozen=True)
 class Replayed(Beside):
-    """A step that a graph has made otherwise than the training without graphs."""
+    """A step that a graph has computed differently from the training without graphs."""
 
     def without_graph(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> Computed:
-        """Return what the step is without a graph, if the candidate is changed before it.
+        """Return the results of the step without a graph, after a change to the candidate.
 
         Args:
             change: gets the candidate, and the values that it had when the graph was captured; it may return another
@@ -66,7 +66,7 @@ class Replayed(Beside):
         )
 
     def is_made_by(self, change: Callable[[Trainee, list[Value]], Batch | None]) -> bool:
-        """Return whether the step without a graph is then the graph's."""
+        """Return whether the step without a graph equals the graph's after a change to the candidate."""
         return not self.without_graph(change).differs_in(self.computed)
 
     def other_shapes(self) -> tuple[str, str] | None:
@@ -84,7 +84,7 @@ def _shapes(arguments: Arguments) -> str:
 
 
 def replay_explained(replayed: Replayed) -> Finding | None:
-    """Return which value of the capture, or which mistake of it, the graph's step shows; None if none is found."""
+    """Return a finding on a mistake in the capture, or a value kept from it, that explains the graph's step."""
     number = replayed.number
     if number == 1 and replayed.without.changed_before:
         return repairable(
@@ -126,7 +126,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
 
 
 def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
-    """Return what to say of a step that nothing explains, and whether it names values that the graph may have kept."""
+    """Return the finding on a step that nothing explains, and whether it names values that the graph may have kept."""
     number, differing = replayed.number, replayed.differing
     beginning = (
         f"step {number} of the graph differs from that of the same training without a graph in {_listed(differing)}"
@@ -151,7 +151,7 @@ def replay_frozen(replayed: Replayed) -> tuple[Finding, bool]:
 
 
 def _stale_input(replayed: Replayed) -> Finding | None:
-    """Return which inputs are those of an earlier step, or zero."""
+    """Return a finding if inputs of the graph's step are those of an earlier step, or zero."""
     number = replayed.number
 
     def with_old(old: int, chosen: Sequence[int], trainee: Trainee, at_capture: list[Value]) -> Batch:
@@ -191,7 +191,7 @@ def _zero(inputs: Any) -> Any:
 
 
 def _frozen_value(replayed: Replayed) -> Finding | None:
-    """Return what Python held at the capture, and the graph still has."""
+    """Return a finding if the graph still has Python values from the time of its capture."""
     changed = _changed(replayed)
     memory = [one for one in changed if one.is_memory]
     numbers = [one for one in changed if not one.is_memory]
@@ -215,7 +215,7 @@ def _frozen_value(replayed: Replayed) -> Finding | None:
 
 
 def _changed(replayed: Replayed) -> list[Value]:
-    """Return the values that change from the capture to the end of the step, as they were."""
+    """Return the values that change from the capture to the end of the step, as they were at the capture."""
     with replayed.without.begun() as trainee:
         at_capture = list(values(trainee))
         for number in range(1, replayed.number + 1):
@@ -227,18 +227,18 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-# What Python holds for a training, and a CUDA graph keeps as it was: numbers, and the places of tensors.
+# Values that Python holds for a training, and that a CUDA graph freezes: numbers, and the addresses of tensors.
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that a step may read, and may find changed the next time.
+    """A value that a step may read, and that may have changed at the next step.
 
     Attributes:
         name: where it is, in words.
-        value: as it was.
-        read: returns it.
-        write: puts another in its place.
+        value: the value at the capture.
+        read: returns the current value.
+        write: puts another value in its place.
     """
 
     name: str
@@ -253,7 +253,7 @@ class Value:
 
     @property
     def is_changed(self) -> bool:
-        """Return whether there is another number now, or a tensor in other memory."""
+        """Return whether there is now another number, or a tensor in other memory."""
         now = self.read()
         if isinstance(self.value, Tensor) and isinstance(now, Tensor):
             return self.value.data_ptr() != now.data_ptr()
@@ -261,21 +261,21 @@ class Value:
 
     @property
     def was(self) -> str:
-        """Say what it was at the capture."""
+        """Say how it has changed since the capture."""
         return f"{self.name} lies in other memory" if self.is_memory else f"{self.name} is no longer {self.value!r}"
 
     @property
     def again(self) -> str:
-        """Say what makes the step the graph's."""
+        """Say which change makes the step equal the graph's."""
         return f"{self.name} {'lies where it lay' if self.is_memory else f'is {self.value!r}, as'} at the capture"
 
 
 def values(trainee: Trainee) -> Iterator[Value]:
-    """Yield what is held by the module and its parts, the optimizer's groups, and the pair's functions."""
+    """Yield the values held by the module and its submodules, the optimizer's groups, and the pair's functions."""
     for what, owner in trainee.owners.items():
         if isinstance(owner, nn.Module):
             for path, module in owner.named_modules():
-                own = {} if is_of_te(type(module)) else vars(module)  # TE's own come with its first call
+                own = {} if is_of_te(type(module)) else vars(module)  # TE sets its own in its first call
                 for held in (own, module._buffers):
                     yield from _items(held, f"{path}.".lstrip("."))
                 yield from (
@@ -311,7 +311,7 @@ def _is_followed(value: Any) -> bool:
 
 
 def _of_function(owner: Any, what: str) -> Iterator[Value]:
-    """Yield what a function has in its closure, or an object in its attributes."""
+    """Yield the values in a function's closure, or in an object's attributes."""
     if isinstance(owner, MethodType):
         owner = owner.__self__
     if not isinstance(owner, FunctionType):
@@ -320,7 +320,7 @@ def _of_function(owner: Any, what: str) -> Iterator[Value]:
     for name, cell in zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True):
         try:
             content = cell.cell_contents
-        except ValueError:  # it has none yet
+        except ValueError:  # the cell is still empty
             continue
         if _is_followed(content):
             yield Value(f"{name} of {what}", content, partial(getattr, cell, "cell_contents"), partial(_fill, cell))
@@ -332,16 +332,17 @@ def _fill(cell: CellType, content: Any) -> None:
     cell.cell_contents = content
 
 
-# Offloading: TE's contexts are followed, so that it is known whether a layer gets back what it has saved. Anything
-# else is told by reading something else back of what was saved.
+# Offloading: TE's contexts are followed to find out whether a layer gets back what it has saved. Other causes are found
+# by experiments in which something else is read back.
 
 
 _NARROW = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 def out_of_step(number: int, journal: Journal, error: BaseException | None = None) -> Finding | None:
-    """Return that a backward pass has read what another layer, or another pass of the layer, has saved, or that TE's
-    offloading has raised an error; None if each layer has got its own.
+    """Return a finding if TE's offloading has raised an error or given a layer tensors that it has not saved.
+
+    These tensors may be those of another layer, or of another pass of the layer.
     """
     told = [f"raised {raised(error)}"] if error is not None and _is_of_offloading(error) else []
     for saved, read in journal.misread[:1]:
@@ -364,7 +365,7 @@ def _is_of_offloading(error: BaseException) -> bool:
 
 
 def offload_explained(beside: Beside, journal: Journal) -> Finding:
-    """Return why a step with offloading is not that of the same training without."""
+    """Return the finding on why a step with offloading differs from that of the same training without it."""
     differing = beside.differing
     return (
         out_of_step(beside.number, journal)
@@ -381,7 +382,7 @@ def offload_explained(beside: Beside, journal: Journal) -> Finding:
 
 
 def _made(beside: Beside, where: int, exchange: Exchange, seen: list[Tensor] | None = None) -> tuple[Computed, Trainee]:
-    """Return what the step is without offloading, if other tensors are read back in a step, and the candidate."""
+    """Return the step's results without offloading, with other tensors read back in one step, and the candidate."""
     with beside.without.begun() as trainee:
         for number in range(1, beside.number + 1):
             with ExitStack() as stack:
@@ -392,12 +393,12 @@ def _made(beside: Beside, where: int, exchange: Exchange, seen: list[Tensor] | N
 
 
 def _is_made_by(beside: Beside, exchange: Exchange) -> bool:
-    """Return whether the step without offloading is the offloaded one, if something else is read back in it."""
+    """Return whether the step without offloading equals the offloaded one if other tensors are read back in it."""
     return not _made(beside, beside.number, exchange)[0].differs_in(beside.computed)
 
 
 def _changed_saved(beside: Beside) -> Finding | None:
-    """Return which tensors the port itself changes between a forward pass and its backward pass."""
+    """Return a finding if the port itself changes tensors between a forward pass and its backward pass."""
     saved: list[Tensor] = []
     changed: list[Tensor] = []
 
@@ -421,7 +422,7 @@ def _changed_saved(beside: Beside) -> Finding | None:
 
 
 def _narrow(beside: Beside) -> Finding | None:
-    """Return in which dtype of 16 bits wider tensors are kept."""
+    """Return a finding if wider tensors are kept in a dtype of 16 bits."""
     for (dtype, name), kinds in itertools.product(_NARROW.items(), ((Tensor,), (Tensor, nn.Parameter))):
 
         def rounded(number: int, x: Tensor, dtype: torch.dtype = dtype, kinds: tuple[type, ...] = kinds) -> Tensor:
@@ -439,7 +440,7 @@ def _narrow(beside: Beside) -> Finding | None:
 
 
 def _earlier(beside: Beside) -> Finding | None:
-    """Return whether tensors are read back that an earlier step has saved."""
+    """Return a finding if the tensors that are read back are those that an earlier step has saved."""
     for earlier in dict.fromkeys((1, beside.number - 1)):
         if not 1 <= earlier < beside.number:
             continue
@@ -474,7 +475,7 @@ _GROUPS: tuple[tuple[str, Callable[[Tensor], bool]], ...] = (
 )
 
 
-# Compilation: which step of ``torch.compile`` makes a candidate wrong.
+# Compilation: the step of ``torch.compile`` that makes a candidate wrong.
 
 
 _STEPS = {
@@ -495,14 +496,14 @@ _STEPS = {
 
 
 def compiled_otherwise(number: int, backends: Sequence[str], is_right: Callable[[str], bool]) -> Finding:
-    """Return what is wrong with a step of a compiled candidate that is right without ``torch.compile``.
+    """Return the finding on a step of a compiled candidate that is right without ``torch.compile``.
 
     Args:
-        number: of the step.
-        backends: those to try, of which each does more than the one before; the last is the candidate's. Empty if the
-            pair compiles the candidate by itself.
-        is_right: whether a new candidate with the same weights is right if it is compiled by a backend; by the pair's
-            own way if that is empty.
+        number: the number of the step.
+        backends: the backends to try, each of which does more than the one before; the last is the candidate's. Empty
+            if the pair compiles the candidate by itself.
+        is_right: whether a new candidate with the same weights is right if a backend compiles it; an empty name stands
+            for the pair's own compilation.
     """
     beginning = f"a new module with the same weights computes step {number} correctly without torch.compile"
     wrong = next((one for one in backends or ("",) if not is_right(one)), None)
