@@ -305,7 +305,7 @@ class _Batched(TorchDispatchMode):
 
 
 class _Chunked(TorchDispatchMode):
-    """Make GEMMs round their sum to ``dtype`` after every ``length`` products; these may be summed to ``stored`` before."""
+    """Make GEMMs round their sum to ``dtype`` after every ``length`` products, whose sum may be ``stored`` first."""
 
     def __init__(self, length: int, dtype: torch.dtype, stored: torch.dtype | None) -> None:
         super().__init__()
