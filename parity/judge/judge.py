@@ -377,8 +377,8 @@ def _most(error: Summed, model_errors: Sequence[Summed]) -> int:
 # A number that is returned next to other outputs, such as a loss next to logits, is judged separately.
 #
 # A pass differentiates all outputs at once, each with a random output gradient. Logits are a million numbers and a loss
-# is one, so the loss's share of the summed gradients vanishes. It would not show labels that are not shifted or a wrong
-# average. So each such number is a part of its own, and all other outputs form another part. Each part is compared as
+# is one, so the loss's share of the summed gradients vanishes. Labels that are not shifted, or a wrong average, would
+# not show. So each such number is a part of its own, and all other outputs form another part. Each part is compared as
 # if the pair returned nothing else, on the same weights and inputs.
 
 
@@ -395,7 +395,7 @@ def parts(case: Case, checked: CheckedSize, golden: Pass) -> list[Case]:
 
     Args:
         case, checked: what is compared.
-        golden: a pass of the reference. A number that requires no gradient, such as an accuracy, gets no own part.
+        golden: a pass of the reference. Numbers without a gradient, such as an accuracy, need no part of their own.
     """
     outputs = golden.outputs
     alone = [name for name, x in outputs.items() if x.numel() == 1 and name not in golden.detached_outputs]

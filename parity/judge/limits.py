@@ -48,7 +48,7 @@ def describe() -> str:
 # lower side has another shape, which does not matter because an error below the model's is never a failure. A signed
 # statistic is modelled as normal around zero. Tensors differ, so tails are heavier than normal near the top. The spread
 # is therefore that of the narrowest normal distribution whose upper tail lies nowhere below the measured one. The limit
-# is a quantile of Student's t distribution, since the spread is known from only a few tensors. A tensor counts once,
+# is a quantile of Student's t distribution, since the spread is known from finitely many tensors. A tensor counts once,
 # however many seeds it was measured with, since its values resemble each other.
 
 
@@ -253,7 +253,7 @@ def _table_of(content: Any) -> Table:
 
 
 def why_no_limit(key: Key, law: Law) -> str:
-    """Say why a law gives no useful limit; return an empty text if it does."""
+    """Say why a law gives no useful limit; return an empty text if it gives one."""
     what = f"{key[2]!r} of the kind {key[1]!r} in {key[0]}"
     for field in dataclasses.fields(law):
         value = getattr(law, field.name)

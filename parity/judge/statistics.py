@@ -471,7 +471,7 @@ def _chance(count: Count) -> Count:
 
 
 def _independent(model_errors: Sequence[Summed], dims: tuple[int, ...], count: int) -> Tensor:
-    """Return how many errors of equal size would make the norm of each slice scatter as the models' errors do.
+    """Return how many independent errors of one size would make each slice's norm scatter as the models' errors do.
 
     A few elements make up most of the error if they make up most of the values, as in a softmax. The variance of a sum
     of squares is ``2 sum(sigma**4)`` for independent errors of deviations sigma, and ``2 n sigma**4`` for n equal
@@ -516,8 +516,8 @@ def _chance_by_runs(model_errors: Sequence[Summed], dims: tuple[int, ...]) -> Te
     One rounding may move a whole slice, as that of a query which sees many keys alike moves a row of the queries'
     weights. The slice's elements do not show that, but the scatter of runs that round independently does. For n
     independent normal errors the squared norm has a chi-squared distribution with mean n and variance ``2 n``. The
-    squared factor is its quantile at three standard deviations of a normal one, over the median of the largest of as
-    many runs.
+    squared factor is its quantile at three standard deviations of a normal one, over the median of the largest of all
+    runs.
 
     Args:
         dims: the dimensions that a slice extends over.

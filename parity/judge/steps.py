@@ -331,7 +331,7 @@ def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) ->
     pushed = _moved_on(was, now)
     is_full = bool((now != 0).all())
     if torch.equal(now, was) and not (pushed and bool(was.any())):
-        # Weights may be cached from one step to the next as long as they do not change, which gradients show.
+        # Weights may be cached from one step to the next as long as they do not change. If they do, gradients show it.
         if not len(was) or expected is None or before.slot.role == "weight":
             return "", ""
         waits = bool(after.history[0])

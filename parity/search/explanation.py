@@ -435,7 +435,7 @@ def _causes(failure: Failure, trace: Trace, unreached: Sequence[str], screened: 
     """Return the first causes that explain finite outputs and their gradients; arguments as for ``findings``.
 
     If a candidate is right once it is called differently, that is better evidence than a reference that is made wrong.
-    So such causes are tried first.
+    So most of these causes are tried first.
     """
     search = failure.budget(CHECKS_FOR_SEARCH)
     first_order = cache(lambda: FirstOrder(failure, trace, failure.budget(_CHECKS_FOR_DIRECTIONS)))

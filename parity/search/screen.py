@@ -28,8 +28,8 @@ from parity.trace.trace import Call, Edit, Trace, Value, edit
 #
 # To first order, the effect of two mistakes is the sum of their effects. So the pairs to try are those whose summed
 # effects are most like the candidate's error: as they are, or each times some factor, since one mistake may amplify
-# another, and a constant need not be the known one. Comparing all pairs of a few thousand effects takes a few matrix
-# products on a sample of the tensors' elements.
+# another, and a constant need not be the known one. Comparing all pairs of some thousand effects takes only a few
+# matrix products on a sample of the tensors' elements.
 
 
 _ELEMENTS = 4096  # elements of a sample
@@ -94,8 +94,8 @@ class Effects:
     def beside(self, first: Hypothesis, known: Sequence[Hypothesis]) -> list[Hypothesis]:
         """Return the mistakes that may be made in addition to another one, the likeliest first.
 
-        These are all if that one leaves little of the error, since next to such a mistake another's effect is not what
-        it is alone. Otherwise they are those whose effects point along the error that it leaves.
+        If that one leaves little of the error, all are returned, since another's effect then differs from its effect
+        alone. Otherwise, only those are returned whose effects point along the error that it leaves.
         """
         left = self.error - self.known[first]
         if norm_of(left) < _LITTLE * norm_of(self.error):
@@ -616,7 +616,7 @@ _MOST_ALIKE = 3  # how many of these may be of one kind: the right place of a fa
 _RANGE = math.log(8.0)  # the constant may be off by this much, either way
 _FAR = math.log(1000.0)  # the same if a known constant points the right way but explains little
 _STEPS = 30
-_MULTIPLES = 0.4, 1.5  # multiples of an effect that a nearby constant has, if effects are about linear
+_MULTIPLES = 0.4, 1.5  # multiples of its effect for which a constant is near the right one, if effects are about linear
 _NEARBY = math.log(1.25)  # the same as ``_RANGE`` if a known constant explains the error: the port's own may be near it
 _FINE = 0.002  # constants whose logarithms are this close are the same, if one of them is exact enough
 _HOPELESS = 0.1  # once a constant is known that finely, the right one leaves less than this share of the error
@@ -626,7 +626,7 @@ _AS_MUCH = 0.9  # but must explain this share of the error's square that the bes
 _INDISTINCT = 1.5  # the same as ``_AS_GOOD`` if no more is left than a faithful port has
 _ABOUT_EQUAL = 10  # shares are about equal if their logarithms agree to a tenth; the likelier effect comes first then
 _NUMBER = re.compile(r"-?\d[\d.]*(?:e[+-]?\d+)?")  # in a mistake's name
-_DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; roundings to fewer than this many digits are tried
+_DIGITS = 3  # people write 1e-4 where the search ends at 1.04e-4; roundings to at most this many digits are tried
 _AT_THE_EDGE = 0.9  # if the best constant is beyond this share of the range, the right one may be outside of it
 _PROMISING_STEPS = 10  # after this many steps, a constant that explains has brought the error down to ``EXACT``
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0

@@ -93,7 +93,7 @@ AS_WELL = 1.02
 """Explanations whose misfits differ by a smaller factor fit equally well."""
 
 _FAR_BETTER = 1.1  # a fitted constant comes before a known one only if the known one leaves this many times as much
-_DIGITS = 3  # partial explanations are the same if the shares of the error that they leave agree in this many digits
+_DIGITS = 3  # partial explanations have the same effect if the shares that they leave agree in this many digits
 _LARGEST = {"norm-eps": 0.1}  # the largest number that people write for a mistake with this title
 _WHOLE = ("window",)  # titles of mistakes whose number a search rounds to a whole one
 _MOST_OF_IT = 0.1  # report a partial cause only if it leaves less than this share of the error
@@ -256,8 +256,9 @@ def _clearly_better(some: list[Explanation], others: list[Explanation]) -> list[
     """Return complete explanations that fit clearly better than others, followed by these others.
 
     If there are no others, all are returned. If none is clearly better, the result is empty. If an error is below its
-    noise, a wrong mistake with a known constant may pass before the right one's constant is fitted. The same mistake
-    with a fitted constant must fit better than rounding does by chance, and another mistake must fit far better.
+    noise, a mistake that the port does not make may pass with a known constant, before the right one's constant is
+    fitted. The same mistake with a fitted constant must fit better than rounding does by chance, and another mistake
+    must fit far better.
     """
     if not others:
         return some
@@ -386,7 +387,7 @@ def _nearest_first(failure: Failure, known: Sequence[Hypothesis]) -> list[Hypoth
 
     A budget may not last for every layer of a model, and it lasts least if only gradients tell mistakes apart. Then
     nearness is judged by the parameters in a mistake's name. A mistake whose name has none is made everywhere, so it
-    counts as near. Single calls are ordered by the gradients that they may change.
+    counts as near. Single calls are then ordered by the gradients that they may change.
     """
     gradients = [one for one in failure.results if one.kind == "weight gradient" and not one.passed]
     worst = max(gradients, key=lambda one: one.margin, default=None)
@@ -496,7 +497,7 @@ def _sites(combination: tuple[Hypothesis, ...]) -> list[object]:
 def _at_several(
     known: Sequence[Hypothesis], ranked: Sequence[Ranked], tried: set[Hypothesis]
 ) -> Iterator[tuple[Hypothesis, ...]]:
-    """Yield the mistakes that help most at one place, now at each other place, then at the best two places, three etc.
+    """Yield the mistakes that help most at one place, now at each other place, then at the best two, three and so on.
 
     Args:
         known: hypotheses of all families.
