@@ -1,3 +1,3 @@
-"""Know what ports get wrong, one subject per page: recognise an operation in a trace, and compute the
+"""The known mistakes of ports, one subject per module: each recognises an operation in a trace and computes the
 reference with a mistake in it.
 """

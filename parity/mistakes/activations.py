@@ -45,20 +45,20 @@ from parity.trace.trace import (
     with_number,
 )
 
-# Activations and gated units, called or written out, and what ports get wrong about them.
+# Mistakes in activations and gated units, whether called or written out.
 #
-# An activation is recognised by what it computes: on a sample of the traced elements, a result that follows a nonlinear
-# function equals a known activation of a value that precedes it.
+# An activation is recognised by what it computes: on a sample of the traced elements, a result after a nonlinear
+# function equals a known activation of a value before that function.
 
 
 Pointwise = Callable[[Tensor], Tensor]
 
 
 QUICK_ALPHA = 1.702
-"""Factor inside the sigmoid of quick GELU, and of gpt-oss's gated unit."""
+"""Factor inside the sigmoid of quick GELU and of gpt-oss's gated unit."""
 
 ACTIVATIONS: dict[str, Pointwise] = {
-    # TE's own comes first: it is the likelier one where 16 bits do not tell the two apart.
+    # TE's GELU comes first because it is the likelier one where 16 bits do not tell the two apart.
     "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
     "gelu (erf)": F.gelu,
     "quick gelu": lambda x: x * torch.sigmoid(QUICK_ALPHA * x),
@@ -82,8 +82,8 @@ _NONLINEAR = frozenset(
     | {"mish", "hardswish", "softplus", "elu", "leaky_relu"}
 )
 _POINTWISE = CASTS | {"square"}
-# A written-out GELU takes at most so many steps from its argument to its nonlinear function, and from
-# there to its result.
+# A written-out GELU takes at most this many steps from its argument to its nonlinear function, and from there to its
+# result.
 _MOST_STEPS = 8
 _SAMPLE = 2048
 
@@ -93,9 +93,9 @@ class Activation:
     """``result = activation(x)``, element by element.
 
     Attributes:
-        call: the last of those that compute it.
+        call: the last of the calls that compute it.
         x: its argument.
-        name: of ``ACTIVATIONS``.
+        name: a key of ``ACTIVATIONS``.
     """
 
     call: Call
@@ -103,7 +103,7 @@ class Activation:
     name: str
 
     def edits(self, name: str) -> tuple[Edit, ...]:
-        """Return the edits that compute another activation instead; empty if it is this one."""
+        """Return the edits that compute the activation of this name instead; empty if it is the same one."""
         if name == self.name:
             return ()
         return (instead(self.call, (self.x,), ACTIVATIONS[name]),)
@@ -115,10 +115,10 @@ class GatedUnit:
 
     Attributes:
         call: the product.
-        gate: what is activated, before it is clamped.
+        gate: the argument of the activation, before it is clamped.
         up: the other factor, before it is clamped.
-        activation: of ``ACTIVATIONS``.
-        limit: infinite where nothing is clamped.
+        activation: a key of ``ACTIVATIONS``.
+        limit: infinite if nothing is clamped.
         offset: added to ``up``.
     """
 
@@ -150,12 +150,12 @@ def activations(trace: Trace) -> list[Activation]:
         if call.name in _NONLINEAR and call.inputs and call.outputs:
             activation = _around(trace, call)
             if activation is not None:
-                found[activation.x.number] = activation  # of relu and its square the square, found last
+                found[activation.x.number] = activation  # a squared relu replaces its relu, because it is found later
     return list(found.values())
 
 
 def gated_units(trace: Trace) -> list[GatedUnit]:
-    """Return every product of an activation and another activation-shaped value, in order."""
+    """Return every product of an activation and another value of the same shape, in order."""
     in_three = [unit for call in trace.calls if (unit := _in_three(trace, call)) is not None]
     known = {unit.call.site for unit in in_three}
     in_two = [unit for activation in activations(trace) if (unit := _gated(trace, activation)) is not None]
@@ -181,14 +181,14 @@ def activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _made_with(some: list[Activation], scope: Scope, where: str) -> Iterator[Hypothesis]:
-    """Yield mistakes with some of the reference's activations; messages name only those."""
+    """Yield the mistakes made with some of the reference's activations; messages name only those."""
     for one in everywhere_and_somewhere(_others(some), some):
         yield replace(one, name=one.name + where, repair=one.repair + where, scope=scope)
 
 
 def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
     right = " or ".join(sorted({one.name for one in found}))
-    # First, since a relu changes nothing of positive numbers, either.
+    # This comes first because a relu, too, leaves positive numbers as they are.
     repair = f"give TE the reference's activation, {right}; it computes none"
     yield Mistake("activation", "activation missing", repair, lambda one: (passing_on(one.call, one.x),))
     for name in ACTIVATIONS:
@@ -235,7 +235,7 @@ def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
             "activation",
             f"gated unit {computed}",
             f"give TE's gated unit the reference's limit, alpha and offset ({right}); it computes {computed}",
-            # Units that activate otherwise than by a sigmoid are never clamped.
+            # Units with an activation that is not made of a sigmoid are never clamped.
             having(lambda unit: unit.activation in by_sigmoid, activation=activation, limit=limit, offset=offset),
             subtle={(activation, offset)} == {(unit.activation, unit.offset) for unit in units}
             and limit in (math.inf, *GATE_LIMITS),
@@ -254,7 +254,7 @@ def _clamping(activation: str, limit: float, offset: float) -> str:
 
 
 def _around(trace: Trace, core: Call) -> Activation | None:
-    """Return the known activation that is computed with a nonlinear function, the one that ends last."""
+    """Return the known activation computed with a nonlinear function; of several, the one that ends last."""
     arguments = _pointwise_before(trace, core.inputs[0])
     best: Activation | None = None
     for call in _pointwise_after(trace, core, arguments):
@@ -267,7 +267,7 @@ def _around(trace: Trace, core: Call) -> Activation | None:
 
 
 def _pointwise_before(trace: Trace, value: Value) -> list[Value]:
-    """Return ``value`` and what it is computed from by numbers and powers alone, as in GELU's polynomial."""
+    """Return ``value`` and the values it is computed from elementwise, as in GELU's polynomial."""
     found = queue = [value]
     for _ in range(_MOST_STEPS):
         given = [x for made in queue for x in _pointwise_inputs(trace.producer(made))]
@@ -282,7 +282,7 @@ def _pointwise_inputs(call: Call | None) -> list[Value]:
 
 
 def _pointwise_after(trace: Trace, core: Call, arguments: list[Value]) -> list[Call]:
-    """Return ``core`` and the calls that compute something from its result and the arguments alone, in order."""
+    """Return ``core`` and the calls that use only its result and the arguments, in order."""
     known = {value.number for value in arguments}
     made_with_core = {core.outputs[0].number}
     found = [core]
@@ -306,7 +306,7 @@ def _sample(trace: Trace, value: Value) -> Tensor:
 
 
 def _gated(trace: Trace, activation: Activation) -> GatedUnit | None:
-    """Return the product of an activation's result and something else of its shape."""
+    """Return the gated unit that multiplies an activation's result by another value of its shape."""
     shape = trace.tensor(activation.x).shape
     for call, result in users(trace, activation.call.outputs[0]):
         named = binary(call)
@@ -322,7 +322,7 @@ def _gated(trace: Trace, activation: Activation) -> GatedUnit | None:
 
 
 def _in_three(trace: Trace, call: Call) -> GatedUnit | None:
-    """Return the product of a gate, its sigmoid and something else, in any order."""
+    """Return the gated unit that multiplies a gate, its sigmoid and another value, in any order."""
     factors = _factors(trace, call)
     shape = trace.tensor(call.outputs[0]).shape if len(call.outputs) == 1 else None
     if len(factors) != 3 or any(trace.tensor(x).shape != shape or trace.parameter(x) for x in factors):
@@ -354,7 +354,7 @@ def _factors_of_two(call: Call | None) -> list[Value]:
 
 
 def _unit(trace: Trace, call: Call, x: Value, factor: Value, activation: str) -> GatedUnit | None:
-    """Return the gated unit that a call, a product, computes of what is activated and another factor; None if none."""
+    """Return the gated unit that a product computes from ``x`` and another factor; None if it computes none."""
     gate, limit = _before_clamp(trace, x)
     up, offset = factor, 0.0
     match with_number(trace.producer(back(trace, up))):
@@ -366,7 +366,7 @@ def _unit(trace: Trace, call: Call, x: Value, factor: Value, activation: str) ->
 
 
 def _before_clamp(trace: Trace, value: Value) -> tuple[Value, float]:
-    """Return what was clamped, and its upper limit; the value itself and infinity where nothing was."""
+    """Return the value before it was clamped, and its upper limit, which is infinite if nothing was clamped."""
     call = trace.producer(back(trace, value))
     if call is None or call.name not in ("clamp", "clamp_max", "clip", "minimum"):
         return value, math.inf
@@ -374,17 +374,17 @@ def _before_clamp(trace: Trace, value: Value) -> tuple[Value, float]:
     return (call.inputs[0], float(max(bounds))) if bounds else (value, math.inf)
 
 
-# Biases in a trace, and what ports get wrong about them.
+# Mistakes in biases.
 
 
 @dataclass(frozen=True, eq=False)
 class Bias:
-    """A sum of something and a parameter of one dimension, by itself or inside a linear layer.
+    """The addition of a parameter of one dimension, by itself or inside a linear layer.
 
     Attributes:
         call: returns the sum.
         bias: the parameter.
-        name: of the parameter.
+        name: the parameter's name.
     """
 
     call: Call
@@ -396,7 +396,7 @@ class Bias:
         return (edit(self.call, (self.bias,), lambda was, bias: was + (times - 1) * bias.to(was.dtype)),)
 
     def without_third(self, trace: Trace, third: int) -> tuple[Edit, ...]:
-        """Return the edits that leave out a third of a fused layer's bias; none if it is not three times as wide."""
+        """Return the edits that leave out a third of a fused QKV layer's bias; empty if the layer is not one."""
         width = trace.tensor(self.bias).shape[0] // 3
         if self.call.name == "add" or trace.tensor(self.call.inputs[self.call.name == "addmm"]).shape[-1] != width:
             return ()
@@ -444,13 +444,13 @@ def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     yield from everywhere_and_somewhere(mistakes, biases(trace), lambda one: one.name, alike)
 
 
-# Activations that are clamped at both ends, as queries, keys and values by OLMo's ``clip_qkv``, or at the upper end
-# alone, as the gates of gpt-oss.
+# Mistakes in clamps. OLMo's ``clip_qkv`` clamps queries, keys and values at both ends; gpt-oss clamps its gates only
+# at the upper end.
 
 
 @dataclass(frozen=True, eq=False)
 class Clamp:
-    """``call`` returns ``x`` up to ``limit`` and, if ``both`` ends are clamped, from ``-limit`` on."""
+    """``call`` clamps ``x`` to at most ``limit`` and, if ``both`` ends are clamped, to at least ``-limit``."""
 
     call: Call
     x: Value
@@ -458,7 +458,7 @@ class Clamp:
     both: bool
 
     def edits(self, limit: float, both: bool) -> tuple[Edit, ...]:
-        """Return the edits that clamp otherwise; empty if it is the same."""
+        """Return the edits that clamp with other settings; empty if they are the same."""
         if math.isclose(limit, self.limit) and both == self.both:
             return ()
         clamped = lambda was, x: x.clamp(-limit if both else -math.inf, limit)  # noqa: E731
@@ -466,7 +466,7 @@ class Clamp:
 
 
 def clamp_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield another limit, none, or other ends, for all activations that are clamped alike."""
+    """Yield clamps that are missing or have another limit or other ends, for all activations clamped alike."""
     found = filter(None, (_clamp(trace, call) for call in trace.calls))
     for right, alike in grouped(found, lambda one: (one.limit, one.both)).items():
         limit, both = right

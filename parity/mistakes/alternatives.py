@@ -1,4 +1,4 @@
-"""List what may stand for what a reference has: other numbers, another function, another table."""
+"""Alternatives to what a reference has: other numbers, and other results of a single call."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NORM_EPS = (1e-5, 1e-6, 1e-8, 1e-12)
 """eps of TE's modules, of Llama, and of BERT's family."""
 
 LARGE_NORM_EPS = (1e-4, 1e-3)
-"""eps of Keras and of models converted from it. Matched filters leave these out: those for smaller eps see them too."""
+"""eps of Keras and of models converted from it. Matched filters leave these out: those for smaller eps detect them."""
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0, 100_000.0, 1_000.0)
 """Bases of Llama, Llama 3, Qwen, and others between them, the likeliest first."""
 
 GRID_ROPE_BASES = (100.0, 10_000.0)
-"""Bases of rotations by rows and columns: DINOv3's and EVA-02's, and that of most others."""
+"""Bases of rotations by rows and columns: that of DINOv3 and EVA-02, and that of most other models."""
 
 ROPE_SHARES = (0.25, 0.5, 0.75, 1.0, 0.375, 0.125, 0.625, 0.875)
 """Shares of a head's channels that models rotate, and the eighths between them."""
@@ -70,7 +70,7 @@ MOMENTA = (0.9, 0.95, 0.99, 0.999)
 OPTIMIZER_EPS = (1e-8, 1e-6, 1e-5)
 """eps of Adam: PyTorch's default and those of some large models."""
 
-# Times the reference's own number: so near to it that the error falls, whichever side the port's number is on.
+# Factors of the reference's own number: so close that the error falls whichever side the port's number is on.
 _NEAR = (0.9, 1.1)
 
 Numbered = TypeVar("Numbered")
@@ -80,15 +80,15 @@ Numbered = TypeVar("Numbered")
 def numbers(
     made: Callable[[float], Numbered], own: Iterable[float] = (), usual: Iterable[float] = (), subtle: bool = False
 ) -> Iterator[Numbered]:
-    """Yield a mistake with each number at which the search for a port's number begins.
+    """Yield a mistake for each number from which the search for a port's number starts.
 
     Args:
-        made: from a positive number to the mistake with it, which changes nothing where the number is the reference's.
-        own: the reference's own number, or numbers where its places differ; those that are not positive and finite
-            are passed over.
+        made: makes the mistake with a positive number; it changes nothing if the number is the reference's.
+        own: the reference's own number, or numbers if its places differ; those that are not positive and finite are
+            skipped.
         usual: numbers that people use, the likeliest first.
         subtle: whether a matched filter looks for the mistake. It gets one direction, that of a number next to the
-            reference's own, else of the likeliest: what any other number near it changes points along the same line.
+            reference's own or else of the likeliest, because other numbers near it change the result along that line.
     """
     near = [factor * number for number in own for factor in _NEAR]
     known = [number for number in dict.fromkeys((*usual, *near)) if 0.0 < number < math.inf]
@@ -99,7 +99,7 @@ def numbers(
 
 
 def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:
-    """Return ``made`` such that its mistakes say which number they are about and can be made again with another."""
+    """Return ``made`` with ``value`` and ``tuned`` set in its mistakes, so that another number can be tried."""
 
     def with_number(number: float) -> Numbered:
         mistake: Numbered = replace(made(number), value=number, tuned=with_number)  # type: ignore[type-var]
@@ -108,20 +108,21 @@ def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:
     return with_number
 
 
-# What people write: numbers of a digit below 0.01 and of two above, powers of two, simple fractions, small whole
-# numbers, and the roots of heads' widths, by which scores are scaled; or one over any of these. A search that fits the
-# wrong mistake ends anywhere: of numbers spread evenly in their logarithm, 2 % below 0.01 and 20 % above pass.
+# Numbers that people write: one digit below 0.01 and two above, powers of two, simple fractions, small whole numbers,
+# and the square roots of head widths, by which scores are scaled; or the reciprocal of any of these. A search that fits
+# the wrong mistake ends at any number: if these are spread evenly in their logarithm, 2 % of those below 0.01 and 20 %
+# of those above are taken for written ones.
 SMALL = 0.01
-"""Below this, people write numbers of one digit."""
+"""People write numbers below this with one digit."""
 
 _LARGEST_WHOLE = 64
 _FRACTIONS = tuple(part / 16 for part in range(1, 33))
 _ROOTS = tuple(math.sqrt(width) for width in range(8, 257, 8))
-_SAME = 0.002  # two numbers whose ratio is this near to 1 are not told apart by a search
+_SAME = 0.002  # a search cannot tell apart two numbers whose ratio is this close to 1
 
 
 def is_written(number: float) -> bool:
-    """Return whether people write such a number, so that a search which ends at it has found what the port has.
+    """Return whether people write such a number. If so, a search that ends at it has found the port's number.
 
     Args:
         number: positive.
@@ -133,7 +134,7 @@ def is_written(number: float) -> bool:
     return any(abs(one / number - 1.0) < _SAME or abs(one * number - 1.0) < _SAME for one in known)
 
 
-# Calls with a number in them, and what a port computes that has another number there.
+# Calls that take a number, with another number.
 
 
 Compute = Callable[..., Any]
@@ -150,26 +151,26 @@ _PARAMETERS = {"leaky_relu": ("negative_slope", 0.01), "elu": ("alpha", 1.0), "c
 
 
 def alternative(described: str, compute: Compute) -> Mistake[Call]:
-    """Return the mistake of a call that returns something else.
+    """Return the mistake of computing something else in place of a call.
 
     Args:
-        described: as the end of a sentence that begins with the call.
-        compute: from what the call returned, and every tensor that it was given, in order.
+        described: what is wrong, as the end of a sentence that begins with the call.
+        compute: is given what the call returned and every tensor that the call was given, in order.
     """
     return Mistake("operation", described, described, lambda call: (edit(call, call.inputs, compute),))
 
 
 def other_numbers(call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the call with another number, which is looked for."""
+    """Yield the call with another number, whose value a search can then fit."""
     yield from _numbers(call)
     yield from _parameters(call)
 
 
-_FEW = 4  # beyond this, a whole number may be a count that is one too large: frequencies over n - 1 steps
+_FEW = 4  # a larger whole number may be a count that is off by one, such as frequencies over n - 1 steps
 
 
 def _numbers(call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the call with another number of the same sign in the place of the one it has, on either side."""
+    """Yield the call with its number, on either side, replaced by another of the same sign."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div" | "pow") as name, Value(), int() | float() as number):
             is_left = False
@@ -189,7 +190,7 @@ def _numbers(call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _parameters(call: Call) -> Iterator[Mistake[Call]]:
-    """Yield an activation that takes a number with another number, and with 0, which makes it a ReLU."""
+    """Yield an activation such as leaky ReLU with another parameter, and as a plain ReLU."""
     if call.name not in _PARAMETERS:
         return
     name, default = _PARAMETERS[call.name]
@@ -204,7 +205,7 @@ def _parameters(call: Call) -> Iterator[Mistake[Call]]:
         yield from numbers(with_another, [number])
 
 
-# A call of a trace computed again, as a function of its operands or of its arguments.
+# Computing a call of a trace again from its operands or its arguments.
 
 
 def of_operands(call: Call, compute: Compute) -> Compute:
@@ -212,8 +213,7 @@ def of_operands(call: Call, compute: Compute) -> Compute:
 
     Args:
         call: a function of two operands, as ``binary`` recognises it.
-        compute: called with the result, or what stands in its place, and both operands; with numbers
-            where they are numbers.
+        compute: called with the result, or what replaces it, and both operands, one of which may be a number.
     """
     _, left, right = binary(call) or ("", None, None)
 
@@ -242,13 +242,13 @@ def again(call: Call, compute: Callable[[Any, Any], Any]) -> Compute:
 # Parts of a tensor (chunks, splits, concatenations) that a port takes, or joins, in another order.
 
 
-_MOST_ORDERED = 3  # try every order of up to so many parts; of more parts, only exchange each two
+_MOST_ORDERED = 3  # up to this many parts are tried in every order, more parts only in the likeliest orders
 _MOST_PARTS = 8
 _SPLITS = frozenset({"chunk", "split", "tensor_split", "unbind", "split_with_sizes"})
 
 
 def split_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the parts of a tensor in another order, or interleaved elements in the place of consecutive ones."""
+    """Yield a split whose parts are in another order, or hold interleaved instead of consecutive elements."""
     if call.name not in _SPLITS or not isinstance(call.result, (tuple, list)) or len(call.outputs) < 2:
         return
     shapes = [trace.tensor(x).shape for x in call.outputs]
@@ -292,7 +292,7 @@ def _lying_in(parts: Sequence[Tensor], x: Tensor, dim: int, order: Sequence[int]
 
 
 def joined_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the parts joined in another order, or element by element in turns."""
+    """Yield a concatenation whose parts are in another order, or interleaved element by element."""
     if call.name not in JOINS | {"stack"} or len(call.inputs) < 2:
         return
 
@@ -310,7 +310,7 @@ def joined_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _orders(count: int) -> list[tuple[int, ...]]:
-    """Return the orders other than the one there is."""
+    """Return the likeliest wrong orders of ``count`` parts."""
     right = tuple(range(count))
     if count <= _MOST_ORDERED:
         return [order for order in permutations(right) if order != right]
@@ -332,7 +332,7 @@ def _orders(count: int) -> list[tuple[int, ...]]:
 
 
 def _halves_alike(count: int) -> list[tuple[int, ...]]:
-    """Return orders in which both halves are reordered alike, or exchanged: DiT's of attention and MLP."""
+    """Return orders that reorder both halves alike or exchange them, such as DiT's halves for attention and MLP."""
     half = count // 2
     if count % 2 or half > _MOST_ORDERED:
         return []
@@ -341,7 +341,7 @@ def _halves_alike(count: int) -> list[tuple[int, ...]]:
 
 
 def _in_columns(count: int) -> list[tuple[int, ...]]:
-    """Return what is read row by row and lies column by column: both shifts, both scales, both gates."""
+    """Return orders by columns instead of rows, such as both shifts, then both scales, then both gates."""
     return [
         tuple(i for first in range(step) for i in range(first, count, step))
         for step in range(2, count)
@@ -350,7 +350,7 @@ def _in_columns(count: int) -> list[tuple[int, ...]]:
 
 
 def _taken_twice(count: int) -> list[tuple[int, ...]]:
-    """Return orders in which parts of one half stand for the other's: attention's gate in the place of the MLP's."""
+    """Return orders that take parts of one half twice, such as attention's gate also in place of the MLP's."""
     half = count // 2
     if count % 2 or not 1 < half <= _MOST_ORDERED:
         return []
@@ -366,15 +366,14 @@ def _counted(order: Sequence[int]) -> str:
     return ", ".join(str(i + 1) for i in order)
 
 
-# Tables by query and key that are added to the scores of several heads or windows, or multiply them, and what stands in
-# their place in a port.
+# Tables by query and key that are added to, or multiplied with, the scores of several heads or windows.
 
 
 _Move = Callable[[Tensor], Tensor]
 
 
 def other_tables(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the table transposed, in reverse order, or that of another head or window."""
+    """Yield a table that is transposed, in reverse order, or another head's or window's."""
     match binary(call):
         case (("add" | "mul") as name, left, right) if call.outputs:
             function = getattr(torch, name)
@@ -406,17 +405,17 @@ def _moves(shape: Sequence[int]) -> dict[str, _Move]:
     return moves
 
 
-# What a single call could have computed instead: the mistakes that people make with each function.
+# What a single call could have computed instead: common mistakes with each function, whatever the call is for.
 #
-# Nothing here knows what a call is for. A term of a sum is left out, the parts of a tensor change places, a sine
-# becomes a cosine, the last token stands for the first, a dimension is split the other way round.
+# For example, a term of a sum is left out, the parts of a tensor change places, a sine becomes a cosine, the last token
+# replaces the first, or a dimension is split the other way round.
 
 
 LEFT_OUT = "it is left out"
-"""Describes the alternative to a call that changes a tensor and keeps its shape."""
+"""Description of the alternative to a call that changes a tensor and keeps its shape."""
 
 OTHER_WAY = "it moves the other way"
-"""Describes the alternative to a call that moves elements along a dimension."""
+"""Description of the alternative to a call that moves elements along a dimension."""
 
 _FUNCTIONS = {
     "sin": ("cos",),
@@ -433,7 +432,7 @@ _FUNCTIONS = {
     "triu": ("tril",),
 }
 _OF_SIGN = frozenset({"exp", "log_sigmoid", "relu", "silu", "softplus"})
-"""Functions of one tensor of which people write the argument's sign the other way: the log of a decay, a gate."""
+"""Functions of one tensor whose argument people negate by mistake, such as the log of a decay or a gate."""
 
 _REDUCTIONS = {"mean": ("sum", "amax"), "sum": ("mean", "amax"), "amax": ("mean", "amin"), "amin": ("amax",)}
 
@@ -463,7 +462,7 @@ def alternatives(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _operands(call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the call with an operand that is missing, exchanged with the other, or of the other sign."""
+    """Yield the call with an operand left out, exchanged with the other one, or with the wrong sign."""
     match binary(call):
         case (("add" | "sub" | "mul" | "div") as name, left, right) if Value in (type(left), type(right)):
             of_two = functools.partial(of_operands, call)
@@ -481,7 +480,7 @@ def _operands(call: Call) -> Iterator[Mistake[Call]]:
         yield alternative("its operands are added", of_two(lambda was, x, y: x + y))
     if name == "mul":
         yield alternative("its result is negated", of_two(lambda was, x, y: -was))
-        if are_both:  # 1 + gate, where the gate alone is due
+        if are_both:  # 1 + gate, where the reference has the gate alone
             yield alternative("1 is added to its left operand", of_two(lambda was, x, y: (1 + x) * y))
             yield alternative("1 is added to its right operand", of_two(lambda was, x, y: x * (1 + y)))
     if name == "div":
@@ -490,7 +489,7 @@ def _operands(call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _selections(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the other branch of a selection, the inverse of its mask, and a mask that is off by one place."""
+    """Yield a selection whose branches are exchanged, or whose mask is inverted or off by one place."""
     if call.name == "where" and len(call.args) == 3:
         exchanged = again(call, lambda args, kwargs: torch.where(args[0], args[2], args[1]))
         yield alternative("its branches are exchanged", exchanged)
@@ -515,13 +514,13 @@ def _is_square(shape: Sequence[int]) -> bool:
 
 
 def _moved_by(mask: Tensor, by: int) -> Tensor:
-    """Move a mask ``[..., places, places]`` by one column; what comes in is as the corner on that side."""
+    """Return a mask ``[..., places, places]`` moved by one column; the new column repeats the corner on that side."""
     corner = (mask[..., :1, -1:] if by < 0 else mask[..., -1:, :1]).expand_as(mask[..., :1])
     return torch.cat((mask[..., 1:], corner) if by < 0 else (corner, mask[..., :-1]), -1)
 
 
 def _left_out(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Leave out a call that changes a tensor and keeps its shape."""
+    """Yield the mistake of leaving out a call that changes a tensor and keeps its shape."""
     if len(call.outputs) != 1 or call.name in CASTS | RESHAPES:
         return
     given = [i for i, x in enumerate(call.inputs) if trace.tensor(x).is_floating_point()]
@@ -541,7 +540,7 @@ def _other_functions(call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _dimensions(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield functions that work along a dimension, along another one."""
+    """Yield a function along another dimension, and a reduction that takes the first or last element instead."""
     if call.name not in ("softmax", "log_softmax", "cumsum", "flip", *_REDUCTIONS) or len(call.inputs) != 1:
         return
     x, result = trace.tensor(call.inputs[0]), trace.tensor(call.outputs[0])
@@ -560,7 +559,7 @@ def _dimensions(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _of_other_rows(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield norms that are taken along another dimension than the one they name."""
+    """Yield a norm along another dimension."""
     own = call.kwargs.get("dim")
     if call.name not in ("normalize", "norm", "vector_norm") or not isinstance(own, int) or len(call.inputs) != 1:
         return
@@ -571,7 +570,7 @@ def _of_other_rows(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _products_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield ``einsum`` with two dimensions exchanged of one operand or of all, as for triangles that go in or out."""
+    """Yield ``einsum`` with two dimensions of one operand or of all exchanged, such as for triangles in or out."""
     if call.name != "einsum" or len(call.inputs) < 2:
         return
     shapes = [trace.tensor(x).shape for x in call.inputs]
@@ -583,7 +582,7 @@ def _products_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _transposed(some: Sequence[int], i: int, j: int) -> Callable[[Any, Any], Tensor]:
-    """Return ``einsum`` of operands of which some have two dimensions exchanged."""
+    """Return ``einsum`` with two dimensions of some operands exchanged."""
 
     def computed(args: Any, kwargs: Any) -> Tensor:
         operands = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
@@ -593,14 +592,14 @@ def _transposed(some: Sequence[int], i: int, j: int) -> Callable[[Any, Any], Ten
 
 
 def _mean_without_an_end(dim: int, is_kept: bool) -> Iterator[Mistake[Call]]:
-    """Yield the mean without the first or the last element, as of all tokens but the one that stands for all."""
+    """Yield the mean without the first or the last element, for example without a class token."""
     for described, place in (("first", 0), ("last", -1)):
         name = f"it leaves out the {described} of dimension {dim}"
         yield alternative(name, lambda was, x, place=place: _mean_of_others(x, dim, place, is_kept))
 
 
 def _deviations(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield a variance, or a standard deviation, divided by n where it was divided by n - 1, or the reverse."""
+    """Yield a variance or standard deviation that is divided by n instead of n - 1, or the reverse."""
     if call.name not in ("var", "std") or len(call.outputs) != 1 or len(call.inputs) != 1:
         return
     count = trace.tensor(call.inputs[0]).numel() // max(trace.tensor(call.outputs[0]).numel(), 1)
@@ -614,7 +613,7 @@ def _deviations(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _other_elements(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield other places of a dimension than the indexed one: the other end, a neighbour, the mean of all."""
+    """Yield other elements than the indexed ones: the other end, a neighbour, the mean of all."""
     if call.name != "getitem" or len(call.inputs) != 1:
         return
     x, index = trace.tensor(call.inputs[0]), call.args[1]
@@ -638,7 +637,7 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield other places than those that tensors index, as ``x[rows, last]`` picks each sequence's last token."""
+    """Yield other elements than those that index tensors pick, as in ``x[rows, last]`` for the last tokens."""
     index = call.args[1] if call.name == "getitem" and isinstance(call.args[1], tuple) else ()
     by_tensors = [dim for dim, part in enumerate(index) if isinstance(part, Value)]
     if len(by_tensors) < 2 or by_tensors != [*range(len(by_tensors))]:
@@ -656,7 +655,7 @@ def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _gathered_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield other places than the one of a dimension that ``x.gather(dim, last)`` picks."""
+    """Yield other elements than the one that ``x.gather(dim, last)`` picks."""
     if call.name != "gather" or len(call.inputs) != 2:
         return
     dim, index, x = argument(call, 1, "dim"), argument(call, 2, "index"), trace.tensor(call.inputs[0])
@@ -672,12 +671,12 @@ def _gathered_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _steps_aside(size: int) -> tuple[tuple[str, int, int], ...]:
-    """Return other places of a dimension: each one's name, and the factor and summand that make it of the right one."""
+    """Return the other places of a dimension: a name, and the factor and summand that turn the right index into it."""
     return ("first", 0, 0), ("last", 0, size - 1), ("next", 1, 1), ("previous", 1, -1)
 
 
 def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any], Tensor]:
-    """Return an index by tensors, of which that of ``dim`` is ``times`` as large and ``plus``, up to ``last``."""
+    """Return indexing by tensors with the index of ``dim`` replaced by ``times * index + plus``, at most ``last``."""
 
     def computed(args: Any, kwargs: Any) -> Tensor:
         x, index = args
@@ -690,7 +689,7 @@ def _picking(dim: int, times: int, plus: int, last: int) -> Callable[[Any, Any],
 
 
 def _pooled_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield one element more or less of a range that is only summed or averaged, and all but the first."""
+    """Yield a range that is only reduced with one element more or less, and with all elements but the first."""
     if call.name != "getitem" or len(call.inputs) != 1:
         return
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
@@ -718,7 +717,7 @@ def _other_ranges(part: slice, size: int) -> Iterator[tuple[str, slice]]:
 
 
 def _mean_of_all(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield the mean of all elements, where those that count are summed and divided by their number."""
+    """Yield the mean of all elements where the reference takes a masked mean: a masked sum divided by a count."""
     match binary(call):
         case ("div", Value() as total, Value() as count):
             of_two = (total, count)
@@ -739,7 +738,7 @@ def _mean_of_all(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _mean_of_others(x: Tensor, dim: int, place: int, is_kept: bool = True) -> Tensor:
-    """Return the mean over a dimension, which may be kept, without its first element (``place`` 0) or its last (-1)."""
+    """Return the mean over a dimension without its first element (``place`` 0) or its last (-1)."""
     return x.narrow(dim, 1 if place == 0 else 0, x.shape[dim] - 1).mean(dim, is_kept)
 
 
@@ -782,7 +781,7 @@ _MOVES = (*_TRANSPOSES, "permute")
 
 
 def _moved(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield dimensions that stay or change places otherwise, and elements that are moved the other way."""
+    """Yield a transposition, permutation, roll or repetition that is left out or done the other way."""
     if call.name in _TRANSPOSES and len(call.inputs) == 1:
         yield alternative("it is left out", lambda was, x: x)
     if call.name in _MOVES and len(call.inputs) == 1:
@@ -806,7 +805,7 @@ def _moved(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _padded(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield padding at the other end, or a convolution padded at one end alone, as a causal one is."""
+    """Yield padding at the other end, or a convolution padded at one end only, as a causal one is."""
     if call.name == "pad" and len(call.args) > 1 and len(call.inputs) == 1:
         amounts, rest = tuple(call.args[1]), call.args[2:]
         other = tuple(amounts[i ^ 1] for i in range(len(amounts)))
@@ -820,7 +819,7 @@ def _padded(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _convolved(before: int, after: int) -> Callable[[Any, Any], Tensor]:
-    """Return a one-dimensional convolution whose input is padded with so many zeros at each end."""
+    """Return a one-dimensional convolution of an input padded with ``before`` and ``after`` zeros at its ends."""
 
     def computed(args: Any, kwargs: Any) -> Tensor:
         x, weight, bias, stride, _, dilation, groups = args
@@ -836,7 +835,7 @@ def _rolled_back(call: Call, x: Tensor) -> Tensor:
 
 
 def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield a repetition as a whole for one element by element, or the reverse."""
+    """Yield a repetition of the whole dimension instead of each element, or the reverse."""
     before, after = trace.tensor(call.inputs[0]).shape, trace.tensor(call.outputs[0]).shape
     grown = [dim for dim in range(len(after)) if len(before) == len(after) and before[dim] != after[dim]]
     if len(grown) != 1:
@@ -850,7 +849,7 @@ def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _reshaped(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield a dimension whose parts lie in another order, or several that are merged in another order."""
+    """Yield a dimension split into parts in another order, or dimensions merged in another order."""
     if call.name not in ("view", "reshape", "flatten", "unflatten") or len(call.inputs) != 1:
         return
     before, after = (tuple(trace.tensor(x).shape) for x in (call.inputs[0], call.outputs[0]))
@@ -869,7 +868,7 @@ def _reshaped(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         lying = tuple(sizes[i] for i in order)
         in_order = f"with its parts in the order {_counted(order)}"
         told = f"as {_sized(lying)}, not {_sized(sizes)}" if lying != sizes else in_order
-        if lying == sizes and is_moved_next:  # that moves it otherwise
+        if lying == sizes and is_moved_next:  # an alternative to that move computes the same
             continue
         if whole is before:
             back = tuple(order.index(i) for i in range(parts))

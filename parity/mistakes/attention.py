@@ -33,35 +33,35 @@ from parity.trace.trace import (
     with_number,
 )
 
-# What is added to scores, and where it hides a key.
+# The bias that is added to scores, and where it hides a key.
 
 
 HIDDEN = -1e30
-"""Added to the score of a hidden key. Not -inf, so that a query that sees no key weighs all alike and is not NaN."""
+"""Added to the score of a hidden key. It is finite so that a query that sees no key weighs all alike instead of NaN."""
 
 _HIDES = -5000.0
-"""A key is hidden if no more than this is added to its score: no weight is left of it. BERT's masks add -10,000, which
-FP16 holds; a bias by distance, which is no mask, reaches this value only at 10,000 keys."""
+"""A key is hidden if at most this is added to its score, because no weight is left then. BERT's masks add -10,000,
+which FP16 can hold; a bias by distance, which is not a mask, reaches this value only at 10,000 keys."""
 
 Bias = Callable[[Tensor], Tensor]
 
 
 def hidden_keys(bias: Tensor) -> Tensor:
-    """Return where what is added to the scores hides a key."""
+    """Return where a bias hides a key."""
     return bias <= _HIDES
 
 
-# Attention in a trace, called or written out: its queries, keys and values, its scale and its mask.
+# Attention in a trace, whether called or written out: its queries, keys and values, its scale and its mask.
 
 
 Rearrange = Callable[[Tensor], Tensor]
 
-_OF_A_ROTATION = 16  # values, between what is rotated and the result
+_OF_A_ROTATION = 16  # at most this many values lie between a rotation's argument and its result
 _THROUGH = CASTS | {"dropout", "nan_to_num", "view", "reshape"}  # from probabilities to their product with values
 
 
 def as_it_is(x: Tensor) -> Tensor:
-    """Return what is given."""
+    """Return ``x``."""
     return x
 
 
@@ -70,28 +70,28 @@ class Attention:
     """``softmax(scale * query key^T + bias) value``, with ``softcap * tanh(. / softcap)`` around the scores.
 
     Attributes:
-        call: the last of those that compute it; returns the context.
-        query, key: as the call that makes the scores is given them.
-        value: as ``call`` is given it.
-        masks: what holds the bias: the scores before and after masking, once or oftener, or a mask, or nothing.
-        added: what is added to the product of query and key at once, by ``baddbmm``, besides.
-        to_heads: each of query, key and value to ``[..., heads, seq, head_dim]``.
-        from_heads: the context from that layout to the call's own.
-        scale: of the scores as they are computed here.
-        mask_scales: by which the scores are multiplied after each masking, part of ``scale``.
-        earlier_scale: by which query and key were multiplied before.
+        call: the last of the calls that compute it; returns the context.
+        query, key: as they are passed to the call that makes the scores.
+        value: as it is passed to ``call``.
+        masks: the values that give the bias: the scores before and after each masking, or a mask, or nothing.
+        added: a bias that ``baddbmm`` adds to the product of query and key, in addition to ``masks``.
+        to_heads: rearrange query, key and value to ``[..., heads, seq, head_dim]``.
+        from_heads: rearranges the context from that layout to the one that ``call`` returns.
+        scale: the factor of the scores in ``compute``.
+        mask_scales: the factors of the scores after each masking, part of ``scale``.
+        earlier_scale: the factor by which query and key were multiplied before.
         softcap: infinite for none.
         is_causal: whether scaled_dot_product_attention makes the mask itself.
-        mask: from the bias to what is added to the scores instead; None for the bias itself.
-        hidden_score: what the scores of hidden keys are, and not much less than any other's; None for that.
-        arrange: what is done to query, key, value and context, in the layout of ``to_heads``; None for nothing.
-        sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None where there is none.
-        sink: whether this term is the reference's ``own``, that of the heads in ``reversed`` order, ``negated``, has
+        mask: maps the bias to what is added to the scores instead; None leaves it as it is.
+        hidden_score: the score of hidden keys; None if it is far below all others.
+        arrange: change query, key, value and context, in the layout of ``to_heads``; None leaves one as it is.
+        sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None if there is none.
+        sink: whether this term is the reference's ``own``, has the heads in ``reversed`` order, is ``negated``, has
             score ``zero``, or is left out (``none``).
-        sink_scale: by which the reference's own are multiplied.
-        since: the first query whose keys come from a cache; for the two that follow.
-        cached: what is done to a key that comes from the cache; None for nothing.
-        slots: how many the cache has, if empty ones, which hold zeros, are seen; 0 if they are not.
+        sink_scale: the factor by which the reference's own sinks are multiplied.
+        since: the first query whose keys come from a cache; ``cached`` and ``slots`` apply from there on.
+        cached: changes a key that comes from the cache; None leaves it as it is.
+        slots: how many slots the cache has, if empty ones, which hold zeros, are seen; 0 if they are not.
     """
 
     call: Call
@@ -119,7 +119,7 @@ class Attention:
 
     @property
     def needs(self) -> tuple[Value, ...]:
-        """The values that ``compute`` is given."""
+        """The values that ``compute`` takes."""
         sinks = () if self.sinks is None else (self.sinks,)
         return (self.query, self.key, self.value, *self.masks, *self.added, *sinks)
 
@@ -161,7 +161,7 @@ class Attention:
         return (key < query[:, None]) & (query[:, None] >= self.since)
 
     def _empty_slots(self, scores: Tensor) -> Tensor:
-        """Return one score that weighs as much as all empty slots of the cache do, whose scores are 0."""
+        """Return one score that weighs as much as all empty slots of the cache together, whose scores are 0."""
         query = torch.arange(scores.shape[-2], device=scores.device)
         empty = (self.slots - 1 - query).clamp(min=0).masked_fill(query < self.since, 0)
         return empty.to(scores.dtype).log()[:, None].clamp(min=HIDDEN).expand(*scores.shape[:-1], 1)
@@ -199,7 +199,7 @@ class Attention:
         return (instead(self.call, changed.needs, changed.compute, Changed(self, changes)),)
 
     def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
-        """Return the edits under which ``bias`` of the reference's mask is added to the scores."""
+        """Return the edits that apply ``bias`` to the reference's mask before it is added to the scores."""
         return self.edits(mask=bias)
 
 
@@ -210,7 +210,7 @@ def attentions(trace: Trace) -> list[Attention]:
 
 
 def seeming_attentions(trace: Trace) -> Iterator[Attention]:
-    """Yield what looks like attention, in order, without the slow test whether it computes the same numbers."""
+    """Yield what looks like attention, in order, without the slow check that it computes the same numbers."""
     for call in trace.calls:
         attention = _called(trace, call) or _written_out(trace, call)
         if attention is not None:
@@ -225,13 +225,13 @@ def heads_of(trace: Trace, attention: Attention) -> tuple[Tensor, Tensor, Tensor
 
 
 def distinct_heads(key: Tensor) -> int:
-    """Return how many different heads ``[batch, heads, seq, head_dim]`` has, in whatever order they are repeated."""
+    """Return how many heads of ``[batch, heads, seq, head_dim]`` differ, in whatever order they are repeated."""
     sums = key.double().abs().sum((0, 2, 3))
     return int(torch.unique((sums / sums.max()).mul(1e9).round()).numel())
 
 
 def traced_bias(trace: Trace, attention: Attention) -> Tensor:
-    """Return what the reference adds to the scores, see ``Attention.bias``."""
+    """Return what the reference adds to the scores, as ``Attention.bias`` does."""
     query, key, _ = heads_of(trace, attention)
     return attention.bias(_scores(query, key), *map(trace.tensor, (*attention.masks, *attention.added)))
 
@@ -241,12 +241,12 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """Repeat each group's keys or values for its heads."""
+    """Return each group's keys or values repeated for its heads."""
     return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
 
 
 def _in_batches_of(like: Tensor, x: Tensor) -> Tensor:
-    """Give ``x`` the leading dimensions of ``like`` if it has as many matrices: ``batch * heads`` may be one or two."""
+    """Return ``x`` with the leading dimensions of ``like`` if their sizes agree: batch and heads may be merged."""
     batches = like.shape[:-2]
     return x.reshape(*batches, *x.shape[-2:]) if math.prod(x.shape[:-2]) == math.prod(batches) else x
 
@@ -265,7 +265,7 @@ def _called(trace: Trace, call: Call) -> Attention | None:
     given = SDPA.bind(*call.args, **call.kwargs)
     given.apply_defaults()
     query, key, value, mask, _, is_causal, scale, _ = given.arguments.values()
-    if are_too_many_scores(trace.tensor(query), trace.tensor(key)):  # as Attention computes it, all are held at once
+    if are_too_many_scores(trace.tensor(query), trace.tensor(key)):  # ``Attention`` holds all scores at once
         return None
     head_dim = trace.tensor(query).shape[-1]
     return Attention(
@@ -309,7 +309,7 @@ def _written_out(trace: Trace, call: Call) -> Attention | None:
 
 
 def _scores_and_sinks(trace: Trace, value: Value) -> tuple[Value, Value | None]:
-    """Split a softmax's argument into scores and the sinks that follow; their maximum may have been subtracted."""
+    """Return the scores and the sinks joined in a softmax's argument; their maximum may have been subtracted."""
     joined = value
     match binary(trace.producer(value)):
         case ("sub", Value() as scores, Value() as most):
@@ -328,7 +328,7 @@ _Product = tuple[Value, Value, Rearrange, Rearrange, tuple[Value, ...]]
 
 @dataclass(frozen=True)
 class _Path:
-    """From query times key to a softmax's argument; attributes as of ``Attention``."""
+    """The way from query times key to a softmax's argument; attributes as in ``Attention``."""
 
     product: _Product
     masks: tuple[Value, ...]
@@ -338,7 +338,7 @@ class _Path:
 
 
 def _to_product(trace: Trace, value: Value) -> _Path | None:
-    """Trace a softmax's argument back to query times key."""
+    """Return the path from query times key to a softmax's argument; None if there is none."""
     masks: tuple[Value, ...] = ()
     mask_scales: tuple[float, ...] = ()
     scale, softcap = 1.0, math.inf
@@ -362,7 +362,7 @@ def _to_product(trace: Trace, value: Value) -> _Path | None:
                 value, scale = left, scale * (factor if name == "mul" else 1 / factor)
             case _ if call.name in ("add", "masked_fill", "sub") or (call.name == "where" and len(call.inputs) > 1):
                 scores = _scores_among(trace, call)
-                if masks and masks[0] == value:  # the mask that follows is of these scores
+                if masks and masks[0] == value:  # another masking follows at once; the two count as one
                     masks = (scores, *masks[1:])
                 else:
                     masks, mask_scales = (scores, value, *masks), (scale, *mask_scales)
@@ -374,7 +374,7 @@ def _to_product(trace: Trace, value: Value) -> _Path | None:
 
 
 def _scores_among(trace: Trace, call: Call) -> Value:
-    """Return which of a call's arguments is made of a product."""
+    """Return the argument of a call that is computed from a product."""
     for value in call.inputs:
         queue, seen = [value], 0
         while queue and seen < 16:
@@ -451,7 +451,7 @@ def _last_two_exchanged(x: Tensor) -> Tensor:
 def _earlier_scale(trace: Trace, value: Value) -> float:
     """Return the number by which a query or key was multiplied before attention; 1 if there is none.
 
-    It may have been rotated since, which leaves its norm as it is.
+    It may have been rotated since, because a rotation keeps the norm.
     """
     moved = back(trace, value, RESHAPES)
     size = norm_of(trace.tensor(moved))
@@ -465,18 +465,18 @@ def _earlier_scale(trace: Trace, value: Value) -> float:
     return 1.0
 
 
-# Attention with another number of heads: the weights have the same shapes, and nothing else shows the mistake.
+# Attention with another number of heads: the weights have the same shapes, so nothing else shows the mistake.
 
 
-_MOST = 8  # try at most so many other numbers of heads
+_MOST = 8  # try at most this many other numbers of heads
 _SMALLEST, _LARGEST = 4, 512  # channels of a head
 
 
 def head_count_mistakes(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
-    """Yield the likeliest other numbers of heads of the same width together, and as many groups in proportion.
+    """Yield the likeliest other numbers of heads with the same total width, and with groups in proportion.
 
-    TE scales by the root of the head's own channels then. Rotations are left as they are, so that what a port computes
-    with rotary embeddings, which have the reference's channels, is not among these.
+    TE then scales by the root of the new head's width. Rotations stay as they are, so ports with rotary embeddings,
+    which rotate the reference's channels, are not covered.
 
     Args:
         query, key, value: ``[batch, heads, seq, head_dim]``, keys and values repeated for all heads or not.
@@ -508,8 +508,8 @@ def _split(count: int, distinct: int = 0) -> Rearrange:
     """Return a rearrangement of ``[batch, heads, seq, head_dim]`` into another number of heads with the same channels.
 
     Args:
-        count: of the other heads.
-        distinct: heads that differ, where each may be repeated for consecutive heads; 0 for all.
+        count: the other number of heads.
+        distinct: how many heads differ, if each may be repeated for consecutive heads; 0 if all differ.
     """
 
     def split(x: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def attention_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         yield from everywhere_and_somewhere(mistakes, some, where=where)
     if len(alike) == 2:
         yield from everywhere_and_somewhere(_masks_of_others(trace, *alike), found, lambda one: one.call.module)
-    first = found[0]  # sizes of the others are taken to be like it
+    first = found[0]  # the others are assumed to have the same sizes
     query, key, value = heads_of(trace, first)
     mistakes = chain(
         mask_mistakes(traced_bias(trace, first)),
@@ -97,7 +97,7 @@ def softmax_scale_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attention]]:
-    """Group attentions whose masks leave the same band visible, such as those with a window, or those to an encoder."""
+    """Return attentions grouped by the band that their masks leave visible, for example those with a window."""
 
     def band(attention: Attention) -> Hashable:
         bias = traced_bias(trace, attention)
@@ -109,7 +109,7 @@ def _masked_alike(trace: Trace, found: Sequence[Attention]) -> list[list[Attenti
 def _masks_of_others(
     trace: Trace, some: Sequence[Attention], others: Sequence[Attention]
 ) -> Iterator[Mistake[Attention]]:
-    """Yield the mistake that layers with a window, and those without one or with another, have each other's mask."""
+    """Yield the mistake of exchanging the masks of two groups of layers, such as those with a window and the others."""
     masks = [traced_bias(trace, one[0]) for one in (some, others)]
     if masks[0].shape != masks[1].shape:
         return
@@ -125,7 +125,7 @@ def _masks_of_others(
 
 
 def _mask_instead(mask: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Return a mask that stands for another one: a band, or one that all sequences share; None if it is neither."""
+    """Return what puts this mask in place of another; None if it is neither a band nor the same for all sequences."""
     seen = seen_in(hidden_keys(mask))
     if seen.band is not None:
         return band_instead(seen)
@@ -144,7 +144,7 @@ def _steps(query: Tensor, key: Tensor) -> Iterator[Mistake[Attention]]:
 
 
 def _hidden_scores() -> Iterator[Mistake[Attention]]:
-    """Yield the finite score of hidden keys in TE's ``attention_mask_func`` (``utils.py``): others may be below it."""
+    """Yield the finite score of hidden keys in TE's ``attention_mask_func`` (``utils.py``); others may be lower."""
     yield Mistake(
         "mask",
         f"hidden scores of {_TES_HIDDEN_SCORE:g}",
@@ -156,11 +156,11 @@ def _hidden_scores() -> Iterator[Mistake[Attention]]:
 
 
 def _scales(attention: Attention, query: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
-    """Yield scales that a port may have in the place of the reference's own."""
+    """Yield scales that a port may have in place of the reference's own."""
     head_dim, heads = query.shape[-1], query.shape[-3] if query.dim() > 3 else 1
     named = {
         "1 (missing)": 1.0,
-        "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),  # TE's default; small scores hardly tell others
+        "1/sqrt(head_dim)": 1 / math.sqrt(head_dim),  # TE's default; small scores hardly tell the others from it
         "1/head_dim (or 1/sqrt(head_dim) twice)": 1 / head_dim,
         "1/sqrt(hidden)": 1 / math.sqrt(head_dim * heads),
     }
@@ -233,7 +233,7 @@ def _softcap(right: float, cap: float) -> Mistake[Attention]:
 
 
 def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attention]]:
-    """Yield heads and channels ``[batch, heads, seq, head_dim]`` that are taken for each other."""
+    """Yield mistakes in the layout and the roles of query, key and value, ``[batch, heads, seq, head_dim]``."""
     heads = query.shape[1]
     groups = distinct_heads(key)
     if 1 < groups < heads:
@@ -284,7 +284,7 @@ def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attent
 
 
 def _tiled(x: Tensor, heads: int, groups: int) -> Tensor:
-    """Repeat the groups as a whole; if they already are, repeat each for consecutive heads."""
+    """Return the groups repeated as a whole or, if they already are, each repeated for consecutive heads."""
     if x.shape[1] == groups:
         return x.repeat(1, heads // groups, 1, 1)
     if torch.equal(x[:, 0], x[:, 1]):
@@ -293,7 +293,7 @@ def _tiled(x: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def _channels_before_heads(x: Tensor) -> Tensor:
-    """Read ``[batch, heads, seq, head_dim]`` as if its rows were laid out as ``[head_dim, heads]``."""
+    """Return ``[batch, heads, seq, head_dim]`` read as if its rows were laid out as ``[head_dim, heads]``."""
     batch, heads, seq, head_dim = x.shape
     return x.permute(0, 2, 3, 1).reshape(batch, seq, heads, head_dim).transpose(1, 2)
 
@@ -317,25 +317,25 @@ def _positions_taken_for_heads(x: Tensor) -> Tensor:
 def _arranged(
     queries: Rearrange | None = None, keys: Rearrange | None = None, context: Rearrange | None = None
 ) -> Callable[[Attention], Sequence[Edit]]:
-    """Return the edits under which queries, keys and values, or the context have another layout."""
+    """Return the ``edits`` of a mistake that rearranges queries, keys and values, or the context."""
     return having(arrange=(queries, keys, keys, context))
 
 
-# Caps of activations by ``tanh``, such as Gemma's of its logits, and ports with another cap, none, or one too many.
+# Mistakes in caps of activations by ``tanh``, such as Gemma's cap of its logits: another cap, none, or one too many.
 #
-# Caps of attention's scores are among the mistakes in attention above.
+# Caps of attention scores are covered above.
 
 
 @dataclass(frozen=True, eq=False)
 class Cap:
-    """``call`` returns ``cap * tanh(x / cap)``; or ``x`` where ``cap`` is infinite."""
+    """``call`` returns ``cap * tanh(x / cap)``, or ``x`` if ``cap`` is infinite."""
 
     call: Call
     x: Value
     cap: float
 
     def edits(self, cap: float) -> tuple[Edit, ...]:
-        """Return the edits that cap otherwise; empty if the cap is the same."""
+        """Return the edits that apply another cap; empty if it is the same."""
         if math.isclose(cap, self.cap):
             return ()
         if self.x in self.call.outputs:
@@ -353,7 +353,7 @@ def softcap_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def caps(trace: Trace) -> list[Cap]:
-    """Return every cap but those of attention's scores, in order."""
+    """Return every cap except those of attention scores, in order."""
     of_scores = {one.softcap for one in attentions(trace)}
     found = [cap for call in trace.calls if (cap := _cap(trace, call)) is not None]
     return [one for one in found if one.cap not in of_scores or not _meets_softmax(trace, one.call.outputs[0])]
@@ -378,13 +378,13 @@ def _cap(trace: Trace, call: Call) -> Cap | None:
 
 
 def _meets_softmax(trace: Trace, value: Value) -> bool:
-    """Return whether the next function that reads the value is a softmax, and the value is more than a mask's."""
+    """Return whether a softmax reads the value, directly or through casts, sums, masks and reshapes."""
     through = CASTS | {"add", "masked_fill", "where", "view", "reshape"}
     return any(user.name == "softmax" for user, _ in users(trace, value, through))
 
 
 def _uncapped(trace: Trace) -> list[Cap]:
-    """Return the last product with a parameter."""
+    """Return the last product with a parameter, as an infinite cap."""
     made = [call for call in trace.calls if call.name in LINEAR and len(call.outputs) == 1]
     made = [call for call in made if any(trace.parameter(value) for value in call.inputs)]
     return [Cap(call, call.outputs[0], math.inf) for call in made[-1:]]
@@ -402,15 +402,15 @@ def _cap_instead(right: float, cap: float) -> Mistake[Cap]:
     return Mistake("softcap", name, f"{due}, as the reference does; {wrong}", lambda one: one.edits(cap))
 
 
-# Attention to the joined keys of several streams, and ports in which a stream does not see all of them.
+# Mistakes in attention to the joined keys of several streams: a stream does not see all of them.
 #
-# For example text and image in MMDiT and Flux, a prompt's tokens before a sequence's, a class token before patches.
+# Streams are, for example, text and image in MMDiT and Flux, a prompt and its sequence, or a class token and patches.
 
 
-_NEAR_A_KEY = 32  # of a key's ancestors, among which streams are joined
-_MOST = 3  # streams that are looked for
+_NEAR_A_KEY = 32  # a join of streams is looked for among this many of a key's ancestors
+_MOST = 3  # attention to more streams is passed over
 
-_Blocks = frozenset[tuple[int, int]]  # which stream's queries do not see which stream's keys
+_Blocks = frozenset[tuple[int, int]]  # (i, j): queries of stream i do not see keys of stream j
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,9 +418,9 @@ class _Joined:
     """Attention to several streams.
 
     Attributes:
-        attention: to all of them.
-        keys: how many there are of each stream, in order.
-        queries: how many there are of each stream; a single number where they are not joined.
+        attention: the attention to all of them.
+        keys: how many keys each stream has, in order.
+        queries: how many queries each stream has; a single number if they are not joined.
     """
 
     attention: Attention
@@ -434,14 +434,14 @@ class _Joined:
 
 
 def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield mistakes where streams' queries see their own keys alone, or where no query sees a stream's keys."""
+    """Yield mistakes in which queries see only the keys of their own stream, or no query sees a stream's keys."""
     found = [joined for one in attentions(trace) if (joined := _joined(trace, one)) is not None]
     for (queries, keys), some in grouped(found, lambda one: (len(one.queries), len(one.keys))).items():
         yield from everywhere_and_somewhere(_mistakes(queries, keys), some, lambda one: one.attention.call.module)
 
 
 def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
-    """Yield the mistakes with so many streams of keys, and of queries: as many, or one."""
+    """Yield the mistakes for this many streams of keys, and for as many streams of queries or one."""
     others = {i: frozenset((i, j) for j in range(keys) if j != i) for i in range(queries if queries == keys else 0)}
     blocks = {"those of each stream see its own keys alone": _Blocks().union(*others.values())} if others else {}
     blocks |= {f"those of stream {i + 1} see its own keys alone": own for i, own in others.items()}
@@ -479,14 +479,14 @@ def _slice(lengths: tuple[int, ...], number: int) -> slice:
     return slice(ends[number] - lengths[number], ends[number])
 
 
-# Tables of a fixed length, such as masks and cosines, when a sequence is shorter than the reference's.
+# Tables of a fixed length, such as masks and cosines, for a sequence shorter than the reference's.
 #
-# TE makes its own mask, and takes as much of a rotary table as it needs. A reference that is called with another
-# sequence length, to see what such a port computes, may hold a table for its own length alone.
+# TE makes its own mask and takes as much of a rotary table as it needs. A reference that is called with another
+# sequence length, to see what such a port computes, may have a table for its own length only.
 
 
 class ShorterTables(TorchFunctionMode):
-    """Within the context, a table is cut to the first positions where it is too long for what it is applied to."""
+    """Cut tables, within the context, to their first positions if they are too long for what they are applied to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -505,7 +505,7 @@ def _with_shorter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     try:
         return func(*_shorter(args, whole), **kwargs)
     except RuntimeError:
-        # These may be the scores of a sequence with itself, and a mask of them.
+        # These may be the scores of self-attention and their mask.
         if len(tensors) != 2 or any(x.dim() < 3 or x.shape[-1] != x.shape[-2] for x in tensors):
             raise
         return func(*_shorter(args, tensors[0].shape), **kwargs)
@@ -532,7 +532,7 @@ def _cut(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x
 
 
-# Activations whose batch dimension is taken for the sequence, by a whole port or by some of its layers.
+# Ports, or some of their layers, that take the batch dimension of activations for the sequence.
 
 
 def sequence_first_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -569,7 +569,7 @@ def _attending(trace: Trace) -> list[tuple[str, ...]]:
 
 
 def _exchanged_in(paths: tuple[str, ...]) -> Hypothesis:
-    """Return the mistake that these submodules take ``[batch, seq, ...]`` for sequence first, and return it so."""
+    """Return the mistake that these submodules take ``[batch, seq, ...]`` for ``[seq, batch, ...]``."""
     which = f"{paths[0]}{more_like_it(len(paths))}"
 
     @contextmanager
@@ -591,10 +591,10 @@ def _exchanged_in(paths: tuple[str, ...]) -> Hypothesis:
 
 @contextmanager
 def _exchanged_around(submodule: nn.Module) -> Iterator[None]:
-    """Within the context, exchange the first two dimensions of the activations that a submodule is given and returns.
+    """Exchange, within the context, the first two dimensions of the activations that a submodule is given and returns.
 
-    A port makes masks and rotary tables for the sequence that it takes the batch for. So of what else the submodule is
-    given, only the first of the batch is passed on, cut to that sequence's length.
+    A port that takes the batch for the sequence makes masks and rotary tables of that length. So the submodule gets its
+    other tensors only for the first sequence of the batch, cut to that length.
     """
     width: list[tuple[int, int]] = []
 

@@ -31,9 +31,9 @@ from parity.te.devices import classify
 from parity.trace.trace import LINEAR, RESHAPES, Trace, ancestors, users
 from parity.trace.whose import users_line
 
-_ADDS = ("add", "iadd")  # a bias, where the linear layer is written out
-_NEAR = 60  # of a query's ancestors, among which its projection is
-_NEAR_A_GATE = 16  # of a gate's ancestors, among which its weight is
+_ADDS = ("add", "iadd")  # these add the bias where a linear layer is written out
+_NEAR = 60  # a query's projection is looked for among this many of its ancestors
+_NEAR_A_GATE = 16  # a gate's weight is looked for among this many of its ancestors
 
 
 def hypotheses(
@@ -41,13 +41,13 @@ def hypotheses(
 ) -> Iterator[Hypothesis]:
     """Yield every known mistake, the likeliest subjects first.
 
-    A subject on which parity itself fails, as on a tensor without dimensions, hides no other.
+    If parity itself fails on a subject, for example on a tensor without dimensions, the other subjects still follow.
 
     Args:
-        prepared: what was compared.
-        trace: of the reference.
-        unused: TE's parameters without a gradient, which the reference gives one.
-        broken: gets what subjects raise; None if the first of these is to be raised.
+        prepared: the pair that was compared.
+        trace: the reference's trace.
+        unused: names of TE's parameters that get no gradient though the reference's do.
+        broken: collects such failures; if None, the first one is raised.
     """
     for subject in _subjects(prepared, trace, unused):
         try:
@@ -59,7 +59,7 @@ def hypotheses(
 
 
 def is_our_own(error: Exception) -> bool:
-    """Return whether parity itself failed: neither the pair's code nor a broken device raised this."""
+    """Return whether parity itself raised this error, rather than the user's code or a broken device."""
     return not (classify(error) or users_line(error))
 
 
@@ -115,12 +115,12 @@ def _subjects(prepared: Prepared, trace: Trace, unused: Container[str]) -> Itera
 
 
 def readings_of_weights(prepared: Prepared, trace: Trace, entries: WeightMap) -> Iterator[Hypothesis]:
-    """Yield every known misreading of one of these entries of the weight map, and the exchanges of two.
+    """Yield every known misreading of one of these entries of the weight map, and every exchange of two.
 
     Args:
-        prepared: what was compared.
-        trace: of the reference.
-        entries: of the pair's map.
+        prepared: the pair that was compared.
+        trace: the reference's trace.
+        entries: some of the pair's weight map.
     """
     yield from weight_maps.weight_hypotheses(_mapped(prepared, trace, entries))
 
@@ -135,13 +135,13 @@ def _mapped(prepared: Prepared, trace: Trace, entries: WeightMap, unused: Contai
 
 
 def _heads(trace: Trace, shapes: Mapping[str, tuple[int, ...]]) -> Heads | None:
-    """Return the number of heads that the reference's attention shows; None if it has none."""
+    """Return the number of heads of the reference's attention; None if it has no attention."""
     for attention in attentions(trace):
         query, key, _ = heads_of(trace, attention)
         rows, columns = frozenset(_projections_before(trace)), frozenset(_projections_after(trace))
         if query.dim() == 4:
             count, groups = query.shape[1], distinct_heads(key)
-        else:  # [batch * heads, seq, head_dim], of which the projections tell how many are heads
+        else:  # [batch * heads, seq, head_dim]: the projections' shapes tell how many heads there are
             counts = {shapes[name][1] // query.shape[-1] for name in columns if len(shapes[name]) == 2}
             counts = counts or {shapes[name][0] // query.shape[-1] for name in rows if len(shapes[name]) == 2}
             count = groups = counts.pop() if len(counts) == 1 else 0

@@ -1,8 +1,8 @@
-"""Name the code of every finding, by its title; ``docs/findings.md`` has a section for each.
+"""The code of every finding, by its title; ``docs/findings.md`` has a section for each.
 
 ``PAR0xx`` are about values that cannot be judged, ``PAR1xx`` about weights, ``PAR2xx`` about the computed function,
-``PAR3xx`` about precision, ``PAR4xx`` about gradients, ``PAR5xx`` say where an error is that nothing explains,
-``PAR6xx`` are about what goes from one training step to the next, and ``PAR7xx`` about what ranks compute together.
+``PAR3xx`` about precision, ``PAR4xx`` about gradients, ``PAR5xx`` locate errors that no known mistake explains,
+``PAR6xx`` are about state kept from one training step to the next, and ``PAR7xx`` about computations over ranks.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ CODES = {title: code for code, titles in _TITLES.items() for title in titles}
 
 
 UNEXPLAINED = frozenset((CODES["unexplained"], CODES["first-divergence"]))
-"""Codes of the findings that name no cause."""
+"""Codes of the findings that do not name a cause."""
 
 
 def finding(title: str, message: str, sure: bool = True, repair: str = "", code: Code = NO_CODE) -> Finding:
-    """Return a finding of this title, a key of ``CODES``."""
+    """Return a finding with this title, which is a key of ``CODES``."""
     return Finding(CODES[title], title, message, sure, repair, code.now, code.then)
 
 
 def repairable(title: str, evidence: str, repair: str, code: Code = NO_CODE) -> Finding:
-    """Return a finding whose message is the evidence, and then what to change in the user's code."""
+    """Return a finding whose message is the evidence, followed by what to change in the user's code."""
     return finding(title, f"{evidence}; {repair}", repair=repair, code=code)

@@ -1,4 +1,4 @@
-"""Mistakes of ports that decode with a cache, made in one pass: tokens behind a prompt see what is in such a cache."""
+"""Mistakes of ports that decode with a cache, computed in one pass over the prompt and the decoded tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from parity.mistakes.rotation import Rotation, rotations, with_positions
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, Trace
 
-_SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of caches: lengths that people give them
+_SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # common lengths of caches
 
-_Hides = Callable[[Tensor, Tensor], Tensor]  # from the numbers of queries [q, 1] and of keys [k] to what is hidden
+_Hides = Callable[[Tensor, Tensor], Tensor]  # maps positions of queries [q, 1] and keys [k] to which keys are hidden
 
 
 def positions_of(trace: Trace) -> int | None:
-    """Return how many positions the reference's attention has, if it sees the past alone; else None."""
+    """Return how many positions the reference's attention has; None if it is not causal."""
     masks = [traced_bias(trace, one) for one in attentions(trace)]
     if not masks or len({mask.shape[-2:] for mask in masks}) > 1:
         return None
@@ -33,11 +33,11 @@ def positions_of(trace: Trace) -> int | None:
 
 
 def decoding_hypotheses(trace: Trace, prompt: int) -> Iterator[Hypothesis]:
-    """Yield every known mistake of a port that decodes token by token behind a prompt of so many tokens.
+    """Yield every known mistake of a port that decodes token by token after a prompt.
 
     Args:
-        trace: of the reference, whose attention sees the past alone.
-        prompt: at least 1.
+        trace: the trace of a reference whose attention is causal.
+        prompt: the number of tokens in the prompt, at least 1.
     """
     found = attentions(trace)
     turned = [one for one in rotations(trace) if one.phases is not None and len(one.angles) > prompt]
@@ -69,7 +69,7 @@ def _of_attention(
     return _hypothesis(title, described, repair, prompt, [edit for one in found for edit in one.edits(**changes)])
 
 
-# Rotary positions of decoded tokens.
+# Wrong rotary positions of decoded tokens.
 
 
 def _of_positions(turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesis]:
@@ -92,11 +92,11 @@ def _of_positions(turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesi
 
 
 def later_in_rows(turned: Sequence[Rotation], prompts: dict[int, int], end: int) -> Hypothesis:
-    """Return the mistake that, in some rows of a batch, decoded tokens are counted from the end of the longest prompt.
+    """Return the mistake of counting decoded tokens from the end of the longest prompt in some rows of a batch.
 
     Args:
         turned: the reference's rotations.
-        prompts: by row, how many tokens its prompt has.
+        prompts: how many tokens the prompt of each of these rows has.
         end: how many tokens the longest prompt has.
     """
 
@@ -172,7 +172,7 @@ def _whole_prompt(prompt: int, bias: Tensor) -> Tensor:
     return shown
 
 
-# Keys that are not what they were when they were written.
+# Keys that come out of the cache with a wrong rotation.
 
 
 def _of_cached_keys(found: Sequence[Attention], turned: Sequence[Rotation], prompt: int) -> Iterator[Hypothesis]:
@@ -190,15 +190,15 @@ def _of_cached_keys(found: Sequence[Attention], turned: Sequence[Rotation], prom
 
 
 def _turn(one: Rotation, sign: float) -> Rearrange:
-    """Return a rotation of ``[..., heads, seq, head_dim]``."""
+    """Return the rotation of ``[..., heads, seq, head_dim]``, backwards if ``sign`` is -1."""
     return replace(one, axis=-2, angles=sign * one.angles).compute
 
 
-# A cache that one sequence leaves to the next.
+# A cache that is not emptied between sequences.
 
 
 def not_reset_hypothesis(batch: int, seq: int) -> Hypothesis:
-    """Return the mistake that each sequence of a batch also sees those before it, which are in the cache still."""
+    """Return the mistake that each sequence of a batch also sees those before it, which are still in the cache."""
 
     def flattened(x: Tensor) -> Tensor:
         return x.flatten(0, 1)[None] if x.dim() > 1 and tuple(x.shape[:2]) == (batch, seq) else x

@@ -1,4 +1,4 @@
-"""Say what a mistake is: a change to what the reference computes, and where it may have been made."""
+"""A mistake of a port: a change to what the reference computes, and where it may have been made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity.result import NO_CODE, Code
 from parity.trace.calls import Misfit
 from parity.trace.trace import Edit, ordinal
 
-# A hypothesis is a known mistake of ports: a change under which the reference computes what such a port would.
+# A hypothesis is a known mistake of ports: a change that makes the reference compute what such a port would.
 
 
 ModuleCall = Callable[..., Any]
@@ -29,22 +29,22 @@ Scope = Literal["all", "kind", "one", "call"]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Hold what might be wrong with a port. ``parity.mistakes.under`` computes the reference as if it were so.
+    """One thing that might be wrong with a port. ``parity.mistakes.under`` computes the reference with this mistake.
 
     Attributes:
         title: the finding's title, a key of ``parity.mistakes.codes.CODES``.
         name: names the mistake among those of this title, short and the same in every run, e.g. ``norm eps=1e-06``.
         repair: what to change in the user's code; it ends a sentence that says how far the error falls.
-        edits: what the reference has to compute otherwise.
-        read: maps its parameters to those that have to be others, by name; None if all stay as they are.
+        edits: what changes in the reference's computation.
+        read: maps the reference's parameters to those that change, by name; None if all stay as they are.
         around: wraps the function that calls the reference, ``call(module, *inputs)``; None leaves it as it is.
-        returned: maps each floating-point tensor that the reference returns to what the port does; None if all stay.
+        returned: maps each floating-point tensor that the reference returns to the port's; None if all stay.
         subtle: whether the computed function changes so little that the norm of the error may not show it.
         value: the positive constant that the mistake is about, if it is about one.
         tuned: makes the same mistake with another value.
         scope: where the mistake is made: with ``all`` operations it applies to, with those of one ``kind``, or with
             ``one`` of several. Those of scope ``call`` are tried last: they are about calls that no recogniser matched,
-            or hardly anybody makes them.
+            or they are very rare.
         place: the one place of several where it is made; empty if it is made at more. The same mistake at another
             place has the same ``family``.
         family: name and repair without the place; empty if the mistake is not about a single place.
@@ -68,7 +68,7 @@ class Hypothesis:
 
 
 def within(context: Callable[[nn.Module], AbstractContextManager[object]]) -> Around:
-    """Return a wrapper under which the reference is called inside of a context."""
+    """Return a wrapper that calls the reference inside a context."""
 
     def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def within(context: Callable[[nn.Module], AbstractContextManager[object]]) -> Ar
 
 
 def on_tensors(given: Callable[[Tensor], Tensor], returned: Callable[[Tensor], Tensor]) -> Around:
-    """Return a wrapper that changes every tensor that the reference is given, and every tensor that it returns."""
+    """Return a wrapper that changes every tensor passed to the reference and every tensor it returns."""
 
     def around(call: ModuleCall) -> ModuleCall:
         def under(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ def on_tensors(given: Callable[[Tensor], Tensor], returned: Callable[[Tensor], T
 
 
 def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
-    """Join the same mistake at several places, all of one family, into one."""
+    """Return one hypothesis for the same mistake at several places, all of one family."""
     first = same[0]
     name, repair = first.family
     places = ", ".join(sorted((one.place for one in same), key=_by_numbers))
@@ -114,13 +114,13 @@ def at_places(same: Sequence[Hypothesis]) -> Hypothesis:
 
 
 def in_part(one: Edit, dim: int, indices: Collection[int], count: int | None = None) -> Edit:
-    """Return the edit made at some indices of a dimension of what its call returns alone.
+    """Return the edit restricted to some indices of a dimension of what its call returns.
 
     Args:
         one: the edit.
         dim: the dimension, from 0.
-        indices: of so many as ``count`` says, each of which stands for as many of the call's.
-        count: None for as many as the call returns.
+        indices: where to make the edit, out of ``count``; each stands for an equal share of the dimension.
+        count: None for the dimension's own size.
     """
 
     def compute(was: Any, *values: Tensor) -> Any:
@@ -130,11 +130,11 @@ def in_part(one: Edit, dim: int, indices: Collection[int], count: int | None = N
 
 
 def read_in_part(read: ReadWeights, parts: Mapping[str, tuple[int | None, Collection[int], int | None]]) -> ReadWeights:
-    """Return how to read weights if some are others in a part alone, and all but these are as they should be.
+    """Return a reading of weights that makes a mistake only in parts of some parameters.
 
     Args:
-        read: how they are read by a mistake that is made everywhere.
-        parts: by a parameter's name, the arguments of ``in_part`` after the first; no dimension for all of it.
+        read: makes the mistake everywhere.
+        parts: by a parameter's name, the arguments of ``in_part`` after the first; dimension None for all of it.
     """
 
     def in_parts(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def read_in_part(read: ReadWeights, parts: Mapping[str, tuple[int | None, Collec
 
 
 def _replaced(dim: int | None, indices: Collection[int], count: int | None, was: Any, other: Any) -> Any:
-    """Return a tensor in which another one replaces these indices of a dimension."""
+    """Return ``was`` with these indices of a dimension taken from ``other``."""
     if dim is None or not isinstance(was, Tensor):
         return other
     size = was.shape[dim]
@@ -161,23 +161,23 @@ def _by_numbers(place: str) -> list[tuple[str, int]]:
     return [(text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", place)]
 
 
-# A way to get one operation of the reference wrong, tried at all places where the operation occurs and at each alone.
+# A mistake in one operation of the reference, tried at all places where the operation occurs and at each one alone.
 
 
 Operation = TypeVar("Operation")
 _Changed = TypeVar("_Changed", contravariant=True)
 
 MOST_PLACES = 16
-"""If an operation occurs oftener, no single occurrence is tried: ports repeat their mistakes layer by layer."""
+"""If an operation occurs more often, single occurrences are not tried: ports repeat their mistakes in every layer."""
 
 
 @dataclass(frozen=True)
 class Mistake(Generic[_Changed]):
-    """Hold what a port computes in the place of an operation.
+    """What a port computes in place of an operation.
 
     Attributes:
         title, name, repair, subtle: as in ``Hypothesis``.
-        edits: returns the edits that make the mistake at one place; none where what it computes is right.
+        edits: returns the edits that make the mistake at one place; empty if they would change nothing there.
         value, tuned, code: as in ``Hypothesis``.
     """
 
@@ -192,22 +192,22 @@ class Mistake(Generic[_Changed]):
 
 
 Row = tuple[str, Callable[[_Changed], Sequence[Edit]]]
-"""The repair and the edits of a mistake, in a table by name."""
+"""The repair and the edits of a mistake: one row of a table by name."""
 
 
 def titled(title: str, rows: Mapping[str, Row[Operation]], subtle: bool = False) -> Iterator[Mistake[Operation]]:
-    """Yield the mistakes of a table, which have one title."""
+    """Yield the mistakes of a table, all with the same title."""
     for name, (repair, edits) in rows.items():
         yield Mistake(title, name, repair, edits, subtle)
 
 
 def more_like_it(count: int, comma: str = "", of: str = "") -> str:
-    """Return how many more there are than the first of so many that are alike, for messages; empty if there is none."""
+    """Return "and 3 more like it" for 4 things of which a message names the first; empty if there is only one."""
     return f"{comma} and {of}{count - 1} more like it" if count > 1 else ""
 
 
 def having(where: Callable[[Any], bool] = lambda operation: True, **changes: Any) -> Callable[[Any], Sequence[Edit]]:
-    """Return the ``edits`` of a mistake under which an operation has other attributes; only those ``where`` has it."""
+    """Return the ``edits`` of a mistake that gives other attributes to the operations for which ``where`` is true."""
     return lambda operation: operation.edits(**changes) if where(operation) else ()
 
 
@@ -218,15 +218,14 @@ def everywhere_and_somewhere(
     kinds: Callable[[Operation], Sequence[str]] = lambda operation: (),
     where: str = "",
 ) -> Iterator[Hypothesis]:
-    """Yield each mistake made with all operations at once, with those of each kind, and, if they are
-    few, with each alone.
+    """Yield each mistake made with all operations at once, with those of each kind, and, if few, with each alone.
 
     Args:
         mistakes: the mistakes to make.
-        operations: the reference's operations of one sort.
-        place: names where an operation is, for names and messages; None tries only all at once.
-        kinds: names the kinds of an operation, for names and messages, where one argument of TE is for some of them.
-        where: says where the operations are, for names and messages; empty if they are all of their sort.
+        operations: the reference's operations of one type.
+        place: names the place of an operation, for names and messages; if None, single operations are not tried.
+        kinds: names the kinds of an operation, for names and messages, where one argument of TE sets only some of them.
+        where: says where the operations are, for names and messages; empty if they are all of their type.
     """
     for mistake in mistakes:
         changed = [operation for operation in operations if mistake.edits(operation)]
@@ -241,7 +240,7 @@ def everywhere_and_somewhere(
 
 
 def each_place(places: Sequence[str]) -> list[str]:
-    """Return names that tell places apart: if a module has several, each name says which of them it is."""
+    """Return a distinct name for each place: if a module has several, the name says which of them it is."""
     seen: Counter[str] = Counter()
     named = []
     for place in places:
@@ -254,7 +253,7 @@ def each_place(places: Sequence[str]) -> list[str]:
 def _by_kind(
     operations: Sequence[Operation], kinds: Callable[[Operation], Sequence[str]]
 ) -> dict[str, list[Operation]]:
-    """Group operations by kind, if a kind has several but not all; of two kinds with the same operations, keep one."""
+    """Return operations by kind, without kinds that have one operation, all of them, or the same ones as another."""
     by_kind: dict[str, list[Operation]] = defaultdict(list)
     for operation in operations:
         for kind in kinds(operation):
@@ -290,7 +289,7 @@ def _made(
     )
 
 
-# Two changes to a reference at once, also if both change one operation: its mask and its scale, say.
+# Two mistakes at once, even in the same operation, for example in its mask and in its scale.
 
 
 def together(first: Sequence[Edit], second: Sequence[Edit]) -> tuple[Edit, ...] | None:
@@ -307,7 +306,7 @@ def together(first: Sequence[Edit], second: Sequence[Edit]) -> tuple[Edit, ...] 
 
 
 def _of_one_operation(one: Edit, other: Edit) -> tuple[Edit, ...]:
-    """Return the edits that change an operation in both ways; none if the two contradict each other."""
+    """Return the edits that change an operation in both ways; empty if the two contradict each other."""
     if one.of is None or other.of is None or one.of.operation is not other.of.operation:
         return ()
     changes = _united(one.of.changes, other.of.changes)
@@ -315,7 +314,7 @@ def _of_one_operation(one: Edit, other: Edit) -> tuple[Edit, ...]:
 
 
 def _united(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Merge the changes; return None if both change one thing. ``None`` inside a tuple leaves that element as it is."""
+    """Return the merged changes; None if both change the same thing. None inside a tuple leaves an element as it is."""
     united = dict(some)
     for name, value in others.items():
         if name not in united:
@@ -330,19 +329,19 @@ def _united(some: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any
     return united
 
 
-# The 16-bit dtypes in which a port may, by mistake, hold what belongs in FP32.
+# 16-bit dtypes in which a port may hold by mistake what belongs in FP32.
 
 
 def low_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Return the dtypes to look for in a port whose weights are of ``dtype``, the likeliest first.
+    """Return the dtypes to look for in a port whose weights have ``dtype``, the likeliest first.
 
-    BF16 is always looked for: autocast turns FP32 into it, and code that was written for BF16 names it.
+    BF16 is always among them: autocast turns FP32 into it, and code that was written for BF16 names it.
     """
     return (torch.float16, torch.bfloat16) if dtype is torch.float16 else (torch.bfloat16,)
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return the dtype's name in precisions: ``bf16`` or ``fp16``."""
+    """Return the dtype's short name: ``bf16`` or ``fp16``."""
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
@@ -350,7 +349,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def rounded_to(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Round ``x`` to the values of ``dtype``, but keep its own dtype; None rounds nothing.
+    """Return ``x`` rounded to ``dtype``, but in its own dtype; a ``dtype`` of None rounds nothing.
 
     The gradient is that of the identity.
     """

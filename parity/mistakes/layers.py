@@ -1,4 +1,4 @@
-"""Mistakes in what follows what: layers exchanged, in parallel or never used, and two steps in the other order."""
+"""Mistakes in the order of layers and steps: exchanged, in sequence instead of in parallel, or never used."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ from parity.trace.trace import (
     with_number,
 )
 
-# Layers, or experts, whose weights TE holds in another order than the reference, and layers that are called twice.
+# Layers or experts whose weights TE holds in another order than the reference, and layers that are called twice.
 #
 # A weight map names them by number: ``layers.3.norm.weight``, or ``fc1.weight3`` of a ``GroupedLinear``.
 
 
-_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # the first match is the layer's number, others are of its parts
+_LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")  # the first match is the layer's number, others are those of its parts
 _EXPERT = re.compile(r"(?<=weight)\d+$|(?<=bias)\d+$")
 _NUMBER = re.compile(r"\d+")
-_MOST_NAMED = 12  # a message lists at most so many numbers of an order
+_MOST_NAMED = 12  # a message lists at most this many numbers of an order
 
 
 @dataclass(frozen=True)
 class _Stack:
-    """Numbered parts of TE's module, all alike, and what the map fills each from.
+    """Numbered parts of TE's module, all alike, and the reference's parts that the map fills them from.
 
     Attributes:
         title: the title of a finding about their order.
@@ -62,8 +62,8 @@ class _Stack:
         numbers: TE's numbers, in order.
         lefts: for each number, the reference's side of every parameter of the part.
         rights: for each number, TE's names of every parameter of the part.
-        order: for each of the reference's parts, in the reference's order, the index of the number that
-            it fills (from 0).
+        order: for each of the reference's parts, in the reference's order, the index in ``numbers`` of the part it
+            fills.
     """
 
     title: str
@@ -75,7 +75,7 @@ class _Stack:
 
 
 def layer_order_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
-    """Yield every likely order of a stack other than the reference's, and parts that compute in the place of others."""
+    """Yield every likely order of a stack other than the reference's, and parts that compute in place of others."""
     for stack in _stacks(of.weights, of.shapes):
         for order in _orders(stack):
             yield _permuted(stack, order, of.shapes)
@@ -90,11 +90,11 @@ def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
             if found is not None and any(names(left)):
                 name = found.string
                 alike = f"{name[: found.start()]}#{name[found.end() :]}"
-                # A mixture's experts are told of all layers, and of each grouped layer.
+                # A mixture's experts make one stack over all layers, and one for each grouped layer.
                 of_experts = ("", _LAYER.sub("#", name).rpartition(".")[0])
                 for what in (name[: found.start()],) if pattern is _LAYER else of_experts:
                     parts[what][int(found.group())][alike] = (left, name)
-        alone = len(parts) == 2 and pattern is _EXPERT  # all experts, and the same again
+        alone = len(parts) == 2 and pattern is _EXPERT  # both stacks are of the same experts
         for what, by_number in list(parts.items())[: 1 if alone else None]:
             stack = _stack(title, what, by_number, shapes)
             if stack is not None:
@@ -104,7 +104,7 @@ def _stacks(weights: WeightMap, shapes: Shapes) -> Iterator[_Stack]:
 def _stack(
     title: str, what: str, by_number: Mapping[int, Mapping[str, tuple[Side, str]]], shapes: Shapes
 ) -> _Stack | None:
-    """Return the stack that these numbered parts make; None if there is one part, or they are not alike."""
+    """Return the stack of these numbered parts; None if there is only one part or they are not alike."""
     numbers = tuple(sorted(by_number))
     alike = list(by_number[numbers[0]])
     if len(numbers) < 2 or any(set(by_number[number]) != set(alike) for number in numbers):
@@ -117,7 +117,7 @@ def _stack(
 
 
 def _order_of(lefts: Sequence[Side]) -> tuple[int, ...]:
-    """Return the reference's order by the number in which its names differ; if they differ in none, as they come."""
+    """Return the reference's order by the number in its names that differs; if none does, the given order."""
     numbers = [tuple(map(int, _NUMBER.findall(next(iter(names(left)))))) for left in lefts]
     if len({len(one) for one in numbers}) == 1:
         for column in zip(*numbers, strict=True):
@@ -127,11 +127,11 @@ def _order_of(lefts: Sequence[Side]) -> tuple[int, ...]:
 
 
 def _orders(stack: _Stack) -> Iterator[tuple[int, ...]]:
-    """Yield the likely orders of the reference's parts in TE: by the map's numbers, or as lists are often sorted."""
+    """Yield likely wrong orders of the reference's parts in TE: by the map's numbers, or as lists are often sorted."""
     count = len(stack.numbers)
     place = {source: number for number, source in enumerate(stack.order)}
     own = tuple(range(count))
-    by_number = tuple(place[number] for number in own)  # not as they come, where the map itself is in another order
+    by_number = tuple(place[number] for number in own)  # differs from ``own`` if the map itself changes the order
     as_text = tuple(sorted(own, key=str))
     inverse = tuple(sorted(own, key=as_text.__getitem__))
     told = {own}
@@ -157,7 +157,7 @@ def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes) -> Hypothesis
 
 
 def _repeated(stack: _Stack, shapes: Shapes, unused: Container[str]) -> Iterator[Hypothesis]:
-    """Yield mistakes where parts which get no gradient are not called, and another one computes in their place."""
+    """Yield the mistake of calling another part in place of those that get no gradient."""
     idle = [place for place, rights in enumerate(stack.rights) if all(name in unused for name in rights)]
     if stack.title != "layers-permuted" or not idle:
         return
@@ -174,21 +174,21 @@ def _repeated(stack: _Stack, shapes: Shapes, unused: Container[str]) -> Iterator
 
 
 def _reading(stack: _Stack, order: Sequence[int], shapes: Shapes) -> ReadWeights:
-    """Return a reading in which the reference's parts hold those at ``order``, both in the reference's order."""
+    """Return a reading that fills each of the reference's parts from the one at ``order``, in the reference's order."""
     lefts = [stack.lefts[place] for place in stack.order]
     moved = ((lefts[place], lefts[source]) for place, source in enumerate(order) if source != place)
     pairs = (pair for sides in moved for pair in zip(*sides, strict=True))
     return filled_from([(filled, source, unchanged) for filled, source in pairs], shapes)
 
 
-# Attention and MLP in parallel on one input, and ports that put them one after the other.
+# Attention and MLP in parallel on one input, which ports put one after the other.
 #
-# A reference may sum the two branches in any order, and both may read one norm, as in GPT-J, Phi and
-# Cohere, or each its own, as in GPT-NeoX.
+# A reference may sum the two branches in any order. Both may read one norm, as in GPT-J, Phi and Cohere, or each its
+# own, as in GPT-NeoX.
 
 
 _THROUGH = CASTS | {"dropout"}
-_ENDS = RESHAPES | {"dropout", "mul"}  # what may follow a branch's last linear layer, and its bias
+_ENDS = RESHAPES | {"dropout", "mul"}  # these calls may follow a branch's last linear layer and its bias
 _MOST_ANCESTORS = 400  # how far back a branch is followed
 
 
@@ -197,13 +197,13 @@ class ParallelBlock:
     """``stream + factor * (first(norm(stream)) + second(norm(stream)))``, in any order.
 
     Attributes:
-        stream: what goes around both branches.
-        first: what the branch that is computed first returns.
-        factor: by which the sum multiplies it.
-        norm: of the stream, which the second branch reads.
-        readers: the linear layers of the second branch that read the norm, where the first reads it too, or the norm is
-            computed before what the first returns; else none.
-        shared: whether the first reads it too.
+        stream: the value that bypasses both branches.
+        first: the result of the branch that is computed first.
+        factor: the factor of this result in the sum.
+        norm: the norm of the stream that the second branch reads.
+        readers: the linear layers of the second branch that read the norm, if the first branch reads it too or the norm
+            is computed before the first branch's result; else none.
+        shared: whether the first branch reads the norm too.
     """
 
     stream: Value
@@ -215,16 +215,16 @@ class ParallelBlock:
 
     @property
     def module(self) -> str:
-        """The path of the innermost module that has the norm and what the first branch returns."""
+        """The path of the innermost module that contains the norm and the first branch's result."""
         paths = [value.site[0].split(".") for value in (self.norm.call.outputs[0], self.first)]
         return ".".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], zip(*paths, strict=False)))
 
     def without_norm(self) -> tuple[Edit, ...]:
-        """Return the edits under which the second branch reads the stream, and only the first one its norm."""
+        """Return the edits that make the second branch read the stream itself instead of its norm."""
         return self._reading((self.stream,), lambda stream: stream) if self.shared else ()
 
     def in_sequence(self) -> tuple[Edit, ...]:
-        """Return the edits under which the second branch reads the sum of the stream and the first."""
+        """Return the edits that make the second branch read the sum of the stream and the first branch."""
         given = (self.stream, self.first, *self.norm.needs[1:])
 
         def normed(stream: Tensor, first: Tensor, *affine: Tensor) -> Tensor:
@@ -233,12 +233,12 @@ class ParallelBlock:
         return self._reading(given, normed) if self.readers else (instead(self.norm.call, given, normed),)
 
     def _reading(self, given: tuple[Value, ...], normed: Callable[..., Tensor]) -> tuple[Edit, ...]:
-        """Return the edits under which the readers are given ``normed(*given)`` for the norm's result."""
+        """Return the edits that give the readers ``normed(*given)`` in place of the norm's result."""
         return tuple(reading_instead(call, self.norm.call.outputs[0], normed, given) for call in self.readers)
 
 
 def parallel_block_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield mistakes where blocks which are parallel in the reference follow each other, or where one reads no norm."""
+    """Yield the mistakes that parallel blocks follow each other, or that one of them reads no norm."""
     one_by_one = (
         "let the MLP read what attention reads: parallel_attention_mlp=True; in the port, it reads attention's sum"
     )
@@ -284,7 +284,7 @@ def _block(trace: Trace, call: Call, normed: Sequence[Norm]) -> ParallelBlock | 
 
 
 def _terms(trace: Trace, call: Call, factor: float = 1.0) -> Iterator[tuple[Value, float]]:
-    """Yield the terms of a sum, each with the number that multiplies it, looking into sums that nothing else reads."""
+    """Yield the terms of a sum, each with its numeric factor; sums that nothing else reads are split as well."""
     for operand in call.inputs[:2]:
         value, times = back(trace, operand, _THROUGH), factor
         scaled = with_number(trace.producer(value))
@@ -317,12 +317,12 @@ def _adds_bias(trace: Trace, call: Call) -> bool:
 # Terms of sums that a port leaves out, such as shared experts or a whole layer: their parameters get no gradient.
 
 
-_MOST_PARAMETERS = 3  # a message lists at most so many parameters
-_FEW = 4  # a norm's gain is computed by at most so many calls: a cast, a sum
+_MOST_PARAMETERS = 3  # a message lists at most this many parameters
+_FEW = 4  # a norm's gain is computed by at most this many calls, such as a cast or a sum
 
 
 def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[str]:
-    """Return the reference's names of the parameters that only these parameters of TE hold."""
+    """Return the reference's names of the parameters that only the unused parameters of TE hold."""
     held = (left for left, right in weights.items() if all(name in unused for name in names(right)))
     return frozenset(name for left in held for name in names(left))
 
@@ -343,7 +343,7 @@ def unused_branch_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[H
             if own and own <= unused:
                 edits.append(edit(call, (kept,), lambda was, kept: kept.expand_as(was).clone()))
                 branches |= dict.fromkeys(sorted(own))
-    if len(branches) > 1:  # a single parameter's own finding says enough
+    if len(branches) > 1:  # a single parameter has its own finding, which says enough
         named, more = _listed(list(branches))
         yield Hypothesis(
             "branch-missing",
@@ -355,7 +355,7 @@ def unused_branch_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[H
 
 
 def unused_norm_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hypothesis]:
-    """Yield the mistake that norms are left out whose weights get no gradient in the port; arguments as above."""
+    """Yield the mistake of leaving out norms whose weights get no gradient in the port; arguments as above."""
     bare = [norm for norm in norms(trace) if unused and _weights(trace, norm) & unused]
     if bare:
         named, more = _listed(list(dict.fromkeys(norm.call.module for norm in bare)))
@@ -368,19 +368,19 @@ def unused_norm_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hyp
 
 
 def _listed(places: Sequence[str]) -> tuple[str, str]:
-    """Return the first of these names, and how many more there are; empty if there are none."""
+    """Return the first of these names, and how many more there are; the latter is empty if there are none."""
     others = len(places) - _MOST_PARAMETERS
     return ", ".join(places[:_MOST_PARAMETERS]), f" and {others} more" if others > 0 else ""
 
 
 def _weights(trace: Trace, norm: Norm) -> frozenset[str]:
-    """Return the parameters that a norm's gain is computed from: itself, or one that is stored less 1."""
+    """Return the parameters that a norm's gain is computed from: the gain itself, or one that is stored minus 1."""
     made_of = () if norm.gain is None else (norm.gain, *ancestors(trace, norm.gain, _FEW))
     return frozenset(name for value in made_of if (name := trace.parameter(value)) is not None)
 
 
 def _operands(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
-    """Yield both ways to keep one of two added activations and leave out the other."""
+    """Yield two added activations in both orders, as the one to keep and the one to leave out."""
     both = added(call)
     if both is not None and not any(map(trace.parameter, both)):
         yield from (both, both[::-1])
@@ -396,25 +396,25 @@ def _parameters(trace: Trace) -> dict[int, frozenset[str]]:
     return found
 
 
-# Two steps that follow each other in a reference, and ports that take them in the other order.
+# Two consecutive steps of a reference, which ports take in the other order.
 
 
 _SCALES = frozenset({"mul", "div"})
 _SHIFTS = frozenset({"add", "sub", "bias"})
-_SAME_ORDER = CASTS | {"view", "reshape", "flatten", "unflatten"}  # of elements, as into groups
-_OF_A_NORM = 16  # a norm that is written out makes its result of up to so many values
+_SAME_ORDER = CASTS | {"view", "reshape", "flatten", "unflatten"}  # these keep the order of elements
+_OF_A_NORM = 16  # a written-out norm makes its result from up to this many values
 
 
 @dataclass(frozen=True)
 class Step:
-    """A function of one activation, and of what else it is given.
+    """A function of one activation, and of other values.
 
     Attributes:
-        call: returns the result, and computes nothing but what ``before`` can undo.
-        x: the activation; None if no value of the trace is it, as before a bias inside a linear layer.
-        kind: what the function is: ``mul``, ``norm``, ``bias``.
+        call: returns the result, and computes nothing that ``before`` cannot undo.
+        x: the activation; None if it is not a value of the trace, as before a bias inside a linear layer.
+        kind: the function's kind, such as ``mul``, ``norm`` or ``bias``.
         described: names it in messages.
-        needs: what ``before`` and ``compute`` are given.
+        needs: the values that ``before`` and ``compute`` take.
         before: maps the result and the needs to the activation.
         compute: maps an activation and the needs to the result.
         operand: which one of two operands ``x`` is.
@@ -432,7 +432,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Pair:
-    """``second`` reads what ``first`` returns, moved or not, after ``between``, steps that commute with it."""
+    """``second`` reads the result of ``first``, reshaped or not, after the steps ``between``, which commute with it."""
 
     first: Step
     second: Step
@@ -440,7 +440,7 @@ class _Pair:
     is_moved: bool
 
     def exchanged(self) -> Edit:
-        """Return the edit under which the second comes first."""
+        """Return the edit that makes the second step come first."""
         first, second, steps = self.first, self.second, (self.first, *self.between)
         x = second.x if second.x is not None else first.call.outputs[0]
         needs = [value for step in (second, *steps) for value in step.needs]
@@ -459,7 +459,7 @@ class _Pair:
 
 
 def step_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield every two steps in the other order, in all layers, and for all experts of a loop, at once."""
+    """Yield every two steps in the other order, in all layers and for all experts of a loop at once."""
 
     def kind(pair: _Pair) -> tuple[object, ...]:
         both = pair.first, pair.second
@@ -475,9 +475,9 @@ def step_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _pairs(trace: Trace) -> Iterator[_Pair]:
-    """Yield two steps that do not commute, where only the second reads what the first returns."""
+    """Yield every two steps that do not commute, if only the second reads the result of the first."""
     found = list(_steps(trace))
-    first_ones = (one for one in found if one.kind != "linear")  # its bias is a step of its own
+    first_ones = (one for one in found if one.kind != "linear")  # a linear layer's bias is a step of its own
     by_result = grouped(first_ones, lambda one: one.call.outputs[0].number)
     for second in found:
         if second.x is not None:
@@ -489,9 +489,10 @@ def _pairs(trace: Trace) -> Iterator[_Pair]:
 def _before(
     trace: Trace, second: Step, last: Step, by_result: Mapping[int, Sequence[Step]]
 ) -> Iterator[tuple[Step, tuple[Step, ...], bool]]:
-    """Yield the steps before ``last`` that do not commute with the second, those in between, and whether it is moved.
+    """Yield the steps before ``last`` that do not commute with the second, each with those in between.
 
-    ``last`` is the second itself, or one before it that commutes with it.
+    Each also has a flag for whether the result is reshaped. ``last`` is the second step itself, or one before it that
+    commutes with it.
     """
     if last.x is None:
         return
@@ -507,7 +508,7 @@ def _before(
 
 
 def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
-    """Return whether nothing else reads a step's result; several calls of a norm that is written out may."""
+    """Return whether only ``last`` reads a step's result; a written-out norm may read it in several calls."""
     sites = {call.site for call, _ in users(trace, step.call.outputs[0], _SAME_ORDER)}
     inside = {last.call.site}
     if last.kind == "norm" and len(sites) > 1:
@@ -517,11 +518,11 @@ def _is_read_by(trace: Trace, step: Step, last: Step) -> bool:
 
 
 def _fits(trace: Trace, first: Step, second: Step, is_far: bool) -> bool:
-    """Return whether the first can be computed from what the second returns, and keeps its shape."""
+    """Return whether the first step can be applied to the second's result without changing its shape."""
     before, result = (trace.tensor(one.call.outputs[0]).shape for one in (first, second))
     if before == result:
         return True
-    if is_far:  # the calls in between keep the elements' order
+    if is_far:  # the calls in between keep the order of elements
         return before.numel() == result.numel() and "linear" not in (first.kind, second.kind)
     others = [trace.tensor(value).shape for value in first.needs if value != first.x]
     try:
@@ -543,7 +544,7 @@ def _exchanged(pairs: Sequence[_Pair]) -> Hypothesis:
 
 
 def _steps(trace: Trace) -> Iterator[Step]:
-    """Yield norms, activations, biases, linear layers with a bias, and functions of two operands, in no order."""
+    """Yield norms, activations, biases, linear layers with a bias, and functions of two operands, in any order."""
     inside: set[int] = set()
     for norm in norms(trace):
         inside.add(norm.call.outputs[0].number)
@@ -597,7 +598,7 @@ def _of_two(trace: Trace, call: Call) -> Iterator[Step]:
 
 
 def _with_another(call: Call, kind: str, position: int) -> Callable[..., Tensor]:
-    """Return the function with another tensor in the place of one operand."""
+    """Return the function with another tensor in place of one operand."""
 
     def computed(x: Tensor, *two: Tensor) -> Tensor:
         result: Tensor = getattr(torch, kind)(*(x if i == position else one for i, one in enumerate(two)))

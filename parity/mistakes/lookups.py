@@ -1,4 +1,4 @@
-"""Mistakes in tables whose rows a reference looks up, or adds by position: ports take other rows.
+"""Mistakes in tables whose rows a reference looks up or adds by position: ports take other rows.
 
 Learned positions begin at 2 in OPT and RoBERTa; positions may leave out padding; a table may begin with the class
 token's row; T5 looks up buckets of distances.
@@ -21,10 +21,10 @@ from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, argument, bac
 Reindex = Callable[[Tensor], Tensor]
 
 _SHIFTS = (-2, -1, 1, 2)
-_FEW_ROWS = 32  # a table with no more rows is of token types or segments, not of words
-_SPECIAL_TOKENS = (1, 2, 5)  # of ViT's: the class token, DeiT's two, the class token and four registers
+_FEW_ROWS = 32  # a table with fewer rows is one of token types or segments, not of words
+_SPECIAL_TOKENS = (1, 2, 5)  # how many there are: ViT's class token, DeiT's two, a class token and four registers
 _SAME_ROWS = RESHAPES | {"getitem", "expand"}
-_FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # T5 puts all distances from this one on into one bucket; its own is 128
+_FARTHEST = (16, 32, 64, 128, 256, 512, 1024)  # distances from which on T5 uses one bucket; T5's own is 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +32,12 @@ class Lookup:
     """``call`` returns the rows of ``table`` that ``index`` names.
 
     Attributes:
-        call: of ``embedding``, or an indexing.
+        call: a call of ``embedding``, or an indexing.
         table: a parameter, ``[rows, ...]``.
         index: integers of any shape.
-        rows: of the table.
-        traced: the index of the traced pass.
-        padding: the row that gets no gradient; None where each has one.
+        rows: how many the table has.
+        traced: the index in the traced pass.
+        padding: the row that gets no gradient; None if every row gets one.
     """
 
     call: Call
@@ -48,7 +48,7 @@ class Lookup:
     padding: int | None = None
 
     def edits(self, change: Reindex) -> tuple[Edit, ...]:
-        """Return the edits that look up a changed index; empty if it is the same or leaves the table."""
+        """Return the edits that look up a changed index; empty if it is the same or outside the table."""
         changed = change(self.traced)
         if torch.equal(changed, self.traced) or bool(((changed < 0) | (changed >= self.rows)).any()):
             return ()
@@ -73,7 +73,7 @@ class Addition:
 
 
 def lookups(trace: Trace) -> list[Lookup]:
-    """Return every lookup in a parameter's rows, in order."""
+    """Return every lookup of a parameter's rows, in order."""
     return [lookup for call in trace.calls if (lookup := _lookup(trace, call)) is not None]
 
 
@@ -110,13 +110,13 @@ def lookup_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def buckets_of(distances: Tensor, buckets: int, farthest: int, both_directions: bool) -> Tensor:
-    """Return T5's buckets of distances: one for each near one, and by logarithm for far ones (arXiv 1910.10683).
+    """Return T5's buckets: one for each small distance, and logarithmic ones for large distances (arXiv 1910.10683).
 
     Args:
-        distances: the key's position less the query's, integers.
+        distances: the key's position minus the query's, integers.
         buckets: how many there are.
-        farthest: the distance from which on all are in the last bucket.
-        both_directions: whether keys after their query have half of the buckets; else they are in the first.
+        farthest: all distances from this one on are in the last bucket.
+        both_directions: whether keys after their query get half of the buckets; otherwise they are in the first one.
     """
     first = torch.zeros_like(distances)
     if both_directions:
@@ -141,17 +141,17 @@ def _lookup(trace: Trace, call: Call) -> Lookup | None:
 
 
 def _are_positions(index: Tensor) -> bool:
-    """Return whether most ids go up by one along a sequence."""
+    """Return whether more than half of the ids are one larger than their predecessor in the sequence."""
     return index.dim() in (1, 2) and index.shape[-1] > 2 and (index.diff() == 1).double().mean().item() > 0.5
 
 
 def _looked_up(name: str, repair: str, change: Reindex) -> Mistake[Lookup]:
-    """Return the mistake that rows of other positions, or of other ids, are looked up."""
+    """Return the mistake of looking up rows of other positions or ids."""
     return Mistake("embedding-position", name, repair, lambda one: one.edits(change))
 
 
 def _of_positions() -> Iterator[Mistake[Lookup]]:
-    """Yield positions that are all off, or counted without regard to padding, which the reference's leave out."""
+    """Yield positions that are shifted, or that count padding which the reference leaves out."""
     for by in _SHIFTS:
         repair = f"look up the positions that the reference does; the port's are off by {by:+d}"
         yield _looked_up(f"positions off by {by:+d}", repair, lambda index, by=by: index + by)  # type: ignore[misc]
@@ -165,7 +165,7 @@ def _of_positions() -> Iterator[Mistake[Lookup]]:
 
 
 def _of_ids() -> Iterator[Mistake[Lookup]]:
-    """Yield ids that are off, as by special tokens, and ids of other positions, as by a shift of labels."""
+    """Yield ids that are off by one, as with special tokens, and ids of other positions, as with shifted labels."""
     for by in (-1, 1):
         yield Mistake(
             "embedding-position",
@@ -194,14 +194,14 @@ def _of_tables() -> Iterator[Mistake[Addition]]:
         told = f"{right}; the port's are off by {-by:+d}"
         yield added(f"table rolled by {by:+d}", told, lambda table, by=by: table.roll(by, -2))  # type: ignore[misc]
     yield from map(_grid_turned, range(2))
-    for count in _SPECIAL_TOKENS:  # which came in front after the sum
+    for count in _SPECIAL_TOKENS:  # these were put in front after the sum
         told = "add the table's rows to special tokens, too, as the reference does"
         yield added(
             f"table without its first {count}",
             f"{told}; the first {count} positions get none",
             lambda table, count=count: _after(count, table[..., count:, :], table),  # type: ignore[misc]
         )
-    for count in _SPECIAL_TOKENS:  # which the table, of the patches alone, has no rows for
+    for count in _SPECIAL_TOKENS:  # the port's table has rows only for the patches
         yield added(
             f"table from position {count} on",
             f"{right}; the first {count} get none, the table begins after them",
@@ -210,15 +210,15 @@ def _of_tables() -> Iterator[Mistake[Addition]]:
 
 
 def _after(count: int, rows: Tensor, table: Tensor) -> Tensor:
-    """Put zeros for so many positions before the rows."""
+    """Return the rows with ``count`` rows of zeros before them."""
     return torch.cat((torch.zeros_like(table[..., :count, :]), rows), -2)
 
 
 def _of_two_axes() -> Iterator[Mistake[Lookup]]:
-    """Yield a table of relative positions read with query and key, or with rows and columns, exchanged."""
+    """Yield tables of relative positions read with query and key, or rows and columns, exchanged."""
 
     def turned(index: Tensor) -> Tensor:
-        side = _side(index.numel())  # it may be flattened
+        side = _side(index.numel())  # the index may be flattened
         return index.reshape(side, side).T.reshape(index.shape) if side else index
 
     yield Mistake(
@@ -236,13 +236,13 @@ def _of_two_axes() -> Iterator[Mistake[Lookup]]:
 
 
 def _side(count: int) -> int:
-    """Return the side of a square of so many places; 0 if they make no square."""
+    """Return the square root of ``count``; 0 if it is not a whole number."""
     side = math.isqrt(count)
     return side if side * side == count else 0
 
 
 def _grid_turned(before: int) -> Mistake[Addition]:
-    """Return the mistake of patches column by column: a square table, behind ``before`` others, is transposed."""
+    """Return the mistake of numbering patches by columns: rows after the first ``before`` are a transposed square."""
 
     def turned(table: Tensor) -> Tensor:
         first, grid = table.split((before, table.shape[-2] - before), -2)
@@ -258,12 +258,13 @@ def _grid_turned(before: int) -> Mistake[Addition]:
 
 
 def _other_buckets(index: Tensor, rows: int) -> Iterator[Mistake[Lookup]]:
-    """Yield T5's buckets with other settings, where the index is T5's bucket of each distance."""
+    """Yield T5's buckets with other settings, if the index holds T5's buckets."""
     if index.dim() < 2 or rows < 8 or not torch.equal(index[..., 1:, 1:], index[..., :-1, :-1]):
         return
     queries, keys = index.shape[-2:]
     distances = torch.arange(keys) - torch.arange(queries)[:, None]
-    each = torch.arange(1 - queries, keys)  # once, and its bucket: the first column upwards, then the first row
+    # The first column upwards and then the first row hold the bucket of each distance once.
+    each = torch.arange(1 - queries, keys)
     there = torch.cat((index[..., :, 0].flip(-1), index[..., 0, 1:]), -1)
 
     def buckets(settings: tuple[bool, int, int], distances: Tensor = distances) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mistakes in losses and in log-probabilities of given tokens: their average, their labels, their weights."""
+"""Mistakes in losses and in log-probabilities of given tokens: averages, labels, smoothing and temperature."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parity.mistakes.alternatives import LABEL_SMOOTHINGS, TEMPERATURES, Z_LOSSE
 from parity.mistakes.hypothesis import Hypothesis, Mistake, everywhere_and_somewhere, having
 from parity.trace.trace import CASTS, RESHAPES, Call, Edit, Trace, Value, back, binary, chain, edit, instead
 
-# Losses that are averaged over tokens, and what ports get wrong about the average.
+# Mistakes in the average of losses over tokens.
 
 
 OF_COUNTED = "the mean over the tokens that count"
@@ -30,7 +30,7 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def loss_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield other averages of the reference's losses ``[batch, seq]``, of which some tokens count."""
+    """Yield other averages of the reference's losses ``[batch, seq]``, where only some tokens count."""
     for call in trace.calls:
         summed = _average(trace, call)
         for described, average in AVERAGES.items() if summed else ():
@@ -44,7 +44,7 @@ def loss_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
-    """Return the losses and which of them count, if the call divides a sum of losses by their count."""
+    """Return the losses and the mask of those that count, if the call divides a sum of losses by their count."""
     named = binary(call)
     if named is None or named[0] != "div":
         return None
@@ -55,32 +55,32 @@ def _average(trace: Trace, call: Call) -> tuple[Value, ...] | None:
     return tuple(values) if trace.tensor(values[0]).shape == trace.tensor(values[1]).shape else None
 
 
-# Calls of cross entropy, and what ports get wrong about them: averages, smoothing, and which labels count.
+# Mistakes in calls of cross entropy: averages, smoothing, and which labels count.
 
 
 _SIGNATURES = {name: inspect.signature(getattr(F, name)) for name in ("cross_entropy", "nll_loss")}
 _REDUCTIONS = {"mean": OF_COUNTED, "sum": SUM, "none": None}
-_IGNORES_NONE = -100  # PyTorch's default, which is no label
+_IGNORES_NONE = -100  # PyTorch's default, which is never a label
 _PAD_IDS = (0, 1, 2)
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """An average of ``cross_entropy(logits, labels)``; of log probabilities, which are logits too, ``nll_loss``.
+    """An average of ``cross_entropy(logits, labels)``, or of ``nll_loss``, whose log probabilities are logits too.
 
     Attributes:
-        call: which returns it.
+        call: the call that returns it.
         logits: ``[tokens, classes]``, or ``[sequences, classes, positions]``.
         labels: whole numbers, ``[tokens]`` or ``[sequences, positions]``.
-        sequences: how many there are; 1 where that is not known.
-        average: of ``AVERAGES``; None where every token's own loss is returned.
+        sequences: how many there are; 1 if that is not known.
+        average: a key of ``AVERAGES``; None if the loss of every token is returned.
         ignored: the label that does not count.
-        smoothing: of labels.
+        smoothing: the label smoothing.
         has_ignored: whether a label of the traced pass does not count.
         pads: those of ``_PAD_IDS`` that are among the labels of the traced pass.
-        z_loss: times each token's squared logarithm of the sum of exponentials, which is added to its loss.
-        clamped: whether a label that is no class counts as class 0.
-        temperature: by which logits are divided.
+        z_loss: the factor of each token's squared logsumexp, which is added to its loss.
+        clamped: whether negative labels, which are not classes, count as class 0.
+        temperature: the number by which logits are divided.
     """
 
     call: Call
@@ -97,7 +97,7 @@ class CrossEntropy:
     temperature: float = 1.0
 
     def compute(self, was: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss that takes the place of what the call returned."""
+        """Return the loss that replaces the call's result."""
         labels = labels.clamp(min=0) if self.clamped else labels
         logits = logits / self.temperature
         losses = F.cross_entropy(
@@ -118,7 +118,7 @@ class CrossEntropy:
 
 
 def cross_entropies(trace: Trace) -> list[CrossEntropy]:
-    """Return every cross entropy with labels that are whole numbers and classes of one weight, in order."""
+    """Return every cross entropy whose labels are whole numbers and whose classes have no weights, in order."""
     return [one for call in trace.calls if (one := _called(trace, call)) is not None]
 
 
@@ -200,7 +200,7 @@ def _with_z_loss(factor: float) -> Mistake[CrossEntropy]:
     return Mistake("z-loss", f"z-loss {factor:.4g}", repair, having(z_loss=factor))
 
 
-# Labels that are shifted against the logits: which position's label each is compared with, and ports that take another.
+# Mistakes in the shift of labels against logits: a position's logits meet another position's label.
 
 
 _SLICES = RESHAPES | {"getitem", "narrow"}
@@ -224,7 +224,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Shifted:
-    """A cross entropy of logits with labels so many positions ``further``."""
+    """A cross entropy of logits with the labels ``further`` positions on."""
 
     loss: CrossEntropy
     logits: _Part
@@ -235,11 +235,11 @@ class _Shifted:
         return self.labels.start - self.logits.start
 
     def edits(self, further: int, shorter: bool) -> tuple[Edit, ...]:
-        """Return the edits that take labels of other positions; empty if they are the same, or no two positions meet.
+        """Return the edits that take labels of other positions; empty if they are the same or no positions are left.
 
         Args:
-            further: how many positions further on the label is.
-            shorter: whether no more positions count than the reference's, even if more could.
+            further: how many positions on the label is.
+            shorter: whether only as many positions count as in the reference, though more could.
         """
         first, label = max(0, -further), max(0, further)
         count = min(self.logits.positions - first, self.labels.positions - label)
@@ -255,7 +255,7 @@ class _Shifted:
 
 
 def label_shift_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield labels of other positions, for each cross entropy whose logits and labels have positions."""
+    """Yield mistakes with labels of other positions, for cross entropies whose logits and labels have positions."""
     found = [shifted for loss in cross_entropies(trace) if (shifted := _shifted(trace, loss)) is not None]
     if found:
         yield from everywhere_and_somewhere(_shift_mistakes(found), found, lambda one: one.loss.call.module)
@@ -287,13 +287,13 @@ def _shifted(trace: Trace, loss: CrossEntropy) -> _Shifted | None:
 
 
 def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | None:
-    """Return the part of a whole that was flattened, or whose classes were moved; None if that is not seen.
+    """Return the part of a whole that became ``value`` by flattening or moving classes; None if it is not found.
 
     Args:
         trace: the reference's trace.
-        value: logits or labels, as the loss is given them.
+        value: logits or labels, as they are passed to the loss.
         dims: how many dimensions they have before they are flattened.
-        count: how many positions are read; None for as many as there are.
+        count: how many positions are read; None for all.
     """
     before = list(_cut_from(trace, value))
     read = [x for x in before if trace.tensor(x).dim() == dims and count in (None, trace.tensor(x).shape[1])]
@@ -310,7 +310,7 @@ def _part(trace: Trace, value: Value, dims: int, count: int | None) -> _Part | N
 
 
 def _cut_from(trace: Trace, value: Value) -> Iterator[Value]:
-    """Yield a value, and what it is a part of or was reshaped from, the nearest first."""
+    """Yield a value and those that it was cut or reshaped from, the nearest first."""
     yield value
     while (made := trace.producer(value)) is not None and made.name in _SLICES and made.inputs:
         value = made.inputs[0]
@@ -318,7 +318,7 @@ def _cut_from(trace: Trace, value: Value) -> Iterator[Value]:
 
 
 def _starts(whole: Tensor, part: Tensor) -> int | None:
-    """Return where in the whole's second dimension a part begins; None if it is no part of it."""
+    """Return where a part begins in the whole's second dimension; None if it is not a part of it."""
     if whole.dim() != part.dim() or whole.shape[0] != part.shape[0] or whole.shape[2:] != part.shape[2:]:
         return None
     count = part.shape[1]
@@ -326,14 +326,14 @@ def _starts(whole: Tensor, part: Tensor) -> int | None:
     return next((start for start in starts if torch.equal(whole[:, start : start + count], part)), None)
 
 
-# Log-probabilities of given tokens: recognised in a trace, and what a trainer or its engine gets wrong about them.
+# Log-probabilities of given tokens in a trace.
 
 
 _TAKEN = _SLICES | {"neg", "mul", "masked_fill", "where", "index_select", "take_along_dim"}
-"""Calls between log-probabilities of all tokens and those that are returned."""
+"""Calls that may lie between the log-probabilities of all tokens and those that are returned."""
 
 _GATHERS = ("gather", "take_along_dim")
-_FEWEST_CLASSES = 8  # a softmax over fewer is none over a vocabulary
+_FEWEST_CLASSES = 8  # a softmax over fewer classes is not one over a vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,7 +344,7 @@ class LogSoftmax:
     x: Value
 
     def edits(self, temperature: float) -> tuple[Edit, ...]:
-        """Return the edits that compute it of the logits divided by a temperature."""
+        """Return the edits that divide the logits by a temperature first."""
         return (instead(self.call, (self.x,), lambda x: (x / temperature).log_softmax(-1)),)
 
 
@@ -358,12 +358,12 @@ def _is_over_classes(trace: Trace, call: Call) -> bool:
     x, result = trace.tensor(call.inputs[0]), trace.tensor(call.outputs[0])
     if x.shape != result.shape or not x.numel() or x.shape[-1] < _FEWEST_CLASSES:
         return False
-    first, computed = (one.flatten(0, -2)[0] if one.dim() > 1 else one for one in (x, result))  # all may be large
+    first, computed = (one.flatten(0, -2)[0] if one.dim() > 1 else one for one in (x, result))  # the whole may be large
     return torch.allclose(first.log_softmax(-1).to(computed.dtype), computed)
 
 
 def returned_log_probs(trace: Trace, outputs: dict[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of the outputs that are log-probabilities of one token a place, or their negatives."""
+    """Return the names of the outputs that are log-probabilities of one token per position, or their negatives."""
     made = [one.call.outputs[0] for one in log_softmaxes(trace)]
     made += [one.call.outputs[0] for one in cross_entropies(trace) if one.average is None]
     reached = [x for value in made for x in _reached(trace, value)]
@@ -375,7 +375,7 @@ def returned_log_probs(trace: Trace, outputs: dict[str, Tensor]) -> tuple[str, .
 
 
 def _reached(trace: Trace, value: Value) -> Iterator[Tensor]:
-    """Yield what is taken of log-probabilities: a number for each place, no longer one for each class."""
+    """Yield selections from log-probabilities, with one number for each position and not for each class."""
     classes = trace.tensor(value).shape[-1]
     for made in chain(trace, value, _TAKEN | set(_GATHERS)):
         x = trace.tensor(made)
@@ -383,11 +383,11 @@ def _reached(trace: Trace, value: Value) -> Iterator[Tensor]:
             yield x
 
 
-# Mistakes in log-probabilities.
+# Mistakes of a trainer or its engine in log-probabilities.
 
 
 def log_prob_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield every known mistake in the reference's log-probabilities, but for their precision."""
+    """Yield every known mistake in the reference's log-probabilities, except in their precision."""
     losses = [one for one in cross_entropies(trace) if one.average is None]
     of_tokens: tuple[Sequence[LogSoftmax | CrossEntropy], ...] = (log_softmaxes(trace), losses)
     for found in of_tokens:
@@ -476,7 +476,7 @@ def _selected(trace: Trace, call: Call) -> _Selected | None:
 
 
 def _whole(trace: Trace, value: Value, part: Tensor, dims: int) -> tuple[Value, int] | None:
-    """Return the value with the most positions that a part is cut from, up to a softmax, and where it begins there."""
+    """Return the longest value that a part is cut from, up to a softmax, and the position where the part begins."""
     found: tuple[Value, int] | None = None
     for before in _cut_from(trace, value):
         x = trace.tensor(before)

@@ -1,4 +1,4 @@
-"""Recognise masks of attention, and make the wrong ones: causal, windows, padding, segments, ALiBi."""
+"""Recognise attention masks, and make the wrong ones of ports: causal, windows, padding, segments, ALiBi."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from parity.mistakes.hypothesis import Mistake
 from parity.numerics.blocked_attention import Band, distance_of
 from parity.trace.trace import Edit
 
-# ALiBi's slopes: a bias that falls with the distance of a key (arXiv 2108.12409), and which slopes a port may have.
+# Mistakes in the slopes of ALiBi, a bias that falls with the distance of a key (arXiv 2108.12409).
 
 
-_EXACT = 1e-3  # a bias in a 16-bit dtype may deviate from its slope by this share of it
+_EXACT = 1e-3  # a bias in a 16-bit dtype may deviate by this share of the slope
 
 
 def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    """Yield what a port's slopes may be instead, each with the change from the reference's bias to that port's.
+    """Yield slopes that a port may have instead, each with the change from the reference's bias to that port's.
 
     Args:
         bias: ``[..., heads, queries, keys]``; nothing is found if it is not ALiBi's.
@@ -40,13 +40,13 @@ def other_slopes(bias: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]
         f"2^(-8 i / {heads})": 2.0 ** (-8.0 * torch.arange(1.0, heads + 1.0, dtype=torch.float64) / heads),
         f"2^(-8 (i - 1) / {heads})": 2.0 ** (-8.0 * torch.arange(heads, dtype=torch.float64) / heads),
     }
-    for times in (2, 4, 8):  # as tensor parallel ranks may have them, which hold some of the heads
+    for times in (2, 4, 8):  # tensor parallel ranks, which hold some of the heads, may have these slopes
         named[f"the first {heads} of {times * heads} heads'"] = papers_slopes(times * heads)[:heads]
         if heads % times == 0:
             named[f"those of {heads // times} heads, repeated"] = papers_slopes(heads // times).repeat(times)
     named["the same in descending order"] = slopes.sort(descending=True).values
     ratios = {described: others.to(slopes) / slopes for described, others in named.items()}
-    # A reference may scale its bias with its scores, and its slopes are a multiple of some formula's then.
+    # A reference may scale its bias together with its scores; its slopes are then a multiple of some formula's.
     multiples = {1.0: 1.0} | {ratio[0].item(): 1.0 / ratio[0].item() for ratio in ratios.values() if _are_alike(ratio)}
     for (described, ratio), multiple in itertools.product(ratios.items(), multiples.values()):
         change = multiple * ratio
@@ -59,7 +59,7 @@ def _are_alike(numbers: Tensor) -> bool:
 
 
 def papers_slopes(heads: int) -> Tensor:
-    """Return the paper's slopes ``[heads]``, FP64: a geometric sequence, and beyond a power of 2 others between."""
+    """Return the paper's slopes ``[heads]``, FP64: a geometric sequence, with others between beyond a power of 2."""
     power = 2 ** math.floor(math.log2(heads))
     first = 2.0 ** (-8.0 * torch.arange(1.0, power + 1.0, dtype=torch.float64) / power)
     between = 2.0 ** (-4.0 * (2.0 * torch.arange(heads - power, dtype=torch.float64) + 1.0) / power)
@@ -67,11 +67,11 @@ def papers_slopes(heads: int) -> Tensor:
 
 
 def _slopes(bias: Tensor) -> Tensor | None:
-    """Return each head's rise from key to key, ``[heads]`` in FP64; None if it is not the same for all keys."""
+    """Return each head's slope from key to key, ``[heads]`` in FP64; None if it is not the same for all keys."""
     if bias.dim() < 3 or bias.shape[-3] < 2:
         return None
     shown = ~hidden_keys(bias).any(-3).flatten(0, -2)
-    # Of the queries that see most keys the last one: also where a bias falls on both sides, all keys are before it.
+    # Take the last of the queries that see the most keys: its keys come before it, even if a bias falls on both sides.
     last = len(shown) - 1 - int(shown.sum(-1).flip(0).argmax())
     keys = shown[last].nonzero().squeeze(1)
     if len(keys) < 3:
@@ -83,23 +83,23 @@ def _slopes(bias: Tensor) -> Tensor | None:
     return slopes.squeeze(-1)
 
 
-# Attention masks: which band of keys each query sees, which keys are padding, and what ports make of them.
+# Mistakes in attention masks: in the band of keys that each query sees, and in padding.
 
 
 class Masked(Protocol):
-    """An operation with a mask: one attention, or several to sequences of their own."""
+    """An operation with a mask: one attention, or several, each to a sequence of its own."""
 
     def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
-        """Return the edits under which ``bias`` of what is added to the scores is added instead."""
+        """Return the edits that apply ``bias`` to what is added to the scores."""
 
 
 def _mask_mistake(title: str, name: str, repair: str, bias: Bias) -> Mistake[Masked]:
-    """Return the mistake of adding ``bias(mask)`` for the reference's mask, ``[..., queries, keys]``, to the scores."""
+    """Return the mistake of adding ``bias(mask)`` instead of the reference's mask, ``[..., queries, keys]``."""
     return Mistake(title, name, repair, lambda one: one.masked_by(bias))
 
 
 def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
-    """Yield what ports make of a mask, a band or one of several sequences.
+    """Yield the mistakes of ports in a mask, whether it is a band or one of several sequences.
 
     Args:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; see ``hidden_keys``.
@@ -140,14 +140,14 @@ def mask_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
 
 def _of_another_band(seen: Seen, queries: int, keys: int) -> Iterator[Mistake[Masked]]:
-    """Yield other bands than a mask's."""
+    """Yield bands that a port may have instead of the mask's."""
     band = seen.band
     if band is None:
         return
     for other, title, name, repair in _other_bands(band, queries, keys):
         instead = band_instead(replace(seen, band=other))
         yield _mask_mistake(title, name, repair, instead)
-        if other.right < band.right:  # queries that would see nothing may have been spared
+        if other.right < band.right:  # a port may leave queries as they are that would otherwise see nothing
             yield _mask_mistake(title, f"{name}, but where no key is left", repair, _sparing(instead))
     own = _own_key(band, queries, keys)
     moved = _moved_by(band, -own)
@@ -162,7 +162,7 @@ def _of_another_band(seen: Seen, queries: int, keys: int) -> Iterator[Mistake[Ma
 
 
 def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
-    """Yield padding at the sequences' other end, or one key too many or too few of it."""
+    """Yield padding at the other end of sequences, and padding with one key too many or too few."""
     right = "hide the keys that the reference hides, and no others"
     last = bool(_padding(bias)[..., -1].any())
     end, other = ("last", "first") if last else ("first", "last")
@@ -185,7 +185,7 @@ def _of_other_keys(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
 
 def _moved(padding: Tensor, by: int, last: bool) -> Tensor:
-    """Move where padding begins, seen from the tokens: one key later for 1, one key earlier for -1."""
+    """Return padding that begins, seen from the tokens, one key later (``by`` 1) or earlier (-1)."""
     ordered = padding if last else padding.flip(-1)
     edge = torch.full_like(ordered[..., :1], by < 0)
     moved = torch.cat((edge, ordered[..., :-1]) if by > 0 else (ordered[..., 1:], edge), -1)
@@ -203,7 +203,7 @@ def _padded_otherwise(change: Callable[[Tensor], Tensor], queries_too: bool) -> 
 
 
 def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[Mistake[Masked]]:
-    """Yield keys lost at either end for queries that come after most keys, as in a step of decoding."""
+    """Yield masks that lose keys at either end, for queries that come after most keys, as in a decoding step."""
     if keys <= queries or band is None or min(band.right, keys - 1) < keys - queries:
         return
     right = "let each query see the keys that the reference's sees: all before it, and its own"
@@ -219,7 +219,7 @@ def _of_a_cache(band: Band | None, queries: int, keys: int) -> Iterator[Mistake[
 
 
 def hiding_too(blocks: Iterable[tuple[slice, slice]]) -> Bias:
-    """Return a bias that hides, besides what is hidden, some keys from some queries: ``(queries, keys)``."""
+    """Return a bias that additionally hides some keys from some queries, given as ``(queries, keys)``."""
 
     def instead(bias: Tensor) -> Tensor:
         hidden = torch.zeros_like(bias, dtype=torch.bool)
@@ -231,7 +231,7 @@ def hiding_too(blocks: Iterable[tuple[slice, slice]]) -> Bias:
 
 
 def _other_biases(bias: Tensor) -> Iterator[Mistake[Masked]]:
-    """Yield what ports make of a bias by position, which is added where no key is hidden."""
+    """Yield the mistakes of ports in a bias by position, which is added where keys are visible."""
     if not bool((without_hiding(bias) != 0.0).any()):
         return
 
@@ -264,7 +264,7 @@ def _other_biases(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
 
 def _moved_heads(bias: Tensor) -> dict[str, Bias]:
-    """Return which other head's bias a head may have, if those of ``[..., heads, queries, keys]`` differ."""
+    """Return biases of other heads that a head may have, if those of ``[..., heads, queries, keys]`` differ."""
     if bias.dim() < 3 or torch.equal(bias, bias.roll(1, -3)):
         return {}
     return {
@@ -280,9 +280,9 @@ class Seen:
     """Say which keys the queries of a mask see.
 
     Attributes:
-        band: from how many before a query's own to how many after it; None if the mask is no band.
-        padded: whether there are padded keys besides, which no query sees.
-        of_sequences: whether there are several sequences, and a query sees the band of its own one alone.
+        band: how many keys before and after its own a query sees; None if the mask is not a band.
+        padded: whether there are also padded keys, which no query sees.
+        of_sequences: whether there are several sequences, of which a query sees only its own.
     """
 
     band: Band | None
@@ -291,7 +291,10 @@ class Seen:
 
 
 def seen_in(hidden: Tensor) -> Seen:
-    """Return what a mask ``[..., queries, keys]`` shows; padding and sequences may differ from batch to batch."""
+    """Return what queries see under a mask ``[..., queries, keys]``.
+
+    Padding and sequences may differ from one row of the batch to the next.
+    """
     padding = hidden.all(-2, keepdim=True).expand_as(hidden)
     for padded in dict.fromkeys((False, bool(padding.any()))):
         band = _band_beside(padding if padded else torch.zeros_like(hidden), hidden)
@@ -302,7 +305,7 @@ def seen_in(hidden: Tensor) -> Seen:
 
 
 def _band_beside(others: Tensor, hidden: Tensor) -> Band | None:
-    """Return the band that hides, together with ``others``, what a mask does; None if there is none."""
+    """Return the band that, together with ``others``, hides exactly what the mask hides; None if there is none."""
     distance = distance_of(range(hidden.shape[-2]), range(hidden.shape[-1]), hidden.device).expand_as(hidden)
     seen = distance[~hidden & ~others]
     left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
@@ -313,15 +316,16 @@ def _band_beside(others: Tensor, hidden: Tensor) -> Band | None:
 
 
 def _apart(hidden: Tensor) -> Tensor:
-    """Return where query and key are of different sequences: a token begins one if no later one sees, or is seen by,
-    an earlier one.
+    """Return where query and key belong to different sequences.
+
+    A token begins a sequence if neither it nor any later token sees, or is seen by, an earlier token.
 
     Args:
         hidden: ``[..., seq, seq]``.
     """
     tokens = torch.arange(hidden.shape[-1], device=hidden.device)
     linked = ~(hidden & hidden.mT)
-    first = torch.where(linked.any(-1), linked.int().argmax(-1), tokens)  # that each sees, or is seen by
+    first = torch.where(linked.any(-1), linked.int().argmax(-1), tokens)  # the first that each sees, or is seen by
     first_of_later = first.flip(-1).cummin(-1).values.flip(-1)
     number = (first_of_later >= tokens).cumsum(-1)
     return number[..., :, None] != number[..., None, :]
@@ -363,7 +367,7 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
 
 
 def _own_key(band: Band, queries: int, keys: int) -> int:
-    """Return how far right of a query's number its own key is: 0, or as far as the bottom right corner of the mask."""
+    """Return how far a query's own key is to the right of the query's number: 0, or up to the bottom right corner."""
     corner = keys - queries
     return corner if 0 < corner == band.right != band.left else 0
 
@@ -373,7 +377,7 @@ def _moved_by(band: Band, places: int) -> Band:
 
 
 def _other_windows(band: Band, keys: int) -> Iterator[float]:
-    """Yield other numbers of keys that a query may see before its own, apart enough to lead to those near each."""
+    """Yield other window sizes before a query's own key, spread widely enough for a search to reach those between."""
     sizes = [band.left / 2, band.left * 2]
     if math.isinf(band.left):  # a search goes up to eight times as far, but not from one whole number to the next
         sizes = [*(keys * share for share in (7 / 8, 3 / 4, 1 / 2, 1 / 4, 1 / 8)), *range(1, 4)]
@@ -386,7 +390,7 @@ def _right_window(band: Band) -> str:
 
 
 def band_instead(seen: Seen) -> Bias:
-    """Return a bias that hides what a band does, and the padding and the other sequences of the mask itself."""
+    """Return a bias that hides what a band hides, and also the mask's own padding and other sequences."""
 
     def hidden(bias: Tensor) -> Tensor:
         assert seen.band is not None
@@ -402,7 +406,7 @@ def _hidden_by(band: Band, like: Tensor) -> Tensor:
 
 
 def _with_padding_seen(bias: Tensor) -> Tensor:
-    """Show padded keys to the queries whose band they are in, or to all if the others are no band."""
+    """Return the bias with padded keys visible to queries whose band they are in, or to all if there is no band."""
     hidden = hidden_keys(bias)
     seen = seen_in(hidden)
     if seen.band is not None and not seen.of_sequences:
@@ -411,7 +415,7 @@ def _with_padding_seen(bias: Tensor) -> Tensor:
 
 
 def _beyond(like: Tensor, length: Tensor) -> Tensor:
-    """Return where a query or a key comes after the first ``length`` tokens, which see each other."""
+    """Return where a query or a key comes after the first ``length`` tokens."""
     queries, keys = (torch.arange(count, device=like.device) for count in like.shape[-2:])
     return (queries[:, None] >= length) | (keys >= length)
 
@@ -430,26 +434,26 @@ def _hiding(hidden: Callable[[Tensor], Tensor]) -> Bias:
 
 
 def _padding(bias: Tensor) -> Tensor:
-    """Return where a key is padding: no query sees it."""
+    """Return where a key is padding, which means that no query sees it."""
     return hidden_keys(bias).all(-2, keepdim=True)
 
 
 def without_hiding(bias: Tensor) -> Tensor:
-    """Return the bias without what hides keys; a bias by position stays."""
+    """Return the bias with 0 for hidden keys; a bias by position stays."""
     return bias.masked_fill(hidden_keys(bias), 0.0)
 
 
 # Masks of several sequences in one: each token sees only its own sequence, and often only what comes before it.
 #
-# Packed sequences, documents and chunks have such masks. A prefix that all see, and padding before a sequence, make
-# masks that are no band either; ports have the causal mask in their place.
+# Packed sequences, documents and chunks have such masks. A prefix that all tokens see, or padding before a sequence,
+# gives masks that are not bands either; ports have the causal mask instead.
 
 
-_FEW_BORDERS = 8  # if there are no more borders, each is tried at another place
+_FEW_BORDERS = 8  # with no more sequences than this, each border is moved or left out alone
 
 
 def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
-    """Yield what ports make of a mask that is no band.
+    """Yield the mistakes of ports in a mask that is not a band.
 
     Args:
         bias: what the reference adds to its scores, ``[..., queries, keys]``; at most ``HIDDEN`` where a key is hidden.
@@ -474,7 +478,7 @@ def segment_mistakes(bias: Tensor) -> Iterator[Mistake[Masked]]:
 
 
 def _across_borders(bias: Tensor) -> Tensor:
-    """Return what is hidden if all sequences are one; what each query sees of its own, and padding, stay."""
+    """Return what is hidden if all sequences are taken for one: the same band and padding, without borders."""
     hidden = hidden_keys(bias)
     seen = seen_in(hidden)
     return _hidden_by(seen.band, bias) | _padding(bias) if seen.of_sequences and seen.band else hidden
@@ -494,11 +498,11 @@ def _other_segments(lengths: Sequence[int], is_causal: bool) -> Iterator[Mistake
     orders["longest first"] = orders["shortest first"][::-1]
     if sum(lengths) % len(lengths) == 0:
         orders["made equal"] = [sum(lengths) // len(lengths)] * len(lengths)
-    for by in (-1, 1):  # every border but the two ends
+    for by in (-1, 1):  # every border except the two ends
         if lengths[0] + by > 0 and lengths[-1] - by > 0:
             orders[f"with every border moved by {by:+d}"] = [lengths[0] + by, *lengths[1:-1], lengths[-1] - by]
     chunk = lengths[0]
-    if set(lengths[:-1]) == {chunk} and lengths[-1] <= chunk:  # attention in chunks, as Llama 4's
+    if set(lengths[:-1]) == {chunk} and lengths[-1] <= chunk:  # attention in chunks, as in Llama 4
         for other in (chunk // 2, 2 * chunk, chunk - 1, chunk + 1):
             whole, rest = divmod(sum(lengths), max(other, 1))
             orders[f"made those of chunks of {other} tokens"] = [*[max(other, 1)] * whole, *[rest] * (rest > 0)]
@@ -532,7 +536,7 @@ def _window_for_segments(right: str, size: float) -> Mistake[Masked]:
 
 
 def lengths_of(hidden: Tensor) -> list[int] | None:
-    """Return the lengths of the sequences in which a mask ``[..., seq, seq]`` is whole or causal; None for others."""
+    """Return the lengths of the sequences of a mask ``[..., seq, seq]``, each full or causal; None for other masks."""
     seq = hidden.shape[-1]
     if hidden.shape[-2] != seq or seq < 2 or not bool((hidden == hidden[(0,) * (hidden.dim() - 2)]).all()):
         return None
@@ -545,7 +549,7 @@ def lengths_of(hidden: Tensor) -> list[int] | None:
 
 
 def _between(lengths: Sequence[int], like: Tensor) -> Tensor:
-    """Return where query and key are of different sequences, ``[seq, seq]``."""
+    """Return where query and key belong to different sequences, ``[seq, seq]``."""
     number = torch.arange(len(lengths), device=like.device).repeat_interleave(
         torch.tensor(lengths, device=like.device), output_size=sum(lengths)
     )
@@ -563,7 +567,7 @@ def _padded_before(hidden: Tensor) -> Tensor:
 
 
 def _as_padded_after(bias: Tensor) -> Tensor:
-    """Return what is hidden if padding follows as many tokens as a mask shows after padding."""
+    """Return the hidden keys if the padding before the tokens is moved after them."""
     hidden = hidden_keys(bias)
     beyond = _beyond(bias, (~_padded_before(hidden)).sum(-1)[..., None, None])
     return beyond | _future(hidden) if bool((hidden | ~_future(hidden)).all()) else beyond

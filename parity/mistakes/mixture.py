@@ -1,4 +1,4 @@
-"""Recognise a router and its experts in a trace, and mistakes in them."""
+"""Recognise routers of mixtures of experts in a trace, and yield mistakes in their weights and choices."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from parity.trace.trace import (
     with_number,
 )
 
-# Routers of mixtures of experts in a trace: which scores choose a token's experts, and how the experts are weighted.
+# Routers in a trace: the scores that choose a token's experts, and the experts' weights.
 
 
 @dataclass(frozen=True, eq=False)
 class Router:
-    """Chooses each token's experts by ``topk``, or its one expert by ``max``, and weights what they return.
+    """Chooses each token's experts by ``topk``, or its one expert by ``max``, and weights their results.
 
     Attributes:
         choice: the call that chooses, which returns values and indices.
-        scores: among which it chooses, ``[..., experts]``; those of groups that are not chosen may be masked.
-        unbiased: the scores before masks, and before a bias is added.
-        bias: ``[experts]``, a parameter or a buffer; None where none is added.
-        biasing: the call that adds it; None where none is added.
-        taken: the ``gather`` of weights by the choice's indices; None where they are the values that it returns.
-        source: what ``taken`` gathers from; None where it is None.
-        weighting: the call that returns the chosen experts' weights, ``[..., k]``: ``choice`` itself, ``taken``, or
-            what is computed from these.
-        total: their sum, by which they are divided; None where they are not.
-        activation: the softmax or sigmoid of all experts' logits that makes the scores; None where they are the logits.
+        scores: the scores to choose from, ``[..., experts]``; those of groups that are not chosen may be masked.
+        unbiased: the scores before they are masked and before a bias is added.
+        bias: ``[experts]``, a parameter or a buffer; None if none is added.
+        biasing: the call that adds the bias; None if none is added.
+        taken: the ``gather`` of weights by the choice's indices; None if the weights are the values of ``choice``.
+        source: the values that ``taken`` gathers from; None if there is no ``taken``.
+        weighting: the call that returns the chosen experts' weights, ``[..., k]``: ``choice``, ``taken``, or a call
+            that follows them.
+        total: the sum of the weights, by which they are divided; None if they are not.
+        activation: the softmax or sigmoid of all experts' logits that makes the scores; None if they are the logits.
         is_softmax_of_chosen: whether the weights are a softmax of the chosen scores.
     """
 
@@ -101,9 +101,10 @@ def _router(trace: Trace, call: Call) -> Router | None:
 
 
 def _scaled(trace: Trace, made: Call, weights: Value) -> tuple[Call, Value | None]:
-    """Return the call that returns the weights after factors and the division by their sum, in any order, and this sum.
+    """Return the call that computes the final weights, and the sum by which they are divided.
 
-    The call is ``made``, which returns the weights before these, where none follows; the sum is None if none divides.
+    Factors and the division may follow ``made``, which returns the weights before them, in any order. The call is
+    ``made`` if none follows; the sum is None if the weights are not divided by it.
     """
     total, known = None, [weights]
     while True:
@@ -122,7 +123,7 @@ def _scaled(trace: Trace, made: Call, weights: Value) -> tuple[Call, Value | Non
 
 
 def _unmasked(trace: Trace, scores: Value) -> Value:
-    """Return the scores before those of some experts are masked, such as DeepSeek's groups that are not chosen."""
+    """Return the scores before some experts are masked, as in DeepSeek's groups that are not chosen."""
     shape = trace.tensor(scores).shape
     while (call := trace.producer(back(trace, scores))) is not None and call.name in ("masked_fill", "where"):
         masked = [x for x in call.inputs if trace.tensor(x).is_floating_point() and trace.tensor(x).shape == shape]
@@ -133,7 +134,7 @@ def _unmasked(trace: Trace, scores: Value) -> Value:
 
 
 def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Call | None]:
-    """Return the scores without a bias, the bias that is added for all tokens, and the call that adds it."""
+    """Return the scores without the bias that is added for all tokens, this bias, and the call that adds it."""
     call = trace.producer(back(trace, scores))
     terms, width = added(call) or (), trace.tensor(scores).shape[-1]
     for value, bias in zip(terms, terms[::-1], strict=True):
@@ -143,19 +144,19 @@ def _without_bias(trace: Trace, scores: Value) -> tuple[Value, Value | None, Cal
 
 
 def _is_sum(trace: Trace, value: Value, of: Value) -> bool:
-    """Return whether a value is the sum of another, with or without a tiny number added."""
+    """Return whether a value is the sum of another, possibly plus a tiny number."""
     call = trace.producer(back(trace, value))
     if call is not None and call.name == "add" and call.inputs:
         call = trace.producer(back(trace, call.inputs[0]))
     return call is not None and call.name == "sum" and back(trace, call.inputs[0], CASTS) == back(trace, of, CASTS)
 
 
-# What ports get wrong about the weights that a router gives, and about the experts that it chooses.
+# Mistakes in the weights that a router gives, and in the experts that it chooses.
 
 
 _Edits = tuple[Edit, ...]
 Rows = dict[str, Row[Router]]
-_NO_SCORE = -1e4  # of which a softmax makes 0
+_NO_SCORE = -1e4  # a softmax turns this into 0
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "softmax": lambda logits: logits.softmax(-1),
@@ -168,7 +169,7 @@ def routing_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     mistakes = (*_weight_mistakes(), *_bias_mistakes(), *_choice_mistakes())
     yield from everywhere_and_somewhere(mistakes, found, lambda one: one.choice.module)
     for one in everywhere_and_somewhere(_split_mistakes(), found, lambda one: one.choice.module):
-        # A token's expert depends on the other tokens' here, so the batch must not be cut to one row.
+        # A token's expert depends on the other tokens here, so the batch must not be cut to one row.
         yield replace(one, around=lambda call: call)
 
 
@@ -226,7 +227,7 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
 
 
 def _bias_mistakes() -> Iterator[Mistake[Router]]:
-    """Yield what ports get wrong about a bias that the reference adds to scores, for the choice or for the weights."""
+    """Yield mistakes in a bias that the reference adds to scores, for the choice or for the weights."""
     right = "add the router's bias to the scores where the reference does,"
     biased: Rows = {
         "routing bias in the weights": (
@@ -308,7 +309,7 @@ def _normalised(router: Router) -> _Edits:
 def _scored_and_weighted(
     scored: Callable[[Router], _Edits], weighted: Callable[[Router], _Edits], router: Router
 ) -> _Edits:
-    """Return the edits of both; none where one has none."""
+    """Return the edits of both mistakes; empty if one of them has none."""
     some, others = scored(router), weighted(router)
     return (*some, *others) if some and others else ()
 
@@ -334,7 +335,7 @@ def _activated_by(name: str, router: Router) -> _Edits:
 
 
 def _chosen_by_activated(name: str, router: Router) -> _Edits:
-    """Return the edits that choose by activated scores; others that read the scores, as an auxiliary loss, do not."""
+    """Return the edits that choose by activated scores; other readers, such as an auxiliary loss, keep the scores."""
     own = router.activation
     if own is None or own.name == name or router.taken is not None or router.scores != router.unbiased:
         return ()
@@ -363,7 +364,7 @@ def _weights_without_bias(router: Router) -> _Edits:
 
 
 def _with_bias(scores: Callable[[Tensor, Tensor], Tensor], router: Router) -> _Edits:
-    """Return the edits that add the bias otherwise; what is computed from the sum, as masks of groups, follows."""
+    """Return the edits that add the bias another way; values computed from the sum, such as masks, change with it."""
     if router.biasing is None or router.bias is None:
         return ()
     needs = router.unbiased, router.bias
@@ -387,7 +388,7 @@ def _with_one_more(router: Router) -> _Edits:
 
 
 def _with_one_fewer(router: Router) -> _Edits:
-    """Return the edits under which the last chosen expert has no weight; shapes stay as they are."""
+    """Return the edits that take the weight from the last chosen expert; shapes stay as they are."""
     nothing = _NO_SCORE if router.is_softmax_of_chosen else 0.0
 
     def fewer(was: Any, scores: Tensor) -> Any:
@@ -410,7 +411,7 @@ def _with_one_fewer(router: Router) -> _Edits:
 
 
 def _split(split: Callable[[Tensor], Tensor], router: Router) -> _Edits:
-    """Return the edits that sort tokens by their experts, and cut them at other counts."""
+    """Return the edits that sort tokens by expert and cut them at other counts."""
 
     def cut(indices: Tensor, experts: int) -> Tensor:
         right = indices.flatten()
@@ -427,7 +428,7 @@ def _rerouted(router: Router, change: Callable[[Tensor, int], Tensor]) -> _Edits
 
     Args:
         router: the reference's router.
-        change: maps the right experts ``[..., k]``, and how many there are, to the others.
+        change: maps the right experts ``[..., k]``, and the number of all experts, to the wrong ones.
     """
 
     def chosen(was: Any, scores: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Mistakes in where norms stand: left out, added, before or after a block, inside of attention."""
+"""Mistakes in the places of norms: before instead of after a branch, around pooling, or where there should be none."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ from parity.trace.trace import (
     users,
 )
 
-# Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2, which a port puts
+# Norms after residual sums, as in the original transformer, or of branches' results, as in OLMo 2. A port may put them
 # before its branches, as TE's layers do.
 
 
-_OF_A_STREAM = 400  # its ancestors, among which a norm that makes it is
-_SUMS_OF_A_LAYER = (1, 2, 3)  # residual sums: of a parallel block, of a decoder's layer, of one with cross-attention
+_OF_A_STREAM = 400  # a norm that makes a stream is looked for among this many of its ancestors
+_SUMS_OF_A_LAYER = (1, 2, 3)  # residual sums of a parallel block, a decoder layer, and one with cross-attention
 
 
 def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield the mistake that each norm after a sum comes before the sum's branch."""
+    """Yield the mistake of putting each norm that follows a sum before the sum's branch."""
     edits: list[Edit] = []
     for one in residuals(trace):
         after = next((norm for norm in norms(trace) if back(trace, norm.x) == one.call.outputs[0]), None)
@@ -69,7 +69,7 @@ def pre_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]
 
 
 def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield the mistakes that each norm of a branch's result comes before the branch, or after the sum."""
+    """Yield the mistakes of putting each norm of a branch's result before the branch or after the sum."""
     found = list(_normed_branches(trace))
     before = [one for call, stream, norm in found for one in _norm_before(trace, stream, norm, module)]
     after = [_norm_of_sum(call, stream, norm) for call, stream, norm in found]
@@ -83,7 +83,7 @@ def branch_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothes
 
 
 def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield the mistakes that the norm after all layers, which has its own weights, is after each of them."""
+    """Yield the mistakes of applying the norm after all layers, with its own weights, after each of them."""
     found = residuals(trace)
     last = next((norm for norm in norms(trace) if found and back(trace, norm.x) == found[-1].call.outputs[0]), None)
     normed = None if last is None else _with_parameters_of(module, trace, last)
@@ -106,7 +106,7 @@ def last_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis
 
 
 def pooled_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothesis]:
-    """Yield the mistakes that tokens are picked, or averaged, on the other side of their norm."""
+    """Yield the mistakes of picking or averaging tokens after instead of before their norm, or the reverse."""
     for norm in norms(trace):
         pool, normed = trace.producer(back(trace, norm.x)), _with_parameters_of(module, trace, norm)
         if pool is not None and normed is not None and pool.inputs and _keeps_channels(trace, pool, pool.inputs[0]):
@@ -129,7 +129,7 @@ def pooled_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothes
 
 
 def _pools(trace: Trace, value: Value) -> list[Call]:
-    """Return the last of the calls that pick or average a value's tokens, if all that read it do."""
+    """Return the last calls that pick or average a value's tokens; empty if one of its readers does neither."""
     found: list[Call] = []
     for call, _ in users(trace, value, CASTS):
         if not _keeps_channels(trace, call, value):
@@ -139,12 +139,12 @@ def _pools(trace: Trace, value: Value) -> list[Call]:
 
 
 def _of_result(call: Call, norm: Callable[..., Tensor], affine: Sequence[Value] = ()) -> Edit:
-    """Return the edit under which a norm follows a call."""
+    """Return the edit that applies a norm to a call's result."""
     return edit(call, affine, lambda was, *parameters: norm(was, *parameters).to(was.dtype))
 
 
 def _keeps_channels(trace: Trace, call: Call, given: Value) -> bool:
-    """Return whether a call picks or averages tokens of a value, and keeps their channels."""
+    """Return whether a call picks or averages tokens of a value and keeps their channels."""
     if call.name not in ("getitem", "select", "narrow", "index_select", "mean") or len(call.outputs) != 1:
         return False
     before, after = trace.tensor(given).shape, trace.tensor(call.outputs[0]).shape
@@ -152,7 +152,7 @@ def _keeps_channels(trace: Trace, call: Call, given: Value) -> bool:
 
 
 def _normed_branches(trace: Trace) -> Iterator[tuple[Call, Value, Norm]]:
-    """Yield sum, stream and norm of every ``stream + norm(branch)``, unless the norm is of the stream, or makes it."""
+    """Yield sum, stream and norm of every ``stream + norm(branch)``, unless the norm reads or makes the stream."""
     by_result = {norm.call.outputs[0]: norm for norm in norms(trace)}
     for call in trace.calls:
         named = binary(call)
@@ -173,7 +173,7 @@ def _norm_of_sum(call: Call, stream: Value, norm: Norm) -> Edit:
 
 
 def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) -> Iterator[Edit]:
-    """Yield the edits by which a branch reads the norm of the stream, and the norm after it or its sum is left out."""
+    """Yield the edits that make a branch read the norm of the stream and leave out the norm after it or its sum."""
     normed = _with_parameters_of(module, trace, after)
     if normed is None:
         return
@@ -185,14 +185,14 @@ def _norm_before(trace: Trace, stream: Value, after: Norm, module: nn.Module) ->
 
 
 def _with_parameters_of(module: nn.Module, trace: Trace, norm: Norm) -> Callable[[Tensor], Tensor] | None:
-    """Return a norm that reads its parameters from the module; None if one is not a parameter."""
-    # In the trace they first appear with the norm.
+    """Return a norm that reads its parameters from the module; None if one of them is not a parameter."""
+    # In the trace, the parameters first appear with the norm, too late for earlier calls.
     names = [trace.parameter(value) or "" for value in norm.needs[1:]]
     return (lambda x: norm.compute(x, *map(module.get_parameter, names))) if all(names) else None
 
 
 def _of_normed(call: Call, given: Value, norm: Callable[[Tensor], Tensor]) -> Edit:
-    """Return the edit under which a call reads the norm of what it is given."""
+    """Return the edit that makes a call read the norm of ``given``."""
 
     def compute(was: Tensor, *inputs: Tensor) -> Any:
         changed = (norm(x).to(x.dtype) if value == given else x for value, x in zip(call.inputs, inputs, strict=True))
@@ -201,14 +201,14 @@ def _of_normed(call: Call, given: Value, norm: Callable[[Tensor], Tensor]) -> Ed
     return edit(call, call.inputs, compute)
 
 
-# Norms of queries, keys and values that only a port has: of some of them, of all, of each head, of all heads at once.
+# Norms of queries, keys and values that only a port has: of some or all of them, of each head or all heads at once.
 #
-# They come from TE's ``qk_norm_type``, or from another model; their weights are 1 and 0, or those of the keys' norm.
+# They come from TE's ``qk_norm_type`` or from another model. Their weights are 1 and 0, or those of the keys' norm.
 
 
 _EPS = 1e-5  # TE's default
 _EPS_OF_L2 = 1e-6  # TE's default for L2Normalization
-_NEAR = 24  # a key's norm is looked for among so many of its ancestors
+_NEAR = 24  # a key's norm is looked for among this many of its ancestors
 
 Compute = Callable[[Tensor], Tensor]
 
@@ -218,11 +218,11 @@ def _rms_norm(x: Tensor) -> Tensor:
 
 
 KINDS: dict[str, Compute] = {"LayerNorm": lambda x: _rms_norm(x - x.mean(-1, keepdim=True)), "RMSNorm": _rms_norm}
-"""Norms without weights, by their names in TE."""
+"""Norms without weights, by their name in TE."""
 
 
 def attention_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield each such norm, in all layers and, of queries and keys, in each."""
+    """Yield every such norm in all layers; norms of queries and keys also in single layers."""
     found = attentions(trace)
     l2_norm: Compute = lambda x: x * (x.square().sum(-1, keepdim=True) + _EPS_OF_L2).rsqrt()  # noqa: E731
     right = "take queries and keys as they are, as the reference does: qk_norm_type=None"
@@ -240,7 +240,7 @@ def attention_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
-    """Yield a norm of other combinations than queries and keys, or of all heads at once, as in OLMo 2."""
+    """Yield norms of combinations other than queries and keys, or of all heads at once, as in OLMo 2."""
     arranged: dict[str, tuple[Compute | None, ...]] = {
         f"{kind} of values": (None, None, norm, None),
         f"{kind} of queries, keys and values": (norm, norm, norm, None),
@@ -254,7 +254,7 @@ def _of_some(kind: str, norm: Compute) -> Iterator[Mistake[Attention]]:
 
 
 def _of_all_heads(norm: Compute) -> Compute:
-    """Return the norm over all heads' channels at each position of ``[..., heads, seq, head_dim]``."""
+    """Return a norm over all heads' channels at each position of ``[..., heads, seq, head_dim]``."""
 
     def computed(x: Tensor) -> Tensor:
         rows = norm(x.transpose(-3, -2).flatten(-2))
@@ -272,7 +272,7 @@ class _Keyed:
 
 
 def _of_key(trace: Trace, attention: Attention) -> Norm | None:
-    """Return the norm of each head's keys, before or after a rotation; None if values may go through it as well."""
+    """Return the norm of each head's keys, before or after a rotation; None if the values may pass through it too."""
     *_, value = heads_of(trace, attention)
     made = set(ancestors(trace, attention.key, _NEAR)) | {attention.key}
     of_value = set(ancestors(trace, attention.value, _NEAR)) | {attention.value}
@@ -298,14 +298,14 @@ def _values_as_keys() -> Mistake[_Keyed]:
     )
 
 
-# Norms that only a port has: before linear layers, of queries and keys, of a branch's result, after a sum.
+# Norms that only a port has: before linear layers, of queries and keys, of a branch's result, or after a sum.
 #
-# They come from TE's ``LayerNormLinear`` and ``LayerNormMLP`` in the place of ``Linear`` and an MLP, from
-# ``qk_norm_type``, or from another model; their weights are 1 and 0. A port may have them in all layers, or in some.
+# They come from TE's ``LayerNormLinear`` and ``LayerNormMLP`` in place of ``Linear`` and an MLP, from ``qk_norm_type``,
+# or from another model. Their weights are 1 and 0. A port may have them in all layers or in some.
 
 
 def extra_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield a norm in each place where ports have one that the reference lacks."""
+    """Yield a norm at each place where ports have one that the reference lacks."""
     for calls in _alike(trace):
         for kind, norm in KINDS.items():
             yield _before(calls, kind, norm)
@@ -322,7 +322,7 @@ def extra_norm_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _at_sums() -> Iterator[Mistake[Residual]]:
-    """Yield a norm of what a branch computes, before or after a gate, a gain or a number scales it, or of the sum."""
+    """Yield a norm of a branch's result, before or after a gate, a gain or a number scales it, or of the sum."""
 
     def of_branch(norm: Compute, one: Residual) -> tuple[Edit, ...]:
         return (instead(one.call, (one.stream, one.branch), lambda x, y: x + norm(y)),)
@@ -341,7 +341,7 @@ def _at_sums() -> Iterator[Mistake[Residual]]:
 
 
 def _alike(trace: Trace) -> list[list[Call]]:
-    """Group linear layers that read no norm; those of the same name in all layers are in one group."""
+    """Return linear layers that read no norm, grouped by input; those of the same name in all layers share a group."""
     normed = {norm.call.outputs[0].number for norm in norms(trace)}
     linear = (call for call in trace.calls if call.name == "linear" and any(map(trace.parameter, call.inputs[1:])))
     of_activations = (call for call in linear if trace.parameter(call.inputs[0]) is None)
@@ -355,13 +355,13 @@ def _alike(trace: Trace) -> list[list[Call]]:
 
 
 def _input(trace: Trace, call: Call) -> Value:
-    """Return the activation that a linear layer reads; casts do not count."""
+    """Return the activation that a linear layer reads, before any casts."""
     given: Value = back(trace, call.inputs[0], CASTS)
     return given
 
 
 def _before(calls: Sequence[Call], kind: str, norm: Compute, alike: Sequence[Call] = ()) -> Hypothesis:
-    """Return the mistake that these linear layers, all or some of those that are alike, read a norm."""
+    """Return the mistake that these linear layers, which may be some of those ``alike``, read a norm."""
     first = f"the {calls[0].described}"
     others = more_like_it(len(calls))
     as_reference = "as the reference does (Linear for LayerNormLinear, no LayerNormMLP)"

@@ -1,4 +1,4 @@
-"""Recognise norms in a trace, and their mistakes: eps, kind, gain, groups."""
+"""Recognise norms in a trace, and yield mistakes in them: eps, kind, rounding, groups."""
 
 from __future__ import annotations
 
@@ -44,33 +44,33 @@ from parity.trace.trace import (
     with_number,
 )
 
-# Norms, called or written out, and what ports get wrong about them.
+# Norms, whether called or written out, and mistakes in them.
 
 
-_IN_LIST = re.compile(r"(.+?)\.\d+\.")  # the path of what is in a list of layers
+_IN_LIST = re.compile(r"(.+?)\.\d+\.")  # matches the path of a module in a list of layers
 
 
 @dataclass(frozen=True)
 class Norm:
     """``(x - mean) / sqrt(mean of squares + eps) * gain + bias`` over the last dimension.
 
-    Where squares are summed instead of averaged, this is what TE calls L2Normalization. TE divides by the number of
-    channels and adds eps inside the root; ``x.std(-1)`` divides by one less, and many a reference adds eps to it.
+    If squares are summed instead of averaged, TE calls this L2Normalization. TE divides by the number of channels and
+    adds eps inside the root; ``x.std(-1)`` divides by one less, and many references add eps to it.
 
     Attributes:
-        call: the last of those that compute it.
-        x: what is normalised.
-        centred: whether the mean is subtracted: LayerNorm, else RMSNorm.
+        call: the last of the calls that compute it.
+        x: the value to normalise.
+        centred: whether the mean is subtracted: LayerNorm if so, else RMSNorm.
         eps: added to the mean of squares; None for RMSNorm's default, the dtype's machine epsilon.
         gain: ``[width]``, or None.
         bias: ``[width]``, or None.
-        summed: whether the sum of squares takes the place of their mean: every row has the length 1.
-        unbiased: whether the squares are divided by one less than there are channels; of LayerNorm alone.
+        summed: whether the sum of squares replaces their mean, so that every row has length 1.
+        unbiased: whether the squares are divided by one less than the number of channels; only for LayerNorm.
         eps_outside: whether eps is added to the root and not inside it.
         statistics: dtype to which mean and mean of squares are rounded; None for the computation's own.
         root: dtype to which the reciprocal root is rounded; None for the computation's own.
         before_gain: dtype to which the normalised value is rounded before it is scaled; None for the computation's own.
-        times: how often the norm is applied, one on the result of the other.
+        times: how often the norm is applied, each time to the previous result.
     """
 
     call: Call
@@ -115,7 +115,7 @@ class Norm:
 
     @property
     def needs(self) -> tuple[Value, ...]:
-        """The values that ``compute`` is given."""
+        """The values that ``compute`` takes."""
         return tuple(value for value in (self.x, self.gain, self.bias) if value is not None)
 
     def edits(self, **changes: object) -> tuple[Edit, ...]:
@@ -134,7 +134,7 @@ def norms(trace: Trace) -> list[Norm]:
 
 
 def _as_computed(trace: Trace, norm: Norm) -> Norm | None:
-    """Return the norm with the divisor that its result shows; None if it only looks like a norm."""
+    """Return the norm with the divisor that reproduces its result; None if it only looks like a norm."""
     result = trace.tensor(norm.call.outputs[0])
     for one in (norm, replace(norm, unbiased=True)) if norm.centred else (norm,):
         if agree(one.compute(*map(trace.tensor, one.needs)), result):
@@ -146,8 +146,8 @@ def norm_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's norms.
 
     Args:
-        trace: of the reference.
-        dtype: in which the port stores activations.
+        trace: the reference's trace.
+        dtype: the dtype in which the port stores activations.
     """
     found = norms(trace)
     mistakes = _mistakes(found, dtype)
@@ -249,9 +249,9 @@ _PLACES_OF_EPS: dict[str, Row[Norm]] = {
 
 
 def _told_apart(right: Sequence[float]) -> list[float]:
-    """Return usual eps of which none changes norms of eps ``right`` by half to one and a half times what another does.
+    """Return usual eps none of which changes norms of eps ``right`` by 0.5 to 1.5 times as much as another does.
 
-    A matched filter takes such changes for one another, since all point along one line.
+    A matched filter cannot tell such changes apart, because all point along one line.
     """
     kept: list[float] = []
     for eps in NORM_EPS:
@@ -272,7 +272,7 @@ def _rounded_statistics(low: torch.dtype, subtle: bool) -> Iterator[Mistake[Norm
 
 
 def _called(call: Call) -> Norm | None:
-    """Return the norm that a call of PyTorch's own computes."""
+    """Return the norm that a call of one of PyTorch's functions computes."""
     if call.name == "normalize":
         return _normalized(call)
     if call.name not in ("rms_norm", "layer_norm") or not call.outputs:
@@ -286,7 +286,7 @@ def _called(call: Call) -> Norm | None:
 
 
 def _normalized(call: Call) -> Norm | None:
-    """Return the norm of an ``F.normalize`` over the last dimension, whose eps is the least length it divides by."""
+    """Return the norm of an ``F.normalize`` over the last dimension; its eps is the least length it divides by."""
     bound = inspect.signature(F.normalize).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -296,7 +296,7 @@ def _normalized(call: Call) -> Norm | None:
 
 
 def _written_out(trace: Trace, call: Call) -> Norm | None:
-    """Return the norm whose root, reciprocal or not, is ``call``: a mean of squares before it, scaling after it."""
+    """Return the norm whose root or reciprocal root is ``call``, with a mean of squares before and scaling after it."""
     eps = 0.0
     match with_number(call):
         case ("pow", variance, exponent) if abs(exponent) == 0.5:
@@ -324,7 +324,7 @@ def _written_out(trace: Trace, call: Call) -> Norm | None:
 
 
 def _scaled_by(trace: Trace, root: Value, norm: Norm, differences: set[Value]) -> Norm | None:
-    """Return the norm in which one of these differences is multiplied or divided by a root."""
+    """Return the norm that multiplies or divides one of these differences by a root."""
     for user, value in users(trace, root):
         named = binary(user)
         if named and named[0] in ("mul", "div") and back(trace, other(user, value)) in differences:
@@ -337,10 +337,10 @@ def _scaled_by(trace: Trace, root: Value, norm: Norm, differences: set[Value]) -
 
 
 def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Value]] | None:
-    """Return what a value is the mean (or the sum) of squares of.
+    """Return the input of a mean or sum of squares.
 
     Returns:
-        The input, whether its mean was subtracted, whether squares are summed, and what may be scaled.
+        The input, whether its mean was subtracted, whether squares are summed, and the values that may be scaled.
     """
     call = trace.producer(variance)
     if call is None or not call.inputs:
@@ -373,7 +373,7 @@ def _averaged(trace: Trace, variance: Value) -> tuple[Value, bool, bool, set[Val
 
 
 def _differences(trace: Trace, x: Value, mean: Value) -> Iterator[Value]:
-    """Yield each subtraction of the mean: some norms do it once for the squares, and again for what they scale."""
+    """Yield each subtraction of the mean: some norms subtract once for the squares and again for the result."""
     for call, value in users(trace, x):
         match binary(call):
             case ("sub", left, right) if left == value and back(trace, right) == mean:
@@ -381,7 +381,7 @@ def _differences(trace: Trace, x: Value, mean: Value) -> Iterator[Value]:
 
 
 def _with_parameters(trace: Trace, norm: Norm) -> Norm:
-    """Return the norm together with the gain and bias that are applied next, if there are any."""
+    """Return the norm with the gain and bias that are applied next, if there are any."""
     width = trace.tensor(norm.x).shape[-1:]
 
     def applied(wanted: str, call: Call) -> tuple[Call, Value | None]:
@@ -397,22 +397,22 @@ def _with_parameters(trace: Trace, norm: Norm) -> Norm:
     return replace(norm, call=call, gain=gain, bias=bias)
 
 
-# Norms over more or fewer channels than the reference's: over those of one head, of a group, or of all heads.
+# Norms over more or fewer channels than the reference's: those of one head, of a group, or of all heads.
 
 
-_FEWEST = 16  # a group has at least so many channels
-_USUAL_COUNTS = (2, 4, 8)  # numbers of groups to try, as for Mamba 2's norm: nothing in a reference need show them
+_FEWEST = 16  # a group has at least this many channels
+_USUAL_COUNTS = (2, 4, 8)  # numbers of groups to try, as for Mamba 2's norm, even if the reference does not show them
 
 
 @dataclass(frozen=True)
 class _Grouped:
-    """A norm, and how its channels could be taken together otherwise.
+    """A norm, and other ways to group its channels.
 
     Attributes:
-        norm: of the reference.
-        axis: of what is normalised, the one that was cut off its channels; None where none was.
-        channels: how many there are, of all heads or groups.
-        parts: of how many at a time they could be normalised, other than as they are.
+        norm: the reference's norm.
+        axis: the dimension of its input that was split off the channels; None if there is none.
+        channels: how many there are in all heads or groups together.
+        parts: other numbers of channels that could be normalised at a time.
     """
 
     norm: Norm
@@ -421,7 +421,7 @@ class _Grouped:
     parts: frozenset[int]
 
     def edits(self, channels: int) -> tuple[Edit, ...]:
-        """Return the edits that normalise so many channels at a time; empty if they are, or if that is no part."""
+        """Return the edits that normalise this many channels at a time; empty if that is not among ``parts``."""
         if channels not in self.parts:
             return ()
         norm, axis = self.norm, self.axis
@@ -436,10 +436,10 @@ class _Grouped:
 
 
 def norm_group_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield norms of each head for one of all heads, one of all heads for one of each, and other numbers of groups.
+    """Yield norms of each head instead of all heads at once, the reverse, and other numbers of groups.
 
-    OLMo 2 and OLMoE normalise the queries of all heads at once, TE's ``qk_norm_type`` and most models
-    those of each head.
+    OLMo 2 and OLMoE normalise the queries of all heads at once; TE's ``qk_norm_type`` and most models normalise those
+    of each head.
     """
     found = [_grouped(trace, norm) for norm in norms(trace)]
     known: dict[str, Row[_Grouped]] = {
@@ -475,7 +475,7 @@ def _axis(trace: Trace, norm: Norm) -> int | None:
 
 
 def _with_last(x: Tensor, axis: int) -> Tensor:
-    """Merge one more dimension into the channels."""
+    """Return ``x`` with one more dimension merged into the channels."""
     return x.movedim(axis, -2).flatten(-2)
 
 

@@ -38,13 +38,13 @@ from parity.trace.trace import (
     with_number,
 )
 
-# Single calls that a port computes otherwise, tried if no mistake with a known meaning explains the error.
+# Single calls that a port computes in another way, tried if no mistake with a known meaning explains the error.
 #
-# Calls that a model makes in each of its layers are changed in all of them at once. So are those that a module makes in
-# each round of a loop.
+# Calls that a model makes in each layer are changed in all layers at once. So are those that a module makes in each
+# round of a loop.
 
 
-_LONG = 12  # in a loop of more rounds, a single round is hardly wrong alone
+_LONG = 12  # in a loop of more rounds, one round alone is hardly ever wrong
 
 
 def operation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
@@ -72,7 +72,7 @@ def loop_operation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _all_otherwise(trace: Trace, calls: Sequence[Call], known: Collection[str] = ()) -> Iterator[Hypothesis]:
-    """Yield the alternatives that these calls share, or those of them that are named, made in all calls at once."""
+    """Yield the alternatives that these calls share, or only the ``known`` ones, made in all calls at once."""
     by_call = [{one.name: one for one in alternatives(trace, call)} for call in calls]
     for described in by_call[0]:
         if all(described in ones for ones in by_call) and (not known or described in known):
@@ -80,7 +80,7 @@ def _all_otherwise(trace: Trace, calls: Sequence[Call], known: Collection[str] =
 
 
 def _in_loops(trace: Trace) -> Iterator[list[Call]]:
-    """Yield a module's calls that differ in tensors and numbers alone, such as those of a loop over layers or time."""
+    """Yield a module's calls that differ only in tensors and numbers, such as those of a loop over layers or time."""
 
     def kind(calls: Sequence[Call]) -> tuple[object, ...]:
         call = calls[0]
@@ -95,7 +95,7 @@ def _in_loops(trace: Trace) -> Iterator[list[Call]]:
 
 
 def _of_one_number(trace: Trace) -> Iterator[list[Call]]:
-    """Yield calls that add, or multiply by, one number several times in a layer or across layers: DiT's 1 + scale."""
+    """Yield calls that add or multiply by the same number in a layer or across layers, such as DiT's 1 + scale."""
 
     def number(calls: Sequence[Call]) -> tuple[str, float] | None:
         made = with_number(calls[0])
@@ -115,7 +115,7 @@ def _there_and_back(trace: Trace) -> Iterator[list[Call]]:
 
 
 def _in_turns(trace: Trace) -> Iterator[list[Call]]:
-    """Yield calls that take every second element, or third, of a tensor: gates and ups of all experts, in GPT-OSS."""
+    """Yield calls that take every second or third element of a tensor, such as gates and ups of gpt-oss's experts."""
 
     def step(calls: Sequence[Call]) -> int:
         index = calls[0].args[1]
@@ -127,7 +127,7 @@ def _in_turns(trace: Trace) -> Iterator[list[Call]]:
 
 
 def _several(groups: Iterable[Sequence[Sequence[Call]]]) -> Iterator[list[Call]]:
-    """Yield the calls of each group that joins calls which are not alike."""
+    """Yield the calls of each group that holds more than one list of alike calls."""
     yield from (list(chain.from_iterable(same)) for same in groups if len(same) > 1)
 
 
@@ -136,7 +136,7 @@ def _layer(calls: Sequence[Call]) -> str:
 
 
 def alike(trace: Trace) -> list[list[Call]]:
-    """Group calls that compute activations; those that differ only in their layer's number are in one group."""
+    """Return calls that compute activations; those that differ only in their layer's number are in one group."""
     computing = [call for call in trace.calls if any(trace.tensor(x).is_floating_point() for x in call.outputs)]
     return list(grouped(computing, lambda call: (unnumbered(call.site[0]), *call.site[1:])).values())
 
@@ -159,17 +159,16 @@ def _otherwise(calls: Sequence[Call], instead: Sequence[Mistake[Call]]) -> Hypot
     )
 
 
-# Linear layers of which a port multiplies the results by a number, or activates what they read or return, where the
-# reference does not.
+# Factors and activations that only a port applies to the inputs or results of linear layers.
 
 
 _EXTRA = ("silu", "gelu (tanh)", "relu")
 
 
 def scaled_linear_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield what linear layers return times a number, those that differ in their layer's or expert's number together.
+    """Yield linear layers whose results are multiplied by a number, alike ones of all layers or experts together.
 
-    The last come first: a factor of what they read often does the same.
+    The last layers come first, because a factor on their input often has the same effect.
     """
     for which, calls in reversed(_linear_layers(trace)):
         for value in (2.0, 0.5):
@@ -184,7 +183,7 @@ def scaled_linear_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def extra_activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield linear layers of which a port activates what they read, or what they return; alike ones together."""
+    """Yield linear layers whose input or result a port activates, alike ones together."""
     for which, calls in _linear_layers(trace):
         for name, what in product(_EXTRA, ("reads", "returns")):
             yield Hypothesis(
@@ -197,7 +196,7 @@ def extra_activation_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _linear_layers(trace: Trace) -> list[tuple[str, list[Call]]]:
-    """Return linear layers with a parameter, alike ones together, each group with what it is called in messages."""
+    """Return linear layers with a parameter, alike ones together, each group with its name in messages."""
     groups = (calls for calls in alike(trace) if calls[0].name in LINEAR)
     some = [calls for calls in groups if any(trace.parameter(value) is not None for value in calls[0].inputs)]
     return [(f"the {calls[0].described}{more_like_it(len(calls), of='of ')}", calls) for calls in some]
@@ -210,17 +209,17 @@ def _activated(call: Call, function: Callable[[Tensor], Tensor], what: str) -> E
     return edit(call, call.inputs, again(call, of_activated))
 
 
-# Special tokens that a port puts, and reads, at the other end: a class token last, registers first.
+# Special tokens that a port puts and reads at the other end, such as a class token last or registers first.
 #
-# Tables and rotations by position stay as they are, and so meet other tokens.
+# Tables and rotations by position stay as they are, so they meet other tokens.
 
 
-_MOST = 16  # special tokens that are looked for
+_MOST = 16  # at most this many special tokens are looked for
 
 
 @dataclass(frozen=True)
 class _Join:
-    """``call`` joins some tokens and more others, along dimension ``dim``."""
+    """``call`` joins ``first`` tokens and ``second`` others along dimension ``dim``."""
 
     call: Call
     dim: int
@@ -229,7 +228,7 @@ class _Join:
 
 
 def joined_token_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield both parts in the other order; later calls that read one part alone read it where it is then."""
+    """Yield the mistake of joining two parts in the other order; later calls read each part at its new place."""
     for call in trace.calls:
         join = _join(trace, call)
         readers = [] if join is None else list(_readers(trace, join))
@@ -263,7 +262,7 @@ def _exchanged(call: Call) -> Callable[..., Tensor]:
 
 
 def _readers(trace: Trace, join: _Join) -> Iterator[tuple[int, Edit]]:
-    """Yield later calls that read one of the parts alone, with the number of dimensions of their tensor."""
+    """Yield the edits of later calls that read one part alone, each with the number of dimensions of its tensor."""
     total = join.first + join.second
     for call in trace.calls:
         is_later = call.outputs and call.outputs[0].number > join.call.outputs[0].number
@@ -281,7 +280,7 @@ def _readers(trace: Trace, join: _Join) -> Iterator[tuple[int, Edit]]:
 
 
 def _moved(part: Any, join: _Join) -> int | slice | None:
-    """Return the index of what an index reads, after the exchange; None if it does not read one part alone."""
+    """Return the index of the same tokens after the exchange; None if it does not select one part alone."""
     total = join.first + join.second
     if isinstance(part, int):
         place = part % total
@@ -295,12 +294,12 @@ def _moved(part: Any, join: _Join) -> int | slice | None:
 # Factors on the wrong term of a sum: a gate or a LayerScale on the stream, not on the branch.
 
 
-_BETWEEN = CASTS | {"dropout"}  # from a product to the sum
+_BETWEEN = CASTS | {"dropout"}  # these calls may lie between a product and the sum
 
 
 @dataclass(frozen=True)
 class _Term:
-    """``x``, times ``factor`` where it has one: a value, or a number."""
+    """``x`` times ``factor``, which is a value or a number."""
 
     x: Value
     factor: Any = 1.0
@@ -308,13 +307,13 @@ class _Term:
 
 @dataclass(frozen=True)
 class _Sum:
-    """``call`` adds two terms, one of which has a factor at least."""
+    """``call`` adds two terms, at least one of which has a factor."""
 
     call: Call
     terms: tuple[_Term, _Term]
 
     def exchanged(self) -> Edit:
-        """Return the edit under which each term has the other's factor."""
+        """Return the edit that gives each term the other's factor."""
         first, second = self.terms
         factors = (second.factor, first.factor)
         values = [factor for factor in factors if isinstance(factor, Value)]
@@ -328,7 +327,7 @@ class _Sum:
 
 
 def exchanged_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield the exchange for every sum, in all layers at once, and for all sums whose terms are scaled alike."""
+    """Yield the exchange of factors in each sum, in all layers at once, and in all sums that are scaled alike."""
     by_call = [[_sums(trace, call) for call in calls] for calls in alike(trace)]
     groups = [list(sums) for ways in by_call for sums in zip(*ways, strict=False)]
     by_scaled = grouped(groups, lambda sums: tuple(term.factor != 1.0 for term in sums[0].terms))
@@ -348,7 +347,7 @@ def _exchanged_factors(sums: Sequence[_Sum]) -> Hypothesis:
 
 
 def _sums(trace: Trace, call: Call) -> list[_Sum]:
-    """Return what a call adds, in every way to tell the factors from what they multiply."""
+    """Return the sum that a call computes, once for every way to tell factors from the values they multiply."""
     both = added(call)
     if both is None or "alpha" in call.kwargs:
         return []
@@ -358,7 +357,7 @@ def _sums(trace: Trace, call: Call) -> list[_Sum]:
 
 
 def _terms(trace: Trace, value: Value, shape: Sequence[int]) -> list[_Term]:
-    """Return a term with its factor, which may be the smaller of the two; if both are as large, in both ways."""
+    """Return a term with its factor; if both operands of a product have the sum's shape, in both ways."""
     match binary(trace.producer(back(trace, value, _BETWEEN))):
         case ("mul", left, right):
             ways = [_Term(x, factor) for x, factor in ((left, right), (right, left)) if isinstance(x, Value)]
@@ -367,14 +366,14 @@ def _terms(trace: Trace, value: Value, shape: Sequence[int]) -> list[_Term]:
     return [one for one in ways if trace.tensor(one.x).shape == shape and trace.tensor(one.x).dim() > 1]
 
 
-# Numbers by which a reference multiplies what it computes, and ports that have another number or none.
+# Factors of a reference, in whose place a port has another number or none.
 #
-# For example LoRA's ``alpha / rank``, a residual branch scaled by depth, embeddings times
-# ``sqrt(hidden)``, scaled logits.
+# For example LoRA's ``alpha / rank``, a residual branch scaled by depth, embeddings times ``sqrt(hidden)``, or scaled
+# logits.
 
 
 _POINTWISE = CASTS | {"add", "sub", "mul", "div", "truediv", "tanh", "masked_fill", "where", "cat", "view", "reshape"}
-_FUNCTIONS = frozenset({"sigmoid", "tanh", "erf", "exp"})  # an activation's own constants are told by its name
+_FUNCTIONS = frozenset({"sigmoid", "tanh", "erf", "exp"})  # an activation's own constants are not factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,7 +385,7 @@ class Factor:
 
 
 def factors(trace: Trace) -> list[Factor]:
-    """Return every multiplication of activations by a positive number but 1, apart from scores and functions."""
+    """Return every multiplication of activations by a positive number other than 1, except in scores and functions."""
     of_attention = scales_of_attention(trace)
     found = [factor for call in trace.calls if (factor := _factor(trace, call)) is not None]
     return [factor for factor in found if factor.call.site not in of_attention]
@@ -408,7 +407,7 @@ def factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _scales(trace: Trace, softmax: Call) -> Iterator[Call]:
-    """Yield what is computed between a product of queries and keys and its softmax, then queries and keys."""
+    """Yield the calls between a product of queries and keys and its softmax, and those that make queries and keys."""
     queue = list(softmax.inputs[:1])
     while queue:
         call = trace.producer(queue.pop())
@@ -438,7 +437,7 @@ def _factor(trace: Trace, call: Call) -> Factor | None:
 
 
 def _with_buffer(trace: Trace, call: Call) -> tuple[str, Value, float] | None:
-    """Return a function of a tensor and a number held by a tensor without a gradient, such as Gemma's scale."""
+    """Return the function, the tensor and the number of a call whose number a buffer holds, such as Gemma's scale."""
     match binary(call):
         case (name, Value() as x, Value() as number):
             holder = trace.tensor(number)

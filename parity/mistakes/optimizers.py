@@ -1,4 +1,4 @@
-"""Mistakes in steps of optimizers: their settings, moments, order, and clipped gradients."""
+"""Mistakes in optimizer steps: rounding, settings, moments, and clipped gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parity.mistakes.hypothesis import Around, Hypothesis, within
 from parity.trace.private_functions import clipping_at
 from parity.trace.trace import Call, Edit, Stepped, Trace, Value, back, binary, edit, once_a_trace, settings_of
 
-# Optimizer steps inside a comparison, and what ports get wrong about rounding them.
+# Mistakes in rounding weights, in optimizer steps inside a comparison.
 
 
 _STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -56,7 +56,7 @@ def optimizer_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesi
 
 
 def _updates(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[Tensor, Tensor], Tensor]]]:
-    """Yield wrong updates, described, and as functions of the right updated weight and the weight before, in FP32."""
+    """Yield wrong updates: a description, and a function of the rightly updated weight and the one before, in FP32."""
     kept = -1 << _DROPPED_BITS[dtype]
     yield "not updated at all", lambda updated, weight: weight
     yield "cut off, not rounded", lambda updated, weight: (updated.view(torch.int32) & kept).view(torch.float32)
@@ -75,10 +75,10 @@ def _passing_gradients(update: Callable[[Tensor, Tensor], Tensor], was: Tensor, 
     return was + (update(was.detach().float(), weight.detach().float()).to(was.dtype) - was.detach())
 
 
-# A reference that steps by ``torch.optim``, and ports whose optimizer is of another kind or has other settings.
+# Ports whose optimizer is of another kind, or has other settings, than the reference's one of ``torch.optim``.
 #
 # TE's ``FusedAdam`` decouples its weight decay unless told otherwise and decays by 0 by default, ``torch.optim.AdamW``
-# by 0.01. For each step the reference's optimizer gets the settings under which it computes what the port's would.
+# by 0.01. For each step, the reference's optimizer gets settings that make it compute what the port's would.
 
 
 Group = dict[str, Any]
@@ -88,7 +88,7 @@ Change = Callable[[Optimizer, Group], None]
 def optimizer_step_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's Adam, AdamW or SGD.
 
-    The first of each setting is subtle: what another value of it changes points where this one does.
+    The first value of each setting is subtle, because other values change the weights in the same direction.
     """
     named: set[str] = set()
     for one, edits in optimizers_of(trace)[:1]:
@@ -105,12 +105,12 @@ def optimizer_step_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def optimizers_of(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
-    """Return the reference's optimizers, each with the edits that step by ``torch.optim`` what it steps by hand."""
+    """Return the reference's optimizers, each with edits that replace steps by hand with those of ``torch.optim``."""
     return [(one, ()) for one in trace.optimizers] or steps_by_hand(trace)
 
 
 def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
-    """Return the mistake made in steps that are written out; not subtle, as no element's noise is as large as it is."""
+    """Return the mistake made in written-out steps. It is not subtle, because no element's noise is as large."""
     if not edits:
         return one
     tuned = one.tuned
@@ -129,7 +129,7 @@ def _of_any(right: Group) -> Iterator[Hypothesis]:
 
 
 def _of_groups(one: Stepped) -> Iterator[Hypothesis]:
-    """Yield one value for all groups of parameters, of a setting in which they differ."""
+    """Yield the mistake of one value for all parameter groups, for each setting in which they differ."""
     for setting, described in (("lr", "learning rate"), ("weight_decay", "weight decay")):
         values = dict.fromkeys(float(group[setting]) for group in one.groups)
         for value in values if len(values) > 1 else ():
@@ -197,12 +197,12 @@ def _kind(name: str, what: str, repair: str, change: Change) -> Hypothesis:
 
 
 def _numbers(setting: str, right: Group, usual: Iterable[float], described: str) -> Iterator[Hypothesis]:
-    """Yield other values of a setting; 0 by itself, as no search begins there."""
+    """Yield other values of a setting; 0 comes separately, because no search starts there."""
     own = float(right[setting])
 
     def another(value: float) -> Hypothesis:
         def change(optimizer: Optimizer, group: Group) -> None:
-            if own:  # in proportion, where groups or steps have their own
+            if own:  # in proportion, because groups or steps may have their own value
                 group[setting] = value * float(group[setting]) / own
             elif not group[setting]:
                 group[setting] = value
@@ -238,7 +238,7 @@ def _betas(which: int, right: tuple[float, float]) -> Iterator[Hypothesis]:
 
 
 def _with(change: Change) -> Around:
-    """Return a wrapper in which every step is made with changed settings."""
+    """Return a wrapper that makes every step with changed settings."""
 
     @contextmanager
     def changed(module: nn.Module) -> Iterator[None]:
@@ -298,9 +298,9 @@ def _decay_after_momentum(optimizer: Optimizer, group: Group) -> None:
 
 
 def _without_bias_correction(optimizer: Optimizer, group: Group) -> None:
-    """Set the learning rate, eps and decay with which torch's own correction steps as if there were none.
+    """Set the learning rate, eps and decay that cancel torch's own bias correction.
 
-    TE's kernels hold the betas in FP32. Bias correction hides how far 1 - 0.999 is off there; without it, it shows.
+    TE's kernels hold the betas in FP32. Bias correction hides how far 1 - 0.999 is off there; without it, this shows.
     """
     group["betas"] = tuple(torch.tensor(beta, dtype=torch.float32).item() for beta in group["betas"])
     first, second = (1.0 - beta ** _steps(optimizer, group) for beta in group["betas"])
@@ -315,7 +315,7 @@ def _epsilon_hat(optimizer: Optimizer, group: Group) -> None:
 
 
 def _steps(optimizer: Optimizer, group: Group) -> int:
-    """Return the number of steps, the one that is about to be made included."""
+    """Return the number of steps, including the one that is about to be made."""
     states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
     return 1 + max((int(state["step"]) for state in states if "step" in state), default=0)
 
@@ -331,7 +331,7 @@ _RANGE = {_FLOAT16: torch.finfo(_FLOAT16).max / 2.0, _FLOAT8: 448.0}
 
 
 def optimizer_moment_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield moments in each format that TE's FusedAdam takes, if the reference steps by Adam or AdamW."""
+    """Yield moments in each format that TE's FusedAdam takes, if the reference uses Adam or AdamW."""
     for one, edits in optimizers_of(trace)[:1]:
         formats = (_BFLOAT16, _FLOAT8, _FLOAT16) if issubclass(one.kind, torch.optim.Adam) else ()
         for dtype, names in itertools.product(formats, _MOMENTS):
@@ -348,7 +348,7 @@ def optimizer_moment_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _holding(names: tuple[str, ...], dtype: torch.dtype) -> Around:
-    """Return a wrapper in which moments are rounded after every step."""
+    """Return a wrapper that rounds moments after every step."""
 
     @torch.no_grad()
     def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -374,11 +374,11 @@ def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
     return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
 
 
-# Gradients that a reference clips before its optimizer's step, and ports that do not clip them, or to another norm.
+# Ports that do not clip gradients before the optimizer's step as the reference does, or clip them to another norm.
 
 
 def clipping_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield no clipping and clipping to another largest norm, if the reference calls ``clip_grad_norm_``."""
+    """Yield no clipping and clipping to another norm, if the reference calls ``clip_grad_norm_``."""
     for own in trace.clips[:1]:
         yield Hypothesis(
             "optimizer",
@@ -398,20 +398,19 @@ def _clipping_at(own: float, other: float) -> Hypothesis:
     )
 
 
-# Find the optimizer of ``torch.optim`` that makes given steps, from the gradients and the weights
-# before and after each.
+# Finding the optimizer of ``torch.optim`` that makes given steps, from the gradients and the weights before and after.
 #
 # How the code of the steps is written does not matter. In FP64 a step of the right optimizer is exact: its learning
 # rate and decay follow by least squares from any one step; betas, eps and momentum are among the numbers in the code.
 
 
-_EXACT = 1e-6  # a step is the optimizer's if it deviates by no more than this share of its norm
+_EXACT = 1e-6  # a step is the optimizer's if it deviates by at most this share of its norm
 _MOST_NUMBERS = 12
 _MOST_ELEMENTS = 4096
 _USUAL_BETAS = (0.9, 0.999)
 _USUAL_EPS = 1e-8
 
-Directions = list[tuple[Tensor, Tensor]]  # where each step goes by learning rate, and by learning rate times decay
+Directions = list[tuple[Tensor, Tensor]]  # of each step: the parts times learning rate, and times that and the decay
 
 
 @dataclass(frozen=True)
@@ -420,7 +419,7 @@ class Fitted:
 
     Attributes:
         kind: its class.
-        settings: those of the weight's parameter group, with the first step's learning rate.
+        settings: the settings of the weight's parameter group, with the first step's learning rate.
         rates: the learning rate of each step.
     """
 
@@ -430,7 +429,7 @@ class Fitted:
 
 
 def fitted(weights: Sequence[Tensor], gradients: Sequence[Tensor], numbers: Sequence[float]) -> Fitted | None:
-    """Return the optimizer, if it is an Adam, AdamW or SGD, that makes these steps.
+    """Return the Adam, AdamW or SGD that makes these steps; None if there is none.
 
     Args:
         weights: the weight before each step and after the last, FP64.
@@ -443,7 +442,7 @@ def fitted(weights: Sequence[Tensor], gradients: Sequence[Tensor], numbers: Sequ
         if found is None:
             continue
         rates, decay = found
-        if decay and "weight_decay" in settings:  # it would decay twice, in two ways
+        if decay and "weight_decay" in settings:  # the weight would decay twice, in two ways
             continue
         made: Optimizer = kind([torch.zeros(1)], **{"lr": rates[0], "weight_decay": decay, **settings})
         return Fitted(kind, settings_of(made.param_groups[0]), rates)
@@ -453,7 +452,7 @@ def fitted(weights: Sequence[Tensor], gradients: Sequence[Tensor], numbers: Sequ
 def _candidates(
     ps: Sequence[Tensor], gs: Sequence[Tensor], numbers: Sequence[float]
 ) -> Iterator[tuple[Any, dict[str, Any], Callable[[], Directions]]]:
-    """Yield classes with the settings that least squares do not give, and the steps' directions under them."""
+    """Yield optimizer classes, settings that least squares cannot fit, and functions of the steps' directions."""
     fractions = [x for x in _few([*numbers, *(1.0 - x for x in numbers)]) if 0.0 < x < 1.0]
     for momentum, nesterov in ((0.0, False), *itertools.product(fractions, (False, True))):
         yield SGD, dict(momentum=momentum, nesterov=nesterov), partial(_fit_sgd, ps, gs, momentum, nesterov)
@@ -471,7 +470,7 @@ def _candidates(
 
 
 def _is_first_step(ps: Sequence[Tensor], gs: Sequence[Tensor], eps: float) -> bool:
-    """Return whether the first step is Adam's; betas do not change it."""
+    """Return whether the first step is Adam's, which does not depend on the betas."""
     return _rates_and_decay(ps[:2], _fit_adam(ps[:1], gs[:1], _USUAL_BETAS, eps)) is not None
 
 
@@ -500,7 +499,7 @@ def _fit_adam(ps: Sequence[Tensor], gs: Sequence[Tensor], betas: tuple[float, fl
 
 
 def _rates_and_decay(ps: Sequence[Tensor], directions: Directions) -> tuple[tuple[float, ...], float] | None:
-    """Return the learning rates and the decay of steps along these directions; None if they do not fit or differ."""
+    """Return the learning rates and the decay of steps along these directions; None if no single decay fits them."""
     rates, decays = [], []
     for (before, after), pair in zip(itertools.pairwise(ps), directions, strict=True):
         step, along = before - after, torch.stack(pair, 1)
@@ -523,24 +522,24 @@ def _rates_and_decay(ps: Sequence[Tensor], directions: Directions) -> tuple[tupl
 
 
 def _plain(number: float) -> float:
-    """Return the number as people write it, without what least squares leave behind."""
+    """Return the number as people write it, without the error of least squares."""
     return float(f"{number:.5g}")
 
 
-# Optimizer steps that a reference writes out, as steps of the optimizer of ``torch.optim`` that computes the same.
+# Optimizer steps that a reference writes out, replaced by those of a ``torch.optim`` optimizer that computes the same.
 #
-# A weight is recognised when its gradient is read. What changes it until the next gradient is read is a step, however
-# it is written; the fit above tells which optimizer makes such steps. An edit of each step's last call makes torch's
-# optimizer step in its place, so that its settings can be changed like those of any other.
+# A weight is recognised when its gradient is read. Its changes until the next gradient is read are one step, however
+# they are written; the fit above tells which optimizer makes such steps. An edit of each step's last call makes torch's
+# optimizer take the step instead, so that its settings can be changed like those of any other.
 
 
-_NEAR = 0.5  # a weight's steps together move it by no more than this share of its norm
-_ALIKE = 1e-12  # two values of a weight are the same if they differ by no more than this share of its norm
+_NEAR = 0.5  # a weight's steps together move it by at most this share of its norm
+_ALIKE = 1e-12  # two values of a weight are the same if they differ by at most this share of its norm
 
 
 @dataclass
 class _Weight:
-    """The gradients that are read of one weight.
+    """The reads of one weight's gradients.
 
     Attributes:
         before: the weight as it is at each read.
@@ -555,7 +554,7 @@ class _Weight:
 
 @once_a_trace
 def steps_by_hand(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
-    """Return the optimizer of all weights that one kind of it steps, and the edits under which it makes these steps."""
+    """Return the optimizer of all weights that one kind of optimizer steps, with the edits that make its steps."""
     found: list[tuple[Fitted, list[Edit]]] = []
     for weight in _weights(trace):
         last_calls = _last_calls(trace, weight)
@@ -575,7 +574,7 @@ def steps_by_hand(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
 
 
 def _weights(trace: Trace) -> list[_Weight]:
-    """Return each weight with the last gradient that is read of it before each change."""
+    """Return each weight with the last gradient that is read before each change."""
     weights: list[_Weight] = []
     for place, call in enumerate(trace.calls):
         for before, gradient in _read(trace, call):
@@ -605,7 +604,7 @@ def _read(trace: Trace, call: Call) -> Iterator[tuple[Value, Value]]:
 
 
 def _last_calls(trace: Trace, weight: _Weight) -> list[Call]:
-    """Return the call that ends each step: fewer than there are reads, if no step follows the last one."""
+    """Return the call that ends each step; there are fewer than reads if no step follows the last read."""
     calls: list[Call] = []
     ends = [*weight.reads[1:], len(trace.calls)]
     for step, (read, end) in enumerate(zip(weight.reads, ends, strict=True)):
@@ -622,12 +621,12 @@ def _last_calls(trace: Trace, weight: _Weight) -> list[Call]:
 
 
 def _may_step(trace: Trace, call: Call, before: Tensor) -> bool:
-    """Return whether what a call returns is the weight, moved."""
+    """Return whether a call's result may be the weight after a step."""
     return len(call.outputs) == 1 and _ALIKE < _apart(before, trace.tensor(call.outputs[0])) < _NEAR
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """Return the distance relative to the first; infinite if the two cannot be one weight."""
+    """Return the distance relative to the first tensor; infinite if the two cannot be the same weight."""
     if one.shape != other.shape or not one.is_floating_point() or not other.is_floating_point():
         return float("inf")
     size = torch.linalg.vector_norm(one).item()
@@ -640,7 +639,7 @@ def _fitted_numbers(calls: Sequence[Call]) -> list[float]:
 
 
 def _edit(made: Fitted, weight: _Weight, call: Call, steps: int) -> Edit:
-    """Return the edit by which a call returns what the optimizer makes of the weight's first value in so many steps."""
+    """Return the edit that makes a call return the weight's first value after this many steps of the optimizer."""
     in_place = call.name == "setitem" or (call.function.__name__.endswith("_") and call.outputs[0] not in call.inputs)
 
     def compute(was: Tensor, first: Tensor, *gradients: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mistakes where several sequences lie in one row, or where windows are shifted."""
+"""Mistakes with several sequences packed in one row, and with shifted windows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from parity.trace.trace import (
 # Sequences that a reference attends to one by one and then joins; ports attend to all of them at once.
 #
 # TE's format ``thd`` takes all of them with their borders, ``cu_seqlens``. To compute what a port with other borders
-# would, all sequences are attended to at once behind a mask.
+# would, the edits attend to all sequences at once with a mask.
 
 
 _ONE_SEQUENCE = frozenset({"getitem", "select"})  # calls that take the sequence out of a batch of one
@@ -45,10 +45,10 @@ class Packed:
     """Attention to sequences one by one.
 
     Attributes:
-        call: joins their contexts.
+        call: the call that joins their contexts.
         parts: the attention to each sequence.
-        layouts: the calls between each context and what is joined.
-        bias: what is added to the scores of all queries and keys, ``HIDDEN`` where they are of different sequences.
+        layouts: the calls between each context and the join.
+        bias: is added to the scores of all queries and keys; ``HIDDEN`` where they belong to different sequences.
     """
 
     call: Call
@@ -57,7 +57,7 @@ class Packed:
     bias: Tensor
 
     def masked_by(self, bias: Bias) -> tuple[Edit, ...]:
-        """Return the edits under which all sequences are attended to at once behind another mask."""
+        """Return the edits that attend to all sequences at once with another mask."""
         needs = [value for part in self.parts for value in part.needs]
         return (instead(self.call, needs, partial(self._joined, bias)),)
 
@@ -71,7 +71,7 @@ class Packed:
         query, key, value = (torch.cat(some, -2) for some in zip(*by_part, strict=True))
         at_once = replace(
             self.parts[0],
-            masks=self.parts[0].needs[:1],  # stands for the bias, which is given
+            masks=self.parts[0].needs[:1],  # a placeholder: ``compute`` below gets the bias itself
             mask_scales=(),
             added=(),
             is_causal=False,
@@ -91,7 +91,7 @@ class Packed:
 
 @once_a_trace
 def packed_attentions(trace: Trace) -> list[Packed]:
-    """Return every attention to sequences one by one, in order."""
+    """Return every attention that takes its sequences one by one, in order."""
     made = {one.call.outputs[0].number: one for one in attentions(trace) if one.sinks is None}
     return [packed for call in trace.calls if (packed := _packed(trace, call, made)) is not None] if made else []
 
@@ -132,7 +132,7 @@ def _own_bias(trace: Trace, part: Attention) -> Tensor:
 
 
 def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attention, tuple[Call, ...]] | None:
-    """Return the attention that made a value, and the calls in between, which only change its layout or pad it."""
+    """Return the attention that made a value, and the calls in between, which may only change its layout or pad it."""
     calls: list[Call] = []
     while value.number not in made:
         call = trace.producer(value)
@@ -144,31 +144,31 @@ def _way(trace: Trace, value: Value, made: dict[int, Attention]) -> tuple[Attent
 
 
 def _lays_out(trace: Trace, call: Call) -> bool:
-    """Return whether a call changes the layout of what it is given, or pads it, and leaves nothing out."""
+    """Return whether a call only changes the layout of its input or pads it, without leaving anything out."""
     if call.name in _ONE_SEQUENCE:
         return trace.tensor(call.inputs[0]).numel() == trace.tensor(call.outputs[0]).numel()
     return call.name in RESHAPES | _PADS
 
 
-# Swin's shifted windows, and ports that shift by another number: the rolls there and back, and the mask between places
-# that are no neighbours.
+# Mistakes in the shift of Swin's windows: in the rolls there and back, and in the mask between places that are not
+# neighbours (arXiv 2103.14030).
 #
-# A reference may hold the mask as a table, or make it; it is recognised by its values (arXiv 2103.14030).
+# A reference may hold the mask as a table or make it, so it is recognised by its values.
 
 
-_MOST_SHIFTS = 8  # try so many other shifts, the smallest first
+_MOST_SHIFTS = 8  # try this many other shifts, the smallest first
 
 
 @dataclass(frozen=True, eq=False)
 class _Roll:
-    """``call`` rolls two dimensions by ``shift`` places, one way or the other."""
+    """``call`` rolls two dimensions by ``shift`` places, in either direction."""
 
     call: Call
     shift: int
     side: int
 
     def edits(self, shift: int) -> Edit:
-        """Return the edit under which it rolls by another number of places."""
+        """Return the edit that rolls by another number of places."""
         amounts, dims = _arguments(self.call)
         others = tuple(int(math.copysign(shift, amount)) for amount in amounts)
         return edit(self.call, self.call.inputs, lambda was, x: x.roll(others, dims))
@@ -176,7 +176,7 @@ class _Roll:
 
 @dataclass(frozen=True, eq=False)
 class _Mask:
-    """``call`` adds to scores the mask of windows, as its tensor number ``position``."""
+    """``call`` adds the mask of windows, which is its input number ``position``, to scores."""
 
     call: Call
     position: int
@@ -185,7 +185,7 @@ class _Mask:
     shift: int
 
     def edits(self, shift: int) -> Edit:
-        """Return the edit under which the mask is that of another shift."""
+        """Return the edit that adds the mask of another shift."""
         apart = _apart(self.side, self.window, shift)
 
         def compute(*inputs: Tensor) -> Any:
@@ -197,7 +197,7 @@ class _Mask:
 
 
 def shifted_window_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield windows shifted by another number, with the mask of that number or with their own, and other masks."""
+    """Yield another shift of the windows and their mask, of the windows alone, or of the mask alone."""
     found_rolls = (roll for call in trace.calls if (roll := _roll(trace, call)) is not None)
     found_masks = (mask for call in trace.calls if (mask := _mask(trace, call)) is not None)
     rolls = grouped(found_rolls, lambda one: (one.side, one.shift))
@@ -252,7 +252,7 @@ def _mask(trace: Trace, call: Call) -> _Mask | None:
 
 
 def _shift_of(table: Tensor) -> tuple[int, int, int] | None:
-    """Return the side of the grid, that of a window, and the shift, from a mask of shifted windows."""
+    """Return the grid's side, a window's side and the shift of a mask of shifted windows; None for other tables."""
     places = table.shape[-1] if table.dim() > 2 and table.shape[-1] == table.shape[-2] else 0
     windows = table.numel() // max(places**2, 1)
     window, count = math.isqrt(places), math.isqrt(windows)
@@ -270,7 +270,7 @@ def _shift_of(table: Tensor) -> tuple[int, int, int] | None:
 
 
 def _apart(side: int, window: int, shift: int) -> Tensor:
-    """Return which places of each window are no neighbours, as one was rolled in, ``[windows, places, places]``."""
+    """Return which places of each window were not neighbours before the roll, ``[windows, places, places]``."""
     index = torch.arange(side)
     part = (index >= side - window).long() + (index >= side - shift).long()
     region = 3 * part[:, None] + part if shift else torch.zeros(side, side)

@@ -1,4 +1,4 @@
-"""Find what calls read, a tensor that one call or all its readers are given, and put other values in its place."""
+"""Find the values that calls read, and replace them for one reader or for all."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from parity.trace.trace import RESHAPES, Call, Edit, Trace, Value, ancestors, binary, edit, unnumbered
 
 _NUMBER = re.compile(r"\d+")
-_NEAR = 8  # of a learned number's ancestors, among which its parameter is
+_NEAR = 8  # a learned number's parameter is looked for among this many of its ancestors
 
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Say where another value may stand for ``value``: as the tensor that a call is given, or wherever it is read.
+    """A place where another value may replace ``value``: one input of one call, or every call that reads it.
 
     Attributes:
-        value: of the reference.
-        call: is given the value; where the value may be another wherever it is read, the call that makes it.
-        position: among the tensors that the call is given; None for wherever the value is read.
+        value: a value of the reference.
+        call: the call that reads the value or, if it is replaced everywhere, the call that makes it.
+        position: the value's position among the call's inputs; None if it is replaced everywhere.
     """
 
     value: Value
@@ -40,17 +40,17 @@ class Place:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Those of layers."""
+        """The numbers of the layers that the place is in."""
         return tuple(map(int, _NUMBER.findall(self.call.site[0])))
 
     @property
     def before(self) -> int:
-        """The number of the first value that there is not yet."""
+        """The number of the first value that does not exist yet at this place."""
         return min(value.number for value in self.call.outputs)
 
 
 def places(trace: Trace) -> list[Place]:
-    """Return each activation that a call which computes something is given, and each that several calls read."""
+    """Return a place for each activation that a computing call reads, and for each that several calls read."""
     found = []
     for call in trace.calls:
         if call.name not in RESHAPES and _can_be_made_again(call):
@@ -71,7 +71,7 @@ def is_activation(trace: Trace, value: Value) -> bool:
 
 
 def edits_at(others: Sequence[tuple[Place, Value]], trace: Trace) -> tuple[Edit, ...]:
-    """Return the edits that put another value in each place; as rows where a call is given a matrix."""
+    """Return the edits that put another value in each place, flattened to rows if the call reads a matrix."""
     by_call: dict[int, tuple[Call, dict[int, Value]]] = {}
     edits = []
     for place, other in others:
@@ -87,7 +87,7 @@ def edits_at(others: Sequence[tuple[Place, Value]], trace: Trace) -> tuple[Edit,
 
 
 def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
-    """Return what a call returns for other tensors, given in the order of its own."""
+    """Return the result of a call for other tensors, given in the order of its own."""
     tensors = iter(inputs)
     function = binary(call) if is_in_place(call) else None
     if function is not None:
@@ -99,7 +99,7 @@ def made_again(call: Call, inputs: Sequence[Tensor]) -> Any:
 
 
 def reading_instead(call: Call, value: Value, instead: Callable[..., Tensor], given: Sequence[Value]) -> Edit:
-    """Return the edit under which a call reads ``instead(*given)`` wherever it is given this value."""
+    """Return the edit that makes a call read ``instead(*given)`` wherever it reads this value."""
     others = [one for one in call.inputs if one != value]
 
     def compute(was: Any, *values: Tensor) -> Any:
@@ -110,7 +110,7 @@ def reading_instead(call: Call, value: Value, instead: Callable[..., Tensor], gi
 
 
 def is_in_place(call: Call) -> bool:
-    """Return whether a call writes to what it is given."""
+    """Return whether a call writes to one of its arguments."""
     name = getattr(call.function, "__name__", "")
     is_operator = name.startswith("__i") and name != "__invert__"
     return (
@@ -128,7 +128,7 @@ def _given(call: Call, as_rows: Container[int]) -> Callable[..., Any]:
 
 
 def _returning(place: Place) -> Callable[..., Any]:
-    """Return a function that puts another tensor in the place of one that the call returned."""
+    """Return a function that replaces one of the tensors that the call returned."""
 
     def compute(was: Any, other: Tensor) -> Any:
         leaves, structure = tree_flatten(was)
@@ -143,7 +143,7 @@ def _can_be_made_again(call: Call) -> bool:
 
 
 def described(value: Value, trace: Trace) -> str:
-    """Describe a value by the call that makes it, or the first that reads it."""
+    """Return a description of a value by the call that makes it, or by the first one that reads it."""
     call = trace.producer(value)
     if call is None:
         return f"the input of the module that the {trace.users(value)[0].described} is given"
@@ -153,7 +153,7 @@ def described(value: Value, trace: Trace) -> str:
 
 
 class Layers:
-    """Say which values of other layers correspond to one of this layer."""
+    """Finds the values of other layers that correspond to a value of one layer."""
 
     def __init__(self, trace: Trace) -> None:
         self._made: dict[object, dict[tuple[int, ...], Value]] = defaultdict(dict)
@@ -170,7 +170,7 @@ class Layers:
         self._trace = trace
 
     def elsewhere(self, value: Value, here: tuple[int, ...], there: tuple[int, ...]) -> Value | None:
-        """Return what is in layer ``there`` what ``value`` is in layer ``here``; None if nothing is."""
+        """Return the value in layer ``there`` that corresponds to ``value`` in layer ``here``; None without one."""
         producer = self._trace.producer(value)
         made = None if producer is None else Place(value, producer)
         if made is not None and made.numbers == here:

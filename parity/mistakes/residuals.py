@@ -41,7 +41,7 @@ from parity.trace.trace import (
     with_number,
 )
 
-# Residual connections in a trace, and what ports get wrong about them.
+# Residual connections in a trace, and mistakes in them.
 
 
 _THROUGH = CASTS | {"dropout"}
@@ -54,12 +54,12 @@ class Residual:
 
     Attributes:
         call: the sum.
-        stream: what goes around the branch.
-        branch: what is added.
+        stream: the value that bypasses the branch.
+        branch: the branch's result, which is added.
         product: the linear layer that ends the branch, before anything scales it.
         norm: the norm of the stream that the branch reads; None if it reads none.
         norm_before: the norm that makes the stream, as after each sum of BERT; None if there is none.
-        number: which of the sums of one call of its submodule it is, from 1.
+        number: which of the sums in one call of its submodule it is, from 1.
     """
 
     call: Call
@@ -108,7 +108,7 @@ def residual_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _output_layer_norms(found: Sequence[Residual]) -> tuple[Edit, ...]:
-    """Put each layer's first norm after its last sum, which is what TE's ``output_layernorm`` does."""
+    """Return the edits that put each layer's first norm after its last sum, as TE's ``output_layernorm`` does."""
     edits: list[Edit] = []
     for first, last in zip(found[::2], found[1::2], strict=False):
         if first.norm is not None:
@@ -147,7 +147,7 @@ def _mistakes() -> Iterator[Mistake[Residual]]:
 
 
 def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Residual, Residual]]:
-    """Return attention's and the MLP's residual of each layer; if no attention is found, every other pair."""
+    """Return attention's and the MLP's residual of each layer; if no attention is found, every second pair."""
     contexts = [attention.call.outputs[0].number for attention in attentions(trace)]
 
     def attends(one: Residual) -> bool:
@@ -158,7 +158,7 @@ def _blocks_in_a_row(trace: Trace, found: Sequence[Residual]) -> list[tuple[Resi
 
 
 def _order_of_blocks(found: Sequence[Residual], layers: Sequence[tuple[Residual, Residual]]) -> Iterator[Hypothesis]:
-    """Yield mistakes where two blocks read the same input, or where a layer's output lacks its input."""
+    """Yield the mistakes that two blocks read the same input, or that a layer's output lacks its input."""
     parallel: list[Edit] = []
     bypassed: list[Edit] = []
     for first, second in pairwise(found):
@@ -184,7 +184,7 @@ def _residual(trace: Trace, call: Call, normed: Sequence[Norm]) -> Residual | No
             continue
         source = back(trace, stream, _THROUGH)
         before = ancestors(trace, branch, _MOST_ANCESTORS)
-        # A linear layer ends a branch; the sums in a rotation or a GELU are no residuals.
+        # A linear layer ends a branch; the sums in a rotation or a GELU are not residuals.
         product = trace.producer(back_along(trace, branch, _THROUGH | {"view", "reshape", "transpose", "add", "mul"}))
         if source not in before or product is None or product.name not in LINEAR:
             continue
@@ -215,15 +215,15 @@ def _norm_after(residual: Residual) -> tuple[Edit, ...]:
     return passing_on(norm.call, norm.x), instead(residual.call, needs, normed)
 
 
-# Numbers by which a port multiplies what its reference adds or looks up unscaled.
+# Factors that only a port has, on terms of sums and on embeddings.
 #
-# For example scaled shared experts, a residual branch scaled by depth, embeddings times ``sqrt(hidden)``. All layers
+# For example scaled shared experts, a residual branch scaled by depth, or embeddings times ``sqrt(hidden)``. All layers
 # are assumed to be scaled alike.
 
 
 @dataclass(frozen=True, eq=False)
 class _Term:
-    """An operand of ``call``, which adds it; or all that ``call`` returns, where ``value`` is its result."""
+    """An operand of the sum ``call``, or the whole result of ``call`` if that is ``value``."""
 
     call: Call
     value: Value
@@ -256,7 +256,7 @@ def branch_factor_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _all_branches(terms: Sequence[_Term], factor: float) -> Hypothesis:
-    """Return the mistake that one number multiplies all that attention, MLP and the like add to the residual stream."""
+    """Return the mistake of multiplying the result of every branch, such as attention or MLP, by one number."""
     return Hypothesis(
         "factor",
         f"each branch times {factor:.4g}",
@@ -268,7 +268,7 @@ def _all_branches(terms: Sequence[_Term], factor: float) -> Hypothesis:
 
 
 def _is_branch(trace: Trace, term: _Term) -> bool:
-    """Return whether a linear layer ends what is added, and none ends what it is added to."""
+    """Return whether a linear layer ends this term of a sum, and none ends the other term."""
     others = [value for value in term.call.inputs if value != term.value]
     return ends_a_branch(trace, term.value) and not any(ends_a_branch(trace, value) for value in others)
 
@@ -282,7 +282,7 @@ def _terms(trace: Trace, call: Call) -> list[_Term]:
 
 
 def _is_plain(trace: Trace, value: Value) -> bool:
-    """Return whether a value is an activation that no number multiplies."""
+    """Return whether a value is an activation that is not multiplied by a number."""
     made = with_number(call) if (call := trace.producer(back(trace, value, CASTS))) is not None else None
     tensor = trace.tensor(value)
     is_scaled = made is not None and made[0] in ("mul", "div")
@@ -312,22 +312,22 @@ def _times(trace: Trace, terms: Sequence[_Term], factor: float) -> Hypothesis:
 
 
 def _described(trace: Trace, term: _Term) -> str:
-    """Describe a term by the call that computes it."""
+    """Return a description of a term by the call that computes it."""
     made = trace.producer(back(trace, term.value, CASTS | RESHAPES | {"dropout"}))
     if made is None:
         return f"what the {term.call.described} is given"
     return f"the result of the {made.described}"
 
 
-# Two residual branches that follow each other, and ports that have them in the other order, or in parallel.
+# Two consecutive residual branches, which a port has in the other order or in parallel.
 #
-# For example cross-attention before self-attention, the MLP before attention, a Conformer's convolution after its
-# second MLP. To compute a branch for another input, its calls are made again one by one.
+# For example cross-attention before self-attention, the MLP before attention, or a Conformer's convolution after its
+# second MLP. To compute a branch for another input, its calls are repeated one by one.
 
 
 _IN_BETWEEN = CASTS | {"dropout"}
 _LAYERS = LINEAR | {"conv1d", "conv2d"}
-_MOST_CALLS = 400  # a branch has at most so many calls
+_MOST_CALLS = 400  # a branch has at most this many calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,9 +336,9 @@ class Branch:
 
     Attributes:
         sum: the call that adds the two.
-        stream, result: as the sum is given them.
+        stream, result: the operands of the sum.
         calls: the calls that compute the result from the stream, in order.
-        given: what else they are given.
+        given: the other inputs of these calls.
     """
 
     sum: Call
@@ -349,7 +349,7 @@ class Branch:
 
     @property
     def described(self) -> str:
-        """By its last layer, for messages."""
+        """The branch's name in messages, by its last layer."""
         last = [call for call in self.calls if call.name in _LAYERS][-1]
         return f"the branch that ends with the {last.described}"
 
@@ -366,7 +366,7 @@ class Branch:
 
 
 def branch_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield every two branches in the other order and in parallel, in all layers at once."""
+    """Yield every two consecutive branches in the other order and in parallel, in all layers at once."""
     found = [branch for call in trace.calls if (branch := _branch(trace, call)) is not None]
     by_sum = {one.sum.outputs[0].number: one for one in found}
     both = ((by_sum.get(back(trace, second.stream, _IN_BETWEEN).number), second) for second in found)
@@ -422,7 +422,7 @@ def _branch(trace: Trace, call: Call) -> Branch | None:
 
 
 def _between(trace: Trace, stream: Value, result: Value) -> tuple[tuple[Call, ...], tuple[Value, ...]]:
-    """Return the calls that compute one value from another, and what else they are given; empty if none do."""
+    """Return the calls that compute ``result`` from ``stream``, and their other inputs; both empty if none do."""
     upstream: dict[int, Call] = {}
     queue = [result]
     while queue:
@@ -438,7 +438,7 @@ def _between(trace: Trace, stream: Value, result: Value) -> tuple[tuple[Call, ..
     for call in sorted(upstream.values(), key=lambda one: one.outputs[0].number):
         if any(value.number in made for value in call.inputs):
             if {value.number for value in call.outputs} & {value.number for value in call.inputs}:
-                return (), ()  # it writes to what it is given
+                return (), ()  # the call writes to its input
             calls.append(call)
             made |= {value.number for value in call.outputs}
     if result.number not in made:

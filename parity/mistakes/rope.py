@@ -1,4 +1,4 @@
-"""Mistakes in rotary embeddings: base, layout, positions, channels that are not rotated, norms beside them."""
+"""Mistakes in rotary embeddings: base, layout, positions, rotated channels, rounding, and norms on the wrong side."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from parity.numerics.formats import tf32
 from parity.shown import written
 from parity.trace.trace import RESHAPES, Edit, Site, Trace, Value, back, edit, grouped, instead, ordinal
 
-# Ports that count positions otherwise than the reference.
+# Ports that count positions in another way than the reference.
 
 
-_LATEST = 32  # positions: what a cache, a prefix or registers put before a sequence may be longer
+_LATEST = 32  # the largest offset to try, though a cache, a prefix or registers before a sequence may be longer
 
 
 def position_mistakes() -> Iterator[Mistake[Rotation]]:
-    """Yield positions counted otherwise; the same offset for query and key would change nothing."""
+    """Yield positions counted in other ways; the same offset for query and key would change nothing."""
     for role in ("query", "key"):
         for by in (-1, 1):
             told = f"count positions of query and key alike; the {role}'s are off by {by:+d}"
@@ -80,7 +80,7 @@ def position_mistakes() -> Iterator[Mistake[Rotation]]:
 
 
 def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
-    """Yield positions that begin again, where the reference counts on: after parts of the sequence or powers of two."""
+    """Yield positions that begin again, or are clamped, after a part of the sequence or after a power of two."""
     powers = (1 << exponent for exponent in range(1, seq.bit_length()))
     lengths = dict.fromkeys((*(seq // parts for parts in (2, 3, 4, 8)), *powers))
     right = "rotate by the reference's positions"
@@ -92,9 +92,9 @@ def restart_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
 
 
 def late_mistakes(seq: int) -> Iterator[Mistake[Rotation]]:
-    """Yield keys that are counted from some positions earlier or later than queries, up to ``_LATEST``.
+    """Yield positions of keys that are up to ``_LATEST`` earlier or later than those of queries.
 
-    It is queries that are turned, the other way: all of them do the same, and one alone may be wrong, as in decoding.
+    The edits turn queries the other way instead, which has the same effect. In decoding, a single query may be wrong.
     """
     right = "count positions of query and key alike"
     for by in (sign * count for count in range(2, min(seq, _LATEST + 1)) for sign in (1, -1)):
@@ -117,7 +117,7 @@ def _turned_more(role: str, by: int, one: Rotation) -> tuple[Edit, ...]:
     return one.edits(angles=one.angles + by * one.phases[1])
 
 
-# Layers without rotary embedding (NoPE) among layers that have one; ports rotate them like the others.
+# Layers without rotary embedding (NoPE) among layers that have one, which ports rotate like the others.
 
 
 _TITLE = "rope-unwanted"
@@ -137,11 +137,11 @@ class _Plain:
 
 
 def unrotated_hypotheses(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
-    """Yield mistakes where layers without a rotation are rotated: all, each alone, or instead of their neighbours.
+    """Yield the mistakes of rotating layers without a rotation: all, each alone, or instead of their neighbours.
 
     Args:
-        trace: of the reference.
-        kinds: its rotations, those that are alike together.
+        trace: the reference's trace.
+        kinds: its rotations, alike ones together.
     """
     rotated = {one.attention for kind in kinds for one in kind}
     for kind in kinds:
@@ -161,7 +161,7 @@ def unrotated_hypotheses(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> I
 
 
 def _rotated_values(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
-    """Yield mistakes where values are rotated with queries and keys, as where all three are packed."""
+    """Yield the mistake of rotating values with queries and keys, as may happen if all three are packed."""
     likes = {one.attention: one for kind in kinds for one in kind}
     found = [
         _Plain(attention.call.site[0], attention)
@@ -178,7 +178,7 @@ def _rotated_values(trace: Trace, kinds: Sequence[Sequence[Rotation]]) -> Iterat
 
 
 def _shifted(trace: Trace, kind: Sequence[Rotation], plain: Sequence[_Plain]) -> Iterator[Hypothesis]:
-    """Yield mistakes where each layer has the rotation of the one before or after it."""
+    """Yield the mistakes of giving each layer the rotation, or none, of the layer before or after it."""
     of_plain = {one.attention.call.site: one for one in plain}
     of_kind = {*of_plain, *(one.attention for one in kind)}
     sites = [attention.call.site for attention in attentions(trace) if attention.call.site in of_kind]
@@ -204,26 +204,26 @@ def _shifted(trace: Trace, kind: Sequence[Rotation], plain: Sequence[_Plain]) ->
 
 
 def _as_long(trace: Trace, attention: Attention, which: int, like: Rotation) -> bool:
-    """Return whether the query, key or value (0, 1, 2) has the length and width of what another layer rotates."""
+    """Return whether the query, key or value (0, 1, 2) has the length and width that another layer rotates."""
     value = (attention.query, attention.key, attention.value)[which]
     shape = attention.to_heads[which](trace.tensor(value)).shape
     return tuple(shape[-2:]) == (len(like.angles), like.head_dim)
 
 
 def _turn(like: Rotation) -> Callable[[Tensor], Tensor]:
-    """Return a rotation of ``[..., heads, seq, head_dim]``."""
+    """Return the same rotation for ``[..., heads, seq, head_dim]``."""
     return replace(like, axis=-2).compute
 
 
-# What ports get wrong about rotary position embeddings.
+# All mistakes in rotary position embeddings.
 
 
 def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
     """Yield every known mistake that could have been made with the reference's rotary embeddings.
 
     Args:
-        trace: of the reference.
-        dtype: of the port's weights.
+        trace: the reference's trace.
+        dtype: the dtype of the port's weights.
     """
     found = rotations(trace)
     if not found:
@@ -234,7 +234,7 @@ def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
         list(grouped(found, lambda one: (one.form, one.start, one.rotary, one.base)).values()),
     )
     forms, positions = list(_forms(found[0])), list(position_mistakes())
-    # A single token that is not rotated may be one at position 0.
+    # With a single token, a missing rotation and position 0 are the same, and the latter is likelier.
     likeliest = [*positions, *forms] if len(found[0].angles) == 1 else [*forms, *positions]
     of_all = [*likeliest, *(_of_frequencies(found) if len(kinds) == 1 else ()), *_rounded(dtype)]
     yield from everywhere_and_somewhere(map(_in_layer, of_all), layers, lambda one: one.name)
@@ -252,7 +252,7 @@ def rope_hypotheses(trace: Trace, dtype: torch.dtype) -> Iterator[Hypothesis]:
 
 
 def _exchanged(layers: Sequence[_Layer], kinds: Sequence[Sequence[Rotation]]) -> Iterator[Hypothesis]:
-    """Yield mistakes where each layer is rotated as the one before or behind it."""
+    """Yield the mistakes of rotating each layer like the one before or after it."""
     kind_of = {one: number for number, kind in enumerate(kinds) for one in kind}
     own = [[kind_of[one] for one in layer.rotations] for layer in layers]
     told = [own]
@@ -274,7 +274,7 @@ def _exchanged(layers: Sequence[_Layer], kinds: Sequence[Sequence[Rotation]]) ->
 
 
 def _of_frequencies(some: Sequence[Rotation]) -> list[Mistake[Rotation]]:
-    """Return the mistakes in the frequencies of rotations of one kind."""
+    """Return mistakes in the frequencies of rotations of one kind."""
     return [*_frequencies(some[0]), *scaling_mistakes(some), *grid_mistakes(some[0])]
 
 
@@ -401,7 +401,7 @@ def _slower(base: float, one: Rotation) -> tuple[Edit, ...]:
 
 
 def _rounded(dtype: torch.dtype) -> Iterator[Mistake[Rotation]]:
-    """Yield frequencies, phases or a table with too few bits."""
+    """Yield frequencies, phases, positions or tables that are rounded to too few bits."""
     for low in low_dtypes(dtype):
         # BF16 in an FP16 port is not a subtle mistake.
         subtle = dtype in (low, torch.float32)
@@ -446,7 +446,7 @@ def _rounded_phases(low: torch.dtype) -> dict[str, Phases]:
 
 
 def _with_frequencies(base: float, share: float | None = None, form: Form | None = None) -> Edits:
-    """Return the edits that rotate by another base, on a share of the channels, in pairs of a form; or its own."""
+    """Return the ``edits`` of a mistake with another base, share of channels and form; None keeps the right one."""
 
     def edits(one: Rotation) -> tuple[Edit, ...]:
         if one.phases is None:
@@ -468,8 +468,7 @@ def _tf32(x: Tensor) -> Tensor:
 
 
 def norm_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield mistakes where queries and keys are rotated before a norm, not after it as in the
-    reference, or the reverse.
+    """Yield the mistake of rotating queries and keys before instead of after a norm, or the reverse.
 
     A rotation keeps the mean of squares, so the two orders differ only in the channels that the gain meets. This does
     not hold for norms that subtract the mean, and without a gain there is no difference to find.
@@ -491,7 +490,7 @@ def norm_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 
 
 def _is_given(trace: Trace, one: Norm | Rotation, other: Norm | Rotation) -> bool:
-    """Return whether one is given the other's result, reshaped at most."""
+    """Return whether ``one`` reads the result of ``other``, possibly reshaped."""
     return bool(back(trace, one.x, RESHAPES) == back(trace, other.call.outputs[0], RESHAPES))
 
 
@@ -502,12 +501,12 @@ def _rotated_first(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, .
 
 
 def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ...]:
-    """Return the edits that apply the norm's gain before the rotation: its result is turned back, scaled and turned."""
+    """Return the edits that apply the norm's gain before the rotation, by turning back, scaling and turning again."""
     plain = replace(norm, gain=None)
 
     def scaled(was: Tensor, x: Tensor, by: Tensor) -> Tensor:
         normed, turn = plain.compute(x), rotation
-        if len(by) > rotation.head_dim:  # of all heads at once, [..., seq, heads * head_dim]
+        if len(by) > rotation.head_dim:  # a norm of all heads at once, [..., seq, heads * head_dim]
             normed, turn = normed.unflatten(-1, (-1, rotation.head_dim)), replace(rotation, axis=-3)
         before = replace(turn, angles=-turn.angles).compute(normed)
         return turn.compute(before * _by_head(by, turn)).reshape(was.shape).to(was.dtype)
@@ -516,6 +515,6 @@ def _rotated_last(norm: Norm, gain: Value, rotation: Rotation) -> tuple[Edit, ..
 
 
 def _by_head(gain: Tensor, rotation: Rotation) -> Tensor:
-    """Return the gain of a norm over one head or over all heads, in the layout of what is rotated."""
+    """Return the gain of a norm over one head or all heads, in the layout of the rotation's input."""
     heads = gain.unflatten(0, (-1, rotation.head_dim))
     return heads.unsqueeze(1) if rotation.axis == -2 and len(heads) > 1 else heads

@@ -1,10 +1,10 @@
-"""Rotary frequencies that are scaled for longer sequences than a model was trained with, and what ports make of them.
+"""Mistakes in rotary frequencies that are scaled for longer sequences than a model was trained with.
 
-There are three usual ways. In each, a frequency ``f`` of a base becomes ``f * (kept + (1 - kept) / factor)``. Linear
-interpolation (Chen et al., arXiv 2306.15595) keeps nothing. Llama 3 keeps what turns often within the original length,
-by a ramp that is linear in the frequency (``apply_scaling`` of Meta's llama-models, ``models/llama3/model.py``). YaRN's
-ramp is linear in the pair's number, and YaRN also multiplies cosines and sines by a number (Peng et al., arXiv
-2309.00071).
+There are three common ways. In each, a frequency ``f`` of a base becomes ``f * (kept + (1 - kept) / factor)``. Linear
+interpolation (Chen et al., arXiv 2306.15595) keeps nothing. Llama 3 keeps frequencies that turn often within the
+original length, by a ramp that is linear in the frequency (``apply_scaling`` of Meta's llama-models,
+``models/llama3/model.py``). YaRN's ramp is linear in the pair's number, and YaRN also multiplies cosines and sines by a
+number (Peng et al., arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from parity.shown import written
 from parity.trace.trace import Edit
 
 _SAME = 1e-3  # relative tolerance of ratios of frequencies that were read off angles
-_FEWEST = 4  # it takes so many frequencies to show how they are scaled
+_FEWEST = 4  # at least this many frequencies are needed to show how they are scaled
 _LLAMA3 = (1.0, 4.0)  # low_freq_factor and high_freq_factor of every published model
 _YARN = (32.0, 1.0)  # beta_fast and beta_slow of every published model
 _LENGTHS = tuple(2.0**exponent for exponent in range(5, 19))  # lengths that a model may have been trained with first
@@ -44,10 +44,10 @@ class Scaling:
     """Frequencies ``plain * (kept + (1 - kept) / factor)``.
 
     Attributes:
-        base: of the plain frequencies.
-        plain: those, ``[rotary / 2]``, FP64.
+        base: the base of the plain frequencies.
+        plain: the plain frequencies, ``[rotary / 2]``, FP64.
         kept: how much of each is kept, from 0 to 1, ``[rotary / 2]``.
-        factor: by which the others are divided; above 1.
+        factor: the number by which the rest is divided, above 1.
     """
 
     base: float
@@ -62,12 +62,12 @@ class Scaling:
 
     @property
     def frequencies(self) -> Tensor:
-        """Those that are scaled."""
+        """The scaled frequencies."""
         return self.plain * (self.kept + (1 - self.kept) / self.factor)
 
 
 def scaling_of(frequency: Tensor) -> Scaling | None:
-    """Return how frequencies ``[rotary / 2]`` are scaled; None if they are plain ones of a base, or any others."""
+    """Return how frequencies ``[rotary / 2]`` are scaled; None if they are a base's plain ones or unknown."""
     frequency = frequency.double().cpu()
     count = len(frequency)
     if count < _FEWEST or not bool((frequency > 0.0).all()):
@@ -91,7 +91,7 @@ def scaling_of(frequency: Tensor) -> Scaling | None:
 
 
 def scaling_mistakes(rotations: Sequence[Rotation]) -> Iterator[Mistake[Rotation]]:
-    """Yield what ports make of scaled frequencies, or of plain ones that they take for scaled."""
+    """Yield mistakes in scaled frequencies, and in plain ones that ports scale."""
     scaled = [scaling for one in rotations for scaling in [_of(one)] if scaling is not None]
     if scaled:
         yield from _of_scaled(scaled[0], has_mscale=any(one.amplitude != 1.0 for one in rotations))
@@ -136,7 +136,7 @@ def _of_scaled(like: Scaling, has_mscale: bool) -> Iterator[Mistake[Rotation]]:
 
 
 def _right(like: Scaling) -> str:
-    """Say what to change if frequencies are scaled otherwise."""
+    """Return the repair if frequencies are scaled in another way."""
     if like.is_linear:
         return (
             f"give TE's RotaryPositionEmbedding seq_len_interpolation_factor={like.factor:.4g}, and "
@@ -167,7 +167,7 @@ def _of_factor(repair: str, factor: float, amplitude: float | None = None) -> Mi
 
 
 def _of_factor_and_mscale(repair: str, factor: float) -> Mistake[Rotation]:
-    """Return the mistake of a whole configuration of YaRN with another factor, of which its mscale is made as well."""
+    """Return the mistake of configuring YaRN with another factor, from which its mscale follows as well."""
     return replace(_of_factor(repair, factor, _yarn_mscale(factor)), name=f"rope scaling and mscale by {factor:.4g}")
 
 
@@ -180,7 +180,7 @@ def _of_length(repair: str, length: float) -> Mistake[Rotation]:
 
 
 def _of_another_kind(like: Scaling) -> Iterator[Mistake[Rotation]]:
-    """Yield frequencies scaled by the reference's factor from its original length, but in another of the ways."""
+    """Yield frequencies scaled by the reference's factor and original length, but in one of the other ways."""
     repair = _right(like)
     own = _llama3_length(like)
     of_yarn = [length for length in _LENGTHS if _agrees(_yarn_kept(like.plain, like.base, length), like)]
@@ -209,7 +209,7 @@ def _of_kind(
 
 
 def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
-    """Return the larger base under which the lowest frequency is divided by the factor (NTK-aware scaling)."""
+    """Return the mistake of a larger base, which divides the lowest frequency by the factor (NTK-aware scaling)."""
     what = f"a base enlarged for longer sequences by {factor:.4g} (NTK)"
 
     def enlarged(scaling: Scaling) -> Tensor:
@@ -220,7 +220,7 @@ def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
 
 
 def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
-    """Yield all frequencies divided alike, if the reference's base was enlarged to have the same lowest frequency."""
+    """Yield frequencies all divided by one number, if the reference's enlarged base gives the same lowest frequency."""
     for usual in ROPE_BASES if rotary > 2 else ():
         factor = (base / usual) ** ((rotary - 2) / rotary)
         if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:
@@ -241,7 +241,7 @@ def _agrees(kept: Tensor, like: Scaling) -> bool:
 
 
 def _scaled_for_once(base: float) -> Iterator[Mistake[Rotation]]:
-    """Yield scaled frequencies, where the reference has plain ones."""
+    """Yield scaled frequencies for a reference that has plain ones."""
     repair = f"rotate with the plain frequencies of base {written(base, 7)}, as the reference does"
 
     def like_llama3(factor: float) -> Mistake[Rotation]:
@@ -294,7 +294,7 @@ def _llama3_kept(plain: Tensor, length: float) -> Tensor:
 
 
 def _llama3_length(like: Scaling) -> float | None:
-    """Return the original length, if the ramp is Llama 3's; None if it is another, or no frequency lies on it."""
+    """Return the original length if the ramp is Llama 3's; None if it is another one or no frequency lies on it."""
     low, high = _LLAMA3
     between = (like.kept > 0.0) & (like.kept < 1.0)
     if not bool(between.any()):
@@ -305,7 +305,7 @@ def _llama3_length(like: Scaling) -> float | None:
 
 
 def _yarn_mscale(factor: float) -> float:
-    """Return by what YaRN multiplies cosines and sines (Peng et al., arXiv 2309.00071, equation 22)."""
+    """Return the number by which YaRN multiplies cosines and sines (Peng et al., arXiv 2309.00071, equation 22)."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
@@ -319,6 +319,6 @@ def _yarn_kept(plain: Tensor, base: float, length: float) -> Tensor:
 
 
 def _rounded(measured: float) -> float:
-    """Return a base of three digits within the measurement's accuracy, else the measured one."""
+    """Return the measured base rounded to three digits if that is within the measurement's accuracy, else as it is."""
     rounded = round(measured, 2 - math.floor(math.log10(measured)))
     return rounded if math.isclose(rounded, measured, rel_tol=_SAME) else measured

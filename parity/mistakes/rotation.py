@@ -19,23 +19,23 @@ from parity.trace.trace import Call, Changed, Edit, Site, Trace, Value, ancestor
 
 # Rotary position embeddings in a trace.
 #
-# A rotation is recognised by what it does: a value before a query or a key is an earlier value of the same shape with
-# pairs of channels turned by angles that depend on position and pair alone. So any code that does this is found, be it
-# ``rotate_half``, complex numbers or a cache of cosines.
+# A rotation is recognised by its effect: a value before a query or a key is an earlier value of the same shape with
+# pairs of channels turned by angles that depend only on position and pair. So any code that does this is found, whether
+# it uses ``rotate_half``, complex numbers or a cache of cosines.
 
 
 Form = Literal["halves", "interleaved"]
 
-_MOST_ANCESTORS = 60  # how far back from a query the value before its rotation is looked for
+_MOST_ANCESTORS = 60  # the value before a query's rotation is looked for among this many ancestors
 _FARTHEST = 16384  # the position of a single token is looked for up to this one
-_FEW_POSITIONS, _MOST_POSITIONS = 32, 1024  # of tokens that are looked at, and along an axis
+_FEW_POSITIONS, _MOST_POSITIONS = 32, 1024  # how many tokens are looked at, and the most positions along an axis
 _EXACT = 1e-4  # radians by which a rotation in FP32 may differ between heads
 _FORMS: tuple[tuple[Form, Form], ...] = (
     ("halves", "halves"),
     ("interleaved", "interleaved"),
-    ("interleaved", "halves"),  # DeepSeek's: what was interleaved is taken apart, for query and key alike
+    ("interleaved", "halves"),  # DeepSeek's: interleaved channels are taken apart, for query and key alike
     ("halves", "interleaved"),
-)  # of what is rotated, and of what is returned
+)  # the forms of the argument and of the result
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,25 +43,25 @@ class Rotation:
     """``result = x`` with pairs of channels turned by ``angles[position, pair]``.
 
     Attributes:
-        call: returns the rotated value.
-        x: what is rotated, ``[..., head_dim]``.
+        call: the call that returns the rotated value.
+        x: the value to rotate, ``[..., head_dim]``.
         role: ``query`` or ``key``.
         head_dim: channels of a head.
         form: pairs are ``(i, i + rotary / 2)`` or ``(2 i, 2 i + 1)``, counted from ``start``.
         axis: dimension of the positions, negative.
-        angles: ``[seq, rotary / 2]`` in radians, FP64; products of the phases where those are known, else up to full
-            turns.
+        angles: ``[seq, rotary / 2]`` in radians, FP64; products of the phases if those are known, else known only up
+            to full turns.
         phases: positions ``[seq]`` and frequencies ``[rotary / 2]`` whose products are the angles, FP64; None if they
             are not known.
-        start: the first of the channels that are rotated.
-        result_form: in which the rotated pairs are returned; None for ``form``.
-        times: how often it is rotated.
-        amplitude: by which rotated channels are multiplied besides, YaRN's mscale (Peng et al., arXiv 2309.00071).
+        start: the first rotated channel.
+        result_form: the form in which rotated pairs are returned; None for ``form``.
+        times: how often the value is rotated.
+        amplitude: the factor of rotated channels, YaRN's mscale (Peng et al., arXiv 2309.00071).
         table: dtype to which cosines and sines are rounded; None for the computation's own.
-        table_form: of the pairs for which cosines and sines are laid out over the channels; None for ``form``.
+        table_form: the form for which cosines and sines are laid out over the channels; None for ``form``.
         attention: the first call of attention that reads the rotated value.
-        of_axes: frequencies ``[rotary / 2]``, FP64, where pairs are turned by positions along several axes, such as
-            time, height and width (Qwen2-VL's, arXiv 2409.12191), and ``phases`` are not known; None otherwise.
+        of_axes: frequencies ``[rotary / 2]``, FP64, if pairs are turned by positions along several axes, such as time,
+            height and width (Qwen2-VL's, arXiv 2409.12191), and ``phases`` are not known; None otherwise.
     """
 
     call: Call
@@ -83,7 +83,7 @@ class Rotation:
 
     @property
     def rotary(self) -> int:
-        """Return how many channels are rotated."""
+        """How many channels are rotated."""
         return 2 * self.angles.shape[-1]
 
     @property
@@ -95,7 +95,7 @@ class Rotation:
         """Return the rotated value."""
         end = self.start + self.rotary
         before, rotated, after = x[..., : self.start], x[..., self.start : end], x[..., end:]
-        # In FP32 a phase of thousands of radians is rounded, in the reference and in a port alike.
+        # In FP32, a phase of thousands of radians is rounded in the reference and in a port alike.
         angles = self.angles.to(x.device, x.dtype).reshape(len(self.angles), *[1] * (-self.axis - 2), self.rotary // 2)
         tables = (rounded_to(table, self.table) for table in (angles.cos(), angles.sin()))
         # The first and second channel of a pair have different cosines if the table is laid out for another form.
@@ -108,7 +108,7 @@ class Rotation:
         return torch.cat((before, rotated, after), -1)
 
     def edits(self, **changes: Any) -> tuple[Edit, ...]:
-        """Return the edits that rotate the value otherwise."""
+        """Return the edits that rotate the value with other attributes."""
         return (instead(self.call, (self.x,), replace(self, **changes).compute, Changed(self, changes)),)
 
 
@@ -116,7 +116,7 @@ class Rotation:
 def rotations(trace: Trace) -> list[Rotation]:
     """Return the rotation of each attention's query and key, in order."""
     found: dict[int, Rotation] = {}
-    for attention in seeming_attentions(trace):  # a rotation is found by its own numbers
+    for attention in seeming_attentions(trace):  # no slow check is needed, because rotations are checked themselves
         both: tuple[tuple[Value, Literal["query", "key"]], ...] = (attention.query, "query"), (attention.key, "key")
         for value, role in both:
             rotation = _before(trace, value, role)
@@ -140,12 +140,12 @@ def pairs(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def _joined(first: Tensor, second: Tensor, form: Form) -> Tensor:
-    """Return the inverse of ``pairs``."""
+    """Return the channels of these pairs; the inverse of ``pairs``."""
     return torch.cat((first, second), -1) if form == "halves" else torch.stack((first, second), -1).flatten(-2)
 
 
 def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotation | None:
-    """Return the last rotation before a query or key; one that also scales, such as YaRN's, only if it is alone."""
+    """Return the last rotation before a query or key; one that also scales, like YaRN's, only if it is the only one."""
     chain = [value, *ancestors(trace, value, _MOST_ANCESTORS)]
     candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
     scaled: list[tuple[Call, Value, float]] = []
@@ -167,7 +167,7 @@ def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotati
 
 
 def _taken_apart(trace: Trace, rotation: Rotation, earlier: Iterable[Value]) -> Rotation:
-    """Return the rotation of an interleaved value, if it was taken apart into halves before the rotation."""
+    """Return the rotation of the interleaved value that was taken apart into halves before, if there is one."""
     x = trace.tensor(rotation.x)
     if rotation.form == "halves" and rotation.rotary == rotation.head_dim:
         for value in earlier:
@@ -178,7 +178,7 @@ def _taken_apart(trace: Trace, rotation: Rotation, earlier: Iterable[Value]) -> 
 
 
 def _amplitude(trace: Trace, x: Value, result: Value) -> float | None:
-    """Return the ratio of every head's norm after and before, if it is the same for all; None otherwise."""
+    """Return the ratio of the heads' norms after and before, if it is the same for all; None otherwise."""
     before, after = (torch.linalg.vector_norm(trace.tensor(value).double(), dim=-1) for value in (x, result))
     if torch.allclose(before, after, rtol=_EXACT):
         return 1.0
@@ -189,7 +189,7 @@ def _amplitude(trace: Trace, x: Value, result: Value) -> float | None:
 def _turned(
     trace: Trace, call: Call, x: Value, role: Literal["query", "key"], amplitude: float = 1.0
 ) -> Rotation | None:
-    """Return the rotation from ``x`` to what ``call`` returns, if there is one."""
+    """Return the rotation from ``x`` to the result of ``call``; None if there is none."""
     before, after = trace.tensor(x).double(), trace.tensor(call.outputs[0]).double() / amplitude
     if torch.allclose(before, after, rtol=_EXACT):
         return None
@@ -200,7 +200,7 @@ def _turned(
             if turned is None:
                 continue
             axis, angles, is_sure = turned
-            if bool((_wrapped(angles - angles[:, :1]).abs() < _EXACT).all()):  # by 90 degrees, of its own parts
+            if bool((_wrapped(angles - angles[:, :1]).abs() < _EXACT).all()):  # all pairs alike, such as by 90 degrees
                 continue
             phases = _phases(trace, call, angles)
             if phases is None and not is_sure:
@@ -216,16 +216,16 @@ def _turned(
 
 
 def _ranges(differ: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield which channels may be rotated: from the first to the last that differ, or all of the head."""
+    """Yield the ranges of channels that may be rotated: from the first to the last that differ, or the whole head."""
     channels = differ.flatten(0, -2).any(0).nonzero().flatten().tolist()
     changed, head = (channels[0], channels[-1] + 1), (0, differ.shape[-1])
     yield from (ends for ends in dict.fromkeys((changed, head)) if (ends[1] - ends[0]) % 2 == 0)
 
 
 def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tuple[int, Tensor, bool] | None:
-    """Return the positions' dimension, by how much each turns each pair, and whether several heads agree on it.
+    """Return the positions' dimension, the angle of each position and pair, and whether several heads agree on it.
 
-    None if it is no such rotation.
+    Return None if this is not a rotation.
     """
     a, b = pairs(before, form)
     c, d = pairs(after, result_form)
@@ -235,14 +235,14 @@ def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tup
         return None
     angles = torch.atan2(sin, cos)
     axes = range(-2, -angles.dim() - 1, -1)
-    for axis in sorted(axes, key=lambda axis: angles.shape[axis] < 2):  # one position, as of a step of decoding, last
+    for axis in sorted(axes, key=lambda axis: angles.shape[axis] < 2):  # a single position, as in decoding, comes last
         by_position = angles.movedim((axis, -1), (0, 1)).flatten(2)  # [seq, pairs, everything else]
         weights = square.movedim((axis, -1), (0, 1)).flatten(2)
         best = weights.argmax(-1, keepdim=True)
         common = by_position.gather(-1, best)
         off = _wrapped(by_position - common).abs()
         if len(common) > 1 and bool((_wrapped(common - common[:1]).abs() < _EXACT).all()):
-            continue  # heads, or a batch, of which all are at one position
+            continue  # this is the dimension of heads or of the batch, which all have the same position
         if bool((off[weights > 1e-3 * weights.mean()] < _EXACT).all()):
             return axis, common.squeeze(-1), off.shape[-1] > 1
     return None
@@ -251,8 +251,8 @@ def _angles(before: Tensor, after: Tensor, form: Form, result_form: Form) -> tup
 def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return positions and frequencies whose products are the angles, up to full turns; None if there are none.
 
-    Both are looked for among what the rotation is computed from. If a cache holds its sines, positions are counted from
-    0, and frequencies are those of a base, or what the angles show.
+    Both are looked for among the values that the rotation is computed from. If its sines come from a cache, positions
+    are counted from 0, and frequencies are those of a base or are measured from the angles.
     """
     seq, count = angles.shape
     near = [trace.tensor(value) for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS)]
@@ -279,7 +279,7 @@ def _phases(trace: Trace, call: Call, angles: Tensor) -> tuple[Tensor, Tensor] |
 
 
 def _of_axes(trace: Trace, call: Call, angles: Tensor) -> Tensor | None:
-    """Return frequencies by which whole positions, which may differ by pair, make the angles; None if none do."""
+    """Return frequencies that give the angles with whole positions, which may differ by pair; None if none do."""
     some = angles[:: max(len(angles) // _FEW_POSITIONS, 1)]
     positions = torch.arange(min(4 * len(angles), _MOST_POSITIONS), dtype=torch.float64, device=angles.device)
     for value in ancestors(trace, call.outputs[0], _MOST_ANCESTORS):
@@ -294,7 +294,7 @@ def _of_axes(trace: Trace, call: Call, angles: Tensor) -> Tensor | None:
 def _single(
     angles: Tensor, positions: Sequence[Tensor], frequencies_found: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the first position, and frequencies, that fit the angles of one position ``[1, rotary / 2]``."""
+    """Return the first position and frequencies that fit the angles ``[1, rotary / 2]`` of a single position."""
     for frequency in frequencies_found:
         for some in positions:
             off = _wrapped(angles - some[:, None] * frequency.to(angles.device)).abs().amax(-1)
@@ -304,9 +304,9 @@ def _single(
 
 
 def _slopes(angles: Tensor) -> Tensor:
-    """Return by how much each pair is turned from one position to the next, if that is the same everywhere."""
+    """Return the angle of each pair from one position to the next, if it is the same everywhere."""
     slopes, step = _wrapped(angles[1] - angles[0]), 1
-    while step < len(angles):  # so near that no full turn is missed, and more exact with each step
+    while step < len(angles):  # the steps are small enough to miss no full turn, and each makes the slopes more exact
         slopes = slopes + _wrapped(angles[step] - angles[0] - step * slopes) / step
         step *= 2
     return slopes
@@ -328,16 +328,16 @@ def _wrapped(angle: Tensor) -> Tensor:
     return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
 
 
-# A rotation by other angles.
+# Rotations by other angles.
 
 
 Edits = Callable[[Rotation], tuple[Edit, ...]]
-Phases = Callable[[Tensor, Tensor], Tensor]  # from positions and frequencies to angles
-Positions = Callable[[Tensor], Tensor]  # from the reference's to a port's
+Phases = Callable[[Tensor, Tensor], Tensor]  # maps positions and frequencies to angles
+Positions = Callable[[Tensor], Tensor]  # maps the reference's positions to a port's
 
 
 def with_angles(phases: Phases) -> Edits:
-    """Return the edits that turn by other angles, made of the reference's positions and frequencies."""
+    """Return the edits that rotate by other angles, computed from the reference's positions and frequencies."""
 
     def edits(one: Rotation) -> tuple[Edit, ...]:
         angles = one.angles if one.phases is None else phases(*one.phases)
@@ -352,7 +352,7 @@ def with_positions(change: Positions) -> Edits:
 
 
 def counted_from(starts: Sequence[int]) -> Edits:
-    """Return the edits that count positions from 0 at each of these places; the first of them is 0."""
+    """Return the edits that count positions from 0 at each of these places, the first of which is 0."""
 
     def since(positions: Tensor) -> Tensor:
         place = torch.arange(len(positions), device=positions.device)
@@ -363,15 +363,14 @@ def counted_from(starts: Sequence[int]) -> Edits:
 
 
 def counted_as(own: Tensor) -> Edits:
-    """Return the edits that give each token of the sequence this position, ``[seq]``."""
+    """Return the edits that give the tokens of the sequence these positions, ``[seq]``."""
     return with_positions(own.to)
 
 
-# Rotary embeddings over two axes, such as those of an image's patches: some pairs turn by the row,
-# others by the column.
+# Rotary embeddings over two axes, such as those of image patches: some pairs turn by the row, others by the column.
 #
-# A table of angles is recognised by its values: after tokens that are not rotated, such as a class token or a text,
-# each pair's angles are those of a grid's rows or of its columns, and grow evenly along them.
+# A table of angles is recognised by its values. After tokens that are not rotated, such as a class token or a text,
+# each pair's angles grow evenly along a grid's rows or along its columns.
 
 
 _EXACT_ANGLE = 1e-3  # radians by which angles may differ from a grid's
@@ -382,12 +381,12 @@ class Grid:
     """A grid of positions, row by row.
 
     Attributes:
-        before: tokens in front of it, which are not rotated.
-        height: its rows.
-        width: its columns.
+        before: the number of tokens before it, which are not rotated.
+        height: the number of rows.
+        width: the number of columns.
         of_rows: which pairs turn by the row, ``[rotary / 2]``.
         first: angles of the first patch, ``[rotary / 2]``, FP64.
-        steps: by how much each pair is turned from one row, or column, to the next, ``[rotary / 2]``, FP64.
+        steps: each pair's angle from one row or column to the next, ``[rotary / 2]``, FP64.
     """
 
     before: int
@@ -398,7 +397,7 @@ class Grid:
     steps: Tensor
 
     def angles(self, rows: Tensor, columns: Tensor, steps: Tensor | None = None) -> Tensor:
-        """Return the angles of patches by their rows and columns, after the tokens that are not rotated."""
+        """Return the angles of unrotated tokens, which are 0, and of patches in these rows and columns."""
         places = torch.where(self.of_rows, rows.reshape(-1, 1), columns.reshape(-1, 1)).double()
         turned = self.first + places * (self.steps if steps is None else steps)
         return torch.cat((turned.new_zeros(self.before, turned.shape[-1]), turned))
@@ -415,7 +414,7 @@ class Grid:
 
 
 def grid_of(rotation: Rotation) -> Grid | None:
-    """Return the grid by which a rotation turns; None if it turns by one position, or by no grid."""
+    """Return the grid by which a rotation turns; None if it turns by one position or not by a grid."""
     angles = rotation.angles.double()
     if rotation.phases is not None or angles.dim() != 2 or len(angles) < 4:
         return None
@@ -431,7 +430,7 @@ def grid_of(rotation: Rotation) -> Grid | None:
 
 
 def grid_mistakes(rotation: Rotation) -> Iterator[Mistake[Rotation]]:
-    """Yield what ports get wrong about the two axes of rotations like this one."""
+    """Yield mistakes in the two axes of rotations like this one."""
     grid = grid_of(rotation)
     if grid is None:
         return
@@ -460,7 +459,7 @@ def grid_mistakes(rotation: Rotation) -> Iterator[Mistake[Rotation]]:
 
 
 def _base_instead(right: float, base: float) -> Mistake[Rotation]:
-    """Return the mistake that the frequencies along each axis have another base."""
+    """Return the mistake of another base for the frequencies along each axis."""
 
     def angles(grid: Grid) -> Tensor:
         steps = grid.steps.clone()

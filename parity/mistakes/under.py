@@ -1,6 +1,6 @@
-"""Compute the reference as if mistakes had been made with it: its outputs, its gradients, and the calls it makes.
+"""Compute the reference's outputs and gradients with mistakes in it.
 
-Where a recorded pass can be made again, only the calls that the mistakes reach are, without the module's code.
+If a recorded pass can be replayed, only the calls that the mistakes reach are made again, without the module's code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from parity.trace.trace import Call, Edit, Site, Trace, Value, grouped
 if TYPE_CHECKING:
     from parity.te import Precision
 
-# What each takes, in forward passes in FP64: a pass in FP32, a backward pass, and any pass under a rounding model.
+# The cost, in forward passes in FP64, of a pass in FP32, of a backward pass, and of any pass under a rounding model.
 _IN_FP32 = 0.5
 BACKWARD = 2.0
 _ROUNDED = 2.0
-_MOVED = 1e-3  # by about this share of it each element of a parameter is moved, to see whether a replay is faithful
+_MOVED = 1e-3  # parameters are moved by about this share of themselves to check that a replay is faithful
 
 
 def outputs_under(
@@ -45,10 +45,10 @@ def outputs_under(
     """Return the reference's outputs if the hypotheses were true; None if they cannot be computed.
 
     Args:
-        prepared: what was compared.
-        hypotheses: that hold at once.
-        dtype: in which to compute.
-        rows: of each input's first dimension; None for all.
+        prepared: the pair that was compared.
+        hypotheses: the mistakes, all made at once.
+        dtype: the dtype in which to compute.
+        rows: the rows of each input's first dimension to compute; None for all.
     """
     _cast_if_other(prepared.reference, dtype)
     inputs = cast(prepared.inputs, dtype)
@@ -58,18 +58,18 @@ def outputs_under(
     try:
         with torch.no_grad(), in_fp64() if dtype is torch.float64 else attention_in_blocks():
             return outputs_of(prepared.reference, _call_under(prepared, hypotheses), inputs)
-    except Exception:  # the user's code may raise anything, given what it does not expect
+    except Exception:  # the user's code may raise anything if it gets values that it does not expect
         return None
 
 
 def differentiable_outputs(
     prepared: Prepared, hypotheses: Sequence[Hypothesis], inputs: Any = None
 ) -> dict[str, Tensor] | None:
-    """Return all rows of the outputs as ``outputs_under``, in FP64, with the graph that autograd needs.
+    """Return all rows of the outputs as ``outputs_under`` does, in FP64, with the graph that autograd needs.
 
     Args:
-        prepared, hypotheses: as there.
-        inputs: in FP64, if they are others, as leaves of the graph.
+        prepared, hypotheses: as for ``outputs_under``.
+        inputs: inputs in FP64 to use instead of the pair's own, as leaves of the graph.
     """
     _cast_if_other(prepared.reference, torch.float64)
     inputs = cast(prepared.inputs, torch.float64) if inputs is None else inputs
@@ -82,9 +82,9 @@ def differentiable_outputs(
 
 
 class Outputs:
-    """The reference's outputs under hypotheses, of which only what these change is computed again.
+    """The reference's outputs under hypotheses, computing again only the part that these change.
 
-    Where that may not be what the reference computes, all of it is.
+    If a replay may not give the reference's results, the whole reference is computed.
 
     Attributes:
         leaves: the parameters and floating-point inputs that a differentiable pass was recorded with, by kind of
@@ -98,23 +98,23 @@ class Outputs:
 
         Args:
             prepared, dtype, rows: as for ``outputs_under``.
-            differentiable: whether outputs come as from ``differentiable_outputs``, with a graph back to ``leaves``
-                and to what the hypotheses change; then they are of all rows and in FP64.
+            differentiable: whether to return outputs as ``differentiable_outputs`` does, with a graph back to
+                ``leaves`` and to the values that the hypotheses change, for all rows and in FP64.
         """
         self._given = prepared, dtype, rows
         self._differentiable = differentiable
         self._share = _share(prepared.inputs, rows) * (1.0 if dtype is torch.float64 else _IN_FP32)
         self._parameters: dict[str, Tensor] = {}
-        self._places: list[Place] = []  # of the parameters, which edits may ask the module for
+        self._places: list[Place] = []  # where the module holds its parameters, which edits may read from it
         self.leaves: dict[tuple[Kind, str], Tensor] = {}
-        self._scaled: set[Site] = set()  # calls that look up rows of tables, where these are scaled
+        self._scaled: set[Site] = set()  # lookups whose rows are scaled
         self._last: tuple[Hypothesis, ...] = ()
-        self._beside: tuple[Hypothesis | None, Change | None] = None, None  # one that is tried with many others
+        self._beside: tuple[Hypothesis | None, Change | None] = None, None  # a hypothesis tried with many others
         recorded = self._recorded()
         self._replay = recorded if recorded is not None and self._is_faithful(recorded) else None
 
     def under(self, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
-        """Return all outputs; None if they cannot be computed."""
+        """Return all outputs under these hypotheses; None if they cannot be computed."""
         with suppress(Misfit):
             return self.again(hypotheses)
         if self._differentiable:
@@ -123,7 +123,7 @@ class Outputs:
         return outputs_under(prepared, hypotheses, dtype, rows)
 
     def again(self, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor] | None:
-        """Return all outputs from what was recorded; None if they cannot be computed.
+        """Return all outputs from the recorded pass; None if they cannot be computed.
 
         Raises:
             Misfit: if the module itself has to run.
@@ -134,7 +134,7 @@ class Outputs:
             return self._replayed(self._replay, hypotheses)
         except (Misfit, OutOfTime):
             raise
-        except Exception:  # as in ``outputs_under``, which would raise it again
+        except Exception:  # as in ``outputs_under``, which would run into it again
             return None
 
     def _replayed(self, replay: Replay, hypotheses: Sequence[Hypothesis]) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ class Outputs:
             return replay.changed(_all_edits(hypotheses), parameters, beside)
 
     def _recorded(self) -> Replay | None:
-        """Record a pass; return None if it cannot be made."""
+        """Return a recorded pass; None if it cannot be made."""
         prepared, dtype, rows = self._given
         found: list[tuple[Trace, list[str]]] = []
         _cast_if_other(prepared.reference, dtype)
@@ -179,7 +179,7 @@ class Outputs:
                     returned = call(module, *args, **kwargs)
                     outputs = named_outputs(returned)
                     for x in outputs.values():
-                        x.clone()  # which tells the outputs among all values
+                        x.clone()  # traced as a call, which tells the outputs from other values
                 found.append((trace, list(outputs)))
                 return returned
 
@@ -193,7 +193,7 @@ class Outputs:
         if ran is None:
             return None
         ((trace, names),) = found
-        for number in trace.buffers:  # a call may write to them, as that of a BatchNorm does
+        for number in trace.buffers:  # a call may write to them, as a BatchNorm's does
             trace.tensors[number] = trace.tensors[number].clone()
         returned = [trace.calls.pop().inputs[0] for _ in names]
         if prepared.scales_lookups:
@@ -208,7 +208,7 @@ class Outputs:
         return Replay(trace, dict(zip(reversed(names), returned, strict=True)), exactly)
 
     def _with_leaves(self, prepared: Prepared) -> Any:
-        """Return the inputs as leaves of a graph, and note them and the parameters as such."""
+        """Return the inputs as leaves of a graph, and add them and the parameters to ``leaves``."""
         self.leaves |= {("weight gradient", name): x for name, x in self._parameters.items() if x.requires_grad}
 
         def leaf(x: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ class Outputs:
         return inputs
 
     def _by_itself(self, call: Call, trace: Trace) -> Call:
-        """Return a call that is made again as in the pass, where a mode around all calls took its time at each."""
+        """Return a call that by itself computes as it did in the pass, where a slow mode was around all calls."""
         if self._given[1] is not torch.float64:
             return replace(call, function=in_blocks(call.function))
         given, returned = tree_map_only(Value, trace.tensor, (tree_leaves((call.args, call.kwargs)), call.outputs))
@@ -232,7 +232,7 @@ class Outputs:
         return replace(call, function=function)
 
     def _is_faithful(self, replay: Replay) -> bool:
-        """Return whether a replay computes what the reference does with parameters that all are a little different."""
+        """Return whether a replay agrees with the reference when all parameters are slightly different."""
         prepared, dtype, rows = self._given
         rng = Rng(0, "replay")
         moved = {
@@ -254,7 +254,7 @@ class Outputs:
 class Passes:
     """The reference's outputs and gradients in FP64 under hypotheses, as ``tensors_under`` returns them.
 
-    Of the forward pass only what these change is computed again, as far as ``Outputs`` can.
+    The forward pass is replayed by ``Outputs`` if possible, which computes again only the part that changes.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -273,7 +273,7 @@ class Passes:
 
         Args:
             hypotheses, only_if: as for ``tensors_under``.
-            wanted: which gradients are needed, by kind and name; others may be left out. None for all.
+            wanted: the gradients that are needed, by kind and name; others may be left out. None for all.
         """
         with suppress(Misfit):
             return self._again(hypotheses, only_if, wanted)
@@ -306,7 +306,7 @@ class Passes:
         return tensors | {key: or_zero(x, leaves[key]) for key, x in zip(leaves, found, strict=True)}
 
     def _is_faithful(self) -> bool:
-        """Return whether gradients are the reference's, with parameters that all are a little different."""
+        """Return whether gradients agree with the reference's when all parameters are slightly different."""
         if self._outputs is None:
             return False
         rng = Rng(0, "gradients")
@@ -339,13 +339,13 @@ def tensors_under(
     """Return the reference's outputs and gradients if the hypotheses were true; None if they cannot be computed.
 
     Args:
-        prepared: what was compared.
-        hypotheses: that hold at once.
-        precision: whose rounding model to compute under, in FP32; None computes in FP64.
+        prepared: the pair that was compared.
+        hypotheses: the mistakes, all made at once.
+        precision: the precision under whose rounding model to compute, in FP32; None computes in FP64.
         cotangents: the gradient with respect to each output; None for the comparison's own.
-        freedom: of the kernels that the rounding model stands for.
-        only_if: tells from the outputs whether gradients are of interest; else None is returned.
-        kinks, choices: of the rounding model.
+        freedom: the freedom of the kernels that the rounding model stands for.
+        only_if: decides from the outputs whether gradients are of interest; if not, None is returned.
+        kinks, choices: passed to the rounding model.
     """
     dtype = torch.float64 if precision is None else torch.float32
     _cast_if_other(prepared.reference, dtype)
@@ -371,7 +371,7 @@ def tensors_under(
                 before_backward=phase.begin_backward if phase else lambda: None,
                 differentiated=not prepared.evaluation,
             )
-    except OutOfTime:  # it says nothing about the hypotheses
+    except OutOfTime:  # this says nothing about the hypotheses
         raise
     except Exception:
         return None
@@ -389,13 +389,13 @@ def _cast_if_other(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _share(inputs: Any, rows: slice | None) -> float:
-    """Return what share of the batch some rows are."""
+    """Return the share of the batch that these rows are."""
     batches = [x.shape[0] for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim()]
     return 1.0 if rows is None or not batches else len(range(*rows.indices(batches[0]))) / max(batches[0], 1)
 
 
 def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleCall:
-    """Return how to call the reference so that it computes what the hypotheses say."""
+    """Return a function that calls the reference with the mistakes of the hypotheses."""
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         edits = _all_edits(hypotheses)
@@ -415,7 +415,7 @@ def _call_under(prepared: Prepared, hypotheses: Sequence[Hypothesis]) -> ModuleC
 
 
 def _as_returned(x: Tensor, hypotheses: Sequence[Hypothesis]) -> Tensor:
-    """Return what the hypotheses make of a tensor that the reference returns."""
+    """Return a tensor that the reference returns after the hypotheses' changes to it."""
     for one in hypotheses if x.is_floating_point() else ():
         x = x if one.returned is None else one.returned(x)
     return x
@@ -447,12 +447,12 @@ def _read(parameters: Mapping[str, Tensor], hypotheses: Sequence[Hypothesis]) ->
 
 @contextmanager
 def _holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the context, the module computes with these tensors for its parameters, wherever they are tied."""
+    """Make the module compute, within the context, with these tensors as parameters, tied ones included."""
     with _exchanged(_places(module, tensors) if tensors else []):
         yield
 
 
-Place = tuple[dict[str, Any], str, Tensor]  # the parameters of a submodule, the name of one, and what it becomes
+Place = tuple[dict[str, Any], str, Tensor]  # the parameters of a submodule, the name of one, and its new value
 
 
 def _places(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[Place]:
@@ -467,7 +467,7 @@ def _places(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[Place]:
 
 @contextmanager
 def _exchanged(places: Sequence[Place]) -> Iterator[None]:
-    """Within the context, these places hold these tensors."""
+    """Put these tensors in their places within the context."""
     before = [(holder, leaf, holder[leaf]) for holder, leaf, _ in places]
     try:
         for holder, leaf, tensor in places:
@@ -478,17 +478,17 @@ def _exchanged(places: Sequence[Place]) -> Iterator[None]:
             holder[leaf] = parameter
 
 
-# A recorded forward pass, computed again under a change.
+# A recorded forward pass, replayed with a change.
 
 
 @dataclass(frozen=True)
 class Change:
-    """Hold what a change of a recorded pass reaches.
+    """A change of a recorded pass, and the values that it reaches.
 
     Attributes:
-        edits: what calls return instead.
+        edits: change what calls return.
         parameters: other tensors, by the parameters' names.
-        values: what has become of the values that it reaches, by number.
+        values: the new tensors of the values that it reaches, by number.
     """
 
     edits: Sequence[Edit]
@@ -496,20 +496,20 @@ class Change:
     values: Mapping[int, Tensor]
 
     def is_part_of(self, edits: Sequence[Edit], parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether another change has all of this one's edits, and is about all of its parameters."""
+        """Return whether another change has all of this one's edits and changes all of its parameters."""
         return set(self.edits) <= set(edits) and self.parameters.keys() <= parameters.keys()
 
 
 class Replay:
-    """A recorded forward pass, of which parts can be computed again.
+    """A recorded forward pass, parts of which can be computed again.
 
-    A module may hand tensors on where no call shows it, as through NumPy. So whoever replays it first compares what
-    that gives with what the module computes, under a change that reaches everything.
+    A module may pass tensors on in ways that no call shows, such as through NumPy. So users of this class first compare
+    a replay with the module itself, under a change that reaches everything.
 
     Attributes:
         made: how many calls have been made again.
         calls: how many were recorded.
-        exactly: the context within which calls return something else, and tensors are read otherwise.
+        exactly: the context in which edits and readings of parameters are computed.
     """
 
     def __init__(
@@ -536,15 +536,15 @@ class Replay:
                     self._steps[self._order[made.site]].writes_unseen = True
 
     def changed(self, edits: Sequence[Edit], parameters: Mapping[str, Tensor], beside: Change | None = None) -> Change:
-        """Return what a pass computes under these edits, with other tensors for some parameters.
+        """Return the values of a pass under these edits, with other tensors for some parameters.
 
         Args:
-            edits: what calls return instead.
+            edits: change what calls return.
             parameters: the other tensors, by the parameters' names.
-            beside: a change of which these edits and tensors are more; only what they add is computed again.
+            beside: a change that is part of this one; only the effect of the rest is computed again.
 
         Raises:
-            Misfit: if the module itself has to run, since the change reaches a shape, or a number that its code reads.
+            Misfit: if the module itself has to run, because the change reaches a shape or a number that its code reads.
         """
         known = beside if beside is not None and beside.is_part_of(edits, parameters) else Change((), {}, {})
         now = list(self._trace.tensors)
@@ -589,7 +589,7 @@ class Replay:
         return self._order[site]
 
     def _made(self, i: int, edits: Sequence[Edit], now: Sequence[Tensor], is_given_others: bool) -> Sequence[Tensor]:
-        """Return what a call returns, from what values are now."""
+        """Return the results of a call for the current values."""
         step = self._steps[i]
         if step.writes_unseen:
             raise Misfit("a call writes to what another tensor shares")
@@ -609,7 +609,7 @@ class Replay:
         return (result,) if isinstance(result, Tensor) else tensors_in(result)
 
     def _needed(self, value: Value, at: int) -> int:
-        """Return the value of this pass that stands at the place of another recording's, before a call or at it."""
+        """Return the number of this pass's value at the place of another recording's, not after ``at``."""
         place = self._place(value.site)
         if place > at:
             raise Misfit(f"no call at {value.site} came before")
@@ -618,12 +618,12 @@ class Replay:
 
 
 class _Step:
-    """A call, such that it can be made often.
+    """A call, prepared for being made often.
 
     Attributes:
         call: the call.
-        inputs, outputs: the numbers of what it is given and returns.
-        writes_unseen: whether it changes a tensor that it neither is given nor returns.
+        inputs, outputs: the numbers of the values that it reads and returns.
+        writes_unseen: whether it changes a tensor that it neither reads nor returns.
     """
 
     def __init__(self, call: Call) -> None:
@@ -638,8 +638,9 @@ class _Step:
         self._may_write = "out" in call.kwargs or changed_in_place(call.function, (Tensor(),), {}) is not None
 
     def made(self, now: Sequence[Tensor], detached: int | None = None) -> Any:
-        """Make the call again, with what values are now, of which one may be detached; return the changed tensor if it
-        changes one.
+        """Return the call's result for the current values, one of which may be detached.
+
+        A call that changes its first argument works on a copy, which is returned.
         """
         given, named = list(self._given), self.call.kwargs
         for i, number in self._places:

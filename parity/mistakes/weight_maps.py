@@ -1,4 +1,4 @@
-"""Mistakes in weight maps: how fused weights may be read, exchanged or transposed."""
+"""Mistakes in weight maps: weights that are misread, exchanged, not copied or not used."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from parity.mistakes.hypothesis import Hypothesis, ReadWeights, Scope
 from parity.result import NO_CODE, Code
 from parity.trace.trace import grouped, unnumbered
 
-# Other readings of what one entry of a weight map packs: what TE would hold if the map were wrong.
+# Other readings of one entry of a weight map: the weights that TE would hold if the map were wrong.
 #
-# For example rows in another order, halves exchanged, a constant for what was never copied. Each reading is
+# For example rows in another order, exchanged halves, or a constant for a weight that was never copied. Each reading is
 # differentiable, so that gradients with respect to the true parameters come out as the port's.
 
 
 Shapes = Mapping[str, Shape]
 
 _MATRICES = (2, 3)  # dimensions of a weight, or of the stacked weights of experts
-_FEW_EXPERTS = 8  # with no more experts, every two are tried in each other's place
-_OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # of Q, K and V
+_FEW_EXPERTS = 8  # with no more experts than this, every exchange of two is tried
+_OTHER_ORDERS = tuple(permutations(range(3)))[1:]  # other orders of Q, K and V
 _INTERLEAVED, _APART = "qkv-layout interleaved", "qkv-layout apart"
 _KEY_VALUE = re.compile(r"(^|\.)key_value\.(weight|bias)$")
 _HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
@@ -55,12 +55,12 @@ _HEAD_DIMS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
 @dataclass(frozen=True)
 class Heads:
-    """Say how an attention's channels are shared out.
+    """The division of an attention's channels into heads.
 
     Attributes:
         query: number of query heads.
         groups: number of key and value heads.
-        head_dim: channels of one.
+        head_dim: channels of one head.
         rows: names of the parameters whose rows are a query's, key's or value's channels.
         columns: names of the parameters whose columns are the context's channels.
     """
@@ -73,20 +73,20 @@ class Heads:
 
     @property
     def all_rows(self) -> int:
-        """The rows of query, key and value in one parameter."""
+        """The number of rows of a parameter that holds query, key and value."""
         return (self.query + 2 * self.groups) * self.head_dim
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A weight map, and what is known of the weights that it is for.
+    """A weight map, and facts about its weights.
 
     Attributes:
         weights: the map, or some entries of it.
-        shapes: of the reference's parameters, by name.
-        candidate_shapes: of TE's parameters, by name.
-        heads: of the reference's attention; None where it has none.
-        unused: TE's parameters without a gradient, which the reference gives one.
+        shapes: the shapes of the reference's parameters, by name.
+        candidate_shapes: the shapes of TE's parameters, by name.
+        heads: the heads of the reference's attention; None if it has none.
+        unused: names of TE's parameters that get no gradient though the reference's do.
         gated: names of the reference's parameters from which its gated units are computed.
     """
 
@@ -98,9 +98,9 @@ class Mapped:
     gated: Collection[str] = ()
 
 
-_BLOCK = 32  # gate and up take turns in blocks of so many rows, for the kernels of TE's grouped MLP
+_BLOCK = 32  # gate and up alternate in blocks of this many rows, for the kernels of TE's grouped MLP
 GATE_FIRST = ": the gate, which is activated, comes first"
-"""The end of the repair for a gated unit's weight whose halves changed places."""
+"""The end of the repair for a gated unit's weight whose halves were exchanged."""
 _GATES_ROWS, _UPS_ROWS = "the gate's rows", "up's"
 
 
@@ -109,11 +109,11 @@ _MapEntry = tuple[Side, Side]
 
 @dataclass(frozen=True)
 class Reading:
-    """Another reading of what one entry packs.
+    """Another reading of the tensor that one entry packs.
 
     Attributes:
-        title, name, repair: as in ``Hypothesis``; the name without the entry's.
-        change: maps what the entry packs to what TE computes with, of the same shape.
+        title, name, repair: as in ``Hypothesis``, but the name does not include the entry's.
+        change: maps the packed tensor to the one that TE computes with, of the same shape.
         code: the map's entry as it is and as it should be, if the repair is another entry.
     """
 
@@ -125,7 +125,7 @@ class Reading:
 
 
 def _mapped(title: str, name: str, right: _MapEntry, wrong: _MapEntry, change: Callable[[Tensor], Tensor]) -> Reading:
-    """Return a reading under which the map should have another entry, which differs in one of its sides."""
+    """Return a reading for a map that should have another entry, which differs in one of its sides."""
     instead = next(mine for mine, due in zip(wrong, right, strict=True) if mine != due)
     repair = f"map {describe(right[0])} to {describe(right[1])}, in place of {describe(instead)}"
     now, then = (f"{describe(left, 'parity.')}: {describe(te, 'parity.')}," for left, te in (wrong, right))
@@ -133,7 +133,7 @@ def _mapped(title: str, name: str, right: _MapEntry, wrong: _MapEntry, change: C
 
 
 def unchanged(packed: Tensor) -> Tensor:
-    """Return what is packed."""
+    """Return the packed tensor as it is."""
     return packed
 
 
@@ -147,7 +147,7 @@ def readings(left: Side, right: Side, of: Mapped) -> Iterator[Reading]:
 
 
 def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Yield other terms that people take for the left side of an entry."""
+    """Yield readings of other terms that people confuse with the left side of an entry."""
     others = _confused_with(left, shapes, heads)
     if heads is not None and isinstance(left, str) and isinstance(right, str) and left in heads.rows:
         rest = islice(_fused_otherwise(left, shapes, heads), 1, None)
@@ -159,7 +159,7 @@ def _other_terms(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -
 
 
 def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | None) -> Iterator[Reading]:
-    """Yield other terms for TE's side: several parameters for one of the reference's, or Q, K, V fused otherwise."""
+    """Yield readings of other terms for TE's side: of several parameters, or of Q, K and V fused in another way."""
     unnamed = None if heads is None else replace(heads, rows=frozenset(), columns=frozenset())
     if isinstance(right, str):
         is_fused = heads is not None and set(names(left)) <= heads.rows
@@ -175,7 +175,7 @@ def _other_terms_of_te(left: Side, right: Side, shapes: Shapes, heads: Heads | N
 
 
 def _keys_and_values(left: Side, right: Side, shapes: Shapes, heads: Heads) -> Iterator[Reading]:
-    """Yield the other order of cross-attention's keys and values, fused as ``key_value``: by group, or one first."""
+    """Yield the other orders of cross-attention's keys and values, fused as ``key_value``: by group, or one first."""
     blocks = tuple(range(2 * heads.groups))
     orders = {
         _INTERLEAVED: blocks[::2] + blocks[1::2],
@@ -201,10 +201,10 @@ def _are_alike(one: Side, other: Side, shapes: Shapes) -> bool:
 
 
 def _named(title: str, one: Side, other: Side) -> str:
-    """Return the title, and what else must be alike for two layers to have the same mistake.
+    """Return the title, plus whatever else two layers must share to have the same mistake.
 
-    Of experts which change places; of queries, keys and values whether TE has them head by head, its default, or the
-    reference does, and TE all of one after the other.
+    For experts, that is the order. For queries, keys and values, it is whether TE has them head by head, which is its
+    default, or one after the other while the reference has them head by head.
     """
     if isinstance(other, InterleavedQKV) and title == "qkv-layout":
         return _INTERLEAVED
@@ -217,7 +217,7 @@ def _named(title: str, one: Side, other: Side) -> str:
 
 
 def _read_as(one: Side, other: Side, shapes: Shapes) -> Callable[[Tensor], Tensor]:
-    """Return a function that unpacks by one term what it packed, and packs it by the other."""
+    """Return a function that unpacks a tensor by one term and packs it by the other."""
 
     def change(packed: Tensor) -> Tensor:
         return pack(other, unpack(one, packed, shapes), packed)
@@ -266,7 +266,7 @@ def _confused_with(left: Side, shapes: Shapes, heads: Heads | None) -> Iterator[
 
 
 def _fused_otherwise(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
-    """Yield terms that make Q over K over V of a parameter which holds all three by group, in any order."""
+    """Yield terms that separate a parameter with Q, K and V by group into Q, K and V, in any order."""
     if shapes[one][:1] == (heads.all_rows,):
         separated = SeparatedQKV((one,), heads.groups, heads.head_dim)
         yield "qkv-layout", separated
@@ -275,7 +275,7 @@ def _fused_otherwise(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[s
 
 
 def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, Side]]:
-    """Yield terms that make one of TE's layouts of a fused parameter that holds Q, K and V in another order."""
+    """Yield terms that bring a fused parameter with Q, K and V in another order to one of TE's layouts."""
     if shapes[one][:1] != (heads.all_rows,) or heads.query != heads.groups:
         return
     yield from (("qkv-layout", Reorder((one,), order)) for order in _OTHER_ORDERS)
@@ -287,14 +287,14 @@ def _rearranged(one: str, shapes: Shapes, heads: Heads) -> Iterator[tuple[str, S
 
 
 def _flattened_otherwise(part: Side, shape: Shape) -> Iterator[Side]:
-    """Yield a convolution's weight as a linear layer's, its channels and pixels in every order: ``out (c h w)``."""
+    """Yield a convolution's weight as a linear layer's, with channels and pixels in every order: ``out (c h w)``."""
     inner = "bcde"[: len(shape) - 1] if len(shape) in (3, 4, 5) else ""
     for order in permutations(inner) if inner else ():
         yield Rearrange((part,), f"a {' '.join(inner)} -> a ({' '.join(order)})")
 
 
 def _other_orders(parts: tuple[Side, ...]) -> Iterator[tuple[Side, ...]]:
-    """Yield two parts exchanged, if they are few, all parts in reverse, and all moved by one."""
+    """Yield every exchange of two parts, if there are few, all parts in reverse, and all moved by one."""
     for one, other in combinations(range(len(parts)), 2) if len(parts) <= _FEW_EXPERTS else ():
         order = list(parts)
         order[one], order[other] = order[other], order[one]
@@ -316,7 +316,7 @@ def _title_of_reorder(part: Side, order: tuple[int, ...], shape: Shape) -> str:
 
 
 def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None) -> Iterator[tuple[int, int]]:
-    """Yield groups and head dimension of query, key and value: those that are known, else each usual one that fits."""
+    """Yield groups and head dimension of query, key and value: the known ones, else all common ones that fit."""
     if heads is not None:
         yield heads.groups, heads.head_dim
         return
@@ -327,7 +327,7 @@ def _possible_heads(parts: tuple[Side, ...], shapes: Shapes, heads: Heads | None
 
 
 def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
-    """Yield a constant, as the parameter was constructed, which still gets its gradient."""
+    """Yield a constant, as after the parameter's construction, which still gets its gradient."""
     if len(shape_of(left, shapes)) == 1:
         where = f"copy the reference's parameter to {describe(right)}"
         for value in (1.0, 0.0):
@@ -337,9 +337,9 @@ def _not_copied(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
 
 
 def _unused(left: Side, right: Side, shapes: Shapes) -> Iterator[Reading]:
-    """Yield a constant without a gradient: nothing uses the parameter.
+    """Yield a constant without a gradient, because nothing uses the parameter.
 
-    That leaves out a factor if it is 1, and a table that is added if it is 0; a factor is a vector.
+    A constant 1 leaves out a factor, which is a vector, and a constant 0 leaves out a table that is added.
     """
     where = describe(right)
     if _is_bias(left):
@@ -381,7 +381,7 @@ def _is_bias(left: Side) -> bool:
 
 
 def _in_blocks(where: str, rows: int, dim: int) -> Iterator[Reading]:
-    """Yield gate and up that take turns in blocks, as TE's ``glu_interleave_size`` lays them out, on one side alone."""
+    """Yield gate and up that alternate in blocks, as with TE's ``glu_interleave_size``, on one side only."""
     if rows % (2 * _BLOCK) or rows == 2 * _BLOCK:
         return
     shapes = {
@@ -395,7 +395,7 @@ def _in_blocks(where: str, rows: int, dim: int) -> Iterator[Reading]:
 
 
 def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Reading]:
-    """Yield the rows (``dim`` 0) or columns of a weight, which belong to so many heads, in another order."""
+    """Yield other orders of the rows (``dim`` 0) or columns of a weight, which belong to ``count`` heads."""
     what = "rows" if dim == 0 else "columns"
     for name, blocks in (("by channel", count), ("by channel, inverse", heads.head_dim)):
         repair = f"order the {what} of {where} head by head, [heads, head_dim]; they are ordered channel by channel"
@@ -416,16 +416,16 @@ def _other_heads(where: str, dim: int, count: int, heads: Heads) -> Iterator[Rea
 
 
 def _moved(dim: int, move: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return ``move``, which moves rows, along another dimension."""
+    """Return ``move``, which moves rows, applied to another dimension."""
     return lambda packed: move(packed.movedim(dim, 0)).movedim(0, dim)
 
 
 def _transposed_rows(x: Tensor, blocks: int) -> Tensor:
-    """Transpose rows that are laid out as ``[blocks, n]`` to ``[n, blocks]``."""
+    """Return rows that are laid out as ``[blocks, n]`` transposed to ``[n, blocks]``."""
     return x.unflatten(0, (blocks, -1)).transpose(0, 1).flatten(0, 1)
 
 
-# Known mistakes in weight maps: what TE holds because of them, and what the reference would have to hold to agree.
+# Mistakes in weight maps, as the weights that the reference would have to hold to agree with TE.
 #
 # One entry is misread, several are misread alike, or two entries have each other's TE parameter.
 
@@ -436,7 +436,7 @@ _WEIGHT_OR_BIAS = re.compile(r"[._]?(weight|bias)$")
 
 @dataclass(frozen=True)
 class _Misread:
-    """An entry of the map with another reading of what it packs."""
+    """An entry of the map with another reading."""
 
     reading: Reading
     left: Side
@@ -444,33 +444,33 @@ class _Misread:
 
     @property
     def parameter(self) -> str:
-        """Return what TE's module calls its parameter, whichever layer it is of."""
+        """The parameter's name in TE's module, without the layer's path."""
         return next(iter(names(self.right)), "").rpartition(".")[2]
 
     @property
     def layer(self) -> str:
-        """The path of what has the parameter's weight and bias."""
+        """The path of the module that has the parameter, or the common prefix of its weight and bias."""
         return _WEIGHT_OR_BIAS.sub("", next(iter(names(self.right)), ""))
 
     @property
     def owner(self) -> str:
-        """The path of what has that layer."""
+        """The path of the module that has that layer."""
         return self.layer.rpartition(".")[0]
 
     @property
     def stack(self) -> str:
-        """The path of the list of layers that it is in; empty outside of one."""
+        """The path of the list of layers that the layer is in; empty outside of one."""
         numbered = re.match(r"(.*?)\.?\d+\.", self.layer)
         return numbered[1] or "." if numbered else ""
 
     @property
     def block(self) -> str:
-        """The path of what has that layer's module: of a ``TransformerLayer``, whose attention and MLP have layers."""
+        """The path of the block, such as a ``TransformerLayer``, whose attention or MLP has that layer."""
         return ".".join(self.layer.split(".")[:-2])
 
 
 def weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
-    """Yield every known mistake that could have been made with one entry, or two that were exchanged."""
+    """Yield every known mistake that could have been made with one entry or by exchanging two."""
     for entries in _misread(of):
         yield from (_hypothesis([entry], of.shapes) for entry in entries)
     yield from (_exchanged([exchange], of.shapes) for exchange in _exchanges(of))
@@ -480,7 +480,7 @@ def weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
 def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
     """Yield every known mistake made alike with several entries.
 
-    An argument of TE such as ``zero_centered_gamma`` is for all norms of a layer, and layers are ported by one map.
+    An argument of TE such as ``zero_centered_gamma`` applies to all norms of a layer, and one map ports all layers.
     """
     same: dict[tuple[str, str, int], list[_Misread]] = defaultdict(list)
     for entries in _misread(of):
@@ -501,7 +501,7 @@ def repeated_weight_hypotheses(of: Mapped) -> Iterator[Hypothesis]:
 
 
 def _misread(of: Mapped) -> Iterator[list[_Misread]]:
-    """Yield, for each entry of the map, every other reading of it."""
+    """Yield, for each entry of the map, all its other readings."""
     for left, right in of.weights.items():
         if any(names(left)):
             others = readings(left, right, of)
@@ -509,7 +509,7 @@ def _misread(of: Mapped) -> Iterator[list[_Misread]]:
 
 
 def _of_its_subject(reading: Reading, left: Side, of: Mapped) -> Reading:
-    """Return the reading, which speaks of gates or heads only if the entry belongs to a gated unit or to attention."""
+    """Return the reading, worded without gates or heads if the entry belongs to no gated unit or attention."""
     parameters = set(names(left))
     is_gated = not parameters.isdisjoint(of.gated)
     is_attentions = of.heads is not None and parameters <= of.heads.rows | of.heads.columns
@@ -527,13 +527,14 @@ def _of_its_subject(reading: Reading, left: Side, of: Mapped) -> Reading:
 
 
 def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
-    """Yield entries that are likely to be misread alike: all, one parameter of TE in all layers, or a layer's.
+    """Yield groups of entries that are likely to be misread alike.
 
-    So are those of a whole block, such as a decoder's attention to itself and to its encoder, those of one owner, such
-    as the norms of queries and keys, and those of a list of layers, which the last norm is not in.
+    These are all entries, those of one parameter of TE in all layers, or those of one layer, of a block, such as a
+    decoder's self-attention and cross-attention, of one owner, such as the norms of queries and keys, or of a list of
+    layers, which does not contain the last norm.
 
-    Of queries, keys and values two are rotated, in all layers or in one. A layer's norms are told apart by the modules
-    that have them.
+    For rotary layouts, any two of queries, keys and values also make a group, in all layers or in one. A layer's norms
+    are told apart by the modules that have them.
     """
     by_path = grouped(same, lambda entry: unnumbered(next(iter(names(entry.right)), "")))
     by_layer = grouped(same, lambda entry: entry.layer)
@@ -554,17 +555,17 @@ def _together(same: Sequence[_Misread]) -> Iterator[list[_Misread]]:
 
 
 def _pairs_of_a_module(by_layer: Mapping[str, list[_Misread]]) -> Iterator[tuple[list[_Misread], ...]]:
-    """Yield every two layers that one module has, such as attention's queries and keys, with the entries of each."""
+    """Yield the entries of every two layers of one module, such as attention's queries and keys."""
     for layers in grouped(by_layer, lambda layer: re.sub(r"\.?[^.]*$", "", layer)).values():
         yield from combinations([by_layer[layer] for layer in layers], 2)
 
 
 def filled_from(fills: Sequence[tuple[Side, Side, Callable[[Tensor], Tensor]]], shapes: Shapes) -> ReadWeights:
-    """Return a reading in which some sides of a map hold what others do.
+    """Return a reading that fills some sides of a map from others.
 
     Args:
-        fills: each side, the one that it is filled from, and how what that packs is changed.
-        shapes: of the parameters, by name.
+        fills: each side, the side that it is filled from, and a change to the tensor that the latter packs.
+        shapes: the shapes of the parameters, by name.
     """
 
     def read(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -578,7 +579,7 @@ def filled_from(fills: Sequence[tuple[Side, Side, Callable[[Tensor], Tensor]]], 
 
 
 def _hypothesis(entries: Sequence[_Misread], shapes: Shapes) -> Hypothesis:
-    """Return the mistake that these entries are all misread alike."""
+    """Return the mistake of misreading all these entries alike."""
     first, *others = entries
     one = first.reading
     where = describe(first.right).strip('"')
@@ -605,7 +606,7 @@ class _Exchange:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """In what the two parameters' names differ: key and value, or one layer's number and another's."""
+        """The parts in which the two parameters' names differ, such as key and value, or two layers' numbers."""
         one, other = describe(self.right), describe(self.other_right)
         before = _common(one, other)
         one, other = one[before:], other[before:]
@@ -614,7 +615,7 @@ class _Exchange:
 
     @property
     def is_likely(self) -> bool:
-        """Return whether both are of one layer, or one parameter of two: nobody maps a query to another's output."""
+        """Whether both are of one layer or one parameter of two: nobody maps a query to another layer's output."""
         one, other = describe(self.right), describe(self.other_right)
         return _INDEX.findall(one) == _INDEX.findall(other) or _INDEX.sub("", one) == _INDEX.sub("", other)
 
@@ -631,7 +632,7 @@ def _exchanges(of: Mapped) -> Iterator[_Exchange]:
 
 
 def _with_unused(of: Mapped) -> Iterator[_Exchange]:
-    """Yield the exchanges of which the candidate uses the second parameter alone."""
+    """Yield pairs of entries of one shape, of whose parameters the candidate uses only the second."""
     entries = _entries(of)
     unused = [entry for entry in entries if all(name in of.unused for name in names(entry[1]))]
     for entry, other in product(unused, [one for one in entries if one not in unused]):
@@ -644,7 +645,7 @@ def _entries(of: Mapped) -> list[_MapEntry]:
 
 
 def _used_twice(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:
-    """Return the mistake that the port computes with the second parameter where it should with the first, too."""
+    """Return the mistake of using the second parameter also where the first one is due."""
     uses = [f"{describe(one.right)} where the candidate uses {describe(one.other_right)} again" for one in exchanges]
     where = ", ".join(describe(one.right) for one in exchanges).replace('"', "")
     other = describe(exchanges[0].other_right).replace('"', "")
@@ -656,7 +657,7 @@ def _used_twice(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:
 
 
 def _exchanged(exchanges: Sequence[_Exchange], shapes: Shapes) -> Hypothesis:
-    """Return the mistake that all of these were exchanged."""
+    """Return the mistake of making all these exchanges."""
     first, *others = exchanges
     where = f"{describe(first.right)} {describe(first.other_right)}".replace('"', "")
     repair = (
