@@ -70,7 +70,7 @@ MOMENTA = (0.9, 0.95, 0.99, 0.999)
 OPTIMIZER_EPS = (1e-8, 1e-6, 1e-5)
 """eps of Adam: PyTorch's default and those of some large models."""
 
-# Factors of the reference's own number: so close that the error falls whichever side the port's number is on.
+# Factors for the reference's own number, so close to 1 that the error falls whichever side the port's number is on.
 _NEAR = (0.9, 1.1)
 
 Numbered = TypeVar("Numbered")
@@ -110,8 +110,8 @@ def tunable(made: Callable[[float], Numbered]) -> Callable[[float], Numbered]:
 
 # Numbers that people write: one digit below 0.01 and two above, powers of two, simple fractions, small whole numbers,
 # and the square roots of head widths, by which scores are scaled; or the reciprocal of any of these. A search that fits
-# the wrong mistake ends at any number: if these are spread evenly in their logarithm, 2 % of those below 0.01 and 20 %
-# of those above are taken for written ones.
+# the wrong mistake may end at any number: of numbers spread evenly in their logarithm, 2 % below 0.01 and 20 % above
+# look like these.
 SMALL = 0.01
 """People write numbers below this with one digit."""
 
@@ -613,7 +613,7 @@ def _deviations(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _other_elements(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield other elements than the indexed ones: the other end, a neighbour, the mean of all."""
+    """Yield elements other than the indexed ones: the other end, a neighbour, the mean of all."""
     if call.name != "getitem" or len(call.inputs) != 1:
         return
     x, index = trace.tensor(call.inputs[0]), call.args[1]
@@ -637,7 +637,7 @@ def _other_elements(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield other elements than those that index tensors pick, as in ``x[rows, last]`` for the last tokens."""
+    """Yield elements other than those that index tensors pick, as in ``x[rows, last]`` for the last tokens."""
     index = call.args[1] if call.name == "getitem" and isinstance(call.args[1], tuple) else ()
     by_tensors = [dim for dim, part in enumerate(index) if isinstance(part, Value)]
     if len(by_tensors) < 2 or by_tensors != [*range(len(by_tensors))]:
@@ -655,7 +655,7 @@ def _picked_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
 
 
 def _gathered_elsewhere(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
-    """Yield other elements than the one that ``x.gather(dim, last)`` picks."""
+    """Yield elements other than the one that ``x.gather(dim, last)`` picks."""
     if call.name != "gather" or len(call.inputs) != 2:
         return
     dim, index, x = argument(call, 1, "dim"), argument(call, 2, "index"), trace.tensor(call.inputs[0])

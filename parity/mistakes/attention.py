@@ -37,7 +37,8 @@ from parity.trace.trace import (
 
 
 HIDDEN = -1e30
-"""Added to the score of a hidden key. It is finite so that a query that sees no key weighs all alike instead of NaN."""
+"""Added to the score of a hidden key. It is finite so that a query that sees no key weighs all keys alike; -inf would
+give NaN."""
 
 _HIDES = -5000.0
 """A key is hidden if at most this is added to its score, because no weight is left then. BERT's masks add -10,000,
@@ -75,7 +76,7 @@ class Attention:
         value: as it is passed to ``call``.
         masks: the values that give the bias: the scores before and after each masking, or a mask, or nothing.
         added: a bias that ``baddbmm`` adds to the product of query and key, in addition to ``masks``.
-        to_heads: rearrange query, key and value to ``[..., heads, seq, head_dim]``.
+        to_heads: functions that rearrange query, key and value to ``[..., heads, seq, head_dim]``.
         from_heads: rearranges the context from that layout to the one that ``call`` returns.
         scale: the factor of the scores in ``compute``.
         mask_scales: the factors of the scores after each masking, part of ``scale``.
@@ -84,7 +85,7 @@ class Attention:
         is_causal: whether scaled_dot_product_attention makes the mask itself.
         mask: maps the bias to what is added to the scores instead; None leaves it as it is.
         hidden_score: the score of hidden keys; None if it is far below all others.
-        arrange: change query, key, value and context, in the layout of ``to_heads``; None leaves one as it is.
+        arrange: functions of query, key, value and context, in the layout of ``to_heads``; None leaves one as it is.
         sinks: scores of one more term of the softmax, ``[..., seq, 1]``, whose value is 0; None if there is none.
         sink: whether this term is the reference's ``own``, has the heads in ``reversed`` order, is ``negated``, has
             score ``zero``, or is left out (``none``).
@@ -451,7 +452,7 @@ def _last_two_exchanged(x: Tensor) -> Tensor:
 def _earlier_scale(trace: Trace, value: Value) -> float:
     """Return the number by which a query or key was multiplied before attention; 1 if there is none.
 
-    It may have been rotated since, because a rotation keeps the norm.
+    A rotation may have followed; it keeps the norm.
     """
     moved = back(trace, value, RESHAPES)
     size = norm_of(trace.tensor(moved))

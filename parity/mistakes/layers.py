@@ -328,7 +328,7 @@ def unused_parameters(weights: WeightMap, unused: Container[str]) -> frozenset[s
 
 
 def unused_branch_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hypothesis]:
-    """Yield the mistake that all terms made of unused parameters are left out of their sums.
+    """Yield the mistake of leaving out all terms that are computed from unused parameters.
 
     Args:
         trace: the reference's trace.
@@ -459,7 +459,7 @@ class _Pair:
 
 
 def step_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield every two steps in the other order, in all layers and for all experts of a loop at once."""
+    """Yield every two consecutive steps in the other order, in all layers or for all experts of a loop at once."""
 
     def kind(pair: _Pair) -> tuple[object, ...]:
         both = pair.first, pair.second
@@ -544,7 +544,7 @@ def _exchanged(pairs: Sequence[_Pair]) -> Hypothesis:
 
 
 def _steps(trace: Trace) -> Iterator[Step]:
-    """Yield norms, activations, biases, linear layers with a bias, and functions of two operands, in any order."""
+    """Yield norms, activations, biases, linear layers with a bias, and functions of two operands, in no fixed order."""
     inside: set[int] = set()
     for norm in norms(trace):
         inside.add(norm.call.outputs[0].number)

@@ -26,7 +26,7 @@ AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the mean of each sequence's sum": lambda losses, counts: losses.sum(-1).mean(),
     SUM: lambda losses, counts: losses.sum(),
 }
-"""Averages of losses ``[sequences, tokens]``, 0 for tokens that do not count, and of counts, 1 or 0."""
+"""Averages by name. Losses are ``[sequences, tokens]``, 0 for tokens that do not count; counts are 1 or 0."""
 
 
 def loss_hypotheses(trace: Trace) -> Iterator[Hypothesis]:

@@ -1,4 +1,4 @@
-"""Recognise attention masks, and make the wrong ones of ports: causal, windows, padding, segments, ALiBi."""
+"""Recognise attention masks, and yield mistakes in them: causal, windows, padding, segments, ALiBi."""
 
 from __future__ import annotations
 

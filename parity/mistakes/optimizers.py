@@ -110,7 +110,7 @@ def optimizers_of(trace: Trace) -> list[tuple[Stepped, tuple[Edit, ...]]]:
 
 
 def _under(edits: tuple[Edit, ...], one: Hypothesis) -> Hypothesis:
-    """Return the mistake made in written-out steps. It is not subtle, because no element's noise is as large."""
+    """Return the mistake made in written-out steps. It is not subtle, because it exceeds the noise of every element."""
     if not edits:
         return one
     tuned = one.tuned
@@ -298,7 +298,7 @@ def _decay_after_momentum(optimizer: Optimizer, group: Group) -> None:
 
 
 def _without_bias_correction(optimizer: Optimizer, group: Group) -> None:
-    """Set the learning rate, eps and decay that cancel torch's own bias correction.
+    """Set the learning rate, eps and decay so that they cancel torch's own bias correction.
 
     TE's kernels hold the betas in FP32. Bias correction hides how far 1 - 0.999 is off there; without it, this shows.
     """
@@ -374,11 +374,11 @@ def _held_in(dtype: torch.dtype, x: Tensor) -> Tensor:
     return torch.where(scale > 0, (x / scale).to(dtype).to(x.dtype) * scale, x)
 
 
-# Ports that do not clip gradients before the optimizer's step as the reference does, or clip them to another norm.
+# Ports that do not clip gradients before the optimizer's step as the reference does, or clip to another maximum norm.
 
 
 def clipping_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
-    """Yield no clipping and clipping to another norm, if the reference calls ``clip_grad_norm_``."""
+    """Yield no clipping and clipping to another maximum norm, if the reference calls ``clip_grad_norm_``."""
     for own in trace.clips[:1]:
         yield Hypothesis(
             "optimizer",
@@ -410,7 +410,7 @@ _MOST_ELEMENTS = 4096
 _USUAL_BETAS = (0.9, 0.999)
 _USUAL_EPS = 1e-8
 
-Directions = list[tuple[Tensor, Tensor]]  # of each step: the parts times learning rate, and times that and the decay
+Directions = list[tuple[Tensor, Tensor]]  # each step's parts, to be scaled by rate, and by rate times decay
 
 
 @dataclass(frozen=True)

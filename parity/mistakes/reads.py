@@ -153,7 +153,7 @@ def described(value: Value, trace: Trace) -> str:
 
 
 class Layers:
-    """Finds the values of other layers that correspond to a value of one layer."""
+    """Find the values of other layers that correspond to a value of one layer."""
 
     def __init__(self, trace: Trace) -> None:
         self._made: dict[object, dict[tuple[int, ...], Value]] = defaultdict(dict)

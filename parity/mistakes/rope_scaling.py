@@ -220,7 +220,7 @@ def _ntk_by(repair: str, factor: float) -> Mistake[Rotation]:
 
 
 def _linear_for_ntk(base: float, rotary: int) -> Iterator[Mistake[Rotation]]:
-    """Yield frequencies all divided by one number, if the reference's enlarged base gives the same lowest frequency."""
+    """Yield plain frequencies divided by a factor, if the reference's base looks enlarged by that factor (NTK)."""
     for usual in ROPE_BASES if rotary > 2 else ():
         factor = (base / usual) ** ((rotary - 2) / rotary)
         if not 1.0 + _SAME < factor < _MOST_FACTOR or abs(factor - round(factor, 1)) > _SAME * factor:

@@ -145,7 +145,7 @@ def _joined(first: Tensor, second: Tensor, form: Form) -> Tensor:
 
 
 def _before(trace: Trace, value: Value, role: Literal["query", "key"]) -> Rotation | None:
-    """Return the last rotation before a query or key; one that also scales, like YaRN's, only if it is the only one."""
+    """Return the last rotation before a query or key; one that also scales, like YaRN's, only if there is no other."""
     chain = [value, *ancestors(trace, value, _MOST_ANCESTORS)]
     candidates = [v for v in chain if trace.tensor(v).dim() >= 3 and trace.tensor(v).is_floating_point()]
     scaled: list[tuple[Call, Value, float]] = []

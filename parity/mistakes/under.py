@@ -221,7 +221,7 @@ class Outputs:
         return inputs
 
     def _by_itself(self, call: Call, trace: Trace) -> Call:
-        """Return a call that by itself computes as it did in the pass, where a slow mode was around all calls."""
+        """Return a call that computes as in the pass, but without the mode around it, which costs time at each call."""
         if self._given[1] is not torch.float64:
             return replace(call, function=in_blocks(call.function))
         given, returned = tree_map_only(Value, trace.tensor, (tree_leaves((call.args, call.kwargs)), call.outputs))
