@@ -17,7 +17,8 @@ from measuring import Measure, machine, median, parser, processor_seconds, repor
 from parity import comparison, te
 from parity.case.validate import check_case
 from parity.judge.limits import packaged
-from parity.lab.zoo.catalogue import BUGS, HOSTS
+from parity.lab.zoo.bugs import BUGS
+from parity.lab.zoo.hosts import HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.trial import Trial, occurs
 from parity.passes.prepare import forget

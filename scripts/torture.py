@@ -22,7 +22,7 @@ os.environ["PARITY_DIAGNOSIS_SECONDS"] = "0"  # what is found depends on no cloc
 import kills
 import mishaps
 
-from parity.lab.torture import readers
+from parity.lab import torture
 from parity.machine import files
 from parity.report.numbers import markdown_table
 
@@ -66,7 +66,7 @@ def _of_kills(count: int, real: int, seed: int, folder: Path) -> Iterator[str]:
 def _of_readers(inputs: int, seed: int) -> Iterator[str]:
     """Yield the section on damaged files."""
     yield "## Damaged files"
-    outcomes = readers.run(inputs, seed)
+    outcomes = torture.run(inputs, seed)
     rows, wrong = [], []
     for each in outcomes:
         otherwise = sum(count for count, _ in each.wrong.values())

@@ -300,7 +300,7 @@ def calibrate(
 ) -> None:
     """Measure the limits on this machine. The pairs must be known to be right."""
     from parity.cli import suite
-    from parity.lab.calibration import command
+    from parity.lab import calibration
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
     from parity.te import PRECISIONS
 
@@ -308,8 +308,8 @@ def calibrate(
     if report is not None:
         check_file(report, "--report")
     chosen = parse_precisions(",".join(precision or ())) or tuple(PRECISIONS)
-    settings = command.Settings(suite.right_ports(paths), chosen, parse_seeds(seeds), draws, parse_backend(backend))
-    command.make_table(settings, workers, output, report, accept_wider)
+    settings = calibration.Settings(suite.right_ports(paths), chosen, parse_seeds(seeds), draws, parse_backend(backend))
+    calibration.make_table(settings, workers, output, report, accept_wider)
     print(f"table: {output}")
 
 
@@ -334,7 +334,7 @@ def false_alarms(
     from parity import te
     from parity.cli import suite
     from parity.lab import false_alarms as count
-    from parity.lab.calibration.right_ports import DRAWN_MODELS
+    from parity.lab.right_ports import DRAWN_MODELS
     from parity.plugin.options import check_file, parse_backend, parse_precisions, parse_seeds
     from parity.te import PRECISIONS
 
@@ -503,11 +503,11 @@ def kernel_freedoms(
 
     The report also says what it costs to allow it, on the CPU kernels.
     """
-    from parity.lab.zoo import kernel_freedoms as freedoms
+    from parity.lab.zoo import trial
     from parity.plugin.options import check_file
 
     check_file(out, "--out")
-    print(f"report: {freedoms.run(seeds, workers, out)}")
+    print(f"report: {trial.run_on_choices(seeds, workers, out)}")
 
 
 @add_command(

@@ -71,7 +71,7 @@ def right_ports(paths: Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         UserError: as for ``files``.
     """
-    from parity.lab.calibration.right_ports import ZOO
+    from parity.lab.right_ports import ZOO
 
     return (*files(paths), *(() if paths else (ZOO,)))
 

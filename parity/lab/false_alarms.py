@@ -19,9 +19,9 @@ from parity.case.case import Case, Size
 from parity.case.validate import check_case
 from parity.comparison import compare_at
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
-from parity.lab.calibration import right_ports
-from parity.lab.calibration.right_ports import DRAWN_MODELS, drawn
+from parity.lab import right_ports
 from parity.lab.campaign import Campaign, made
+from parity.lab.right_ports import DRAWN_MODELS, drawn
 from parity.machine import files
 from parity.report import environment
 from parity.report.numbers import markdown_table
@@ -179,7 +179,7 @@ Ports that are known to be right, compared with the packaged limits, on seeds th
 cases' own sizes, which calibration knows, and at sizes drawn for each seed, which it does not (batches of 1 to 4, 2 to
 160 tokens, 1 to 8 heads, widths up to 384; multiples of 32 under a recipe). Models are drawn, too, which calibration
 does not know at all: up to four modules of TE's behind one another, plain lines of PyTorch between them, and often a
-loss behind (`parity/lab/calibration/drawn_models.py`). Every rejection is a false alarm. A *check* is one tensor of one
+loss behind (`parity/lab/right_ports.py`). Every rejection is a false alarm. A *check* is one tensor of one
 port; each is judged by several statistics. The limits are set so that a statistic of a right port
 is beyond its own with a probability of {FALSE_ALARMS_A_RUN / STATISTICS_A_RUN:.0e}. The last column bounds what was
 counted: with {CONFIDENCE:.0%} confidence a check raises a false alarm no more often (Clopper and Pearson, Biometrika

@@ -34,7 +34,7 @@ class Owner(Enum):
     USER = "user"
 
 
-PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.calibration.drawn_models")
+PORTS = ("parity.cases", "parity.reference", "parity.lab.zoo.hosts", "parity.lab.right_ports")
 """Parity's own modules and packages with pairs like those of a user, so that their code counts as a user's."""
 
 _LIBRARIES = {owner.value: owner for owner in (Owner.TORCH, Owner.TE, Owner.PARITY)}

@@ -13,7 +13,8 @@ from ports import FP32_AND_BF16, compared, in_turn, normal, tells, tells_only, t
 from torch import Tensor, nn
 
 import parity
-from parity.lab.zoo.catalogue import BUGS, HOSTS
+from parity.lab.zoo.bugs import BUGS
+from parity.lab.zoo.hosts import HOSTS
 from parity.lab.zoo.planting import planted
 from parity.search.divergence import readable
 

@@ -9,7 +9,8 @@ from ports import compared, tells, tells_only
 from torch import nn
 
 import parity
-from parity.lab.zoo.catalogue import BUGS, HOSTS
+from parity.lab.zoo.bugs import BUGS
+from parity.lab.zoo.hosts import HOSTS
 from parity.lab.zoo.planting import planted
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from parity.case import registry
 from parity.lab import campaign, false_alarms
-from parity.lab.calibration.right_ports import QUANTIZED_MULTIPLE, like
 from parity.lab.false_alarms import DRAWN, Outcome, Plan, Port
-from parity.lab.zoo.catalogue import HOSTS
+from parity.lab.right_ports import QUANTIZED_MULTIPLE, like
+from parity.lab.zoo.hosts import HOSTS
 from parity.plugin.options import parse_seeds
 
 PAIRS = """

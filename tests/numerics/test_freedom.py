@@ -21,7 +21,7 @@ from parity.cpu import cuda, tensor_cores
 from parity.cpu import kernel_choices as names
 from parity.cpu.kernel_choices import NAMES, VARIABLE, kernel_choices
 from parity.judge.limits import packaged
-from parity.lab.zoo.catalogue import HOSTS
+from parity.lab.zoo.hosts import HOSTS
 from parity.numerics import kernel_choices as choices_of_gpus
 from parity.numerics.formats import Rounding, e4m3, tf32, tf32_truncated
 from parity.numerics.freedom import FUSED, WIDTH, Choices, Kinks, choices_seen

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 from fakes import ENVIRONMENT, result, tensor
 
-from parity.lab.torture.mutations import HOSTILE
-from parity.lab.torture.readers import foreign
+from parity.lab.torture import HOSTILE, foreign
 from parity.report import html, record
 from parity.report.changes import Comparison
 from parity.report.html import MOST_ROWS, ItemView, Page, page, shade

@@ -10,8 +10,8 @@ import mishaps
 import pytest
 
 from parity import shown
-from parity.lab.torture import readers
-from parity.lab.torture.mutations import HOSTILE, mutated
+from parity.lab import torture
+from parity.lab.torture import HOSTILE, mutated
 
 # Damaged files never raise, hang or run, nor reach a report as more than letters.
 
@@ -20,8 +20,8 @@ SAMPLE = b'{"a": [1, 2, {"b": "text"}]}\n{"c": 1.5}\n'
 
 
 def test_each_reader_takes_damaged_files_or_refuses_them_in_a_sentence() -> None:
-    outcomes = list(readers.run(600))
-    assert [outcome.reader for outcome in outcomes] == list(readers.READERS)
+    outcomes = list(torture.run(600))
+    assert [outcome.reader for outcome in outcomes] == list(torture.READERS)
     for outcome in outcomes:
         assert outcome.wrong == {}, outcome.reader.where
         assert outcome.read + outcome.refused == outcome.inputs > 0, outcome.reader.where
@@ -43,10 +43,10 @@ def test_what_a_reader_does_with_a_file_is_watched(tmp_path_factory: pytest.Temp
         raise KeyError(file.name)
 
     for read, wrong in ((runs_it, 'did {"exec": 1}'), (raises, "raised KeyError: 'file'")):
-        reader = readers.Reader("x", "x", lambda folder: b"", read)
+        reader = torture.Reader("x", "x", lambda folder: b"", read)
         file = tmp_path_factory.mktemp("x") / "file"
         file.touch()
-        assert readers._one(reader, file) == wrong
+        assert torture._one(reader, file) == wrong
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_what_a_reader_does_with_a_file_is_watched(tmp_path_factory: pytest.Temp
 )
 def test_what_a_page_would_run_or_fetch_besides_its_own_is_seen(hostile: str) -> None:
     data = '<script type="application/json" id="plots">{}</script>'
-    assert list(readers.foreign(f'<a href="#x">x</a>{data}')) == []
-    assert list(readers.foreign(f"{hostile}{data}"))
+    assert list(torture.foreign(f'<a href="#x">x</a>{data}')) == []
+    assert list(torture.foreign(f"{hostile}{data}"))
 
 
 # The one place that escapes.
@@ -91,7 +91,7 @@ def test_code_holds_backticks() -> None:
 
 def test_the_page_on_reliability_lists_every_reader() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
-    assert [reader.where for reader in readers.READERS if f"| {reader.where} | {reader.what} |" not in page] == []
+    assert [reader.where for reader in torture.READERS if f"| {reader.where} | {reader.what} |" not in page] == []
 
 
 # Runs that are killed at random moments lose nothing and count nothing twice; `make torture` kills more of them.

@@ -19,7 +19,8 @@ from parity.comparison import explain_at, judge_at
 from parity.cpu import tensor_cores
 from parity.judge.limits import packaged
 from parity.lab.zoo import rivals, trial
-from parity.lab.zoo.catalogue import BUGS, HOSTS, chosen, subject
+from parity.lab.zoo.bugs import BUGS, chosen, subject
+from parity.lab.zoo.hosts import HOSTS
 from parity.lab.zoo.planting import SIZES, Bug, planted
 from parity.lab.zoo.rivals import RULES, Compared, module_of, rejected, rejects
 from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Trial, Verdict, filter_ratio, judge, measure, measure_added

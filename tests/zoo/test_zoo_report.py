@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 from parity.cli import app
 from parity.lab.zoo import report
-from parity.lab.zoo.catalogue import BUGS
-from parity.lab.zoo.kernel_freedoms import Asked, _sections, is_rejected, plan, shown
+from parity.lab.zoo.bugs import BUGS
 from parity.lab.zoo.report import PARITY, Count, Place
 from parity.lab.zoo.rivals import RULES
-from parity.lab.zoo.trial import CLEAN, Plan, Signal, Trial, Verdict
+from parity.lab.zoo.trial import CLEAN, Asked, Plan, Signal, Trial, Verdict, _sections, asked_of, is_rejected, shown
 from parity.numerics.kernel_choices import CHOICES
 
 # The zoo's counts, report and command.
@@ -125,7 +124,7 @@ LINEAR = Trial(CLEAN, "linear", "small", "fp32", 0)
 
 
 def test_each_choice_is_tried_on_right_ports_and_on_bugs_with_and_without_what_is_granted():
-    asked = plan(1)
+    asked = asked_of(1)
     for choice in CHOICES:
         mine = [one for one in asked if one.kernels == choice.name]
         kinds = {(one.trial.bug == CLEAN, one.granted) for one in mine}

@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parity import te
-from parity.lab.zoo import catalogue
-from parity.lab.zoo.catalogue import BUGS
+from parity.lab.zoo.bugs import BUGS, subject
 from parity.lab.zoo.rivals import RULES
 from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Plan, Trial, Verdict, filter_ratio
 from parity.report.environment import KERNELS, cpu_model, emulated_gpu_name, gpu_name
@@ -300,7 +299,7 @@ def _bugs(verdicts: Verdicts, plan: Plan) -> str:
         for host in bug.hosts:
             cells = [_cell(verdicts, trials.get((bug.name, host, name), [])) for name in plan.precisions]
             if any(cells):
-                rows.append([catalogue.subject(bug), f"`{bug.name}`", f"`{host}`", *cells])
+                rows.append([subject(bug), f"`{bug.name}`", f"`{host}`", *cells])
     return markdown_table(rows, ["subject", "bug", "host", *(f"`{precision}`" for precision in plan.precisions)])
 
 

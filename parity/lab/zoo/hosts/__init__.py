@@ -1,1 +1,10 @@
-"""Right ports in which bugs are planted: a small pair for every module that people port, at two sizes each."""
+"""All right ports into which bugs are planted, by name."""
+
+from __future__ import annotations
+
+from parity.case.case import Case
+from parity.lab.zoo.hosts import attention, layer, linear
+
+HOSTS: dict[str, Case] = {
+    case.name: case for case in (*linear.LINEAR_HOSTS, *attention.HOSTS, *layer.HOSTS, *linear.TRAINING_HOSTS)
+}

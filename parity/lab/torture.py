@@ -1,10 +1,15 @@
-"""Hand damaged files to every reader: each reads them or says in a sentence what is wrong, and nothing else happens."""
+"""Hand damaged files to every reader: each reads them or says in a sentence what is wrong, and nothing else happens.
+
+See docs/reliability.md.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
+import math
 import random
 import re
 import signal
@@ -24,22 +29,243 @@ import torch
 
 from parity import shown
 from parity.case import files as of_pairs
-from parity.conversion import checkpoint
-from parity.conversion.plan import Made, Plan, Step
+from parity.conversion import checkpoint, plan
 from parity.cpu.loading import loader
 from parity.judge import limits, noise
+from parity.judge.limits import Difference, OfPrecision
 from parity.lab import campaign, same
 from parity.lab import record as lab_record
 from parity.lab.gpu_report import limits as held_against
 from parity.lab.kernel_table import table
 from parity.lab.throughput import record as throughput
-from parity.lab.torture import samples
-from parity.lab.torture.mutations import mutated
 from parity.machine.files import Claim
 from parity.plugin import options, recorder
 from parity.plugin.ending import Diary, Entry
+from parity.plugin.options import Options
 from parity.report import changes, ci, earlier, failure, html, markdown, record
+from parity.report.earlier import PARITY, Asked, code_of_parity
+from parity.report.environment import Environment
+from parity.report.record import Uncollected
+from parity.result import Check, Determinism, Errors, Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 from parity.user_error import UserError
+
+# Damage, as disks, interruptions, editors and ill will do it: to bytes, lines, and values of JSON.
+
+
+# What a value is replaced by. The texts would move a cursor, begin a tag, end a row or a block, or run as code.
+
+HOSTILE = "\x1b[2J\x07<script>alert(1)</script>\r\n| `x` ``` __import__('os').system('touch executed')"
+_RAW = "\x00raw\x00"  # stands in a string for a text of JSON that Python does not write
+_VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1e308, 5e-324, 2**63, -(2**63), "", "nan", "inf", "1", [], {}, [[]], [None], {"": 0}),
+    *(HOSTILE, "\ud800", "\u202e", "\x00", "x" * 10_000, {"float": "nan"}, {"float": "inf"}, {"float": 1}),
+    *(f"{_RAW}{text}" for text in ("NaN", "Infinity", "-Infinity", "1e999", "9" * 300, "9" * 5_000)),
+    *(f"{_RAW}{'[' * depth}{']' * depth}" for depth in (50, 100_000)),
+)
+
+
+def mutated(sample: bytes, draw: random.Random) -> bytes:
+    """Return the sample with one to three kinds of damage."""
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        sample = draw.choice(_KINDS)(sample, draw)
+    return sample
+
+
+def _flip(data: bytes, draw: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 4, 64)) if changed else 0):
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
+def _truncate(data: bytes, draw: random.Random) -> bytes:
+    return data[: draw.randrange(len(data) + 1)]
+
+
+def _delete(data: bytes, draw: random.Random) -> bytes:
+    begin = draw.randrange(len(data) + 1)
+    return data[:begin] + data[begin + draw.choice((1, 10, 1_000)) :]
+
+
+def _insert(data: bytes, draw: random.Random) -> bytes:
+    at = draw.randrange(len(data) + 1)
+    not_utf8 = (b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", draw.randbytes(16))
+    texts = (b"\x00", b"\x00" * 4096, b"\n", b"\r\n", b"{", b"]", b'"', b"\\u0000", HOSTILE.encode())
+    return data[:at] + draw.choice((*not_utf8, *texts)) + data[at:]
+
+
+def _lines(data: bytes, draw: random.Random) -> bytes:
+    """Delete, repeat or exchange lines."""
+    lines = data.splitlines(keepends=True)
+    if lines:
+        here, there = draw.randrange(len(lines)), draw.randrange(len(lines))
+        kind = draw.randrange(3)
+        if kind == 0:
+            del lines[here]
+        elif kind == 1:
+            lines.insert(there, lines[here])
+        else:
+            lines[here], lines[there] = lines[there], lines[here]
+    return b"".join(lines)
+
+
+def _value(data: bytes, draw: random.Random) -> bytes:
+    """Replace, remove or rename a value of the JSON in a line, or of the JSON that the whole file is."""
+    parts = data.splitlines()
+    index = draw.randrange(len(parts)) if parts else 0
+    for text, put in (
+        (parts[index] if parts else b"", lambda new: b"\n".join([*parts[:index], new, *parts[index + 1 :]]) + b"\n"),
+        (data, lambda new: new),
+    ):
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        return put(_written(_changed(content, draw)))
+    return _flip(data, draw)
+
+
+def _changed(content: Any, draw: random.Random) -> Any:
+    """Change one value somewhere in the content, nearer to its leaves than to its root."""
+    if not isinstance(content, (dict, list)) or not content or draw.random() < 0.1:
+        return draw.choice(_VALUES)
+    keys = list(content) if isinstance(content, dict) else range(len(content))
+    key = draw.choice(keys)
+    kind = draw.random()
+    if kind < 0.05:
+        del content[key]
+    elif kind < 0.1 and isinstance(content, dict):
+        content[draw.choice(("", "x", HOSTILE, *map(str, keys)))] = content.pop(key)
+    else:
+        content[key] = _changed(content[key], draw)
+    return content
+
+
+def _written(content: Any) -> bytes:
+    text = json.dumps(content)
+    mark = json.dumps(_RAW)[:-1]
+    while mark in text:
+        before, _, rest = text.partition(mark)
+        raw, _, after = rest.partition('"')
+        text = before + raw + after
+    return text.encode()
+
+
+_KINDS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
+    *(_flip, _truncate, _delete, _insert, _lines, _value, _value, _value, _value),
+)
+
+
+# A file for each reader, as parity writes it, with one of everything that a reader may find in it.
+
+
+_OPTIONS = Options(None, "cpu", (0, 1), Path(), "run")
+_DIFFERENCE = Difference("output", "norm", 3.5, 1.7)
+_ENVIRONMENT = Environment(
+    **{field.name: "x" for field in dataclasses.fields(Environment) if field.type == "str"},
+    seeds=(0, 1),
+    items=3,
+    limits_compared=(OfPrecision("bf16", 24, 23, 0, _DIFFERENCE, _DIFFERENCE, 1, "accepted"),),
+    asked=Asked(_OPTIONS.as_asked, "00000000", {PARITY: code_of_parity(), "pairs.py": "00000000"}),
+    threads=2,
+)
+
+
+def _sample_result(case: str, seed: int, margin: float = 0.4, **fields: object) -> Result:
+    """Return a result with three tensors, which passed up to a margin of 1."""
+    errors = Errors(3e-3, 1e-2, 1.7, 0.9999, 50.0, 1.0)
+    checks = (Check("norm", 1.0, 1.8, "row"),)
+    profiles = tuple(Profile(axis, 16, (1e-3, 2e-3), (1e-3, 1e-3), (0, 3)) for axis in (0, 1))
+    picture = Picture(1e-3, profiles, Histogram(-1.0, 0.5, (60, 65), (125, 0), (3, 3)))
+    tensor = TensorResult("output", "output", (2, 64), errors, errors, 4e-3, 2e-2, margin, checks, picture=picture)
+    weights = (
+        dataclasses.replace(tensor, name=f"layers.{i}.q_proj.weight", kind="weight gradient", margin=margin / 2)
+        for i in range(2)
+    )
+    swapped = Finding("PAR101", "gate-up-swapped", "halves are exchanged", repair="pass x=1; it has x=2")
+    complete = Result(
+        case=case,
+        precision="bf16",
+        size={"batch": 2},
+        size_label="2",
+        seed=seed,
+        backend="cpu",
+        status="passed" if margin <= 1 else "failed",
+        tensors=(tensor, *weights),
+        findings=() if margin <= 1 else (swapped,),
+        notes=("a note",),
+        path="pairs.py",
+        attention="FusedAttention",
+        determinism=Determinism(("output",), "a kernel"),
+    )
+    return dataclasses.replace(complete, **fields)  # type: ignore[arg-type]
+
+
+def _sample_run() -> bytes:
+    """Return the record of a run with a pass, a failure, a skip, and a pair that was not collected."""
+    results = [
+        *(_sample_result("sound", seed) for seed in (0, 1)),
+        *(_sample_result("fails", seed, margin=math.inf) for seed in (0, 1)),
+        _sample_result("trains", 0, steps=(Step(1, 5.0, 5.0, 0.4), Step(2, 4.0, 4.1, 0.5))),
+        _sample_result("skips", 0, status="skipped", reason="no FP8", tensors=()),
+    ]
+    lines = [record.environment_line(_ENVIRONMENT), record.uncollected_line(Uncollected("pairs.py::x", "it misfits"))]
+    return record.data("".join([*lines, *map(record.result_line, results)]))
+
+
+def _sample_table(folder: Path) -> bytes:
+    """Return a table of limits, a part of the packaged one."""
+    packaged = limits.packaged()
+    laws = dict(sorted(packaged.laws.items())[:8])
+    file = folder / "table.json"
+    limits.save(limits.Table(laws, {"bf16": {"accepted": "", "cases": ["mlp"]}}), file)
+    return file.read_bytes()
+
+
+def _sample_campaign(folder: Path) -> bytes:
+    """Return the record of a campaign, as studies, the zoo and the count of false alarms keep one."""
+    file = folder / "campaign.jsonl"
+    for seed in range(3):
+        lab_record.append(file, {"seed": seed, "of": "x"}, {"root": seed, "of": 0.5 * seed}, {"torch": "2", "a": "b"})
+    return file.read_bytes()
+
+
+def _sample_throughputs(folder: Path) -> bytes:
+    """Return the record of ``parity throughput``."""
+    file = folder / "throughput.jsonl"
+    spread = throughput.Spread(1e-3, 0.9e-3, 1.1e-3)
+    state = throughput.GpuState(1980.0, 2619.0, 41.0, 300.0)
+    row = throughput.Row(
+        workload="mlp",
+        size="batch 1",
+        implementation="eager",
+        precision="bf16",
+        peak_format="bf16",
+        flops_forward=10,
+        flops_backward=20,
+        times=throughput.Times(spread, spread, 5),
+        memory=3 << 30,
+        error=2e-3,
+        before=state,
+        after=state,
+    )
+    for content in (_ENVIRONMENT, throughput.Peak("bf16", 8e14, 8192), row):
+        throughput.append(file, content)
+    return file.read_bytes()
+
+
+def _sample_kernels() -> bytes:
+    """Return the record of ``parity kernels``."""
+    named = {"family": "Norms", "kernel": "rmsnorm_fwd", "variant": "BF16", "shapes": "8x64", "result": "z"}
+    figures = {"elements": 8, "different": 3, "max_ulps": 1, "relative": 0.02, "gpu_seconds": 1e-5, "why_none": None}
+    lines = [{"environment": {}, "emulated_gpu": "x"}, {**named, **figures}, {**named, "why_none": "too old"}]
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+def _sample_pairs() -> bytes:
+    """Return a file of pairs."""
+    return b'import parity\n\n\n@parity.pair("x", sizes=[dict(n=2)])\ndef x(te, n): ...\n'
+
 
 # What a page has of a record, apart from text.
 
@@ -147,7 +373,7 @@ def _ci(file: Path) -> Iterator[str]:
 def _against(file: Path) -> Iterator[str]:
     whole = file.with_name("whole.jsonl")
     if not whole.exists():
-        whole.write_bytes(samples.run())
+        whole.write_bytes(_sample_run())
     for pair in ((whole, file), (file, whole)):
         before, now = map(record.read, pair)
         yield changes.draw(changes.Comparison(before, now, ("before", "now")))
@@ -157,7 +383,7 @@ def _resume(file: Path) -> Iterator[str]:
     recorder.left_by(file.read_bytes())
     claim = Claim(file)
     try:
-        recorder.unfinished(claim, samples.OPTIONS)
+        recorder.unfinished(claim, _OPTIONS)
     finally:
         claim.close()
     yield ""
@@ -197,7 +423,7 @@ def _kernels(file: Path) -> Iterator[str]:
 def _same(file: Path) -> Iterator[str]:
     whole = file.with_name("whole.jsonl")
     if not whole.exists():
-        whole.write_bytes(samples.run())
+        whole.write_bytes(_sample_run())
     yield same.draw(same.compare(whole, file))
 
 
@@ -207,8 +433,8 @@ def _held_against(file: Path) -> Iterator[str]:
 
 
 def _diary_of(folder: Path) -> bytes:
-    line = record.result_line(samples.result("sound", 0))
-    Diary(folder, "gw0").replace(Entry("pairs.py::x", line, record.environment_line(samples.ENVIRONMENT), 600.0))
+    line = record.result_line(_sample_result("sound", 0))
+    Diary(folder, "gw0").replace(Entry("pairs.py::x", line, record.environment_line(_ENVIRONMENT), 600.0))
     return (folder / "gw0.entry").read_bytes()
 
 
@@ -239,8 +465,10 @@ def _pairs(file: Path) -> Iterator[str]:
 
 def _checkpoint_of(folder: Path) -> bytes:
     tensors = {"a": torch.arange(3.0), "b": torch.ones(2, 2, dtype=torch.bfloat16)}
-    made = [Step((Made(key, tuple(x.shape), x.dtype),), partial(dict, {key: x})) for key, x in tensors.items()]
-    checkpoint.write(folder / "model.safetensors", Plan(steps=made))
+    made = [
+        plan.Step((plan.Made(key, tuple(x.shape), x.dtype),), partial(dict, {key: x})) for key, x in tensors.items()
+    ]
+    checkpoint.write(folder / "model.safetensors", plan.Plan(steps=made))
     return (folder / "model.safetensors").read_bytes()
 
 
@@ -287,7 +515,7 @@ def _runs_of(folder: Path) -> bytes:
     for name in ("reports/runs/parity-0007", "reports/runs/parity-x", ".parity/baselines/good"):
         path = folder / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(samples.run())
+        path.write_bytes(_sample_run())
     (folder / "reports/runs/parity-0008.jsonl").mkdir()
     (folder / "reports/runs/parity-0009.jsonl").symlink_to("parity-0009.jsonl")
     return b"parity-7"
@@ -312,17 +540,17 @@ def _arguments(file: Path) -> Iterator[str]:
 
 
 READERS = (
-    Reader("`report.record.read`, `parity report`", "a run's record", lambda _: samples.run(), _report, 6),
-    Reader("`report.html`, `parity report -o x.html`", "a run's record", lambda _: samples.run(), _page, 2),
-    Reader("`report.ci`, GitHub and JUnit", "a run's record", lambda _: samples.run(), _ci, 2),
-    Reader("`report.changes`, `--against`", "two records", lambda _: samples.run(), _against, 3),
-    Reader("`plugin.recorder`, `--resume`", "a record to go on with", lambda _: samples.run(), _resume, 3),
-    Reader("`judge.limits.load`, `--calibration`", "a table of limits", samples.table, _limits, 3),
-    Reader("`lab.record`, `lab.campaign`", "a record of a study or the zoo", samples.campaign, _campaign, 3),
-    Reader("`lab.throughput.record.read`", "a record of `parity throughput`", samples.throughputs, _throughput),
-    Reader("`lab.kernel_table.table`", "a record of `parity kernels`", lambda _: samples.kernels(), _kernels),
-    Reader("`lab.same`, `parity lab same`", "two records", lambda _: samples.run(), _same, 2),
-    Reader("`lab.gpu_report.limits`", "a run's record", lambda _: samples.run(), _held_against),
+    Reader("`report.record.read`, `parity report`", "a run's record", lambda _: _sample_run(), _report, 6),
+    Reader("`report.html`, `parity report -o x.html`", "a run's record", lambda _: _sample_run(), _page, 2),
+    Reader("`report.ci`, GitHub and JUnit", "a run's record", lambda _: _sample_run(), _ci, 2),
+    Reader("`report.changes`, `--against`", "two records", lambda _: _sample_run(), _against, 3),
+    Reader("`plugin.recorder`, `--resume`", "a record to go on with", lambda _: _sample_run(), _resume, 3),
+    Reader("`judge.limits.load`, `--calibration`", "a table of limits", _sample_table, _limits, 3),
+    Reader("`lab.record`, `lab.campaign`", "a record of a study or the zoo", _sample_campaign, _campaign, 3),
+    Reader("`lab.throughput.record.read`", "a record of `parity throughput`", _sample_throughputs, _throughput),
+    Reader("`lab.kernel_table.table`", "a record of `parity kernels`", lambda _: _sample_kernels(), _kernels),
+    Reader("`lab.same`, `parity lab same`", "two records", lambda _: _sample_run(), _same, 2),
+    Reader("`lab.gpu_report.limits`", "a run's record", lambda _: _sample_run(), _held_against),
     Reader("`plugin.ending.Diary`", "what a worker notes before it compares", _diary_of, _diary),
     Reader("`cpu.loading.loader`", "a compiled module of TE in the cache", _cache_of, _cache),
     Reader("`conversion.checkpoint.read`", "a file of safetensors", _checkpoint_of, _checkpoint),
@@ -330,7 +558,7 @@ READERS = (
     Reader("`conversion.checkpoint.read`, `torch.load`", "a file of `torch.save`", _torch_of, _torch),
     Reader("`judge.noise`", "the table of what kernels differ by", lambda _: noise.PACKAGED.read_bytes(), _noise),
     Reader("`report.baselines.find`, `parity report 7`", "a baseline's name, or a run's", _runs_of, _runs),
-    Reader("`case.files.imports_parity`", "a Python file", lambda _: samples.pairs(), _pairs),
+    Reader("`case.files.imports_parity`", "a Python file", lambda _: _sample_pairs(), _pairs),
     Reader("`plugin.options.parse_*`", "an option's value", lambda _: b"0,3,7-9", _arguments),
 )
 

@@ -14,11 +14,10 @@ from parity.case import registry
 from parity.case.validate import check_case
 from parity.judge import limits
 from parity.judge.limits import FEWEST_TENSORS, Law, Table
-from parity.lab.calibration import command, drawn_models, right_ports
-from parity.lab.calibration.command import Settings, make_table, measure
-from parity.lab.calibration.drawn_models import MODELS
-from parity.lab.calibration.measure import Measured, Sample, draw, laws
-from parity.lab.zoo.catalogue import HOSTS
+from parity.lab import calibration, right_ports
+from parity.lab.calibration import Measured, Sample, Settings, draw, laws, make_table, measure
+from parity.lab.right_ports import MODELS
+from parity.lab.zoo.hosts import HOSTS
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 
@@ -31,20 +30,20 @@ def drawn(position: int) -> list:
 
 
 def test_a_number_always_draws_the_same_model():
-    assert [drawn_models._drawn(number).factory.args for number in range(3)] == [
+    assert [right_ports._model(number).factory.args for number in range(3)] == [
         case.factory.args for case in list(MODELS.values())[:3]
     ]
 
 
 def test_every_block_line_and_end_is_in_some_model():
-    assert {host for hosts in drawn(0) for host in hosts} == {*drawn_models._QUANTIZED, *drawn_models._NORMS}
-    assert {line for lines in drawn(1) for line in lines} == set(drawn_models._LINES)
-    assert set(drawn(2)) == {*drawn_models._ENDS, *drawn_models._LOSSES}
+    assert {host for hosts in drawn(0) for host in hosts} == {*right_ports._QUANTIZED, *right_ports._NORMS}
+    assert {line for lines in drawn(1) for line in lines} == set(right_ports._LINES)
+    assert set(drawn(2)) == {*right_ports._ENDS, *right_ports._LOSSES}
 
 
 def test_every_model_has_a_block_that_recipes_quantize():
-    assert all(set(hosts) & set(drawn_models._QUANTIZED) for hosts in drawn(0))
-    assert all(HOSTS[host].runs_at("fp8_current") for host in drawn_models._QUANTIZED)
+    assert all(set(hosts) & set(right_ports._QUANTIZED) for hosts in drawn(0))
+    assert all(HOSTS[host].runs_at("fp8_current") for host in right_ports._QUANTIZED)
 
 
 @pytest.mark.parametrize(("name", "seed"), [("model_006", 101), ("model_012", 101), ("model_055", 100)])
@@ -181,8 +180,8 @@ def samples(ratio, precision="bf16", statistic="norm"):
 def measured(monkeypatch):
     """Return what is measured, without running anything."""
     found = []
-    monkeypatch.setattr(command, "_check_enough", lambda settings: None)
-    monkeypatch.setattr(command, "measure", lambda settings, workers: Measured(list(found)))
+    monkeypatch.setattr(calibration, "_check_enough", lambda settings: None)
+    monkeypatch.setattr(calibration, "measure", lambda settings, workers: Measured(list(found)))
     return found
 
 

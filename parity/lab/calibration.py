@@ -1,0 +1,523 @@
+"""Measure how far right ports stray from the rounding model, and fit the laws of ``parity.judge.limits`` to that.
+
+``docs/statistics.md`` explains it to its reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from scipy import stats
+
+from parity import te
+from parity.case.case import Case
+from parity.case.validate import CheckedSize, check_case
+from parity.judge import limits
+from parity.judge.directions import directions
+from parity.judge.judge import observe
+from parity.judge.limits import (
+    FALSE_ALARMS_A_RUN,
+    FEWEST_TENSORS,
+    STATISTICS_A_RUN,
+    TIMES,
+    Difference,
+    Key,
+    Law,
+    OfPrecision,
+    Table,
+    fit,
+    packaged,
+    too_few,
+)
+from parity.judge.second_look import kinks_moved
+from parity.lab import right_ports
+from parity.lab.campaign import made
+from parity.lab.right_ports import drawn
+from parity.numerics.freedom import FUSED, UNFUSED, Freedom
+from parity.passes.all_passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
+from parity.passes.prepare import forget, prepare
+from parity.report import environment
+from parity.report.numbers import markdown_table, plural, short
+from parity.result import Kind
+from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
+from parity.shown import one_line
+from parity.user_error import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # an extra, for the report alone
+
+# ``parity calibrate``: samples from many cases in parallel, laws from samples, a table and its report.
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold what is measured.
+
+    Attributes:
+        files: of pairs that are known to agree, or ``right_ports.ZOO``.
+        precisions: names; those that this machine cannot run are left out.
+        seeds: of weights and inputs.
+        draws: random kernels a case, precision and seed.
+        backend: whose kernels run the TE modules.
+    """
+
+    files: tuple[str, ...]
+    precisions: tuple[str, ...]
+    seeds: tuple[int, ...]
+    draws: int
+    backend: Backend | Literal["auto"]
+
+
+def make_table(
+    settings: Settings, workers: int | None, output: Path, report_file: Path | None, accept_wider: bool = False
+) -> None:
+    """Measure, and write the table; laws of other precisions that the file has already stay.
+
+    Args:
+        settings: what is measured.
+        workers: processes; None for this one.
+        output: the table.
+        report_file: markdown that shows the fit; None for none.
+        accept_wider: whether limits far outside of the packaged ones are written, too.
+
+    Raises:
+        UserError: if nothing could be measured, too few tensors are, or the file is no table; or if limits lie far
+            outside of the packaged ones, and are not to be accepted. Nothing is written then.
+    """
+    before = limits.load(output) if output.exists() else Table({}, {})
+    _check_enough(settings)
+    measured = measure(settings, workers)
+    for port in measured.left_out:
+        print(f"left out: {port}", file=sys.stderr)
+    samples = measured.samples
+    if not samples:
+        why = "every port raised" if measured.left_out else "no precision of these cases runs on this machine"
+        raise UserError(f"nothing was measured: {why}")
+    precisions = sorted({sample.precision for sample in samples})
+    kept = {key: law for key, law in before.laws.items() if key[0] not in precisions}
+    provenance = {**before.provenance, **dict.fromkeys(precisions, _provenance(settings))}
+    fitted = laws(samples)
+    strays = limits.far_outside(fitted)
+    if strays and not accept_wider:
+        raise UserError(refusal(strays, samples, fitted, output))
+    for key, law in fitted.items():
+        why = limits.why_no_limit(key, law)
+        if why:
+            raise UserError(f"{why}; give more pairs, or leave out those whose errors scatter so far")
+    for precision in {key[0] for key in strays}:
+        of_precision = [each for key, each in strays.items() if key[0] == precision]
+        provenance[precision] = {**provenance[precision], "accepted": told(of_precision)}
+    made = Table(kept | fitted, provenance)
+    for line in summary(made, precisions):
+        print(line)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    limits.save(made, output)
+    if report_file is not None:
+        write_report(made, measured, report_file)
+
+
+def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
+    precisions = map(PRECISIONS.__getitem__, settings.precisions)
+    return [precision for precision in precisions if why_unavailable(precision, kernels) is None]
+
+
+def measure(settings: Settings, workers: int | None) -> Measured:
+    """Return all samples of all cases, whatever becomes of single ones."""
+    measured = Measured()
+    jobs = [(file, case.name) for file in settings.files for case in right_ports.fitted(file)]
+    for _, of_case in made(jobs, functools.partial(_measure_case, settings), "calibrating", workers):
+        measured.add(of_case)
+    return measured
+
+
+def _measure_case(settings: Settings, job: tuple[str, str]) -> Measured:
+    """Return all samples of one case, at its own sizes and at one drawn for each seed; in a process of its own."""
+    file, name = job
+    kernels = te.kernels(settings.backend)
+    case = right_ports.case(file, name)
+    precisions = [precision for precision in _available(settings, kernels) if case.runs_at(precision.name)]
+    measured = Measured()
+    for seed in settings.seeds:
+        for precision in precisions:
+            sized = dataclasses.replace(case, sizes=(*case.sizes, drawn(case, precision, seed)))
+            for checked in check_case(sized, kernels.te):
+                try:
+                    measured.samples.extend(draw(case, checked, precision, seed, kernels, settings.draws))
+                except Exception as error:  # of the case's modules, as where a recipe takes no matrix of its size
+                    forget()  # the pass may have left the reference half changed
+                    measured.left_out.append(LeftOut(name, checked.label, precision.name, seed, one_line(error)))
+    return measured
+
+
+def _provenance(settings: Settings) -> dict[str, Any]:
+    here = environment.measure(te.kernels(settings.backend).backend, settings.seeds, 0)
+    return {
+        "kernels": here.kernels,
+        "device": here.device,
+        "transformer_engine": here.transformer_engine,
+        "torch": here.torch,
+        "date": here.date,
+        "seeds": list(settings.seeds),
+        "draws": settings.draws,
+        "files": [Path(file).name for file in settings.files],
+    }
+
+
+# Whether cases have enough tensors for a law, as far as that is known before anything runs.
+
+
+def _check_enough(settings: Settings) -> None:
+    """Make sure that laws can be fitted to the gradients; how many outputs modules have, only running them tells.
+
+    Raises:
+        UserError: if too few different inputs or weights get gradients; or as ``check_case``.
+    """
+    kernels = te.kernels(settings.backend)
+    cases = [case for file in settings.files for case in right_ports.fitted(file)]
+    for precision in _available(settings, kernels):
+        found: Counter[Kind] = Counter()
+        for case in cases:
+            if found and min(found.values()) >= FEWEST_TENSORS:
+                break
+            if case.runs_at(precision.name):
+                found += _gradients(case, precision, settings.seeds, kernels.te)
+        for kind, count in found.items():
+            if count < FEWEST_TENSORS:
+                raise UserError(f"{kind}s in {precision.name}: {too_few(count)}")
+
+
+def _gradients(case: Case, precision: Precision, seeds: Sequence[int], te: ModuleType) -> Counter[Kind]:
+    """Count different gradients over all sizes; two of one size are one."""
+    sized = dataclasses.replace(case, sizes=(*case.sizes, *(drawn(case, precision, seed) for seed in seeds)))
+    by_label = {checked.label: checked for checked in check_case(sized, te)}.values()
+    found: Counter[Kind] = Counter()
+    found["input gradient"] = sum(checked.inputs for checked in by_label)
+    found["weight gradient"] = sum(checked.trained for checked in by_label)
+    return +found
+
+
+# The samples that laws are fitted to: how faithful ports compare with the rounding model.
+#
+# Two kinds of faithful port are known to be right: the reference itself under the rounding model, with every freedom
+# that a kernel has drawn at random; and the TransformerEngine modules of the cases, which must be pairs of which nobody
+# doubts that they agree, such as those of the default suite.
+#
+# On which side of a kink rounding puts a value is no small error, and no law foresees it: a comparison expects it at
+# second look, and here it is expected from the beginning.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One statistic of one tensor of one faithful port.
+
+    Attributes:
+        case: the case's name and size.
+        precision: the precision's name.
+        kind: of the tensor.
+        tensor: its name.
+        port: ``model`` or ``te``.
+        seed: of weights and inputs.
+        statistic: its name.
+        value: as ``parity.judge.statistics`` defines it.
+    """
+
+    case: str
+    precision: str
+    kind: str
+    tensor: str
+    port: str
+    seed: int
+    statistic: str
+    value: float
+
+    @property
+    def key(self) -> Key:
+        """What the law is of that it is a sample for."""
+        return self.precision, self.kind, self.statistic
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A port that could not run.
+
+    Attributes:
+        case, precision: names.
+        size: the size's label.
+        seed: of weights and inputs.
+        reason: what it raised, in a line.
+    """
+
+    case: str
+    size: str
+    precision: str
+    seed: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.case} at {self.size} in {self.precision}, seed {self.seed}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold what was measured.
+
+    Attributes:
+        samples: of all ports.
+        left_out: the ports that could not run.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+
+    def add(self, other: Measured) -> None:
+        self.samples.extend(other.samples)
+        self.left_out.extend(other.left_out)
+
+
+def draw(
+    case: Case,
+    checked: CheckedSize,
+    precision: Precision,
+    seed: int,
+    kernels: Kernels,
+    draws: int,
+) -> Iterator[Sample]:
+    """Yield samples of one case at one size, precision and seed.
+
+    Args:
+        case, checked, precision, seed, kernels: what is run.
+        draws: how many kernels' freedoms are drawn.
+    """
+    prepared = prepare(case, checked, precision.dtype, seed, kernels)
+    known = directions(prepared)
+    golden = golden_truths(prepared)
+    models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
+    models += [run_model(prepared, precision.rounding, UNFUSED, kinks) for kinks in kinks_moved(prepared)]
+    rng = random.Random(f"{case.name} {checked.label} {precision.name} {seed}")
+    ports: list[tuple[str, Tensors]] = [
+        ("model", run_model(prepared, precision.rounding, Freedom.draw(rng))) for _ in range(draws)
+    ]
+    ports.append(("te", run_candidate(case, checked, prepared, precision, seed, kernels)[0]))
+    for port, tensors in ports:
+        for key in golden:
+            for found in observe(key, golden, models, tensors, precision.dtype, known):
+                yield Sample(f"{case.name} {checked.label}", precision.name, *key, port, seed, found.name, found.value)
+
+
+def laws(samples: Iterable[Sample]) -> dict[Key, Law]:
+    """Return the law of every precision, kind of tensor and statistic that was sampled."""
+    grouped: dict[Key, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        grouped[sample.key].append(sample)
+    return {key: _law(key, group) for key, group in grouped.items()}
+
+
+def _law(key: Key, group: Sequence[Sample]) -> Law:
+    tensors = [f"{sample.case} {sample.tensor}" for sample in group]
+    return fit([sample.value for sample in group], tensors, key[2])
+
+
+# What is said of limits that differ from the packaged ones, when a table is made.
+
+
+# How many limits and pairs are named.
+_MOST = 3
+
+
+def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: Mapping[Key, Law], output: Path) -> str:
+    """Say why limits are not written, which pairs widen them, and what to do.
+
+    Args:
+        strays: the limits that lie far outside of the packaged ones, the widest first.
+        samples: all that was measured.
+        laws: what was fitted to them.
+        output: where the table would be.
+    """
+    limits = [f"{_key(key)} {short(each.limit)} instead of {short(each.packaged)}" for key, each in strays.items()]
+    pairs = [
+        f"{pair} ({_key(key, tensor=tensor)} is {short(abs(value))}, where {short(packaged().limit(*key))} passes)"
+        for pair, (key, tensor, value) in _farthest(strays, samples).items()
+    ]
+    kept = "it stays as it is" if output.exists() else "it is not written"
+    return (
+        f"{len(strays)} of {plural(len(laws), 'limit')} would lie far outside of the packaged ones: {_few(limits)}; "
+        f"farthest off {'is' if len(pairs) == 1 else 'are'} {_few(pairs)}; a wrong port would look the same, and pass "
+        "by these limits, so compare each with the packaged ones (parity run), and leave out what fails; if all are "
+        f"right, and these kernels round so, say --accept-wider; {output}: {kept}"
+    )
+
+
+def told(strays: Sequence[Difference]) -> str:
+    """Say in a table what of its limits at one precision was far outside, and accepted; the widest comes first."""
+    worst = strays[0]
+    return (
+        f"{plural(len(strays), 'limit')} far outside of the packaged ones, up to {short(worst.ratio)} times "
+        f"({worst.statistic} of {_plural(worst.kind)}: {short(worst.limit)} instead of {short(worst.packaged)})"
+    )
+
+
+def summary(table: Table, precisions: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each of these precisions of a table: how its limits compare with the packaged ones."""
+    for found in limits.compared(table):
+        if found.precision in precisions:
+            yield f"{found.precision}: {'; '.join(_facts(found))}"
+
+
+def _facts(found: OfPrecision) -> Iterator[str]:
+    if found.widest is not None and found.tightest is not None:
+        low, high = short(found.tightest.ratio), short(found.widest.ratio)
+        yield f"{plural(found.shared, 'limit')}, {low} to {high} times the packaged ones"
+    if found.wider:
+        yield f"{found.wider} more than {TIMES:g} times as wide"
+    if found.tighter:
+        yield f"{found.tighter} less than 1/{TIMES:g} as wide: what passes by the packaged ones may fail"
+    if found.unknown:
+        yield f"{plural(found.unknown, 'limit')} that the packaged table has no law for, compared with nothing"
+    if found.accepted:
+        yield f"accepted: {found.accepted}"
+
+
+def _farthest(strays: Mapping[Key, Difference], samples: Sequence[Sample]) -> dict[str, tuple[Key, str, float]]:
+    """Return of each pair, at whichever size, what lies farthest beyond its packaged limit; the farthest pair first."""
+    beyond: dict[str, list[tuple[float, Key, str, float]]] = defaultdict(list)
+    for sample in samples:
+        key = sample.key
+        if key in strays:
+            ratio = abs(sample.value) / packaged().limit(*key)
+            beyond[sample.case.partition(" ")[0]].append((ratio, key, sample.tensor, sample.value))
+    worst = {pair: max(found, key=lambda each: each[0]) for pair, found in beyond.items()}
+    ordered = sorted(worst.items(), key=lambda entry: -entry[1][0])
+    return {pair: found[1:] for pair, found in ordered if found[0] > 1.0}
+
+
+def _key(key: Key, tensor: str = "") -> str:
+    """Return ``norm of output in bf16``; of a certain tensor, if there is one."""
+    return f"{key[2]} of {tensor or _plural(key[1])} in {key[0]}"
+
+
+def _plural(kind: str) -> str:
+    return f"{kind}s"
+
+
+def _few(entries: Sequence[str]) -> str:
+    others = len(entries) - _MOST
+    return ", ".join([*entries[:_MOST], *([f"and {others} more"] if others > 0 else [])])
+
+
+# The report: a calibration table, and how well its laws fit.
+
+
+_INTRODUCTION = f"""\
+How far faithful ports stray from the rounding model, by statistic (`parity/judge/statistics.py`), kind of tensor and
+precision. A port is the reference itself with the freedom of a kernel drawn at random (what it stores, into how many
+parts it splits a sum), or a TransformerEngine module of the cases. `center` and `spread` are those of the ratio's
+logarithm, or of the signed statistic; the limit is what a faithful port exceeds with probability
+{FALSE_ALARMS_A_RUN:g} / {STATISTICS_A_RUN:,}, so that a whole run of the default suite raises a false alarm less often
+than once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs. [docs/statistics.md](../docs/statistics.md) explains it from the
+start."""
+
+_FIT = """\
+Each measured value as standard deviations from its law's center, with the spread that the limit uses, against the
+normal quantile of its rank (of its magnitude's rank for `gain` and `mistake`, which have a sign). The law bounds the
+tail: beyond one standard deviation no point of a statistic of one kind of tensor lies above the line. The points end
+where the samples do; the dotted line is where the limits lie at least, to which the law extrapolates."""
+
+
+def write_report(table: Table, measured: Measured, path: Path) -> None:
+    """Write the report, and its plot beside it.
+
+    Args:
+        table: laws.
+        measured: to whose samples those of their precisions were fitted.
+        path: of the markdown.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _plot(table, measured.samples).savefig(path.with_suffix(".png"), dpi=110)
+    path.write_text("\n\n".join(_sections(table, measured, path)) + "\n", encoding="utf-8")
+
+
+def _sections(table: Table, measured: Measured, path: Path) -> Iterator[str]:
+    samples = measured.samples
+    yield "# Calibration of the tolerances"
+    yield _INTRODUCTION
+    yield "## Provenance"
+    yield _provenance_table(table.provenance)
+    if measured.left_out:
+        yield _left_out(measured.left_out)
+    yield "## Fit"
+    yield _FIT
+    yield f"![Measured against expected standard deviations]({path.with_suffix('.png').name})"
+    beyond = sum(abs(sample.value) > table.limit(*sample.key) for sample in samples)
+    yield f"Of {len(samples):,} values, {beyond} lie beyond their limit."
+    yield "## Laws"
+    yield _laws(table)
+    yield "Made by `parity calibrate`."
+
+
+def _provenance_table(provenance: Mapping[str, Mapping[str, object]]) -> str:
+    columns = list(dict.fromkeys(column for entry in provenance.values() for column in entry))
+    rows = [
+        [precision, *(_text(entry.get(column, "")) for column in columns)] for precision, entry in provenance.items()
+    ]
+    return markdown_table(rows, ["precision", *columns])
+
+
+def _left_out(ports: Sequence[LeftOut]) -> str:
+    """Return which cases could not run, each once a precision, with the first reason."""
+    reasons = {(port.case, port.precision): port.reason for port in reversed(ports)}
+    counts = Counter((port.case, port.precision) for port in ports)
+    rows = [[*key, count, reasons[key]] for key, count in counts.items()]
+    return "Left out, since they raise:\n\n" + markdown_table(rows, ["case", "precision", "ports", "what"])
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _laws(table: Table) -> str:
+    rows = [
+        [*key, f"{law.center:.3f}", f"{law.spread:.3f}", law.tensors, law.samples, short(law.largest), short(limit)]
+        for key, law in sorted(table.laws.items())
+        for limit in [table.limit(*key)]
+    ]
+    headers = ["precision", "kind", "statistic", "center", "spread", "tensors", "samples", "largest", "limit"]
+    return markdown_table(rows, headers, left=3)
+
+
+def _plot(table: Table, samples: Sequence[Sample]) -> Figure:
+    from matplotlib.figure import Figure
+
+    precisions = list(dict.fromkeys(sample.precision for sample in samples))
+    columns = min(4, len(precisions))
+    figure = Figure(figsize=(3.6 * columns, 3.4 * math.ceil(len(precisions) / columns)), layout="constrained")
+    axes = figure.subplots(math.ceil(len(precisions) / columns), columns, squeeze=False, sharex=True, sharey=True)
+    required = stats.norm.isf(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN)
+    for axis, precision in zip(axes.flat, precisions, strict=False):
+        for statistic, values in _standardized(table, samples, precision).items():
+            ranks = (np.arange(len(values)) + 0.5) / len(values)
+            axis.plot(stats.norm.ppf(ranks), np.sort(values), ".", markersize=2, label=statistic)
+        axis.axline((0, 0), slope=1, color="black", linewidth=0.8)
+        axis.axhline(required, color="black", linewidth=0.8, linestyle=":")
+        axis.set(title=precision, xlabel="normal quantile", ylabel="measured", xlim=(-1, 6), ylim=(-3, 7))
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, markerscale=6)
+    return figure
+
+
+def _standardized(table: Table, samples: Sequence[Sample], precision: str) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.precision == precision:
+            law = table.laws[sample.key]
+            found[sample.statistic].append(law.deviations(sample.value, sample.statistic))
+    return found
