@@ -22,21 +22,26 @@ from packaging.version import Version
 
 from parity import te
 from parity.cpu import cuda, extension, mhc, versions
-from parity.lab.kernel_table import measure, table
+from parity.lab.kernel_table import table
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
-from parity.lab.kernel_table.measure import CALLS, GPU_LOST, NOT_CALLED, Outcome, select
 from parity.lab.kernel_table.table import (
+    CALLS,
     ENDED,
+    GPU_LOST,
+    NOT_CALLED,
     TIME_OVER,
     Comparison,
     Distance,
+    Outcome,
     compare,
     distance_of,
     draw,
     fraction,
+    make_call,
     ordinal,
     outcomes_of,
     run,
+    select,
     ulps,
 )
 from parity.machine.files import claimed
@@ -197,7 +202,7 @@ def test_no_two_calls_share_a_name() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_call_computes_the_same_twice_and_something_finite(blackwell: te.Kernels, family: str) -> None:
     for call in of_family(family):
-        first, second = (measure.make(call, blackwell, seed=0) for _ in range(2))
+        first, second = (make_call(call, blackwell, seed=0) for _ in range(2))
         assert first.error is None, f"{call.name}: {first.error}"
         assert first.buffers, call.name
         compared = compare(call, first, second)
@@ -260,9 +265,9 @@ def test_a_kernel_that_is_off_by_an_ulp_is_seen_to_be(blackwell: te.Kernels, mon
     tex = importlib.import_module("transformer_engine_torch")
     right = tex.swap_first_dims
     call = select("swap_first_dims: BF16")[0]
-    emulated_outcome = measure.make(call, blackwell, seed=0)
+    emulated_outcome = make_call(call, blackwell, seed=0)
     monkeypatch.setattr(tex, "swap_first_dims", lambda x, out: (right(x).view(torch.int16) + 1).view(torch.bfloat16))
-    (distance,) = compare(call, measure.make(call, blackwell, seed=0), emulated_outcome).distances.values()
+    (distance,) = compare(call, make_call(call, blackwell, seed=0), emulated_outcome).distances.values()
     assert isinstance(distance, Distance)
     assert (distance.different, distance.max_ulps) == (distance.elements, 1.0)
     assert 2**-10 < distance.relative < 2**-7
@@ -270,7 +275,7 @@ def test_a_kernel_that_is_off_by_an_ulp_is_seen_to_be(blackwell: te.Kernels, mon
 
 def test_another_seed_makes_other_results(blackwell: te.Kernels) -> None:
     for call in select("quantize: BF16"):
-        pair = [measure.make(call, blackwell, seed) for seed in (0, 1)]
+        pair = [make_call(call, blackwell, seed) for seed in (0, 1)]
         distances = compare(call, *pair).distances
         assert any(distance.different > distance.elements / 2 for distance in distances.values()), call.name
 
@@ -279,14 +284,14 @@ def test_two_calls_do_not_share_their_inputs(blackwell: te.Kernels) -> None:
     seen = []
     call = KernelCall("", "", "", "", lambda where: seen.append(where.normal(8)) or {})
     for variant in ("one", "another"):
-        measure.make(dataclasses.replace(call, variant=variant), blackwell, seed=0)
+        make_call(dataclasses.replace(call, variant=variant), blackwell, seed=0)
     assert not torch.equal(*seen)
 
 
 def test_every_format_that_te_offers_is_quantized(blackwell: te.Kernels) -> None:
     dtypes = set()
     for call in select("quantize: BF16"):
-        dtypes |= {buffer.dtype for buffer in measure.make(call, blackwell, seed=0).buffers.values()}
+        dtypes |= {buffer.dtype for buffer in make_call(call, blackwell, seed=0).buffers.values()}
     codes = {torch.float8_e4m3fn, torch.float8_e5m2, torch.int8}
     scales = {torch.float32, torch.float8_e8m0fnu}
     assert codes | scales <= dtypes
@@ -295,7 +300,7 @@ def test_every_format_that_te_offers_is_quantized(blackwell: te.Kernels) -> None
 def test_a_format_that_the_gpu_lacks_is_told_in_te_s_words() -> None:
     with emulated(cuda.HOPPER):
         call = select("to mxfp8")[0]
-        outcome = measure.make(call, te.kernels("cpu"), seed=0)
+        outcome = make_call(call, te.kernels("cpu"), seed=0)
     assert outcome.error is not None
     assert "compute capability 10.0" in outcome.error
     assert not outcome.buffers
@@ -306,7 +311,7 @@ def test_an_exception_of_a_kernel_is_its_outcome(blackwell: te.Kernels) -> None:
         raise RuntimeError("misaligned address\nand a long trace")
 
     call = KernelCall("GEMM", "generic_gemm", "BF16", "[1]", fails)
-    assert measure.make(call, blackwell, seed=0) == Outcome(error="RuntimeError: misaligned address")
+    assert make_call(call, blackwell, seed=0) == Outcome(error="RuntimeError: misaligned address")
 
 
 def test_unpacked_fp4_codes_are_the_quantized_values_in_their_order(blackwell: te.Kernels) -> None:
@@ -322,11 +327,11 @@ def test_unpacked_fp4_codes_are_the_quantized_values_in_their_order(blackwell: t
 
 def test_outcomes_outlive_the_process_that_made_them(blackwell: te.Kernels, tmp_path: Path) -> None:
     calls = select("compute_amax")
-    assert measure.make_all(calls[:2], 1, blackwell, 0, tmp_path)
-    made = measure.read(1, tmp_path)
+    assert table.make_all(calls[:2], 1, blackwell, 0, tmp_path)
+    made = table.kept(1, tmp_path)
     assert made is not None
     assert made.buffers
-    assert [measure.read(index, tmp_path) for index in (0, 2)] == [None, None]
+    assert [table.kept(index, tmp_path) for index in (0, 2)] == [None, None]
 
 
 def test_a_keyword_in_no_call_is_refused() -> None:
@@ -440,7 +445,7 @@ def processes(folder: Path, fatal: set[int], poisonous: set[int], begun: list[in
         for index in range(first, COUNT):
             if index in fatal:
                 return -11
-            measure.write(Outcome({"x": torch.tensor([index])}), index, folder)
+            table.keep(Outcome({"x": torch.tensor([index])}), index, folder)
             if index in poisonous:
                 return GPU_LOST
         return 0
@@ -479,7 +484,7 @@ def test_processes_that_do_not_come_to_life_are_not_started_for_ever(tmp_path: P
 
 def test_when_the_time_is_over_what_was_made_stays_and_the_rest_says_so(tmp_path: Path) -> None:
     def start(first: int) -> None:
-        measure.write(Outcome({"x": torch.tensor([first])}), first, tmp_path)
+        table.keep(Outcome({"x": torch.tensor([first])}), first, tmp_path)
 
     first, *others = outcomes_of(start, 3, tmp_path)
     assert first.buffers
@@ -503,7 +508,7 @@ def test_after_an_error_of_the_gpu_the_process_gives_up_only_if_the_gpu_is_lost(
 ) -> None:
     kernels: Any = SimpleNamespace()
     made: Any = ["misaligned", "refused"]
-    monkeypatch.setattr(measure, "make", lambda call, kernels, seed: Outcome(error=call))
+    monkeypatch.setattr(table, "make_call", lambda call, kernels, seed: Outcome(error=call))
     for works in (True, False):
-        monkeypatch.setattr(measure, "cuda_works", lambda works=works: works)
-        assert measure.make_all(made, 0, kernels, 0, tmp_path) is works
+        monkeypatch.setattr(table, "cuda_works", lambda works=works: works)
+        assert table.make_all(made, 0, kernels, 0, tmp_path) is works

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from parity import te
 from parity.case.validate import check_case
-from parity.lab.kernel_table import measure as kernel_measure
+from parity.lab.kernel_table import table as kernel_table
 from parity.lab.kernel_table.bench import KernelCall, Tape
-from parity.lab.throughput import clock, measure, record, workload
-from parity.lab.throughput.clock import Clock, Passes, time_passes
-from parity.lab.throughput.measure import Plan
+from parity.lab.throughput import measure, record, workload
+from parity.lab.throughput.measure import Clock, Plan, time_passes
 from parity.lab.throughput.record import GpuState, Row, Spread, Times
 from parity.lab.throughput.workload import (
     COMPILED,
     EAGER,
     TE,
     Implementation,
+    Passes,
     Workload,
     implementations,
     with_fused_attention,
@@ -306,7 +306,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_events_tell_milliseconds_and_the_clock_seconds(gpu: list[str]) -> None:
-    measured = clock.time_passes(NOTHING, warmup=1, repeats=3, clock=clock.clock_of(CUDA))
+    measured = time_passes(NOTHING, warmup=1, repeats=3, clock=measure.clock_of(CUDA))
     assert measured.forward == Spread(0.004, 0.004, 0.004)
     assert measured.backward == Spread(0.004, 0.004, 0.004)
     assert measured.host is not None
@@ -335,7 +335,7 @@ def test_inputs_that_rotate_fill_the_last_cache_twice(gpu: list[str]) -> None:
 def test_a_kernel_call_is_timed_behind_a_sleeping_gpu(gpu: list[str]) -> None:
     call = KernelCall("", "", "", "", lambda where: gpu.append("call") or {})
     where: Any = SimpleNamespace(device=CUDA, tape=Tape())
-    assert kernel_measure.gpu_seconds(call, where) == pytest.approx(0.004)
+    assert kernel_table.gpu_seconds(call, where) == pytest.approx(0.004)
     assert gpu[:3] == ["sleep", "call", "synchronize"]
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,15 +21,17 @@ from parity import te
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
 from parity.lab import flops
+from parity.lab.flops import linear
 from parity.lab.throughput import record
-from parity.lab.throughput.clock import Clock, Passes, clock_of, measure_peak, time_passes
-from parity.lab.throughput.record import GpuState, Row, Times
+from parity.lab.throughput.record import GpuState, Peak, Row, Spread, Times
 from parity.lab.throughput.workload import (
     COMPILED,
     TE,
     Implementation,
+    Passes,
     Subject,
     Workload,
+    allow_tf32,
     candidate,
     compile_afresh,
     passes,
@@ -39,6 +42,144 @@ from parity.report import environment
 from parity.shown import one_line
 from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, why_unavailable
 from parity.te.devices import cuda_works
+
+# How passes are timed: by CUDA events on a GPU, and by the host's clock on a CPU.
+
+
+Mark = TypeVar("Mark")
+
+
+@dataclass(frozen=True)
+class Clock(Generic[Mark]):
+    """Say how time is taken on a device.
+
+    Attributes:
+        mark: a moment in the device's work.
+        seconds: between two marks, once ``finish`` has been called.
+        finish: waits until the device has done all its work.
+        is_asynchronous: whether the host goes on while the device works.
+    """
+
+    mark: Callable[[], Mark]
+    seconds: Callable[[Mark, Mark], float]
+    finish: Callable[[], None]
+    is_asynchronous: bool
+
+
+def clock_of(device: torch.device) -> Clock[Any]:
+    """Return the clock that measures what a device does."""
+    if device.type == "cuda":
+        return Clock(_cuda_mark, _cuda_seconds, torch.cuda.synchronize, is_asynchronous=True)
+    return Clock(time.perf_counter, lambda start, end: end - start, lambda: None, is_asynchronous=False)
+
+
+def _cuda_mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def time_passes(passes: Passes, warmup: int, repeats: int, clock: Clock[Mark]) -> Times:
+    """Time forward and backward over repeated passes.
+
+    The device is not waited for between the passes, so that launching one overlaps with the work of the one before, as
+    in training.
+
+    Args:
+        passes: what is timed.
+        warmup: passes before, at least 1; the first ones compile, choose algorithms and fill FP8 scales.
+        repeats: timed passes, at least 1.
+        clock: of the device.
+    """
+    for i in range(warmup):
+        passes.run(i)
+    clock.finish()
+    marks = []
+    for i in range(warmup, warmup + repeats):
+        passes.clear()
+        start = clock.mark()
+        outputs = passes.forward(i)
+        middle = clock.mark()
+        passes.backward(outputs, i)
+        marks.append((start, middle, clock.mark()))
+        del outputs
+    clock.finish()
+    return Times(
+        forward=Spread.of([clock.seconds(start, middle) for start, middle, _ in marks]),
+        backward=Spread.of([clock.seconds(middle, end) for _, middle, end in marks]),
+        repeats=repeats,
+        host=_host_seconds(passes, clock) if clock.is_asynchronous else None,
+    )
+
+
+def _host_seconds(passes: Passes, clock: Clock[Mark]) -> float:
+    """Return the least time until the host has launched both passes on a device that has nothing else to do."""
+    seconds = []
+    for i in range(3):
+        clock.finish()
+        began = time.perf_counter()
+        passes.run(i)
+        seconds.append(time.perf_counter() - began)
+    clock.finish()
+    return min(seconds)
+
+
+# The device's measured peak: how fast large square matrix products run in each format.
+
+
+PEAK_SIZES = {"cuda": (4096, 8192), "cpu": (256, 1024)}
+_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+_REPEATS = {"cuda": 10, "cpu": 3}
+
+
+def measure_peak(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
+    """Return the best median over the device's sizes; a format that cannot be multiplied here comes with the reason.
+
+    FP8 is E4M3 with a scale a tensor, by ``torch._scaled_mm`` with fast accumulation.
+    """
+    if format == "tf32" and device.type != "cuda":
+        return Peak(format, float("nan"), why_none="a CPU has no TF32")
+    best = Peak(format, 0.0)
+    for size in PEAK_SIZES[device.type]:
+        try:
+            with allow_tf32(format == "tf32"):
+                seconds = _seconds(_product(format, size, device), _REPEATS[device.type], clock)
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            return Peak(format, float("nan"), why_none=one_line(error))
+        best = max(best, Peak(format, linear(size, size, size).forward / seconds, size), key=lambda peak: peak.flops)
+    return best
+
+
+def _product(format: str, size: int, device: torch.device) -> Callable[[], Tensor]:
+    """Return a product of random operands: one of zeros draws less power and so runs faster."""
+    a, b = (torch.randn(size, size, device=device).to(_DTYPES[format]) for _ in range(2))
+    if format != "fp8":
+        return lambda: a @ b
+    scale = torch.ones((), device=device)
+    return lambda: torch._scaled_mm(
+        a, b.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=device.type == "cuda"
+    )
+
+
+def _seconds(product: Callable[[], Tensor], repeats: int, clock: Clock[Mark]) -> float:
+    product()
+    marks = [clock.mark()]
+    for _ in range(repeats):
+        product()
+        marks.append(clock.mark())
+    clock.finish()
+    return Spread.of([clock.seconds(start, end) for start, end in itertools.pairwise(marks)]).median
+
 
 # One workload: a row for each implementation, whatever becomes of the others.
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from parity.case import registry, transfer
 from parity.case.case import Case, Pair, Rng
 from parity.case.files import folder as built_in_folder
 from parity.case.validate import CheckedSize
-from parity.lab.throughput.clock import Passes, allow_tf32
 from parity.numerics import errors
 from parity.numerics.blocked_attention import Band
 from parity.numerics.golden import in_fp64
@@ -153,6 +153,17 @@ def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
 EAGER, COMPILED, TE = "eager", "compiled", "TE"
 # The order in which dtypes are measured: where time ends, what most people train in is there.
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+
+
+@contextmanager
+def allow_tf32(allowed: bool) -> Iterator[None]:
+    """Let PyTorch compute FP32 products in TF32 on a GPU or forbid it, within the context."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)
@@ -311,6 +322,28 @@ def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kerne
     pair = dataclasses.replace(built(case, checked, kernels), reference=nn.Identity())
     transfer.fill(moved(pair.candidate, dtype=subject.dtype), subject.candidate_weights)
     return pair
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Hold what is timed; ``i`` counts passes, for inputs that rotate.
+
+    Attributes:
+        clear: called before each pass and not timed, to let gradients go.
+        forward: ``forward(i)`` returns what ``backward`` needs.
+        backward: ``backward(outputs, i)``.
+        rotating_bytes: how much memory the backward passes have taken only because what they start from rotates.
+    """
+
+    clear: Callable[[], None]
+    forward: Callable[[int], Any]
+    backward: Callable[[Any, int], None]
+    rotating_bytes: Callable[[], int] = lambda: 0
+
+    def run(self, i: int) -> None:
+        """Run both passes, untimed."""
+        self.clear()
+        self.backward(self.forward(i), i)
 
 
 def passes(
