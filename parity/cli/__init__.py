@@ -520,9 +520,9 @@ def noise(
     output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("noise.json"),
 ) -> None:
     """Measure by how much right kernels of the same port differ, which --against takes for noise."""
-    from parity.lab import noise as measured
+    from parity.lab import calibration
 
-    print(f"{measured.measure(others, alike, output):,} growths\ntable: {output}")
+    print(f"{calibration.measure_noise(others, alike, output):,} growths\ntable: {output}")
 
 
 @add_command(

@@ -1,12 +1,14 @@
 """Measure how far right ports stray from the rounding model, and fit the laws of ``parity.judge.limits`` to that.
 
-``docs/statistics.md`` explains it to its reader.
+``docs/statistics.md`` explains it to its reader. At the end, by how much right kernels of the same port differ is
+measured, for the laws of ``parity.judge.noise``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 import sys
@@ -23,7 +25,7 @@ from scipy import stats
 from parity import te
 from parity.case.case import Case
 from parity.case.validate import CheckedSize, check_case
-from parity.judge import limits
+from parity.judge import limits, noise
 from parity.judge.directions import directions
 from parity.judge.judge import observe
 from parity.judge.limits import (
@@ -42,13 +44,15 @@ from parity.judge.limits import (
 )
 from parity.judge.second_look import kinks_moved
 from parity.lab import right_ports
-from parity.lab.campaign import made
+from parity.lab.record import made
 from parity.lab.right_ports import drawn
 from parity.numerics.freedom import FUSED, UNFUSED, Freedom
 from parity.passes.all_passes import Tensors, golden_truths, model_tensors, run_candidate, run_model
 from parity.passes.prepare import forget, prepare
-from parity.report import environment
+from parity.report import environment, record
+from parity.report.changes import Change, between
 from parity.report.numbers import markdown_table, plural, short
+from parity.report.record import Record
 from parity.result import Kind
 from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
 from parity.shown import one_line
@@ -521,3 +525,47 @@ def _standardized(table: Table, samples: Sequence[Sample], precision: str) -> di
             law = table.laws[sample.key]
             found[sample.statistic].append(law.deviations(sample.value, sample.statistic))
     return found
+
+
+# What right kernels of the same port differ by, from records of runs of the same right ports.
+
+
+def measure_noise(others: Sequence[Path], alike: Sequence[Path], output: Path) -> int:
+    """Write the laws of growth between every two runs; return how many growths were measured.
+
+    Args:
+        others: records of runs of the same pairs, which are known to be right, under kernels that round otherwise.
+        alike: those of kernels that round alike.
+        output: the table.
+
+    Raises:
+        UserError: if no two of the runs share an item that both computed from the same numbers.
+    """
+    groups: dict[noise.Kernels, list[Record]] = {
+        "others": [record.read(file) for file in others],
+        "alike": [record.read(file) for file in alike],
+    }
+    found = [
+        growth
+        for kernels, runs in groups.items()
+        for number, (before, after) in enumerate(itertools.combinations(runs, 2))
+        for change in between(before.results, after.results)
+        for growth in _growths(kernels, f"{number}", change)
+    ]
+    missing = set(groups) - {each.kernels for each in found}
+    if missing:
+        raise UserError(f"no two runs of kernels {' and '.join(missing)} share an item computed from the same numbers")
+    told = {kernels: [_named(run) for run in runs] for kernels, runs in groups.items()}
+    noise.save(found, {"runs": told}, output)
+    return len(found)
+
+
+def _growths(kernels: noise.Kernels, runs: str, change: Change) -> Iterator[noise.Growth]:
+    for each in change.statistics:
+        name = f"{change.item.name} {each.tensor}"
+        yield noise.Growth(kernels, runs, each.precision, each.after.statistic, name, each.growth)
+
+
+def _named(run: Record) -> str:
+    here = run.environment
+    return f"{here.device}, TransformerEngine {here.transformer_engine}, PyTorch {here.torch}, seeds {here.seeds}"

@@ -20,7 +20,7 @@ from parity.case.validate import check_case
 from parity.comparison import compare_at
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN, packaged
 from parity.lab import right_ports
-from parity.lab.campaign import Campaign, made
+from parity.lab.record import Campaign, made
 from parity.lab.right_ports import DRAWN_MODELS, drawn
 from parity.machine import files
 from parity.report import environment

@@ -33,8 +33,8 @@ from parity.conversion import checkpoint, plan
 from parity.cpu.loading import loader
 from parity.judge import limits, noise
 from parity.judge.limits import Difference, OfPrecision
-from parity.lab import campaign, same
 from parity.lab import record as lab_record
+from parity.lab import same
 from parity.lab.gpu_report import limits as held_against
 from parity.lab.kernel_table import table
 from parity.lab.throughput import record as throughput
@@ -401,7 +401,7 @@ def _limits(file: Path) -> Iterator[str]:
 
 
 def _campaign(file: Path) -> Iterator[str]:
-    jobs: campaign.Campaign[int, dict[str, float]] = campaign.Campaign(
+    jobs: lab_record.Campaign[int, dict[str, float]] = lab_record.Campaign(
         file, dict[str, float], lambda seed: {"seed": seed, "of": "x"}
     )
     found = jobs.finished(range(3))
@@ -546,7 +546,7 @@ READERS = (
     Reader("`report.changes`, `--against`", "two records", lambda _: _sample_run(), _against, 3),
     Reader("`plugin.recorder`, `--resume`", "a record to go on with", lambda _: _sample_run(), _resume, 3),
     Reader("`judge.limits.load`, `--calibration`", "a table of limits", _sample_table, _limits, 3),
-    Reader("`lab.record`, `lab.campaign`", "a record of a study or the zoo", _sample_campaign, _campaign, 3),
+    Reader("`lab.record`", "a record of a study or the zoo", _sample_campaign, _campaign, 3),
     Reader("`lab.throughput.record.read`", "a record of `parity throughput`", _sample_throughputs, _throughput),
     Reader("`lab.kernel_table.table`", "a record of `parity kernels`", lambda _: _sample_kernels(), _kernels),
     Reader("`lab.same`, `parity lab same`", "two records", lambda _: _sample_run(), _same, 2),

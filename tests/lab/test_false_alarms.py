@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity.case import registry
-from parity.lab import campaign, false_alarms
+from parity.lab import false_alarms, record
 from parity.lab.false_alarms import DRAWN, Outcome, Plan, Port
 from parity.lab.right_ports import QUANTIZED_MULTIPLE, like
 from parity.lab.zoo.hosts import HOSTS
@@ -98,7 +98,7 @@ def test_the_report_counts_alarms_and_lists_them(compared):
 
 def test_what_is_recorded_is_not_compared_again(compared, monkeypatch):
     folder, plan, outcomes = compared
-    monkeypatch.setattr(campaign, "processes", _NoPool)
+    monkeypatch.setattr(record, "processes", _NoPool)
     assert false_alarms.run(plan, folder / "alarms.jsonl", workers=1) == outcomes
 
 

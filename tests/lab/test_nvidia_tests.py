@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from parity.lab.nvidia_tests import checkout, command, measure, plugin, report
+from parity.lab.nvidia_tests import checkout, command, measure, plugin
 from parity.lab.nvidia_tests.checkout import Job
 from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome, Portion
 from parity.user_error import UserError
@@ -134,7 +134,7 @@ ONE = """
         assert int(parent) == os.getppid()
 
     def test_a_program_is_not_forked_where_te_was_imported_under_other_variables(monkeypatch):
-        from parity.lab.nvidia_tests.child import _forked_by_host
+        from parity.lab.nvidia_tests.host import _forked_by_host
         monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
         assert _forked_by_host(os.environ["PARITY_NVIDIA_TESTS_HOST"], ("program.py",)) is None
 
@@ -309,7 +309,7 @@ def test_processes_that_tests_start_run_on_the_cpu_kernels(told: list[str], runs
     words = {
         "THIS": sys.executable,
         "LAUNCHER": "CHILD -m torch.distributed.run",
-        "CHILD": "-m parity.lab.nvidia_tests.child",
+        "CHILD": "-m parity.lab.nvidia_tests.host",
     }
     for word, meant in words.items():
         runs = runs.replace(word, meant)
@@ -319,23 +319,23 @@ def test_processes_that_tests_start_run_on_the_cpu_kernels(told: list[str], runs
 def test_a_failure_without_a_row_is_not_explained() -> None:
     table = [{"tests": "^blackwell .*test_a", "said": "differ", "cause": "order of sums", "source": "x.cu:3"}]
     one = Outcome("blackwell", "f.py", "f.py::test_a", "failed", "they differ")
-    assert report.cause_of(one, table) == "order of sums (x.cu:3)"
+    assert command.cause_of(one, table) == "order of sums (x.cu:3)"
     for other in (
         Outcome("hopper", *("f.py", "f.py::test_a", "failed", "they differ")),
         Outcome("blackwell", "f", "test_a", "failed", "no"),
     ):
-        assert report.cause_of(other, table) == "not explained"
+        assert command.cause_of(other, table) == "not explained"
 
 
 def test_a_failure_on_a_real_gpu_as_well_is_told_so() -> None:
     said = "head\ntest_one.py::test_a[x y-1] FAILED [ 3%]\ntest_one.py::test_b PASSED [ 4%]\ntest_one.py::test_c "
-    real = {"hopper": report.on_gpu(said)}
+    real = {"hopper": command.on_gpu(said)}
     assert real["hopper"] == {"test_one.py::test_a[x y-1]": "failed", "test_one.py::test_b": "passed"}
     job = Job("test_one.py")
     names = ("test_one.py::test_a[x y-1]", "test_one.py::test_b")
     collected = [Collected(gpu, job, names) for gpu in ("hopper", "blackwell")]
     outcomes = [Outcome(gpu, job.name, name, "failed", "no") for gpu in ("hopper", "blackwell") for name in names]
-    text = report.draw("", collected, {}, outcomes, [], Limits(), None, real=real)
+    text = command.draw("", collected, {}, outcomes, [], Limits(), None, real=real)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "| hopper | test_one.py::test_a[x y-1] | it fails on a real Hopper as well |" in lines
     assert "| hopper | failed | passed | 1 |" in lines

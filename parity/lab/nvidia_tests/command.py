@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import json
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from parity.lab.campaign import Campaign
-from parity.lab.nvidia_tests import checkout, measure, report
+from parity.lab.nvidia_tests import checkout, measure
 from parity.lab.nvidia_tests.measure import Collected, Limits, Outcome
+from parity.lab.record import Campaign
+from parity.report.numbers import markdown_table
 
 
 def run(
@@ -62,14 +67,199 @@ def run(
         return list(campaign.complete(work, make_one, name, workers).values())
 
     collected = complete("collected", Collected, measure.files_of(jobs, gpus), measure.collect)
-    left_out = report.deselected(collected, report.rules()["deselected"])
+    left_out = deselected(collected, rules()["deselected"])
     portions = measure.drawn(collected, left_out, sample, seed, limits)
     results = complete("outcomes", list[Outcome], portions, measure.run)
     outcomes = [one for each in results for one in each]
     missing = len(portions) - len(results)
-    real = {gpu: report.on_gpu(file.read_text(encoding="utf-8")) for gpu, file in on_gpu.items()}
-    text = report.draw(
-        version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample, missing, real
-    )
+    real = {gpu: on_gpu(file.read_text(encoding="utf-8")) for gpu, file in on_gpu.items()}
+    text = draw(version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample, missing, real)
     to.write_text(text, encoding="utf-8")
     return text.split("\n\n")[2]
+
+
+# The report: what became of NVIDIA's tests by file, by cause of failure, by reason of not running.
+
+
+_COLUMNS = ("passed", "failed", "skipped", "beyond")
+_UNEXPLAINED = "not explained"
+_DRAWN = (
+    "{} tests were drawn: one of each file, and more in proportion to how many it has. A test that TE's tests skip is "
+    "no draw: the file's next one is run in its place. "
+)
+
+
+def rules() -> dict[str, list[dict[str, str]]]:
+    """Return which tests no CPU can run and why (``deselected``), and why others fail (``causes``)."""
+    found: dict[str, list[dict[str, str]]] = json.loads(Path(__file__).with_name("rules.json").read_text("utf-8"))
+    return found
+
+
+def deselected(collected: Sequence[Collected], table: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], str]:
+    """Return why no CPU can run a test, by job and test; a row with ``unless`` holds where a package is missing."""
+    holding = [row for row in table if "unless" not in row or importlib.util.find_spec(row["unless"]) is None]
+    found = {}
+    for each in collected:
+        for test in each.tests or (each.job.name,):
+            why = next((row["why"] for row in holding if re.search(row["tests"], f"{each.job.name} {test}")), None)
+            if why is not None:
+                found[each.job.name, test] = why
+    return found
+
+
+def cause_of(outcome: Outcome, table: Sequence[Mapping[str, str]]) -> str:
+    """Return the first row's cause whose patterns match the test and what it said, with TE's line that settles it."""
+    for row in table:
+        if re.search(row["tests"], f"{outcome.gpu} {outcome.job} {outcome.test}") and re.search(
+            row.get("said", ""), outcome.why
+        ):
+            return f"{row['cause']} ({row['source']})"
+    return _UNEXPLAINED
+
+
+def on_gpu(text: str) -> dict[str, str]:
+    """Return the outcomes by test that ``pytest -v`` printed on a real GPU."""
+    return {
+        test: outcome.lower() for test, outcome in re.findall(r"^(\S+\.py::.+) (PASSED|FAILED|SKIPPED)\b", text, re.M)
+    }
+
+
+def draw(
+    version: str,
+    collected: Sequence[Collected],
+    left_out: Mapping[tuple[str, str], str],
+    outcomes: Sequence[Outcome],
+    unnamed: Sequence[str],
+    limits: Limits,
+    sample: int | None,
+    missing: int = 0,
+    real: Mapping[str, Mapping[str, str]] = {},
+) -> str:
+    """Return the report, markdown.
+
+    Args:
+        version: of the checkout.
+        collected: the tests of all files.
+        left_out: by job and test, why no CPU can run it.
+        outcomes: of the tests that were run.
+        unnamed: files that no script of NVIDIA's runs.
+        limits: of a test.
+        sample: how many tests were drawn; None for all.
+        missing: how many processes, each with tests of one file, have not been run.
+        real: by emulated GPU, what became of tests on a real one of its kind.
+    """
+    causes = rules()["causes"]
+    unread = [
+        each.unread for each in collected if each.unread is not None and (each.job.name, each.job.name) not in left_out
+    ]
+    every = [*outcomes, *unread]
+    failed = [one for one in every if one.outcome == "failed"]
+    caused = [
+        (
+            one,
+            f"it fails on a real {one.gpu.capitalize()} as well"
+            if _on_real(one, real) == "failed"
+            else cause_of(one, causes),
+        )
+        for one in failed
+    ]
+    both = Counter((one.gpu, one.outcome, _on_real(one, real)) for one in every if _on_real(one, real))
+    wrong_there = Counter(
+        (gpu, test.partition("[")[0]) for gpu, tests in real.items() for test, said in tests.items() if said == "failed"
+    )
+    explained = Counter((one.gpu, cause) for one, cause in caused)
+    left = Counter((each.gpu, why) for each in collected for why in _left_out(each, left_out))
+    skipped = Counter((one.gpu, one.why) for one in every if one.outcome == "skipped")
+    smaller = sorted({part for one in outcomes for part in one.smaller.split("; ") if part})
+    each_failure = [
+        [one.gpu, one.test, cause if cause != _UNEXPLAINED else f"{_UNEXPLAINED}: {one.why}"] for one, cause in caused
+    ]
+    sections = [
+        "# NVIDIA's own tests on the CPU kernels",
+        f"Made by `make nvidia-tests` with NVIDIA's tests of commit {version}, TransformerEngine "
+        f"{metadata.version('transformer_engine')} and torch {metadata.version('torch')}, on emulated GPUs. "
+        f"{_DRAWN.format(sample) if sample else ''}Runnable is what passed or failed; the share of all tests counts "
+        "each file by the number of its tests. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
+        "NVIDIA's container; its norms, layer norms, attention, losses and FP8 products added as a GPU's do. "
+        f"A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB. Together "
+        f"they took {sum(one.seconds for one in every) / 60:.0f} minutes of processor time, and what imports and "
+        "collects them comes on top; the load of the machine's "
+        f"{os.cpu_count()} processors was {os.getloadavg()[2]:.1f} at the end."
+        + f" {missing} of the processes that run tests of a file are still to come."
+        * bool(missing),
+        markdown_table(*_overall(collected, left_out, every), left=1),
+        *_section("By file", _by(every, collected), ("GPU", "file", "tests", "run", *_COLUMNS), 2),
+        *_section("Failures by cause", _counted(explained), ("GPU", "cause", "tests"), 2),
+        *_section("Each failure", each_failure, ("GPU", "test", "cause"), 3),
+        *_section(
+            "Failed after other tests, and passed by itself",
+            [[one.gpu, one.test, one.after_others] for one in every if one.after_others],
+            ("GPU", "test", "what it said after the others"),
+            3,
+        ),
+        *_section("Run on a real GPU as well", _counted(both), ("GPU", "emulated", "real", "tests"), 3),
+        *_section("Failures on a real GPU", _counted(wrong_there), ("GPU", "tests of", "failed on the real one"), 2),
+        *_section("Skipped by TE's tests", _counted(skipped), ("GPU", "reason", "tests"), 2),
+        *_section("Deselected: what no CPU can run", _counted(left), ("GPU", "reason", "tests"), 2),
+        *_section(
+            "Beyond the limits",
+            [[one.gpu, one.test, one.why] for one in every if one.outcome == "beyond"],
+            ("GPU", "test", "limit"),
+            3,
+        ),
+        *_section("Smaller than NVIDIA's", [[part] for part in smaller], ("sizes",), 1),
+        *_section("Files that no script of NVIDIA's runs", [[file] for file in unnamed], ("file",), 1),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _on_real(one: Outcome, real: Mapping[str, Mapping[str, str]]) -> str:
+    is_usual = one.job == one.test.partition("::")[0]  # not another way in which NVIDIA runs the file
+    return real.get(one.gpu, {}).get(one.test, "") if is_usual else ""
+
+
+def _left_out(each: Collected, left_out: Mapping[tuple[str, str], str]) -> list[str]:
+    tests = each.tests or (each.job.name,)
+    return [left_out[each.job.name, test] for test in tests if (each.job.name, test) in left_out]
+
+
+def _overall(
+    collected: Sequence[Collected], left_out: Mapping[tuple[str, str], str], every: Sequence[Outcome]
+) -> tuple[list[list[object]], Sequence[str]]:
+    rows: list[list[object]] = []
+    for gpu in dict.fromkeys(each.gpu for each in collected):
+        tests = left = 0
+        counts, estimated = Counter[str](), Counter[str]()
+        for each in collected:
+            if each.gpu == gpu:
+                here = Counter(one.outcome for one in every if (one.gpu, one.job) == (gpu, each.job.name))
+                beside = len(_left_out(each, left_out))
+                tests, left = tests + len(each.tests), left + beside
+                counts += here
+                for name in here:
+                    estimated[name] += (len(each.tests) - beside) * here[name] / here.total()  # type: ignore[assignment]
+        shares = [_share(counts), _share(estimated)]
+        rows.append([gpu, tests, left, counts.total(), *(counts[name] for name in _COLUMNS), *shares])
+    return rows, ("GPU", "tests", "deselected", "run", *_COLUMNS, "passed of runnable", "of all, estimated")
+
+
+def _share(counts: Counter[str]) -> str:
+    runnable = counts["passed"] + counts["failed"]
+    return f"{100 * counts['passed'] / runnable:.1f} %" if runnable else "–"
+
+
+def _by(every: Sequence[Outcome], collected: Sequence[Collected]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for each in collected:
+        here = Counter(one.outcome for one in every if (one.gpu, one.job) == (each.gpu, each.job.name))
+        if here:
+            rows.append([each.gpu, each.job.name, len(each.tests), here.total(), *(here[name] for name in _COLUMNS)])
+    return rows
+
+
+def _counted(counts: Counter[Any]) -> list[list[object]]:
+    return [[*key, count] for key, count in sorted(counts.items(), key=lambda each: (each[0][0], -each[1], each[0]))]
+
+
+def _section(title: str, rows: Sequence[Sequence[object]], headers: Sequence[str], left: int) -> list[str]:
+    return [f"## {title}", markdown_table(rows, headers, left=left) if rows else "None."]

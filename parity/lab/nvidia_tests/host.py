@@ -1,9 +1,11 @@
 """Import TransformerEngine on the CPU kernels once, and fork a process for each program that is asked for.
 
 Two ask. ``measure`` writes an order for pytest, a line of JSON, to the standard input, and reads two lines: the
-process's number, and its exit code when it has ended. Python programs that tests start, ranks too, ask at a socket, as
-``child`` does: they get the same two lines, and their own standard streams. All processes are children of this one, so
-that its times and those of its children are those of a test.
+process's number, and its exit code when it has ended. Python programs that tests start, ranks too, ask at a socket:
+they get the same two lines, and their own standard streams. All processes are children of this one, so that its times
+and those of its children are those of a test.
+
+Run as a module, this is the host; with a program and its arguments, it is one that asks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,15 @@ READ_AT_IMPORT = (
 )
 
 
-def main() -> None:
+def main(*arguments: str) -> None:
+    """Ask for a program that a test starts; without one, be the host."""
+    if arguments:
+        _ask_for(arguments)
+    else:
+        _be_the_host()
+
+
+def _be_the_host() -> None:
     from parity import te
     from parity.machine.process import lasting
 
@@ -172,5 +182,40 @@ def _run_and_end(run: Callable[[], None], streams: Sequence[int]) -> None:
         os._exit(1 if isinstance(code, str) else code or 0)
 
 
+# The process that a test starts for a program, as ``parity exec`` runs one. The host forks the program where it can;
+# this process then passes signals on and waits, and so imports neither PyTorch nor TE.
+
+
+def _ask_for(arguments: tuple[str, ...]) -> None:
+    """Run a program so that it computes as the test's own process does, and end as it ends."""
+    code = _forked_by_host(os.environ[ADDRESS], arguments) if ADDRESS in os.environ else None
+    if code is None:
+        from parity import te
+
+        with te.on_cpu():
+            run_program(*arguments)
+    elif code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    else:
+        sys.exit(code)
+
+
+def _forked_by_host(address: str, arguments: tuple[str, ...]) -> int | None:
+    """Return the exit code, negative of a signal; None if the host has imported TE under other variables."""
+    with socket.socket(socket.AF_UNIX) as host:
+        host.connect(address)
+        socket.send_fds(host, [b"\n"], [0, 1, 2])
+        order = {"arguments": arguments, "variables": dict(os.environ), "folder": os.getcwd()}
+        host.sendall(json.dumps(order).encode() + b"\n")
+        with host.makefile() as said:
+            number = int(said.readline())
+            if not number:
+                return None
+            for passed_on in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(passed_on, lambda received, _: os.kill(number, received))
+            return int(said.readline())
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

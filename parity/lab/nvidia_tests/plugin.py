@@ -30,7 +30,7 @@ from parity.cpu.enums import TORCH_DTYPE
 
 _LONGEST = 400
 RANKS = 2
-_CHILD = ("-m", "parity.lab.nvidia_tests.child")
+_CHILD = ("-m", "parity.lab.nvidia_tests.host")
 _FUNCTION = re.compile(r"[^\[]*::(\w+)")
 
 

@@ -26,7 +26,7 @@ from parity.case.validate import CheckedSize
 from parity.cases import mlp
 from parity.cpu import tensor_cores
 from parity.lab import record
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.studies.settings import check_names, gpu_with, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
 from parity.numerics.formats import PARTS

@@ -23,7 +23,7 @@ from parity.case.validate import check_case
 from parity.judge.limits import FALSE_ALARMS_A_RUN, STATISTICS_A_RUN
 from parity.judge.second_look import drawn_runs
 from parity.lab import record
-from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.record import Campaign, FourDigits
 from parity.lab.studies import reporting
 from parity.lab.studies.names import Judgement, said_of
 from parity.lab.studies.rows import ports

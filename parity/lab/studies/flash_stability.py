@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from parity import te
 from parity.case.case import Rng
 from parity.lab import record
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.studies import te_modules
 from parity.lab.studies.settings import check_names, kernels_on
 from parity.lab.studies.stepwise import (

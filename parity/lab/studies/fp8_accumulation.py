@@ -24,7 +24,7 @@ from parity.case.case import Rng
 from parity.cpu import float8, tensor_cores
 from parity.cpu.tensor_cores import HOPPER, Factor
 from parity.lab import record
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.studies import reporting
 from parity.lab.studies.reporting import (
     Claim,

@@ -25,7 +25,7 @@ from parity import te
 from parity.case.case import Case, Pair, Rng
 from parity.case.validate import CheckedSize
 from parity.lab import record
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.studies.settings import DISTRIBUTIONS, check_names, gpu_with, why_nowhere
 from parity.lab.studies.te_modules import AS_TE, MODULES, Shape, placed, pooled_relative_l2
 from parity.numerics.errors import measure as errors_of

@@ -18,7 +18,7 @@ from parity.case.validate import check_case
 from parity.comparison import explain_at, judge_at
 from parity.judge.limits import packaged
 from parity.lab import record
-from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.record import Campaign, FourDigits
 from parity.lab.studies import reporting
 from parity.lab.studies.rows.names import ROWS, TABLES, Row
 from parity.lab.studies.rows.ports import HOSTS, LAYERS, port

@@ -22,7 +22,7 @@ from torch import Tensor
 from parity import te
 from parity.case.case import Rng
 from parity.lab import record
-from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.record import Campaign, FourDigits
 from parity.lab.studies import reporting, te_modules
 from parity.lab.studies.reporting import Claim
 from parity.lab.studies.settings import check_names

@@ -12,7 +12,7 @@ from parity import te
 from parity.case.validate import check_case
 from parity.judge.limits import packaged
 from parity.lab import record
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.studies import reporting
 from parity.lab.studies.rows import ranks as rows
 from parity.lab.studies.rows import staged

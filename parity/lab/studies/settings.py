@@ -15,7 +15,7 @@ from parity import te
 from parity.case.case import Rng
 from parity.cpu import cuda
 from parity.cpu.cuda import emulated
-from parity.lab.campaign import FourDigits
+from parity.lab.record import FourDigits
 from parity.report.environment import cpu_model, gpu_name
 from parity.result import Result
 from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, Precision, why_unavailable

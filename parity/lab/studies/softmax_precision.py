@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from parity import te
 from parity.case.case import Rng
 from parity.lab import record
-from parity.lab.campaign import Campaign, FourDigits
+from parity.lab.record import Campaign, FourDigits
 from parity.lab.studies.settings import check_names
 from parity.numerics import errors
 from parity.te import Kernels

@@ -30,7 +30,7 @@ from torch import Tensor
 from parity import te
 from parity.cpu import cuda
 from parity.lab import record
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.studies import reporting, training
 from parity.lab.studies.settings import check_names
 from parity.lab.studies.training import (

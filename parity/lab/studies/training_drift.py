@@ -23,7 +23,7 @@ from parity import te
 from parity.case import transfer
 from parity.case.case import Rng
 from parity.lab import record
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.studies import training
 from parity.lab.studies.settings import check_names, gpu_with, kernels_on, why_nowhere
 from parity.lab.studies.stepwise import Arithmetic, StepwiseCore, full_fp32_products

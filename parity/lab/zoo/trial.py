@@ -22,7 +22,7 @@ from parity.comparison import compare_at, judge_at
 from parity.cpu import tensor_cores
 from parity.cpu.kernel_choices import ATTENTION_16_BIT_SUMS, kernel_choices
 from parity.judge.limits import Table, packaged
-from parity.lab.campaign import Campaign
+from parity.lab.record import Campaign
 from parity.lab.zoo import rivals
 from parity.lab.zoo.bugs import BUGS, chosen
 from parity.lab.zoo.hosts import HOSTS
