@@ -28,7 +28,7 @@ from torch import Tensor
 
 from parity import reading, te
 from parity.cpu import cuda
-from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_hyper_connections, calls_of_layers
+from parity.lab.kernel_table import calls_of_attention, calls_of_gemms, calls_of_layers
 from parity.lab.kernel_table.bench import Bench, KernelCall, bench, unpack
 from parity.machine import files
 from parity.machine.devices import CUDA_VISIBLE_DEVICES
@@ -123,7 +123,7 @@ CALLS: tuple[KernelCall, ...] = (
     *calls_of_attention.layouts(),
     *calls_of_layers.optimizers(),
     *calls_of_layers.losses(),
-    *calls_of_hyper_connections.hyper_connections(),
+    *calls_of_layers.hyper_connections(),
 )
 
 
