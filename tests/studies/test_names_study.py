@@ -9,8 +9,19 @@ import pytest
 pytest.importorskip("matplotlib")
 from parity import te
 from parity.case.validate import check_case
-from parity.lab.studies.names import OUTCOMES, Judged, Judgement, Said, Settings, judgements, said_of, write
-from parity.lab.studies.rows.names import ROWS, TABLES, Row
+from parity.lab.studies.names import (
+    OUTCOMES,
+    ROWS,
+    TABLES,
+    Judged,
+    Judgement,
+    Row,
+    Said,
+    Settings,
+    judgements,
+    said_of,
+    write,
+)
 from parity.lab.studies.rows.ports import HOSTS, port
 from parity.mistakes.codes import CODES
 

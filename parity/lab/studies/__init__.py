@@ -9,7 +9,7 @@ A study is a module that ``catalogue.STUDIES`` names; it has
 
 ``write``, which is given that, writes the report into the folder. It stands at the end of the study's module, or, where
 the two are long, in a module of its own whose name ends in ``_report``. Nothing that measures needs it, so that a
-record names the code that computed it and no other. ``rows/`` has the fixed tables of wrong ports and right ones that
-``names``, ``trainings`` and ``ranks`` judge. ``settings``, ``stepwise``, ``te_modules`` and ``training`` are what
-studies share, and ``reporting`` what their reports do.
+record names the code that computed it and no other. ``rows/`` has the wrong ports and the right ones that ``names``,
+``trainings`` and ``ranks`` judge. ``settings``, ``stepwise``, ``te_modules`` and ``training`` are what studies share,
+and ``reporting`` what their reports do.
 """

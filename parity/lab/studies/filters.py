@@ -25,9 +25,8 @@ from parity.judge.second_look import drawn_runs
 from parity.lab import record
 from parity.lab.record import Campaign, FourDigits
 from parity.lab.studies import reporting
-from parity.lab.studies.names import Judgement, said_of
+from parity.lab.studies.names import ROWS, Judgement, said_of
 from parity.lab.studies.rows import ports
-from parity.lab.studies.rows.names import ROWS
 from parity.lab.studies.rows.ports import port
 from parity.lab.studies.settings import check_names
 from parity.passes.all_passes import Tensors, golden_tensors, tensors_of

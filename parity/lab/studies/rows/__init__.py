@@ -1,1 +1,1 @@
-"""List wrong ports and right ones in fixed tables, for the studies that count what is detected and named."""
+"""Build wrong ports and right ones, for the studies that count what is detected and named."""
