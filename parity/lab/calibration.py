@@ -54,8 +54,8 @@ from parity.report.changes import Change, between
 from parity.report.numbers import markdown_table, plural, short
 from parity.report.record import Record
 from parity.result import Kind
-from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
 from parity.shown import one_line
+from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
 
 if TYPE_CHECKING:

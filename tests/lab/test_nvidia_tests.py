@@ -329,7 +329,7 @@ def test_a_failure_without_a_row_is_not_explained() -> None:
 
 def test_a_failure_on_a_real_gpu_as_well_is_told_so() -> None:
     said = "head\ntest_one.py::test_a[x y-1] FAILED [ 3%]\ntest_one.py::test_b PASSED [ 4%]\ntest_one.py::test_c "
-    real = {"hopper": command.on_gpu(said)}
+    real = {"hopper": command.outcomes_on_gpu(said)}
     assert real["hopper"] == {"test_one.py::test_a[x y-1]": "failed", "test_one.py::test_b": "passed"}
     job = Job("test_one.py")
     names = ("test_one.py::test_a[x y-1]", "test_one.py::test_b")

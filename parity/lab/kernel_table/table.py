@@ -39,9 +39,9 @@ from parity.reading import NotReadableError
 from parity.report import environment
 from parity.report.environment import Environment, to_json
 from parity.report.numbers import markdown_table, short
+from parity.shown import one_line
 from parity.te import Backend
 from parity.te.devices import cuda_works
-from parity.shown import one_line
 from parity.user_error import UserError
 
 # Kernels of the CPU's that no call of the table makes, each with the reason.

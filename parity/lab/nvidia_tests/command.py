@@ -72,7 +72,7 @@ def run(
     results = complete("outcomes", list[Outcome], portions, measure.run)
     outcomes = [one for each in results for one in each]
     missing = len(portions) - len(results)
-    real = {gpu: on_gpu(file.read_text(encoding="utf-8")) for gpu, file in on_gpu.items()}
+    real = {gpu: outcomes_on_gpu(file.read_text(encoding="utf-8")) for gpu, file in on_gpu.items()}
     text = draw(version, collected, left_out, outcomes, checkout.unnamed(root, known), limits, sample, missing, real)
     to.write_text(text, encoding="utf-8")
     return text.split("\n\n")[2]
@@ -117,7 +117,7 @@ def cause_of(outcome: Outcome, table: Sequence[Mapping[str, str]]) -> str:
     return _UNEXPLAINED
 
 
-def on_gpu(text: str) -> dict[str, str]:
+def outcomes_on_gpu(text: str) -> dict[str, str]:
     """Return the outcomes by test that ``pytest -v`` printed on a real GPU."""
     return {
         test: outcome.lower() for test, outcome in re.findall(r"^(\S+\.py::.+) (PASSED|FAILED|SKIPPED)\b", text, re.M)
