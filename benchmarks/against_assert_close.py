@@ -1,10 +1,11 @@
-"""Compare the time of our check of a pair with that of the same check by hand, with ``torch.testing.assert_close``.
+"""Measure how much longer our check of a pair takes than one by hand with ``torch.testing.assert_close``.
 
     python benchmarks/against_assert_close.py [CASE...] [--out benchmarks/results/against_assert_close.json]
 
-By hand, at each precision: build both modules, cast them, copy the weights, run forward and backward of both in the
-precision's dtype (TE under its recipe, as often as it asks), and compare outputs and every gradient. Ours: all of a
-comparison, golden and expected error included, at all precisions that run here, golden shared by those of one dtype.
+The check by hand does this at each precision: it builds both modules, casts them, copies the weights, runs both forward
+and backward in the precision's dtype (TE under its recipe, as many times as the recipe needs), and compares outputs and
+all gradients. Our check is a whole comparison, including golden and the expected error, at all precisions that run
+here. Precisions of the same dtype share golden.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from parity.te import Kernels, Precision
 
 
 def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
-    """One forward and backward pass of each module, compared; whether they agree is not asked."""
+    """Run each module forward and backward, and compare the results, without checking whether they agree."""
     pair = build(case, checked, 0, kernels)
     reference, candidate = pair.reference.to(precision.dtype), pair.candidate.to(precision.dtype)
     parameters = dict(candidate.named_parameters())
@@ -56,7 +57,7 @@ def by_hand(case: Case, checked: CheckedSize, precision: Precision, kernels: Ker
 
 
 def _compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    # Its defaults reject right ports in most precisions; only its time counts here.
+    # The default tolerances reject right ports at most precisions, but only the time counts here.
     with contextlib.suppress(AssertionError):
         torch.testing.assert_close(actual, expected, check_dtype=False)
 

@@ -1,11 +1,11 @@
-"""Measure what a calibrated check costs next to one with a fixed tolerance.
+"""Measure how much longer a calibrated check takes than one with a fixed tolerance.
 
     python benchmarks/calibrated_checks.py [CASE...] [--out benchmarks/results/calibrated_checks.json]
 
-The fixed tolerance takes the passes that any check against an expected error needs, golden, the rounding model once,
-the candidate, on the drawn and on the probing inputs, and measures every tensor's error. What comes on top is shown
-step by step: calibration adds the second rounding model and seven statistics with limits from the packaged table; the
-matched filters add a pass for each subtle mistake. Golden is shared by the precisions of one dtype in all of them.
+The check with a fixed tolerance makes the passes that any check against an expected error needs (golden, the rounding
+model once, and the candidate, on the drawn and on the probing inputs), and measures every tensor's error. The next two
+checks each add something: calibration adds the second rounding model, and seven statistics with limits from the
+packaged table; the matched filters add a pass for each subtle mistake. Precisions of the same dtype share golden.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Check = Callable[[Case, CheckedSize, Precision, Kernels], object]
 
 
 def fixed(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
-    """Expected and actual errors of every tensor."""
+    """Measure the expected and the actual error of every tensor."""
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     model = model_tensors(prepared, precision.rounding, FUSED)
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)
@@ -42,7 +42,7 @@ def fixed(case: Case, checked: CheckedSize, precision: Precision, kernels: Kerne
 
 
 def calibrated(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
-    """All that is judged by limits, but the components along known mistakes."""
+    """Judge everything that has limits, except the components along known mistakes."""
     prepared = prepare(case, checked, precision.dtype, 0, kernels)
     models = [model_tensors(prepared, precision.rounding, freedom) for freedom in (FUSED, UNFUSED)]
     candidate, _ = run_candidate(case, checked, prepared, precision, 0, kernels)

@@ -2,9 +2,9 @@
 
     python benchmarks/collection.py [--out benchmarks/results/collection.json]
 
-A generated file declares MLPs at many sizes; ``pytest --collect-only`` collects an item for each size and precision, in
-a process of its own, imports of torch and TE included. Both modules of every size are built, without memory, and their
-weight map is checked.
+A generated file declares MLPs at many sizes. ``pytest --collect-only`` collects an item for each size and precision, in
+a new process, which also imports torch and TE. Both modules of every size are built without allocating memory, and
+their weight map is checked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ for number in range({cases}):
 
 
 def collect(folder: Path, cases: int, sizes: int) -> None:
-    """Collects ``cases * sizes * PRECISIONS`` items."""
+    """Collect ``cases * sizes * PRECISIONS`` items."""
     file = folder / f"many_{cases}.py"
     file.write_text(PAIRS.format(cases=cases, sizes=sizes), encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", "-c", "/dev/null"]
@@ -61,7 +61,7 @@ def main() -> None:
     rows, seconds = [], {}
     with tempfile.TemporaryDirectory() as folder:
         for cases, sizes in ((1, 1), (1, 125), (10, 125)):
-            collect(Path(folder), cases, sizes)  # TE's code is compiled and kept by the first
+            collect(Path(folder), cases, sizes)  # the first run compiles TE's code and keeps it
             times = [
                 wall_seconds(lambda cases=cases, sizes=sizes: collect(Path(folder), cases, sizes))
                 for _ in range(arguments.repeats)

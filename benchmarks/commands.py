@@ -1,8 +1,8 @@
-"""Measure how long the commands take that need neither torch nor TransformerEngine.
+"""Measure how long the commands that need neither torch nor TransformerEngine take.
 
     python benchmarks/commands.py [--out benchmarks/results/commands.json]
 
-Each runs in a process of its own, several times; the median of the clock counts.
+Each command runs several times, in a new process each time; the result is the median wall time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
         def run(command=command) -> None:
             subprocess.run([sys.executable, *command], capture_output=True, check=True, env=environment())
 
-        run()  # compiled code is kept
+        run()  # compiles Python's modules and keeps them
         times = [wall_seconds(run) for _ in range(arguments.repeats)]
         rows.append((name, f"{median(times):.3f}", f"{min(times):.3f}", f"{max(times):.3f}"))
         if limit is not None:

@@ -1,11 +1,11 @@
-"""Measure what a result costs the process that records it, and whether its memory grows with their number.
+"""Measure what a result costs the process that records it, and whether memory grows with the number of results.
 
     python benchmarks/controller.py [--out benchmarks/results/controller.json]
 
-The recorder, which under xdist is all that the controller does with a result, gets results of a comparison of eight
-tensors as pytest's reports bring them: it writes each to the record and at the end draws the report. Each number of
-results is measured in a process of its own: processor time a result, and the largest memory. pytest's own lists of
-reports and ids are not in it. A plot beside the JSON file shows both.
+Under xdist, the recorder is the only part of the controller that handles results. Here it gets results of a comparison
+of eight tensors, in the form in which pytest's reports carry them. It writes each result to the record, and draws the
+report at the end. For each number of results, a new process measures the processor time per result and the peak
+memory, both without pytest's own lists of reports and ids. A plot beside the JSON file shows both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES, TENSORS, PRECISIONS = 25, 8, ("fp32", "bf16", "fp16", "fp8_current")
 
 
 def record(number: int) -> dict[str, float]:
-    """Seconds a result, of arriving and with its share of the report, and the largest memory in MB, here."""
+    """Return the seconds per result, without and with its share of the report, and this process's peak memory in MB."""
     from parity.plugin.options import Options
     from parity.plugin.recorder import Recorder
 
@@ -49,7 +49,7 @@ def record(number: int) -> dict[str, float]:
 
 
 def _lines(number: int) -> tuple[str, Iterator[str]]:
-    """Return the environment's line and, one after another, those of results of as many items."""
+    """Return the environment's line, and an iterator over the lines of this number of results."""
     from parity.report import record as lines
     from parity.report.environment import Environment
     from parity.result import Check, Errors, Result, TensorResult
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def plot(found: dict[int, dict[str, float]], path: Path) -> None:
-    """Time a result and memory over the number of results."""
+    """Plot the time per result and the memory against the number of results."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,18 +1,18 @@
-"""Measure what TransformerEngine on the CPU kernels costs next to plain PyTorch.
+"""Measure how much time and memory TransformerEngine needs on the CPU kernels, compared with plain PyTorch.
 
     python benchmarks/cpu_kernels.py [--only linear attention ...] [--precisions bf16 nvfp4 ...]
                                      [--out benchmarks/results/cpu_kernels.json]
 
-Each row of the table is work done forward and backward: by TE in a precision, and by plain PyTorch in the same dtype.
-The two alternate in one process on one thread, in seconds of processor time, and the ratio is the median of the ratios
-of these pairs. ``compiled`` is the ratio to plain PyTorch after ``torch.compile``, which has no aim. Memory is the most
-that building the module and two passes add to a process, which each side has of its own.
+Each row of the table is some work, forward and backward, done by TE at a precision and by plain PyTorch in the same
+dtype. The two alternate in one process on one thread, times are processor time, and the ratio is the median over the
+repeats. ``compiled`` is the ratio to plain PyTorch after ``torch.compile``, for which there is no aim. Memory is the
+most that building the module and two passes add to a process; each side has a process of its own.
 
-A process emulates one GPU, so a precision runs on the first of ``GPUS`` that has it. Where ``--out`` names a file that
-exists, rows that are not measured are taken over from it.
+A process emulates only one GPU, so a precision runs on the first of ``GPUS`` that has it. If ``--out`` names an
+existing file, rows that are not measured are kept from it.
 
-FP16 runs only when it is asked for. PyTorch multiplies FP16 on a CPU up to 60 times slower than FP32, so the ratio says
-nothing about the kernels.
+FP16 runs only on request. On a CPU, PyTorch multiplies FP16 up to 60 times slower than FP32, so the ratio says nothing
+about the kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pass = Callable[[], object]
 
 GPUS = ("hopper", "blackwell")
 DEFAULT = [name for name in PRECISIONS if name != "fp16"]
-# Of the time; other precisions are FP8.
+# Aims for the ratio of the times. All other precisions are FP8.
 LIMITS = {"fp32": 1.15, "bf16": 1.15, "nvfp4": 2.5}
 FP8_LIMIT = 1.75
 MEMORY_LIMIT = 1.1
@@ -54,13 +54,13 @@ HEADERS = (
 
 @dataclass(frozen=True)
 class Work:
-    """Hold one thing that TE and plain PyTorch both do.
+    """One thing that TE and plain PyTorch can both compute.
 
     Attributes:
-        te: makes TE's pass in a precision.
-        plain: makes the plain pass in a dtype; the function is what to apply to the module or function it calls:
-            ``torch.compile`` or nothing.
-        precisions: that make a difference to it; None for all.
+        te: returns TE's pass at a precision.
+        plain: returns the plain pass in a dtype. Its second argument is applied to the module or function that the
+            pass calls; it is ``torch.compile`` or does nothing.
+        precisions: the precisions that make a difference to the work; None for all.
     """
 
     te: Callable[[Kernels, Precision], Pass]
@@ -74,12 +74,12 @@ def of_module(
     shape: Sequence[int],
     arguments: Callable[[Kernels], dict[str, Any]] = lambda _: {},
 ) -> Work:
-    """Return the work of a TE module and of the plain one, on an input of one shape.
+    """Return the work of a TE module and its plain counterpart, on an input of one shape.
 
     Args:
-        kind: makes TE's module in FP32.
-        plain: makes the plain one.
-        arguments: what TE's module is called with beside the input.
+        kind: returns TE's module in FP32.
+        plain: returns the plain module.
+        arguments: returns the keyword arguments with which TE's module is called besides the input.
     """
 
     def te_pass(kernels: Kernels, precision: Precision) -> Pass:
@@ -101,7 +101,7 @@ def of_module(
 def forward_and_backward(
     forward: Callable[..., Tensor], parameters: Sequence[Tensor], dtype: torch.dtype, *shapes: Sequence[int]
 ) -> Pass:
-    """Return a pass on inputs of these shapes that leaves no gradients behind."""
+    """Return a forward and backward pass on inputs of these shapes, which leaves no gradients behind."""
     inputs = [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
     gradients: list[Tensor] = []
 
@@ -117,7 +117,7 @@ def forward_and_backward(
 
 
 class PlainExperts(nn.Module):
-    """A linear layer for each expert, one after the other."""
+    """One linear layer for each expert, called one after the other."""
 
     def __init__(self, hidden: int, rows: Sequence[int]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def layernorm_mlp(hidden: int) -> Work:
 
 
 def transformer_layer(hidden: int) -> Work:
-    """Return a layer as LLaMA has it: RMSNorm, RoPE, grouped queries and SwiGLU."""
+    """Return the work of a layer like LLaMA's: RMSNorm, RoPE, grouped queries and SwiGLU."""
     heads, ffn = hidden // HEAD_DIM, hidden * 11 // 4
     return of_module(
         lambda kernels: kernels.te.TransformerLayer(
@@ -168,7 +168,7 @@ def transformer_layer(hidden: int) -> Work:
 
 
 def grouped_linear(hidden: int) -> Work:
-    """Return the experts' layers for ``ROUTED`` tokens that go to ``TOP_K`` experts each."""
+    """Return the work of the experts' layers for ``ROUTED`` tokens that go to ``TOP_K`` experts each."""
     rows = [ROUTED * TOP_K // EXPERTS] * EXPERTS
     return of_module(
         lambda kernels: kernels.te.GroupedLinear(EXPERTS, hidden, hidden, bias=False),
@@ -197,7 +197,7 @@ def attention(seq: int) -> Work:
 
 
 def adam(tensors: int) -> Work:
-    """Return a step of AdamW over weights and as many biases; BF16 parameters have FP32 master weights."""
+    """Return a step of AdamW over as many weights as biases; BF16 parameters have FP32 master weights."""
     shapes = [(512, 512), (512,)] * (tensors // 2)
 
     def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -231,7 +231,7 @@ def adam(tensors: int) -> Work:
 
 
 def permutation(hidden: int) -> Work:
-    """Return the way of tokens to their experts and back, weighted by the probabilities of the routing."""
+    """Return the permutation of tokens to their experts and back, weighted by the routing probabilities."""
     probabilities = torch.rand(ROUTED, EXPERTS, generator=torch.Generator().manual_seed(0))
     chosen = torch.zeros(ROUTED, EXPERTS, dtype=torch.bool).scatter_(1, probabilities.topk(TOP_K).indices, True)
     probabilities = probabilities * chosen
@@ -272,13 +272,13 @@ WORKS: dict[str, Callable[[], Work]] = {
 
 
 def rows_on(gpu: str, name: str, precisions: Sequence[str], repeats: int, compiles: bool) -> list[list[str]]:
-    """Return the rows of one work in those precisions that an emulated GPU has; the process is fresh."""
+    """Return the rows of one work at those of the precisions that an emulated GPU has; runs in a new process."""
     torch.set_num_threads(1)
     os.environ[cuda.GPU_VARIABLE] = gpu
     kernels, work = te.kernels("cpu"), WORKS[name]()
     wanted = [PRECISIONS[each] for each in precisions if work.precisions is None or each in work.precisions]
     offered = [each for each in wanted if why_unavailable(each, kernels) is None]
-    # Before any pass, whose memory the process would keep and use again.
+    # Memory is measured before any pass, because the process would keep the memory of a pass and use it again.
     memory = {each.name: [added_memory(work, side, each) for side in ("te", "plain")] for each in offered}
     return [row(name, gpu, work, each, memory[each.name], repeats, compiles) for each in offered]
 
@@ -289,7 +289,7 @@ def row(
     sides = [work.te(te.kernels("cpu"), precision), work.plain(precision.dtype, lambda what: what)]
     if compiles and precision.recipe is None:
         sides.append(work.plain(precision.dtype, torch.compile))
-    for side in sides:  # scales of delayed scaling settle, and code is compiled
+    for side in sides:  # lets the scales of delayed scaling settle, and compiles code
         for _ in range(2):
             side()
     rounds = [[processor_seconds(side) for side in sides] for _ in range(repeats)]
@@ -307,12 +307,12 @@ def limit(precision: str) -> float:
 
 
 def added_memory(work: Work, side: str, precision: Precision) -> int:
-    """Return by how many bytes a process, forked from this one, grows at most in building and two passes."""
+    """Return how many bytes building the module and two passes add to the peak memory of a forked process."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
 
     def grow() -> None:
         small = of_module(lambda kernels: kernels.te.Linear(256, 256), lambda: nn.Linear(256, 256), (256, 256))
-        small.te(te.kernels("cpu"), precision)()  # what TE imports at its first pass is not the module's
+        small.te(te.kernels("cpu"), precision)()  # so that imports which TE makes in its first pass do not count
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from now on
         before = _peak()
         made = work.te(te.kernels("cpu"), precision) if side == "te" else work.plain(precision.dtype, lambda what: what)
@@ -339,7 +339,7 @@ def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def measures(rows: Sequence[Sequence[str]]) -> Iterator[Measure]:
-    """Yield the worst ratio of time of each precision, and of memory."""
+    """Yield the worst ratio of the times at each precision, and the worst ratio of memory."""
     at = {header: index for index, header in enumerate(HEADERS)}
     for precision in PRECISIONS:
         own = [each for each in rows if each[at["precision"]] == precision]

@@ -2,8 +2,8 @@
 
     python benchmarks/diagnosis_cost.py [BUG...] [--precision bf16] [--out benchmarks/results/diagnosis_cost.json]
 
-Each bug of the zoo whose name contains one of those given is planted in its first host, at the smaller size, and
-compared from cold caches; seconds of processor time of the check and of the search for its cause.
+Each bug of the zoo whose name contains one of the given words is planted in its first host, at the smaller size, and
+compared with empty caches. The times are processor time, of the check and of the search for the cause.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parity.te import PRECISIONS
 
 
 def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, float, str] | None:
-    """Seconds of the check and of its diagnosis, and the first finding; None if the check passes."""
+    """Return the seconds of the check and of its diagnosis, and the first finding; None if the check passes."""
     host = HOSTS[bug.hosts[0]]
     case = planted(bug, dataclasses.replace(host, sizes=host.sizes[:1]))
     (checked,) = check_case(case, kernels.te)
@@ -40,7 +40,7 @@ def diagnosed(bug: Bug, precision: str, kernels: te.Kernels) -> tuple[float, flo
         return found
 
     forget()
-    explanation.explain = timed  # a comparison imports it at its first failure
+    explanation.explain = timed  # works because a comparison imports it only at its first failure
     try:
         results = []
         whole = processor_seconds(

@@ -1,6 +1,6 @@
-"""Measure how large the house is, and how far its rooms reach into each other: ``python benchmarks/house.py``.
+"""Measure how large parity is, and how much its rooms depend on each other: ``python benchmarks/house.py``.
 
-Prints a table in markdown. The only time in it is a share of another time, so the machine hardly matters.
+Prints a table in markdown. The only time in it is a share of another time, so it hardly depends on the machine.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from scipy.sparse.csgraph import connected_components
 from tabulate import tabulate
 
 ROOT = Path(__file__).parents[1]
-# A docstring of a function says what it does, so it begins with a verb; these are no verbs.
+# A function's docstring says what the function does, so it begins with a verb. None of these words is a verb.
 NO_VERBS = set(
     """a all an and another any as at both by ditto each either else every for from has how if in into is it its like
     no none nothing of on one ones only other such that the their them then these this those to two under unless up
-    what when where whether which who whose with without""".split()  # noqa: SIM905, one word after the other reads best
+    what when where whether which who whose with without""".split()  # noqa: SIM905, a list of strings would be harder to read
 )
 PASSING_COMPARISON = """
 import sys, torch, parity
@@ -48,7 +48,7 @@ def main() -> None:
         (name, _size(files))
         for name, files in (("`parity/` without `lab/`", product), ("`lab/`", lab), ("tests", tests))
     ]
-    sys.path.insert(0, str(ROOT))  # grimp finds the package there, whichever checkout is installed
+    sys.path.insert(0, str(ROOT))  # grimp finds this checkout's package, even if another one is installed
     graph = grimp.build_graph("parity", exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     fragments, functions = _fragments([*product, *lab])
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def longest_chain(imports: Mapping[str, Iterable[str]]) -> int:
-    """Return of how many modules the longest chain is in which each imports the next; a circle counts with all of it.
+    """Return the length of the longest chain of imports, in modules. All modules of an import cycle count.
 
     Args:
         imports: the modules that each module imports.
@@ -88,7 +88,7 @@ def longest_chain(imports: Mapping[str, Iterable[str]]) -> int:
 
 
 def begins_with_a_verb(docstring: str) -> bool:
-    """Return whether the first word is none of those that cannot be a verb."""
+    """Return whether the first word may be a verb, which is to say that it is not in ``NO_VERBS``."""
     return docstring.split()[0].strip("`*,.:;").lower() not in NO_VERBS
 
 
@@ -113,7 +113,7 @@ def _docstrings(file: Path) -> Iterator[str]:
 
 
 def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether it is read like an attribute, whose docstring may be a noun."""
+    """Return whether a function is read like an attribute, so that its docstring may be a noun."""
     return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
@@ -122,7 +122,7 @@ def _imported_by_a_comparison() -> int:
 
 
 def _share_of_import_time() -> float:
-    """Return what parity's own modules add to the time that torch and TE take to import, as CPython counts it."""
+    """Return the import time of parity's own modules over that of torch and TE, as CPython measures it."""
     taken: Counter[str] = Counter()
     for line in _run_a_comparison("-X", "importtime").stderr.splitlines():
         if counted := re.match(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\w+)", line):
@@ -136,7 +136,7 @@ def _run_a_comparison(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 def _exceptions() -> int:
-    """Return how many imports the contracts leave out, as import-linter counts them."""
+    """Return how many imports the contracts ignore, as import-linter counts them."""
     command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     ignored = [line.split("(")[1].split()[0] for line in ran.stdout.splitlines() if "ignored import" in line]

@@ -1,8 +1,8 @@
-"""Give the benchmarks a stopwatch, the machine they ran on, and results as JSON with a page drawn from them.
+"""Measure times, describe the machine, and write results as JSON files with a page drawn from them.
 
-A benchmark measures a ratio in one process or run, so that machines compare; seconds stand beside it. What computes in
-this process is measured in seconds of processor time of one thread, which other processes disturb least; what waits for
-other processes, in seconds of the clock.
+A benchmark measures a ratio within one process or run, so that results from different machines can be compared. The
+seconds are shown beside it. Work in this process is measured in processor time of one thread, which other processes
+disturb least. Work that waits for other processes is measured in wall time.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ RESULTS = Path(__file__).with_name("results")
 
 @dataclass(frozen=True)
 class Measure:
-    """One figure that a benchmark is about.
+    """One of the figures that a benchmark measures.
 
     Attributes:
-        what: is measured.
+        what: the description of the figure.
         value: the figure.
-        limit: that it is to stay below, or above.
-        unit: of both; empty for a ratio.
+        limit: the aim, which the value should not exceed, or fall below.
+        unit: the unit of value and limit; empty for a ratio.
         at_least: whether the limit is a lower one.
     """
 
@@ -46,26 +46,26 @@ class Measure:
 
     @property
     def holds(self) -> bool | None:
-        """Return whether the limit is kept; None where there is none."""
+        """Return whether the limit is kept; None if there is no limit."""
         if self.limit is None:
             return None
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark's command line, from its docstring."""
+    """Return the parser of a benchmark's command line; the docstring's first line is its description."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--out", type=Path, help="a JSON file for the result; README.md beside it is drawn again")
     return made
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of processes measured from their start; they may keep compiled code, as by default."""
+    """Return the environment for processes that are measured from their start; Python may keep compiled code there."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def processor_seconds(work: Callable[[], object]) -> float:
-    """Return the processor seconds of one call; garbage is collected before."""
+    """Return the processor seconds of one call, after a garbage collection."""
     gc.collect()
     began = time.process_time()
     work()
@@ -73,7 +73,7 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 
 def wall_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of the clock that one call takes."""
+    """Return the wall time of one call in seconds."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -87,14 +87,14 @@ def report(
     out: Path | None,
     machine: dict[str, Any],
 ) -> None:
-    """Print what was measured, and keep it where ``--out`` says.
+    """Print what was measured, and write it to a JSON file.
 
     Args:
-        doc: the benchmark's docstring, whose first line says what is asked.
+        doc: the benchmark's docstring, whose first line says what is measured.
         measures: the figures.
         headers, rows: the details as a table.
-        out: a JSON file or None.
-        machine: see ``machine``.
+        out: the JSON file, or None to write no file. The README.md beside it is drawn again.
+        machine: the result of ``machine``.
     """
     result = {
         "question": (doc or "").splitlines()[0],
@@ -112,11 +112,11 @@ def report(
 
 
 def machine(threads: int | None = None, kernels: str = "") -> dict[str, Any]:
-    """Return where and with what was measured.
+    """Return the machine and the versions with which something was measured.
 
     Args:
-        threads: of PyTorch, where it computes in this process.
-        kernels: ``gpu`` or ``cpu``, where TE computes.
+        threads: PyTorch's number of threads, if it computes in this process.
+        kernels: ``gpu`` or ``cpu``, if TE computes.
     """
     from parity.report.environment import cpu_model, version
 
@@ -134,7 +134,7 @@ def machine(threads: int | None = None, kernels: str = "") -> dict[str, Any]:
 
 
 def page(folder: Path) -> str:
-    """``README.md`` of the results in a folder."""
+    """Return the text of ``README.md`` for the results in a folder."""
     results = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))}
     rows = [
         [f"[{name}](#{name.replace('_', '-')})", measure.what, _shown(measure), _limit(measure), _verdict(measure)]
@@ -149,7 +149,7 @@ def page(folder: Path) -> str:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median of at least one figure."""
+    """Return the median; there must be at least one value."""
     return statistics.median(values)
 
 

@@ -1,8 +1,8 @@
 """Measure the peak memory of comparing one large layer: ``python benchmarks/memory.py [PRECISION...]``.
 
 Compares the built-in Llama layer at the width of Llama 3 8B (hidden 4096, ffn 14336, 32 heads in 8 groups, 218 million
-parameters) on 256 tokens, at each precision in a process of its own, and prints in markdown by how much the process
-grew: its largest resident set minus what it was before the comparison. ``--small`` takes an eighth of the width.
+parameters) on 256 tokens, at each precision in a new process, and prints in markdown by how much the process grew: its
+peak resident set, minus the resident set before the comparison. ``--small`` uses an eighth of the width.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
     python benchmarks/overhead.py [CASE...] [--out benchmarks/results/overhead.json]
 
-The passes of a comparison, each of which is run here on built modules and ready inputs, with nothing around it: no
-rounding, no judging:
+The passes of a comparison are run here with modules and inputs that are ready, and with nothing around them, neither
+rounding nor judging:
 
-* golden, once a dtype: forward and backward in FP64, and forward on the probing inputs;
-* what each subtle mistake would change, once a dtype: forward in FP64, as often as there are mistakes;
-* the rounding model, twice a way of rounding: forward and backward in FP32, and forward on the probing inputs;
-* the candidate, as often as the recipe asks: forward and backward, and forward on the probing inputs.
+* golden, once per dtype: forward and backward in FP64, and forward on the probing inputs;
+* the change that each subtle mistake would make, once per dtype: forward in FP64, as many times as there are mistakes;
+* the rounding model, twice per way of rounding: forward and backward in FP32, and forward on the probing inputs;
+* the candidate, as many times as the recipe needs: forward and backward, and forward on the probing inputs.
 
-Besides, the ratio to the three without which there is no check at all is shown: golden, one model, the candidate. One
-seed, all precisions that run here, all built-in cases whose names contain one of those given.
+The benchmark also shows the ratio to the three passes without which no check is possible: golden, one model and the
+candidate. It uses one seed, all precisions that run here, and the built-in cases whose names contain a given word.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NECESSARY = ("golden", "model", "candidate")
 
 
 def bare_passes(case: Case, checked: CheckedSize, kernels: Kernels) -> Counter[str]:
-    """Seconds of the passes by kind; those of ``NECESSARY`` first."""
+    """Return the seconds that the passes take, by kind."""
     seconds: Counter[str] = Counter()
     dtypes, roundings = set(), set()
     for precision in precisions(case, kernels):
@@ -56,7 +56,7 @@ def bare_passes(case: Case, checked: CheckedSize, kernels: Kernels) -> Counter[s
 
 
 def _reference_passes(prepared: Prepared, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Seconds of forward and backward, of forward alone, and of forward on the probing inputs."""
+    """Return the seconds of forward and backward, of forward alone, and of forward on the probing inputs."""
     inputs, module = cast(prepared.inputs, dtype), prepared.reference
 
     def cotangents(outputs):
@@ -78,7 +78,7 @@ def _reference_passes(prepared: Prepared, dtype: torch.dtype) -> tuple[float, fl
 def _candidate_passes(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, kernels: Kernels
 ) -> tuple[float, float]:
-    """Seconds of forward and backward, and of forward on the probing inputs, as often as the recipe asks."""
+    """Return the seconds of forward and backward, and of forward on the probing inputs, with warm-up passes."""
     pair = build(case, checked, 0, kernels)
     candidate = pair.candidate.to(precision.dtype)
 
@@ -114,7 +114,7 @@ def main() -> None:
             forget()
             times.append(processor_seconds(whole))
             passes.append(bare_passes(case, checked, kernels))
-        best = min(passes, key=Counter.total)  # like the run's: the quickest as a whole, not each kind's quickest
+        best = min(passes, key=Counter.total)  # the fastest repeat as a whole, as for the run, not of each kind
         bare, necessary = best.total(), sum(best[kind] for kind in NECESSARY)
         kinds += best
         figures = (min(times), bare, necessary)

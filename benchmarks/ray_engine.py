@@ -1,8 +1,8 @@
-"""Measure what an item of a run over a Ray cluster costs the one process that records: recording, messages, tasks.
+"""Measure what an item costs the recording process of a run over a Ray cluster: recording, messages and tasks.
 
     python benchmarks/ray_engine.py [ITEMS]
 
-Times are processor time of that process, so that others on the machine matter little. Needs Ray.
+Times are processor time of that process, so other processes on the machine matter little. The benchmark needs Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parity.result import Result
 
 
 def result(number: int, bytes_of_notes: int) -> Result:
-    """Return a result of a usual size."""
+    """Return a result whose size is typical."""
     return Result(
         case=f"case{number}",
         precision="bf16",
@@ -41,7 +41,7 @@ def result(number: int, bytes_of_notes: int) -> Result:
 
 
 class AtOnce:
-    """Stands for a cluster whose tasks have ended when they begin, with all items passed."""
+    """A stand-in for a cluster, on which tasks end as soon as they begin, and all items pass."""
 
     cpus, gpus, most_gpus, nodes, at_once, with_gpus = 1000, 0, 0, 125, 1000, False
 
@@ -82,7 +82,7 @@ class AtOnce:
 
 
 def recording(items: int, size: int) -> None:
-    """Print what an item costs this process from its message to the record, pytest's own reporting included."""
+    """Print what an item costs this process from its message to the record, including pytest's own reporting."""
     spent = []
 
     class Timed(engine.RayEngine):
@@ -107,7 +107,7 @@ def recording(items: int, size: int) -> None:
 
 
 def rays(messages: int, tasks: int, size: int) -> None:
-    """Print what a message and a task cost this process, and how a queue of tasks makes waiting dearer."""
+    """Print what a message and a task cost this process, and what waiting costs if many tasks are queued."""
     import ray
 
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

@@ -2,12 +2,13 @@
 
     python benchmarks/scaling.py [-k EXPRESSION] [--out benchmarks/results/scaling.json]
 
-The clock of ``pytest cases -n 0`` over that of ``-n 2``, each started anew, imports and report included: with one
-thread a process, so that both compute alike, for one seed and for several, since each process imports PyTorch and TE
-anew; and with as many threads as PyTorch and the plugin choose by themselves, which is what users get.
+The ratio is the wall time of ``pytest cases -n 0`` over that of ``-n 2``, including imports and report. It is measured
+with one thread per process, so that both runs compute alike, for one seed and for several, because the time that each
+process takes to import PyTorch and TE matters less with more seeds. It is also measured with as many threads as PyTorch
+and the plugin choose by themselves, which is what users get.
 
-Beside it, what the machine gives: twice the clock of one ``-n 0`` over that of two at once, which share nothing but the
-processor, its caches and the memory. No sharing out of items makes more of two cores.
+The benchmark also measures the most that the machine allows: twice the wall time of one ``-n 0`` over that of two at
+once, which share only the processor, its caches and the memory. No distribution of items gets more out of two cores.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from suite_cases import CASES
 
 @dataclass(frozen=True)
 class Run:
-    """Run the built-in cases.
+    """One way to run the built-in cases.
 
     Attributes:
-        seeds: how many.
-        one_thread: a process, and not as many as it chooses by itself.
+        seeds: the number of seeds.
+        one_thread: whether each process has only one thread, and not as many as it chooses by itself.
     """
 
     seeds: int
@@ -42,7 +43,7 @@ class Run:
 
 
 def seconds(run: Run, workers: int, keyword: str | None, at_once: int = 1) -> float:
-    """Return the seconds of the clock until so many whole runs, started together, have ended."""
+    """Return the wall time in seconds until ``at_once`` whole runs, which are started together, have ended."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         started = [_started(run, workers, keyword, f"{folder}/{i}") for i in range(at_once)]
@@ -72,10 +73,10 @@ def main() -> None:
     made.add_argument("--repeats", type=int, default=1)
     arguments = made.parse_args()
     rows, measures = [], []
-    seconds(Run(1, True), 0, "layernorm_linear")  # compiled code is kept
+    seconds(Run(1, True), 0, "layernorm_linear")  # compiles Python's modules and keeps them
     for run in (Run(1, True), Run(arguments.seeds, True), Run(1, False)):
         alone, shared, at_once = math.inf, math.inf, math.inf
-        for _ in range(arguments.repeats):  # in turn, so that a busy spell of the machine meets all
+        for _ in range(arguments.repeats):  # in turn, so that all are affected if the machine is busy for a while
             alone = min(alone, seconds(run, 0, arguments.keyword))
             shared = min(shared, seconds(run, 2, arguments.keyword))
             if run.one_thread:

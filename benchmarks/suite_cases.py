@@ -1,4 +1,4 @@
-"""The cases that a benchmark runs, each at each of its sizes."""
+"""Give benchmarks the built-in cases, each at all of its sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CASES = Path(__file__).parents[1] / "cases"
 
 
 def cases(names: Sequence[str], kernels: Kernels) -> Iterator[tuple[Case, CheckedSize]]:
-    """Yield the built-in cases whose names contain one of these; all for none."""
+    """Yield the built-in cases whose names contain one of these words, or all cases if there are none."""
     for file in sorted(CASES.glob("[a-z]*.py")):
         for case in registry.load_file(file):
             if not names or any(name in case.name for name in names):
@@ -28,7 +28,7 @@ def cases(names: Sequence[str], kernels: Kernels) -> Iterator[tuple[Case, Checke
 
 
 def precisions(case: Case, kernels: Kernels) -> list[Precision]:
-    """Return those of the case that run here."""
+    """Return the precisions of the case that run here."""
     return [
         precision
         for precision in PRECISIONS.values()
@@ -37,7 +37,7 @@ def precisions(case: Case, kernels: Kernels) -> list[Precision]:
 
 
 def case_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark of these cases, which computes in one thread."""
+    """Return the command line parser of a benchmark of these cases, and make PyTorch compute in one thread."""
     torch.set_num_threads(1)
     made = parser(doc)
     made.add_argument("cases", nargs="*")
@@ -46,5 +46,5 @@ def case_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def as_in_a_run(case: Case, checked: CheckedSize, precision: Precision, kernels: Kernels) -> None:
-    """A comparison as a run makes it."""
+    """Compare a case as a run does."""
     compare_at(case, checked, precision, 0, kernels, packaged())

@@ -1,11 +1,12 @@
-"""Measure how much longer a compared training takes than the passes that it needs, and whether its memory stays flat.
+"""Measure how much longer comparing a training takes than the passes that it needs, and whether memory stays constant.
 
     python benchmarks/training_cost.py [CASE...] [--steps 10] [--out benchmarks/results/training_cost.json]
 
 The passes of a step are timed where the comparison makes them: the reference in FP64, the reference under the rounding
-model as two kinds of kernels, each forward and backward, and the candidate's own step with its optimizer. The rest is
-parity's: building, mapping weights, judging, replaying the optimizer. One seed, the built-in cases whose names contain
-one of those given and the small Llama of ``examples/training``, at all precisions that run here.
+model for two kinds of kernels, each forward and backward, and the candidate's own step with its optimizer. The rest of
+the time is parity's own: building, mapping weights, judging, replaying the optimizer. The benchmark uses one seed, the
+built-in cases whose names contain a given word, the small Llama of ``examples/training``, and all precisions that run
+here.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from parity.te import Kernels, Precision
 from parity.training import train_at
 
 LLAMA = Path(__file__).parents[1] / "examples" / "training" / "llama.py"
-# The allocator takes some dozens of steps until it finds room for each tensor in what others have left.
+# The allocator needs some dozens of steps until it finds room for each tensor in memory that others have left.
 _WARM = 4
 
 
 @contextmanager
 def passes_timed() -> Iterator[list[float]]:
-    """Within the context, append the processor time of each pass of a training to the list."""
+    """Append the processor time of each pass of a training to the list, within the context."""
     seconds: list[float] = []
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,14 +66,14 @@ def passes_timed() -> Iterator[list[float]]:
 
 
 def trained(names: Sequence[str], kernels: Kernels) -> Iterator[tuple[Case, CheckedSize]]:
-    """Yield the cases that are trained, each at each of its sizes."""
+    """Yield the cases that are trained, each at all of its sizes."""
     yield from cases(names, kernels)
     for case in registry.load_file(LLAMA):
         yield from ((case, checked) for checked in check_case(case, kernels.te))
 
 
 def peak_in_mib() -> float:
-    """Return the most memory that this process has had."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 

@@ -1,10 +1,11 @@
-"""Measure how long the search for a cause takes where no known mistake explains the error.
+"""Measure how long the search for a cause takes if no known mistake explains the error.
 
     python benchmarks/unexplained_cost.py [--hosts llama,experts] [--strange wave,mixed] [--precision bf16,fp8_current]
         [--out benchmarks/results/unexplained_cost.json]
 
-That is the longest that anybody waits: everything is tried, up to the budget. What a submodule of a right port returns,
-or its gradient, is changed as no port would; seconds of processor time of one thread, the check itself not counted.
+This is the longest time that anybody waits, because everything is tried, up to the budget. The output of a right port's
+submodule, or its gradient, is changed in a way in which no port would change it. Times are processor time of one
+thread, without the check itself.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LIMIT = 10.0  # seconds that a diagnosis may take
 
 
 class _WithLoss(nn.Module):
-    """Returns a model's loss and nothing else."""
+    """A model that returns only its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ PLACES = {
     "attention": "o_proj",
     "norm_mlp": "inner.up_proj",
 }
-"""The hosts, of ``parity.lab.studies.rows.ports`` but for the one with a loss, and the submodule that is changed."""
+"""The submodule of each host that is changed. All but ``llama_loss`` are hosts of ``parity.lab.studies.rows.ports``."""
 
 
 def _size(x: Tensor) -> Tensor:
@@ -94,11 +95,11 @@ STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
     "uneven": _uneven,
     "gradient": lambda x: _OtherGradient.apply(x),
 }
-"""What is made of the submodule's output ``[..., tokens, channels]``."""
+"""The changes to the submodule's output, ``[..., tokens, channels]``, by name."""
 
 
 def strange_port(host: str, change: Callable[[Tensor], Tensor]) -> Case:
-    """Return a host with a port whose submodule's output is changed."""
+    """Return a host whose port has a submodule with a changed output."""
 
     def factory(kernels: ModuleType) -> Pair:
         reference, candidate = ports.modules(kernels, host.removesuffix("_loss"), None)
@@ -131,7 +132,7 @@ def diagnosed(host: str, change: Callable[[Tensor], Tensor], precision: str, ker
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure what the command line asks for."""
     made = parser(__doc__)
     made.add_argument("--hosts", default=",".join(PLACES))
     made.add_argument("--strange", default=",".join(STRANGE))

@@ -1,1 +1,1 @@
-"""The built-in pairs, installed as ``parity.cases``; each module is found through the entry points ``parity.pairs``."""
+"""The built-in pairs, installed as ``parity.cases``. Each module is found through the entry points ``parity.pairs``."""

@@ -56,7 +56,7 @@ def _window(te, heads, groups, head_dim, **_):
 
 
 def _padding(te, heads, groups, head_dim, **_):
-    """Sequences of unequal lengths; what attention returns for a padded query means nothing, so both return 0 there."""
+    """Return a pair for sequences of unequal lengths. Outputs of padded queries mean nothing, so both are set to 0."""
 
     def inputs(rng, batch, seq):
         lengths = rng.integers(batch, low=seq // 2, high=seq + 1)

@@ -1,4 +1,4 @@
-"""``nn.Linear`` and a norm followed by it."""
+"""Linear layers, with and without a norm before them."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""A norm and an MLP, for every activation of ``te.LayerNormMLP``."""
+"""A norm followed by an MLP, for every activation of ``te.LayerNormMLP``."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def gated_mlp(te, activation, hidden, ffn):
 
 @parity.pair("issue_407", sizes=[dict(batch=2, seq=1024, hidden=512, ffn=1536)])
 def issue_407(te, hidden, ffn, **_):
-    """TransformerEngine issue 407: the sizes, the weights' scale and the inputs of the report."""
+    """Return the pair of TransformerEngine issue 407, with the issue's sizes, scale of weights, and inputs."""
     pair = gated_mlp(te, "swiglu", hidden, ffn)
     for projection in (pair.reference.gate_proj, pair.reference.up_proj, pair.reference.down_proj):
         projection.weight.data.normal_(std=0.023)

@@ -1,6 +1,6 @@
 """TransformerEngine issue 407: which half of ``fc1_weight`` is the gate?
 
-The same MLP twice, ported with the gate first, as TE wants it, and with up first:
+The same MLP is ported twice: with the gate first, as TE expects it, and with up first.
 
     pytest examples/issue_407.py --parity-precisions=fp32
 """

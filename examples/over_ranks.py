@@ -21,10 +21,10 @@ EXPERTS, TOKENS = 4, 32
 
 TP, TP_SP, CP, DP, EP = dict(tp=2), dict(tp=2, sequence_parallel=True), dict(cp=2), dict(dp=2), dict(ep=2)
 TP_CP, TP_DP = dict(tp=2, cp=2), dict(tp=2, dp=2)
-# TE divides attention's sequences over ranks by fused and flash attention alone, which compute in 16 bits.
+# Only TE's fused and flash attention can divide sequences over ranks, and they compute in 16 bits.
 IN_16_BITS = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 
-# What a port does itself: it hands out parts of the batch and the sequences, and adds up gradients.
+# What a port does itself: it divides the batch and the sequences into parts, and adds up gradients.
 
 
 def parts(ranks):
@@ -53,7 +53,7 @@ def add_up_gradients(ranks, module):
 
 
 def parallel(ranks, first=None, last=None):
-    """Divide inputs and outputs like the residual stream, if nothing else is said."""
+    """Divide inputs and outputs as ``first`` and ``last`` say, by default like the residual stream."""
     splits = {"input": first or parts(ranks), "output": last or parts(ranks)}
     return parity.Parallel(splits=splits, finish=partial(add_up_gradients, ranks))
 
@@ -138,15 +138,15 @@ def layernorm_mlp_swiglu(te, ranks):
 
 
 # Attention: tensor parallel ranks divide the heads. Context parallel ranks divide the sequences, and exchange what
-# attention needs of the others in one of several ways; there is a pair for each.
+# attention needs from other ranks in one of several ways, each of which has a pair.
 
 
 def communicate(ranks, module, way):
-    """Tell a module how context parallel ranks communicate; RoPE still gets the angles of whole sequences."""
+    """Tell a module how context parallel ranks communicate. RoPE still gets the angles of whole sequences."""
     if ranks.cp.size == 1:
         return
     group = ranks.cp.group
-    if way == "a2a+p2p":  # all-to-all between two neighbours, and point to point from one such two to the next
+    if way == "a2a+p2p":  # all-to-all within pairs of neighbours, and point to point between the pairs
         all_to_all, _ = distributed.new_subgroups_by_enumeration([[0, 1], [2, 3]])
         point_to_point, _ = distributed.new_subgroups_by_enumeration([[0, 2], [1, 3]])
         group = [all_to_all, point_to_point]
@@ -157,7 +157,7 @@ WAYS = {"p2p": [CP, TP_CP, dict(cp=4)], "all_gather": [CP, TP_CP], "a2a": [CP, T
 
 
 def with_attention(name, build):
-    """Declare a pair over tensor and data parallel ranks, and one for each way in which context parallel ones talk."""
+    """Declare a pair over tensor and data parallel ranks, and one for each way in which context parallel ranks talk."""
     parity.pair(name, ranks=[TP, TP_SP, DP, TP_DP])(partial(build, way=""))
     for way, ranks in WAYS.items():
         parity.pair(f"{name}_{way.replace('+', '_')}", ranks=ranks, precisions=IN_16_BITS)(partial(build, way=way))
@@ -214,7 +214,7 @@ def te_layer(te, ranks, **settings):
 
 
 def transformer_layer(te, ranks, way):
-    """Return a layer of GPT, with LayerNorm, GELU and biases everywhere."""
+    """Return the pair of a GPT layer, with LayerNorm, GELU and biases everywhere."""
     candidate = te_layer(te, ranks)
     communicate(ranks, candidate, way)
     weights = {
@@ -258,7 +258,7 @@ def of_llama(layer):
 
 
 def llama(te, ranks, way):
-    """Return two layers of Llama."""
+    """Return the pair of two Llama layers."""
     rope = te.RotaryPositionEmbedding(HIDDEN // HEADS)
     layers = nn.ModuleList(te_layer(te, ranks, **LLAMA) for _ in range(2))
     for layer in layers:
@@ -287,7 +287,7 @@ with_attention("llama_2_layers", llama)
 
 
 def fully_sharded(name, build, modules):
-    """Declare the pair once more, with these of its candidate's modules sharded."""
+    """Declare the pair once more, with the given modules of its candidate sharded."""
 
     @parity.pair(f"{name}_fsdp2", ranks=[DP])
     def sharded(te, ranks):
@@ -314,7 +314,7 @@ fully_sharded("transformer_layer_gpt", partial(transformer_layer, way=""), itsel
 fully_sharded("llama_2_layers", partial(llama, way=""), list)
 
 
-# Experts: each expert parallel rank has some, and the tokens that are routed to them, sorted by expert.
+# Experts: each expert parallel rank has some of the experts, and the tokens that are routed to them, sorted by expert.
 
 
 class Experts(nn.Module):

@@ -1,4 +1,4 @@
-"""Declare a model in stages, as pipeline parallel ranks train it: its head has the embedding's weight.
+"""Declare a model in stages, as pipeline parallel ranks train it. Its head and its embedding share one weight.
 
 ``parity run examples/pipeline.py`` compares it in one process, in two stages, and in two stages whose weights two
 tensor parallel ranks divide.
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers, under the numbers that they have in the whole model."""
+    """Some of the model's layers, with the numbers that they have in the whole model."""
 
     def __init__(self, te, ranks):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ports that are wrong on purpose, each beside a right one: what a report shows of a failure.
+"""Ports that are wrong on purpose, some beside a right port, to see how a report shows failures.
 
 docs/reading-a-report.md has pictures of the report of ``parity run examples/wrong_ports.py -p fp32,bf16``.
 """
@@ -19,7 +19,7 @@ MODEL = [dict(layers=6, batch=2, seq=32, hidden=64, ffn=128, heads=4, groups=2)]
 
 @parity.pair("norm_linear_eps", sizes=[dict(tokens=64, hidden=128)])
 def norm_linear_eps(te: ModuleType, hidden: int, **_: Any) -> parity.Pair:
-    """TE's default eps, 1e-5, where the model has 1e-6."""
+    """Return a wrong port with TE's default eps, 1e-5, although the model has 1e-6."""
     return parity.Pair(
         reference=nn.Sequential(nn.RMSNorm(hidden, eps=1e-6), nn.Linear(hidden, hidden, bias=False)),
         candidate=te.LayerNormLinear(hidden, hidden, normalization="RMSNorm", bias=False),
@@ -43,18 +43,18 @@ def _mlp(te: ModuleType, hidden: int, ffn: int, halves: tuple[str, str]) -> pari
 
 @parity.pair("mlp", sizes=MLP)
 def mlp(te: ModuleType, hidden: int, ffn: int, **_: Any) -> parity.Pair:
-    """A right port."""
+    """Return a right port of an MLP."""
     return _mlp(te, hidden, ffn, ("gate_proj.weight", "up_proj.weight"))
 
 
 @parity.pair("mlp_halves_exchanged", sizes=MLP)
 def mlp_halves_exchanged(te: ModuleType, hidden: int, ffn: int, **_: Any) -> parity.Pair:
-    """The gate's rows come after the other half's."""
+    """Return a wrong port, in which the gate's rows come after those of the other half."""
     return _mlp(te, hidden, ffn, ("up_proj.weight", "gate_proj.weight"))
 
 
 class Model(nn.Module):
-    """Layers one after another; what a layer is given besides is passed on."""
+    """Layers one after the other, each of which gets all further arguments."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ def _model(te: ModuleType, wrong: dict[int, dict[str, Any]], **size: int) -> par
 
 @parity.pair("model", sizes=MODEL)
 def model(te: ModuleType, **size: int) -> parity.Pair:
-    """A right port of six layers."""
+    """Return a right port of six layers."""
     return _model(te, {}, **size)
 
 
 @parity.pair("model_window_in_a_layer", sizes=MODEL)
 def model_window_in_a_layer(te: ModuleType, **size: int) -> parity.Pair:
-    """Let one layer, the fifth, see only the 16 tokens before each."""
+    """Return a wrong port, in which the fifth layer sees only the 16 tokens before each token."""
     return _model(te, {4: dict(window_size=(16, 0))}, **size)

@@ -1,11 +1,11 @@
-"""Builds parity's sdist and wheel, and tries the wheel as a user has it: installed, in a folder without a checkout.
+"""Build parity's sdist and wheel, and try the installed wheel as a user would, outside of the checkout.
 
     python scripts/check_package.py [--fresh] [--constraints FILE] [--keep FOLDER]
 
-Run it with the Python of an environment that has parity's extra ``dev``. The wheel is built from the sdist, must hold
-the checkout's packages and no other file, and must tell a right port from a wrong one. It is installed over the
-packages of the environment that runs this, which takes seconds; with ``--fresh`` into an empty environment, with all
-that it depends on. Exit code 1 if something is wrong.
+Run it with the Python of an environment that has parity's extra ``dev``. The wheel is built from the sdist. It must
+contain the checkout's packages and no other file, and must tell a right port from a wrong one. By default, it is
+installed on top of the packages of the environment that runs this script, which takes seconds. With ``--fresh``, it is
+installed into an empty environment, with everything that it depends on. The exit code is 1 if something is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from te_matrix import environment, layer
 
 ROOT = Path(__file__).resolve().parents[1]
-# Where the packages lie in a checkout, and in an installation.
+# The folders of the packages in a checkout, and in an installation.
 FOLDERS = {"parity": "parity", "cases": "parity/cases"}
 
 PAIRS = """
@@ -52,11 +52,11 @@ def wrong(te):
 
 
 class Wrong(Exception):
-    """Say what is wrong with the package, and what a command said of it."""
+    """Raised if something is wrong with the package; the message includes what the command printed."""
 
 
 def build(folder: Path, root: Path = ROOT) -> tuple[Path, Path]:
-    """Build the sdist, and the wheel from it; return both."""
+    """Build the sdist, build the wheel from it, and return both."""
     run([sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, root])
     (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
     run([sys.executable, "-m", "twine", "check", "--strict", sdist, wheel])
@@ -64,7 +64,7 @@ def build(folder: Path, root: Path = ROOT) -> tuple[Path, Path]:
 
 
 def differences(wheel: Path, root: Path = ROOT) -> list[str]:
-    """Return what the wheel lacks of the checkout's packages, and what it has beside them."""
+    """Return a sentence for each file that the wheel lacks, or that the checkout's packages do not have."""
     declared = {
         f"{installed}/{file.relative_to(root / folder).as_posix()}"
         for folder, installed in FOLDERS.items()
@@ -80,7 +80,7 @@ def differences(wheel: Path, root: Path = ROOT) -> list[str]:
 
 
 def install(wheel: Path, folder: Path, fresh: bool, constraints: Path | None = None) -> Path:
-    """Install the wheel in an environment of its own; return the environment's Python."""
+    """Install the wheel in a new environment, and return the environment's Python."""
     command = [sys.executable, "-m", "pip", "--python"]
     if not fresh:
         python = layer(folder)
@@ -94,14 +94,14 @@ def install(wheel: Path, folder: Path, fresh: bool, constraints: Path | None = N
 
 
 def try_out(python: Path, folder: Path, fresh: bool) -> None:
-    """Use the installed package as a user does, in a folder that has a file of pairs and nothing else."""
+    """Use the installed package as a user does, in a folder that contains only a file of pairs."""
     (folder / "my_pairs.py").write_text(PAIRS, encoding="utf-8")
     parity = python.with_name("parity")
     where = run([python, "-c", "import parity; print(parity.__file__)"], folder)
     if not Path(where.strip()).is_relative_to(python.parents[1]):
         raise Wrong(f"parity is imported from {where.strip()} and not from the environment in {python.parents[1]}")
     expect("attention", run([parity, "list"], folder))
-    if fresh:  # it asks the libraries that were installed, and is slow
+    if fresh:  # slow, because it asks the libraries that were installed
         expect("The CPU kernels emulate each", run([parity, "doctor"], folder))
     run([parity, "run", "my_pairs.py", "-k", "right", "-p", "bf16,mxfp8", "-n", "0"], folder)
     wrong = [python, "-m", "pytest", "my_pairs.py", "-k", "wrong", "--parity-precisions=bf16", "-p", "no:cacheprovider"]
@@ -124,13 +124,13 @@ def run(command: Iterable[object], folder: Path | None = None, code: int = 0) ->
 
 
 def expect(words: str, text: str) -> None:
-    """Hold a command to what it should have said."""
+    """Raise ``Wrong`` unless a command's output contains the words."""
     if words not in text:
         raise Wrong(f"expected {words!r} in:\n{text}")
 
 
 def check(folder: Path, fresh: bool, constraints: Path | None) -> None:
-    """Build, compare, install and try out, and print each step when it is done."""
+    """Build, check, install and try out the package, and print each step when it is done."""
     (packages := folder / "dist").mkdir(parents=True)
     (empty := folder / "empty").mkdir()
     sdist, wheel = build(packages)

@@ -1,11 +1,10 @@
-"""Forgets each title of the findings in turn, and reports those that no test misses.
+"""Remove each title of the findings in turn, and report the titles whose loss no test notices.
 
     python scripts/mutants.py [TITLE ...]
 
-A title that a mistake of the catalogue has is forgotten by leaving its mistakes out of all that the search and the
-judge are given; any other, such as ``no-gradient``, by leaving its findings out of the results. The tests that mention
-the title, in a row of a table or in their own lines, then run until the first fails. Exit code 1 if none fails for a
-title.
+If mistakes of the catalogue have the title, they are hidden from the search and the judge. Otherwise, as for
+``no-gradient``, the findings with this title are removed from the results. Then the tests that mention the title, in a
+row of a table or in their own lines, run until the first one fails. The exit code is 1 if no test fails for some title.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ELSEWHERE = {
     "state-between-calls": "tests/trace/test_effects.py",
     "recomputed-otherwise": "tests/te/test_te_weights.py",
 }
-"""Titles that another folder's tests are about."""
+"""Titles that are tested in other folders, and the file that tests each."""
 
 
 def main() -> int:
@@ -65,7 +64,7 @@ def main() -> int:
 
 
 def _is_missed(title: str) -> bool:
-    """Return whether a test that mentions the title fails without it, and say which."""
+    """Return whether a test that mentions the title fails without it, and print which one."""
     run = Run(title)
     files = [ROOT / ELSEWHERE[title]] if title in ELSEWHERE else [file for file in TESTS if _names(file, title)]
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +78,7 @@ def _is_missed(title: str) -> bool:
 
 
 class Run:
-    """Chooses the tests that mention a title, and keeps the first that fails; ``chosen`` counts them."""
+    """A pytest plugin that runs only the tests that mention a title, counts them, and keeps the first that fails."""
 
     def __init__(self, title: str) -> None:
         self.title, self.chosen, self.failed = title, 0, ""
@@ -96,10 +95,10 @@ class Run:
 
 
 def _mentions(item: pytest.Item, title: str) -> bool:
-    """Return whether a test's row has the title, or its own lines, or a function of its page that it calls."""
+    """Return whether a test mentions the title in its row, in its lines, or in a function of its file that it calls."""
     values = getattr(getattr(item, "callspec", None), "params", {}).values()
     for value in values:
-        named = getattr(value, "titles", value)  # of a row of a study, or a title by itself
+        named = getattr(value, "titles", value)  # the titles of a study's row, or a title by itself
         if named == title or (isinstance(named, (set, frozenset, tuple, list)) and title in named):
             return True
     page = item.module  # type: ignore[attr-defined]
@@ -109,24 +108,24 @@ def _mentions(item: pytest.Item, title: str) -> bool:
 
 
 def _body(function: Callable[..., Any]) -> str:
-    """Return a function's lines without its decorators: rows of a table are other tests'."""
+    """Return a function's lines without its decorators, whose tables also have the rows of other tests."""
     source = inspect.getsource(function)
     return source[source.index("\ndef ") + 1 :] if "\ndef " in source else source
 
 
 def _is_of_mistakes(title: str) -> bool:
-    """Return whether a mistake of the catalogue, or of a precision, may have the title."""
-    # The mistakes of a cache are not listed for a search: ``parity.search.borders`` makes one after the other.
+    """Return whether a mistake of the catalogue or of a precision may have the title."""
+    # The search gets no list of the mistakes with a cache: ``parity.search.borders`` makes them one after the other.
     apart = {"codes.py", "decoding.py"}
     pages = [page for page in (ROOT / "parity" / "mistakes").glob("*.py") if page.name not in apart]
     made = re.compile(rf'(?<!{{)"{title}",')  # a function of PyTorch in a set may have a title's name
-    found = re.compile(r'(?:finding|repairable)\(\s*"')  # a finding that is made without a mistake
+    found = re.compile(r'(?:finding|repairable)\(\s*"')  # a finding that does not come from a mistake
     texts = (page.read_text() for page in (*pages, Path(precision_mistakes.__file__)))
     return any(made.search(found.sub("", text)) for text in texts)
 
 
 def _names(file: Path, title: str) -> bool:
-    """Return whether a file has the title, or its code, in its text, or takes rows that have it from a study."""
+    """Return whether a file contains the title or its code, or imports rows from a study that does."""
     text = file.read_text(encoding="utf-8")
     for study in set(re.findall(r"^from parity\.lab\.studies\.(\w+)", text, re.MULTILINE)):
         pages = (ROOT / "parity" / "lab" / "studies" / study).glob("*.py")
@@ -135,7 +134,7 @@ def _names(file: Path, title: str) -> bool:
 
 
 def _forget_mistakes(patch: pytest.MonkeyPatch, title: str) -> None:
-    """Leave mistakes of a title out of each list of them that a module of the search or the judge reads."""
+    """Remove the mistakes with this title from all lists of mistakes that modules of the search or the judge read."""
     for module in _modules(parity.search, parity.judge):
         for name, made in vars(module).copy().items():
             if inspect.isfunction(made) and ("hypotheses" in name or name == "readings_of_weights"):
@@ -144,7 +143,7 @@ def _forget_mistakes(patch: pytest.MonkeyPatch, title: str) -> None:
 
 
 def _without(title: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes what another makes, but for what has the title."""
+    """Return a function that makes the same list as another one, without the entries that have the title."""
 
     @functools.wraps(made)
     def others(*args: Any, **kwargs: Any) -> Any:
@@ -156,7 +155,7 @@ def _without(title: str, made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_findings(patch: pytest.MonkeyPatch, title: str) -> None:
-    """Leave findings of a title, and notes that name it, out of all results."""
+    """Remove the findings with this title, and notes that name it, from all results."""
     explained, compared = comparison.explain_at, parity.compare
 
     def left(result: Result) -> Result:

@@ -1,6 +1,6 @@
 """Write the tables of ``docs/normal-error.md`` from the record of the study ``expected_error``.
 
-Only what stands between the two marks of the page is replaced. A test holds the page to the record.
+Only the text between the two marks in the page is replaced. A test checks that the page agrees with the record.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Key = tuple[str, Size, str, str]
 
 
 def measured(record: Path = RECORD) -> dict[Key, float]:
-    """Return each error of TE's modules, the root mean square over seeds, by module, size, precision and kind."""
+    """Return the errors of TE's modules, as root mean squares over seeds, by module, size, precision and kind."""
     found: dict[Key, list[float]] = defaultdict(list)
     for line in record.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -76,7 +76,7 @@ def _section(errors: dict[Key, float], name: str) -> Iterator[str]:
 
 
 def _short(error: float) -> str:
-    """Write an error with two digits."""
+    """Return an error with two digits, or a dash if there is none."""
     if math.isnan(error):
         return "–"
     return f"{error:.1e}".replace("e-0", "e-") if error < 1e-4 else f"{error:.2g}"

@@ -1,8 +1,8 @@
-"""Take the pictures of docs/reading-a-report.md, of the page of a run of examples with wrong ports among them.
+"""Take the screenshots for docs/reading-a-report.md, from the report of a run of examples with wrong ports.
 
     python scripts/screenshots.py [RECORD]
 
-Without a record, the examples are compared first, which takes minutes. It needs playwright and a Chromium.
+Without a record, the examples are compared first, which takes minutes. The script needs playwright and Chromium.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MOST_BYTES = 150_000
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of the page.
+    """A screenshot of the page.
 
     Attributes:
-        name: its file's.
+        name: the name of its file.
         item: the item that is opened; empty for the top of the page.
-        part: a selector inside of the item that comes to the top; empty for its beginning.
+        part: a selector in the item, for the element that is scrolled to the top; empty for the item's beginning.
         scheme: light or dark.
-        height: of the window.
+        height: the height of the window.
     """
 
     name: str
@@ -55,17 +55,17 @@ TAKEN = (
 
 
 def compared(folder: Path) -> Path:
-    """Compare the examples, with no limit on the search for causes, and return the record; some are meant to fail."""
+    """Compare the examples, without a limit on the search for causes, and return the record. Some are meant to fail."""
     how = ("-p", "fp32,bf16", "--diagnosis", "0", "--name", "examples", "--report", str(folder))
     subprocess.run([sys.executable, "-m", "parity", "run", *EXAMPLES, *how], cwd=ROOT, check=False)
     return folder / "examples.jsonl"
 
 
 def take(browser: Any, page: Path, picture: Picture) -> None:
-    """Take one picture.
+    """Take one screenshot.
 
     Raises:
-        SystemExit: if it is too large for the documentation.
+        SystemExit: if the file is too large for the documentation.
     """
     size = {"width": 1180, "height": picture.height}
     tab = browser.new_page(viewport=size, color_scheme=picture.scheme, reduced_motion="reduce")
@@ -86,7 +86,7 @@ def take(browser: Any, page: Path, picture: Picture) -> None:
 
 
 def main() -> None:
-    """Take all pictures."""
+    """Take all screenshots."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = Path(sys.argv[1]) if sys.argv[1:] else compared(folder)

@@ -1,7 +1,7 @@
-"""Give the site what its pages link to outside of ``docs/``: reports, examples, sources and the notebook.
+"""Add to the site what its pages link to outside of ``docs/``: reports, examples, sources and the notebook.
 
-The pages keep the links that work in a checkout. Here each linked file becomes a page of the site, and each link is
-turned to that page, so that a link is right in both places and ``mkdocs build --strict`` finds one that leads nowhere.
+The pages contain links that work in a checkout. Here each linked file becomes a page of the site, and each link is
+changed to lead to that page. So links work in both places, and ``mkdocs build --strict`` finds those that lead nowhere.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PICTURES = (".png", ".svg", ".gif", ".jpg", ".html")
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#<>]+)(?=[#)])")
-_SHAPES = re.compile(r"(?<=\d)\] \[(?=\d)")  # two shapes side by side, which Markdown takes for a link
+_SHAPES = re.compile(r"(?<=\d)\] \[(?=\d)")  # two shapes side by side, which look like a link in Markdown
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add every file that is linked, from whichever page, and the notebooks as pages."""
+    """Add the notebooks, and every file to which any page links, as pages."""
     for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
         drawn = files.get_file_from_path(notebook.name)
         if drawn is not None:
@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files of the checkout to the pages that show them."""
+    """Change links to files of the checkout into links to the pages that show them."""
     uri = page.file.src_uri
     sources = ("README.md" if uri == "index.md" else f"docs/{uri}", f"docs/{uri.removesuffix('.md')}.ipynb", uri)
     source = next((name for name in sources if (ROOT / name).exists()), None)
@@ -76,7 +76,7 @@ def _linked(source: str) -> Iterator[str]:
 
 
 def _resolved(source: str, link: str) -> str | None:
-    """Return the file that a link of a page means, from the checkout's root; None if there is none."""
+    """Return the path, from the checkout's root, of the file to which a page's link leads; None if there is none."""
     if ":" in link or link.startswith("/"):
         return None
     target = os.path.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -87,7 +87,7 @@ def _resolved(source: str, link: str) -> str | None:
 
 
 def _place(target: str) -> str:
-    """Return where the site has a file of the checkout."""
+    """Return the path at which the site has a file of the checkout."""
     path = ROOT / target
     if target == "README.md":
         return "index.md"
@@ -101,7 +101,7 @@ def _place(target: str) -> str:
 
 
 def _file(target: str, place: str, config: MkDocsConfig) -> File:
-    """Make the page, or the picture, that shows a file of the checkout."""
+    """Return the page, or the picture, that shows a file of the checkout."""
     path = ROOT / target
     if path.is_dir():
         names = sorted(each.name for each in path.iterdir() if each.suffix in {".py", ".md"} and each.is_file())
@@ -113,14 +113,14 @@ def _file(target: str, place: str, config: MkDocsConfig) -> File:
 
 
 def _source(path: Path, level: int) -> str:
-    """Show a source file as a page's section."""
+    """Return a section of a page that shows a source file."""
     language = {".py": "python", ".sh": "sh", ".toml": "toml"}.get(path.suffix, "text")
     text = path.read_text(encoding="utf-8").rstrip()
     return f"{'#' * level} {path.relative_to(ROOT)}\n\n~~~~~~{language}\n{text}\n~~~~~~\n\n"
 
 
 def _notebook(path: Path) -> str:
-    """Return a notebook as Markdown: its words, its code, and what the cells printed."""
+    """Return a notebook as Markdown: its text, its code, and the output of its cells."""
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         text = "".join(cell["source"])

@@ -1,10 +1,10 @@
-"""Tests the CPU kernels on several versions of TransformerEngine, and writes reports/te-matrix.md.
+"""Test the CPU kernels on several versions of TransformerEngine, and write reports/te-matrix.md.
 
     python scripts/te_matrix.py [VERSION ...]
 
 Run it with the Python of an environment that has parity and what it needs. Each version of TransformerEngine (pure
-Python, about 1 MB) goes into an environment of its own, which sees the packages of that one behind it. Exit code 1 if
-a test fails.
+Python, about 1 MB) is installed into its own environment, which takes all other packages from the first one. The exit
+code is 1 if a test fails.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _LONGEST_MESSAGE = 200
 
 @dataclass(frozen=True)
 class GroupRun:
-    """Hold what came of one group of tests on one version.
+    """The outcome of one group of tests on one version.
 
     Attributes:
-        passed: how many tests.
-        failed: by the test's name, the first line of what is wrong.
-        skipped: how many tests, by reason.
-        broken: why pytest did not come to its end, or None.
+        passed: the number of tests that passed.
+        failed: the names of tests that failed, each with the first line of its error.
+        skipped: the reasons why tests were skipped, each with their number.
+        broken: why pytest did not finish, or None.
     """
 
     passed: int = 0
@@ -63,7 +63,7 @@ class GroupRun:
 
 
 def make_environment(folder: Path, version: str) -> Path:
-    """The Python of an environment with this version of TransformerEngine and, behind it, all packages seen here.
+    """Return the Python of an environment with this version of TransformerEngine and all packages of this environment.
 
     Raises:
         SystemExit: if the version cannot be installed, or another one would be imported.
@@ -80,10 +80,10 @@ def make_environment(folder: Path, version: str) -> Path:
 
 
 def layer(folder: Path) -> Path:
-    """The Python of a new environment that finds its own packages first and then this environment's.
+    """Return the Python of an environment that finds its own packages first and then this environment's.
 
-    A venv of a venv sees only the packages of the Python below both, so the folders are named in a ``.pth`` file;
-    ``addsitedir`` heeds the ``.pth`` files in them as well, which editable installations need.
+    A venv of a venv sees only the packages of the Python below both, so the folders are named in a ``.pth`` file. It
+    uses ``addsitedir``, which also reads the ``.pth`` files in those folders, because editable installations need that.
     """
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():
@@ -95,25 +95,25 @@ def layer(folder: Path) -> Path:
 
 
 def site_packages(folder: Path) -> Path:
-    """Return where an environment keeps its own packages."""
+    """Return the folder in which an environment keeps its own packages."""
     return next(folder.glob("[Ll]ib/**/site-packages"))
 
 
 def installed_version(python: Path) -> str | None:
-    """The version of TransformerEngine that this Python would import, or None."""
+    """Return the version of TransformerEngine that this Python would import, or None."""
     code = "from importlib import metadata; print(metadata.version('transformer-engine'))"
     asked = subprocess.run([python, "-c", code], env=environment(), capture_output=True, text=True, check=False)
     return asked.stdout.strip() or None
 
 
 def environment() -> dict[str, str]:
-    """This process's variables without those that would bring other packages or pytest options in."""
+    """Return this process's variables, without those that would add other packages or options of pytest."""
     kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTEST_ADDOPTS")}
     return {"OMP_NUM_THREADS": "1", **kept}
 
 
 def run_group(python: Path, arguments: Sequence[str], folder: Path, workers: str, keyword: str) -> GroupRun:
-    """Run one group of tests with one Python; its record and its report go to ``folder``."""
+    """Run one group of tests with one Python, and return its outcome; the record and report go to ``folder``."""
     results = folder / f"{Path(arguments[0]).stem}.xml"
     results.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", *arguments, "-q", "-p", "no:cacheprovider", "-n", workers]
@@ -132,7 +132,7 @@ def run_group(python: Path, arguments: Sequence[str], folder: Path, workers: str
 
 
 def read_results(results: Path) -> GroupRun:
-    """Counts and reasons from a JUnit file of pytest."""
+    """Return the outcome that a JUnit file of pytest describes."""
     passed, failed, skipped = 0, [], Counter[str]()
     for case in ET.parse(results).iter("testcase"):
         outcome = next(
@@ -149,7 +149,7 @@ def read_results(results: Path) -> GroupRun:
 
 
 def first_line(text: str) -> str:
-    """The first line, short enough for a table, without the folder that this checkout lies in."""
+    """Return the first line, short enough for a table, without the path of this checkout."""
     line = text.strip().partition("\n")[0].replace(f"{ROOT}{os.sep}", "")
     return line if len(line) <= _LONGEST_MESSAGE else f"{line[:_LONGEST_MESSAGE]} ..."
 
@@ -158,7 +158,7 @@ Runs = dict[str, dict[str, GroupRun]]
 
 
 def draw(runs: Runs) -> str:
-    """The report, markdown: ``runs`` by version, then by group."""
+    """Return the report in markdown; ``runs`` are by version, then by group."""
     rows = [[version, *(groups.get(group, "-") for group in GROUPS)] for version, groups in runs.items()]
     machine = f"Python {platform.python_version()}, torch {metadata.version('torch')}, {platform.system()}"
     return (
@@ -176,12 +176,12 @@ def draw(runs: Runs) -> str:
 
 
 def section(title: str, rows: Sequence[Sequence[object]], headers: Sequence[str]) -> list[str]:
-    """A heading and its table; a table without rows says so in a word."""
+    """Return a heading and its table, or ``None.`` in place of a table without rows."""
     return [f"## {title}", markdown_table(rows, headers) if rows else "None."]
 
 
 def skips(runs: Runs) -> list[list[object]]:
-    """Reasons, each with the number of tests that it kept from running on each version."""
+    """Return the reasons why tests were skipped, each with the number of these tests on each version."""
     counts = {version: Counter[str]() for version in runs}
     for version, groups in runs.items():
         for group in groups.values():

@@ -1,10 +1,10 @@
 """Torture runs, records and readers, and write the figures to reports/torture.md (``make torture``).
 
-The sizes are options; ``make torture FULL=1`` takes 200 kills, 100,000 damaged files and 10,000 results, an hour or
-more on two cores. Everything is drawn from seeds, so that what went wrong can be looked at again.
+The sizes are options. ``make torture FULL=1`` uses 200 kills, 100,000 damaged files and 10,000 results, and takes an
+hour or more on two cores. Everything is drawn from seeds, so that a failure can be reproduced.
 """
 
-# ruff: noqa: E402 - the tests' helpers are found once their folders are known
+# ruff: noqa: E402 - the tests' helpers can only be imported once their folders are on the path
 from __future__ import annotations
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "torture")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["PARITY_DIAGNOSIS_SECONDS"] = "0"  # what is found depends on no clock
+os.environ["PARITY_DIAGNOSIS_SECONDS"] = "0"  # so that findings do not depend on the clock
 
 import kills
 import mishaps
@@ -37,10 +37,10 @@ def _of_kills(count: int, real: int, seed: int, folder: Path) -> Iterator[str]:
     """Yield the section on killed runs.
 
     Args:
-        count: how many runs, on stand-ins for the comparison.
-        real: how many more that compare with TE.
-        seed: the first run's.
-        folder: for their files.
+        count: the number of runs that use stand-ins for the comparison.
+        real: the number of further runs, which compare with TE.
+        seed: the first run's seed.
+        folder: where the runs write their files.
     """
     yield "## Killed runs"
     tally = kills.Tally()
@@ -78,7 +78,7 @@ def _of_readers(inputs: int, seed: int) -> Iterator[str]:
 
 
 def _of_mishaps(folder: Path) -> Iterator[str]:
-    """Yield the section on cases that misbehave."""
+    """Yield the section on misbehaving cases."""
     yield "## Misbehaving cases"
     yield "Each stands between two sound pairs; without workers, a run may end with it."
     rows, wrong = [], []
@@ -118,7 +118,7 @@ def _wrong(sentences: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """Return 1 if something went wrong."""
+    """Run the parts, write the report, and return 1 if something went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--real-kills", type=int, default=2)

@@ -1,11 +1,12 @@
-"""Tries parity on each Python that it supports, and with the oldest dependencies; writes reports/versions.md.
+"""Try parity on each Python that it supports, also with the oldest dependencies, and write reports/versions.md.
 
     python scripts/versions.py [--pythons VERSION ...] [--without-torch VERSION ...]
 
 Each Python gets an environment with the newest dependencies that it can have, and one with the oldest that
-pyproject.toml admits. The wheel is installed there and tried as ``scripts/check_package.py`` does, and the built-in
-cases are compared. Where PyTorch cannot be had (on some machines, pip finds only builds for CUDA, of several GB),
-``--without-torch 3.13`` leaves it out and tries what needs none; the report says so. Exit code 1 if something fails.
+pyproject.toml allows. The wheel is installed there and tried out as in ``scripts/check_package.py``, and the built-in
+cases are compared. If PyTorch cannot be installed (on some machines, pip finds only builds for CUDA, of several GB),
+``--without-torch 3.13`` leaves it out for Python 3.13 and tries only what works without it; the report says so. The
+exit code is 1 if something fails.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from parity.report.numbers import markdown_table
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 KINDS = ("newest", "oldest")
-# What a machine has by itself, as CI pins it. TransformerEngine's versions are tried by `make te-matrix`.
+# Pinned to CI's versions, since a machine may have its own. `make te-matrix` tries versions of TransformerEngine.
 PINNED = ("torch", "transformer-engine")
 CASES = ("cases", "-q", "-p", "no:cacheprovider", "--parity-backend=cpu", "--parity-seeds=1")
 
-# Imports every module of parity; prints how many there are, how many need torch or what an extra brings, and what else
-# fails.
+# A program that imports every module of parity. It prints how many there are, how many need torch or a package of an
+# extra, and what fails for other reasons.
 IMPORTS = """
 import importlib, pkgutil, parity
 
@@ -56,7 +57,7 @@ print(len(names), absent, *wrong, sep="\\n")
 
 @dataclass(frozen=True)
 class Tried:
-    """Hold what came of one environment; a step that was not taken is empty."""
+    """The outcome of each step in one environment; empty if the step was not taken."""
 
     python: str
     dependencies: str
@@ -67,7 +68,7 @@ class Tried:
 
 
 def requirements(wheel: Path) -> list[Requirement]:
-    """Return what the wheel depends on, without its extras."""
+    """Return the wheel's dependencies, without those of its extras."""
     archive = ZipFile(wheel)
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     declared = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
@@ -75,13 +76,13 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 def pins() -> list[str]:
-    """Return the lines of CI's constraints that say which PyTorch and TransformerEngine it has."""
+    """Return the lines of CI's constraints that pin PyTorch and TransformerEngine."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.partition("==")[0] in PINNED]
 
 
 def oldest(needed: Sequence[Requirement], python: str) -> list[str]:
-    """Return pip's constraints for the lowest versions that the requirements admit and a Python has wheels for.
+    """Return pip's constraints for the lowest versions that the requirements allow and for which a Python has wheels.
 
     Raises:
         Wrong: if a requirement has no lower bound, or no versions fit.
@@ -106,7 +107,7 @@ def interpreter(version: str) -> Path:
 
 
 def attempt(version: str, kind: str, wheel: Path, folder: Path, with_torch: bool) -> Tried:
-    """Make one environment, and try there what it allows."""
+    """Make one environment, try out there what it allows, and return the outcome."""
     needed = [one for one in requirements(wheel) if with_torch or one.name != "torch"]
     try:
         check_package.run([interpreter(version), "-m", "venv", folder])
@@ -129,7 +130,7 @@ def attempt(version: str, kind: str, wheel: Path, folder: Path, with_torch: bool
 
 
 def without_torch(python: Path, empty: Path) -> str:
-    """Compile all modules, import those that need no torch, and ask for help; say how many these are."""
+    """Compile all modules, import those that work without torch, run ``--help``, and return how many modules worked."""
     parity = python.with_name("parity")
     check_package.expect("--resume", check_package.run([parity, "run", "--help"], empty))
     place = check_package.run([python, "-c", "import parity; print(parity.__path__[0])"], empty).strip()
