@@ -13,7 +13,7 @@ parity-ranks: $(VENV)/ready  ## compare TE's modules over ranks and write report
 test: $(VENV)/ready  ## the harness's own tests, and every case
 	$(VENV)/bin/python -m pytest -n auto
 
-package: $(VENV)/ready  ## builds sdist and wheel and tries the wheel; with FRESH=1 in an empty environment, minutes
+package: $(VENV)/ready  ## builds sdist and wheel, and tries the wheel; with FRESH=1 in an empty environment, which takes minutes
 	$(VENV)/bin/python scripts/check_package.py $(if $(FRESH),--fresh --constraints constraints.txt)
 
 versions: $(VENV)/ready  ## tries each Python with its newest and its oldest dependencies; WITHOUT_TORCH="3.12 3.13"; writes reports/versions.md
@@ -25,10 +25,10 @@ te-matrix: $(VENV)/ready  ## the CPU kernels' tests on several versions of Trans
 nvidia-tests: $(VENV)/ready  ## NVIDIA's own tests of the checkout TE_TESTS on the CPU kernels: SAMPLE=500 of them, or FULL=1; writes reports/nvidia_tests.md
 	$(VENV)/bin/parity lab nvidia-tests --sample $(if $(FULL),0,$(or $(SAMPLE),500))
 
-mutants: $(VENV)/ready  ## forgets each title of the findings in turn; fails if no test misses one
+mutants: $(VENV)/ready  ## removes each title of findings in turn, and fails if no test notices
 	$(VENV)/bin/python scripts/mutants.py
 
-torture: $(VENV)/ready  ## kills runs, damages files, misbehaves; minutes, or hours with FULL=1; writes reports/torture.md
+torture: $(VENV)/ready  ## kills runs, damages files and compares cases that misbehave; takes minutes, or hours with FULL=1; writes reports/torture.md
 	$(VENV)/bin/python scripts/torture.py $(if $(FULL),--kills 180 --real-kills 20 --inputs 100000 --results 10000)
 
 lint: $(VENV)/ready
