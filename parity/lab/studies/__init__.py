@@ -1,15 +1,14 @@
-"""Numerical experiments: one module a study, one command (``parity study NAME``), one report in ``reports/studies``.
+"""Numerical experiments. Each study is a module that ``parity study NAME`` runs, with a report in ``reports/studies``.
 
-A study is a module that ``catalogue.STUDIES`` names; it has
+A study is a module that ``catalogue.STUDIES`` lists. It has
 
 * ``Settings``, a frozen dataclass whose fields are the study's options;
-* ``FULL`` and ``QUICK``, the settings of a whole run and of one that takes less than a minute;
-* ``RECORD``, the name of its record in a folder, if it keeps one (``record``);
-* ``measured(settings, folder)``, which measures what ``folder`` has no record of yet and returns what the report says.
+* ``FULL`` and ``QUICK``, the settings of a full run and of a run that takes less than a minute;
+* ``RECORD``, the file name of its record, if it keeps one (see ``parity.lab.record``);
+* ``measured(settings, folder)``, which measures what is missing from the record in ``folder`` and returns the results.
 
-``write``, which is given that, writes the report into the folder. It stands at the end of the study's module, or, where
-the two are long, in a module of its own whose name ends in ``_report``. Nothing that measures needs it, so that a
-record names the code that computed it and no other. ``rows/`` has the wrong ports and the right ones that ``names``,
-``trainings`` and ``ranks`` judge. ``settings``, ``stepwise``, ``te_modules`` and ``training`` are what studies share,
-and ``reporting`` what their reports do.
+``write`` takes these results and writes the report into the folder. It is at the end of the study's module or, in long
+studies, in a separate module whose name ends in ``_report``. The code that measures never imports it, so that a record
+names only the code that computed it. ``rows/`` has the wrong and right ports that ``names``, ``trainings`` and
+``ranks`` judge. Studies share ``settings``, ``stepwise``, ``te_modules`` and ``training``; reports share ``reporting``.
 """

@@ -1,4 +1,4 @@
-"""List the studies, load and run them, and read their options as a person writes them."""
+"""List, load and run the studies, and parse the options of the command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(name: str) -> ModuleType:
     """Return a study's module.
 
     Raises:
-        UserError: if there is no such study, or a library that studies need is not installed.
+        UserError: if there is no such study, or a library that studies need is missing.
     """
     if name not in STUDIES:
         raise UserError(f"there is no study {name!r}; there are {', '.join(STUDIES)}")
@@ -47,18 +47,18 @@ def load(name: str) -> ModuleType:
 
 
 def run(name: str, settings: Any, folder: Path) -> Path:
-    """Measure what a folder's record of a study lacks, then draw the study's report there, with its plots.
+    """Measure what is missing from a study's record, then write its report and plots into the folder.
 
     Args:
-        name: of ``STUDIES``.
+        name: a name in ``STUDIES``.
         settings: the study's ``Settings``.
-        folder: exists.
+        folder: an existing folder.
 
     Returns:
         The report's path.
 
     Raises:
-        UserError: if there is no such study, a library is missing, or the settings do not fit each other.
+        UserError: if there is no such study, a library is missing, or the settings contradict each other.
     """
     study = load(name)
     measured = study.measured(settings, folder)
@@ -68,16 +68,17 @@ def run(name: str, settings: Any, folder: Path) -> Path:
 
 
 def with_options(settings: Any, options: Sequence[str]) -> Any:
-    """Change a study's settings by options such as ``steps=20`` or ``models=gpt,llama``, parsed as the default is.
+    """Return settings changed by options such as ``steps=20`` or ``models=gpt,llama``.
 
-    Numbers whose defaults are all positive, sizes and counts, must be so; of others, none below 0 unless a default is.
+    A value is parsed as the type of its default. It must be positive if the default is (sizes and counts), and may be
+    negative only if the default is negative or contains a negative number.
 
     Args:
         settings: a dataclass instance whose fields are numbers, strings, tuples of either, or yes and no.
-        options: ``field=value``; the elements of a tuple are separated by commas, and count once.
+        options: ``field=value``; a tuple's elements are separated by commas, and duplicates are dropped.
 
     Raises:
-        UserError: for a field that is not there, or a value that is not of its type or range.
+        UserError: if a field does not exist, or a value has the wrong type or range.
     """
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     chosen: dict[str, Any] = {}

@@ -1,9 +1,9 @@
 """Expected margin of error: how far a faithful port is from FP64, by TE module, precision, width, length and depth.
 
-TransformerEngine issue 407 asks which differences are normal. Here each module is measured (TE on its kernels) and
-predicted (``parity.rounding``, which knows nothing of TE) over its hidden size, its sequence length and the number of
-modules in a row; a power law in the three is fitted; and the error is taken apart by making each kind of rounding
-alone.
+TransformerEngine issue 407 asks which differences are normal. The study measures the error of each module on TE's
+kernels, and predicts it with ``parity.rounding``, which knows nothing of TE. It varies the hidden size, the sequence
+length and the number of modules in a row, and fits a power law in the three. To break the error down, it applies each
+kind of rounding alone.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from parity.passes.prepare import build, prepare, rounded_inputs, share_rounded_
 from parity.te import PRECISIONS, Kernels
 from parity.user_error import UserError
 
-# Issue 407 drawn again: the reporter's figures are one draw each, of which distribution?
+# Issue 407 repeated with many seeds: from which distribution are the reporter's two figures, each a single draw?
 #
 # The reporter compares a SwiGLU MLP with ``LayerNormMLP`` (hidden 512, ffn 1536, weights N(0, 0.023), input ``rand(2,
 # 1024, 512)``) by the sum of all outputs, and ``Linear(100, 5)`` with TE's by ``torch.allclose``.
 
 
 FIGURE, AFTER_REPAIR = -0.1887, -140.2
-# Features and input of linear layers: the reporter's, and the MLP's first.
+# Features and input shape of two linear layers: the reporter's, and the first of the MLP.
 LINEARS = {
     "Linear(100, 5) of rand(100)": ((100, 5), (100,)),
     "Linear(512, 1536) of rand(2, 1024, 512)": ((512, 1536), (2, 1024, 512)),
@@ -55,9 +55,9 @@ class Drawn:
     """One draw of weights and input, in FP32.
 
     Attributes:
-        faithful: TE's sum of all outputs less FP64's, with the gate over up in ``fc1_weight``, as TE wants it.
-        swapped: the same with up over the gate.
-        allclose: whether TE's linear layer is ``torch.allclose`` to PyTorch's FP32 one, by ``LINEARS``.
+        faithful: TE's sum of all outputs minus FP64's, with gate above up in ``fc1_weight``, as TE expects.
+        swapped: the same difference with up above gate.
+        allclose: by name in ``LINEARS``, whether TE's layer is ``torch.allclose`` to PyTorch's FP32 layer.
     """
 
     faithful: float
@@ -66,7 +66,7 @@ class Drawn:
 
 
 def draw(seed: int, kernels: Kernels) -> Drawn:
-    """Run the reporter's modules on weights and inputs of this seed."""
+    """Run the reporter's modules on weights and inputs drawn with this seed."""
     pair = build(mlp.issue_407, _ISSUE_407_SIZE, seed, kernels)
     pair.reference.double()
     shared = share_rounded_weights(pair, torch.float32)
@@ -83,7 +83,7 @@ def draw(seed: int, kernels: Kernels) -> Drawn:
 
 
 def _allclose(features: tuple[int, int], shape: tuple[int, ...], seed: int, kernels: Kernels) -> bool:
-    """Compare two linear layers with one weight, drawn as PyTorch draws its initial ones."""
+    """Compare PyTorch's and TE's linear layer with the same weight, drawn as PyTorch initialises it."""
     rng, bound = Rng(seed, "linear"), features[0] ** -0.5
     x = rng.uniform(*shape).to(kernels.device)
     weight = rng.uniform(features[1], features[0], low=-bound, high=bound).to(kernels.device)
@@ -94,23 +94,23 @@ def _allclose(features: tuple[int, int], shape: tuple[int, ...], seed: int, kern
 
 
 def identity_of_draw(seed: int, kernels: Kernels) -> dict[str, Any]:
-    """Return all that a draw depends on."""
+    """Return everything that a draw depends on."""
     start = record.fingerprint([Rng(seed).normal(16)])
     return {"issue": 407, "seed": seed, "start": start, "kernels": kernels.backend, "te": te.version()}
 
 
-# Modules over their sizes, and their error taken apart.
+# The modules at several sizes, and the parts of their error.
 
 
 RECORD = "expected_error.jsonl"
 KINDS = ("output", "input gradient", "weight gradient")
 ISSUE_407 = "issue_407"
 ISSUE_407_SHAPE = Shape(hidden=512, seq=1024)
-# How a run computes: TE; TE with a Hopper's short sums; the rounding model with all its roundings, with those
-# of one part alone, and with none, which leaves the sums in FP32.
+# How a run computes: TE; TE with a Hopper's short sums; the rounding model with all its roundings, with those of one
+# part only, or with none, so that only the FP32 sums round.
 TE, SHORT_SUMS, MODEL, SUMS = "te", "te, short sums", "model", "sums"
 ALONE = (*sorted(PARTS), SUMS)
-NOTHING_LEFT = 0.5  # a relative error from which on there is nothing left to grow: that of two unrelated values is 1.4
+NOTHING_LEFT = 0.5  # a relative error above which growth cannot be fitted: two unrelated values differ by only 1.4
 PER_TENSOR = ("fp8_delayed", "fp8_current")
 
 
@@ -121,12 +121,12 @@ class Settings:
     Attributes:
         modules: names of ``te_modules.MODULES``.
         precisions: names of ``parity.te.PRECISIONS``.
-        hidden, seq, depth: the sizes that the others are measured by.
-        hiddens, seqs, depths: that each of them takes in its turn.
-        held_out_hidden, held_out_seq, held_out_depth: sizes that the law is to predict and was not fitted to.
-        parts: whether the error is also taken apart.
-        seeds: how many, from 0, at the sizes that others are measured by; elsewhere seed 0 alone.
-        issue_seeds: draws of issue 407's weights and input, whose sums of outputs are placed among each other.
+        hidden, seq, depth: the base sizes; a sweep varies one of them.
+        hiddens, seqs, depths: the values that each size takes in its sweep.
+        held_out_hidden, held_out_seq, held_out_depth: sizes that the law must predict without being fitted to them.
+        parts: whether to measure each kind of rounding alone as well.
+        seeds: how many seeds to run at the base sizes, starting at 0; other sizes use seed 0 only.
+        issue_seeds: how many draws of issue 407's weights and input to make.
     """
 
     modules: tuple[str, ...] = tuple(MODULES)
@@ -166,11 +166,11 @@ class Run:
     """One module computed in one way.
 
     Attributes:
-        module: name of ``te_modules.MODULES``, or ``ISSUE_407``.
-        shape: of the module.
-        precision: name.
+        module: a name in ``te_modules.MODULES``, or ``ISSUE_407``.
+        shape: the module's shape.
+        precision: a name in ``PRECISIONS``.
         way: ``TE``, ``SHORT_SUMS``, ``MODEL`` or one of ``ALONE``.
-        seed: of weights, inputs and output gradients.
+        seed: the seed of weights, inputs and output gradients.
     """
 
     module: str
@@ -185,9 +185,9 @@ class Measured:
     """The error of a run.
 
     Attributes:
-        relative_l2: by kind of tensor, all tensors of a kind taken together; without the kinds that a module lacks.
-        max_abs: the largest error of an output.
-        gpu: that TE ran on or was emulated; empty for the rounding model.
+        relative_l2: by kind of tensor, pooled over all tensors of the kind; kinds that the module lacks are missing.
+        max_abs: the largest absolute error of an output.
+        gpu: the real or emulated GPU that TE ran on; empty for the rounding model.
     """
 
     relative_l2: Mapping[str, float]
@@ -201,13 +201,13 @@ Results = Mapping[Run, Measured]
 def measured(
     settings: Settings, folder: Path
 ) -> tuple[Results, Sequence[Drawn], Mapping[str, str | None], Settings, Kernels]:
-    """Measure what the folder's record lacks.
+    """Measure what is missing from the folder's record.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a module or precision that there is not, and for sizes that a module cannot have.
+        UserError: if a module or precision is unknown, or a module cannot have one of the sizes.
     """
     check(settings)
     kernels = te.kernels()
@@ -218,7 +218,7 @@ def measured(
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
-    """Make the runs that the folder's record lacks, and return all."""
+    """Run what is missing from the folder's record, and return all results."""
     campaign: Campaign[Run, Measured] = Campaign(
         folder / RECORD, Measured, functools.partial(identity, kernels=kernels), record.code_of(__name__)
     )
@@ -226,7 +226,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
 
 
 def draws(settings: Settings, folder: Path, kernels: Kernels) -> list[Drawn]:
-    """Draw issue 407 as often as the folder's record lacks, and return all draws."""
+    """Make the draws of issue 407 that are missing from the folder's record, and return all draws."""
     campaign: Campaign[int, Drawn] = Campaign(
         folder / RECORD, Drawn, functools.partial(identity_of_draw, kernels=kernels), record.code_of(__name__)
     )
@@ -235,7 +235,7 @@ def draws(settings: Settings, folder: Path, kernels: Kernels) -> list[Drawn]:
 
 
 def runs(settings: Settings, kernels: Kernels) -> Iterator[Run]:
-    """Yield all runs, those next to each other that share a golden value."""
+    """Yield all runs. Runs that share a golden value follow each other."""
     for name in settings.modules:
         for shape in (*sweep(name, settings), held_out(name, settings)):
             is_base = shape == base(settings)
@@ -253,12 +253,12 @@ def runs(settings: Settings, kernels: Kernels) -> Iterator[Run]:
 
 
 def base(settings: Settings) -> Shape:
-    """Return the shape that others are measured by."""
+    """Return the base shape, from which each sweep varies one size."""
     return Shape(settings.hidden, settings.seq, settings.depth)
 
 
 def sweep(name: str, settings: Settings) -> list[Shape]:
-    """Return a module's shapes: one size varies while the others stay; depth only where a module is stackable."""
+    """Return a module's shapes, varying one size at a time. Depth varies only if the module is stackable."""
     middle = base(settings)
     depths = settings.depths if MODULES[name].stackable else ()
     shapes = [
@@ -271,13 +271,13 @@ def sweep(name: str, settings: Settings) -> list[Shape]:
 
 
 def held_out(name: str, settings: Settings) -> Shape:
-    """Return a shape that no law is fitted to."""
+    """Return the shape that tests the law, which is not fitted to it."""
     depth = settings.held_out_depth if MODULES[name].stackable else settings.depth
     return Shape(settings.held_out_hidden, settings.held_out_seq, depth)
 
 
 def measure(entry: Run, kernels: Kernels) -> Measured:
-    """Compute a module in one way, and compare with FP64."""
+    """Compute a module in one way, and compare the result with FP64."""
     precision = PRECISIONS[entry.precision]
     case, checked = placed(entry.module, entry.shape) if entry.module != ISSUE_407 else _ISSUE_407
     prepared = prepare(case, checked, precision.dtype, entry.seed, kernels)
@@ -287,7 +287,7 @@ def measure(entry: Run, kernels: Kernels) -> Measured:
         rounding = dataclasses.replace(precision.rounding, parts=parts)
         return _measured(model_tensors(prepared, rounding, AS_TE), golden)
 
-    torch.manual_seed(entry.seed)  # of stochastic rounding
+    torch.manual_seed(entry.seed)  # for stochastic rounding
     sums = tensor_cores.emulated() if entry.way == SHORT_SUMS else nullcontext()
     with gpu_with(precision, kernels) as gpu, sums:
         tensors, _ = run_candidate(case, checked, prepared, precision, entry.seed, kernels)
@@ -295,10 +295,10 @@ def measure(entry: Run, kernels: Kernels) -> Measured:
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that cannot be run.
+    """Check that the settings can be run.
 
     Raises:
-        UserError: names the field and what it may hold.
+        UserError: naming the field and its allowed values.
     """
     check_names("modules", settings.modules, MODULES)
     check_names("precisions", settings.precisions, PRECISIONS)
@@ -326,7 +326,7 @@ def _measured(tensors: Tensors, golden: Tensors) -> Measured:
 
 
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
-    """Return all that a run's result depends on."""
+    """Return everything that a run's result depends on."""
     named = dataclasses.asdict(entry) | {"start": record.fingerprint([Rng(entry.seed).normal(16)])}
     if entry.way in (TE, SHORT_SUMS):
         return named | {"kernels": kernels.backend, "te": _te_version()}

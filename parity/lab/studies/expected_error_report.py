@@ -55,11 +55,11 @@ from parity.lab.studies.te_modules import MODULES, Shape
 from parity.report.numbers import short
 from parity.te import Kernels
 
-# Means over seeds, and how an error grows.
+# Means over seeds, and the laws of an error's growth.
 
 
 def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str = "output") -> float:
-    """Return the relative error over all seeds, in the mean square; NaN for what was not measured."""
+    """Return the root mean square of the relative error over all seeds; NaN if it was not measured."""
     errors = [
         each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
     ]
@@ -67,7 +67,7 @@ def mean(found: Results, name: str, shape: Shape, precision: str, way: str, kind
 
 
 def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) -> list[Measured]:
-    """Return one kind of run, at each seed."""
+    """Return the measurements of one kind of run, one for each seed."""
     runs_by_seed = (found.get(Run(name, shape, precision, way, seed)) for seed in itertools.count())
     return list(itertools.takewhile(lambda measured: measured is not None, runs_by_seed))  # type: ignore[arg-type]
 
@@ -75,14 +75,14 @@ def seeds_of(found: Results, name: str, shape: Shape, precision: str, way: str) 
 def law(
     found: Results, settings: Settings, name: str, precision: str, way: str = TE, kind: str = "output"
 ) -> Law | None:
-    """Fit how a module's error grows over its sweep below ``NOTHING_LEFT``; None where there is no error."""
+    """Fit the growth of a module's error over its sweep, below ``NOTHING_LEFT``; None if there is no error."""
     points = [(sizes_of(shape), mean(found, name, shape, precision, way, kind)) for shape in sweep(name, settings)]
     growing = [(sizes, error) for sizes, error in points if error < NOTHING_LEFT]
     return fit(growing, sizes_of(base(settings)), perhaps_exponential=["depth"])
 
 
 def sizes_of(shape: Shape) -> Sizes:
-    """Return a shape as a law takes it."""
+    """Return a shape in the form that a law takes."""
     return dataclasses.asdict(shape)
 
 
@@ -96,14 +96,14 @@ PART_TITLES = {
     "attention": "attention",
     SUMS: "FP32 sums",
 }
-# Gradients are rounded in the backward pass alone: they have no part in an output's error.
+# Rounded gradients are left out: they occur only in the backward pass and cannot affect an output.
 PARTS_OF_OUTPUTS = tuple(part for part in PART_TITLES if part in ALONE)
 _AXES = {"hidden": "hidden size", "seq": "sequence length", "depth": "modules in a row"}
 _MARKERS = "osv^D<>pP*X"
 
 
 def growth(found: Results, settings: Settings) -> Figure:
-    """Draw the output's error over each size: TE's as markers, the law as lines; a column a precision."""
+    """Draw the output's error over each size, with a column for each precision. Markers are TE, lines are the law."""
     columns = settings.precisions
     figure = Figure(figsize=(2.7 * len(columns), 8.4), layout="constrained")
     axes = figure.subplots(len(_AXES), len(columns), squeeze=False, sharex="row", sharey="col")
@@ -123,7 +123,7 @@ def growth(found: Results, settings: Settings) -> Figure:
 
 
 def parts(found: Results, settings: Settings) -> Figure:
-    """Draw what each rounding alone costs the output, as a share of the sum of squares; a column a precision."""
+    """Draw each rounding's share of the output's squared error, with a column for each precision."""
     columns = settings.precisions
     names = settings.modules
     figure = Figure(figsize=(2.1 * len(columns) + 3, 0.36 * len(names) + 1.8), layout="constrained")
@@ -144,10 +144,10 @@ def parts(found: Results, settings: Settings) -> Figure:
 
 
 def shares_of(found: Results, settings: Settings, name: str, precision: str) -> Sequence[float]:
-    """Return the squared error of each of ``PARTS_OF_OUTPUTS`` alone, over their sum."""
+    """Return the share of each of ``PARTS_OF_OUTPUTS`` in the sum of their squared errors."""
     squares = [mean(found, name, base(settings), precision, part) ** 2 for part in PARTS_OF_OUTPUTS]
     sums = squares[PARTS_OF_OUTPUTS.index(SUMS)]
-    # A rounding alone is measured on top of FP32 sums.
+    # Each rounding is measured on top of FP32 sums, so their share is subtracted.
     own = [
         square if part == SUMS else max(0.0, square - sums)
         for part, square in zip(PARTS_OF_OUTPUTS, squares, strict=True)
@@ -156,7 +156,7 @@ def shares_of(found: Results, settings: Settings, name: str, precision: str) -> 
 
 
 def explained_share(found: Results, settings: Settings, name: str, precision: str) -> float:
-    """Return the parts' errors, added as if independent, over the error of all roundings together."""
+    """Return the parts' errors, added as if independent, divided by the error of all roundings together."""
     squares = [mean(found, name, base(settings), precision, part) ** 2 for part in PARTS_OF_OUTPUTS]
     sums = squares[PARTS_OF_OUTPUTS.index(SUMS)]
     return ((sum(squares) - (len(squares) - 1) * sums) ** 0.5) / mean(found, name, base(settings), precision, MODEL)
@@ -200,16 +200,16 @@ def _same(shape: object, other: object, size: str) -> bool:
 # The report.
 
 
-# What others say about the errors of TE's modules, next to what the study ``expected_error`` found.
+# Published claims about the errors of TE's modules, next to this study's results.
 
 
-# A figure is of one distribution and not of another if it is so many times likelier there.
+# A figure belongs to one distribution and not to another if it is this many times likelier in the first.
 _CLEARLY = 20.0
-# It is not of a distribution of which a draw lies so far out, or is so small, with less than this chance.
+# It does not belong to a distribution in which a draw is as far out, or as small, with less than this probability.
 _HARDLY_EVER = 0.01
 _AS_THEORY = 1.15
 
-# Significand bits, with the leading one, of both operands or of the result: whichever rounding is the coarser.
+# Significand bits, including the leading one, of the coarser rounding: that of both operands, or that of the result.
 _OPERAND_BITS = {"fp32": 11, "fp8_delayed": 4, "fp8_current": 4, "fp8_block": 4, "mxfp8": 4}
 _RESULT_BITS = {"bf16": 8, "fp16": 11}
 # atol of tests/pytorch/test_numerics.py, TE 2.20.
@@ -220,7 +220,7 @@ _TE_TOLERANCES = (
 
 
 def claims(found: Results, drawn: Sequence[Drawn], settings: Settings) -> Iterator[Claim]:
-    """Yield the claims that the settings have measured."""
+    """Yield the claims that these settings can test."""
     if "fp32" in settings.precisions:
         yield from _issue_407(drawn)
     if "linear" in settings.modules:
@@ -260,11 +260,11 @@ def _issue_407(drawn: Sequence[Drawn]) -> Iterator[Claim]:
 
 
 def explained(figure: float, by: Sequence[float], other: Sequence[float]) -> str:
-    """Say whether a figure is from the one distribution, and not from the other, of which these are draws.
+    """Say whether a figure comes from the distribution of ``by`` and not from that of ``other``, given draws of both.
 
     Returns:
-        Yes where it is ``_CLEARLY`` times likelier from the one; no where that is so of the other, or where the one
-        hardly ever reaches it or is as small; else that the draws cannot tell.
+        Yes if it is ``_CLEARLY`` times likelier under ``by``. No if it is as much likelier under ``other``, or if a
+        draw of ``by`` is hardly ever as far out or as small. Otherwise, that the draws cannot tell.
     """
     if min(len(by), len(other)) < 2:
         return CANNOT_TELL
@@ -297,7 +297,7 @@ def _as_near_as_the_repair(draws: Sequence[float]) -> str:
 
 
 def _quantization_noise(found: Results, settings: Settings) -> Iterator[Claim]:
-    """Test that quantization noise with p significand bits is 0.180 * 2^-2p of the signal's power."""
+    """Test that the noise of rounding to p significand bits has 0.180 * 2^-2p of the signal's power."""
     for precision in settings.precisions:
         roundings, bits = (
             (2, _OPERAND_BITS[precision]) if precision in _OPERAND_BITS else (1, _RESULT_BITS.get(precision))
@@ -408,15 +408,15 @@ def write(
     kernels: Kernels,
     folder: Path,
 ) -> Path:
-    """Write ``expected_error.md`` and its plots into the folder; returns the report's path.
+    """Write ``expected_error.md`` and its plots into the folder, and return the report's path.
 
     Args:
-        found: every run of the settings.
-        drawn: issue 407's sums.
+        found: the results of all runs.
+        drawn: the draws of issue 407.
         missing: precisions that no GPU here runs, each with the reason.
-        settings: of the study, without those precisions.
-        kernels: that TE ran on.
-        folder: exists.
+        settings: the study's settings, without those precisions.
+        kernels: the kernels that TE ran on.
+        folder: an existing folder.
     """
     growth(found, settings).savefig(folder / GROWTH_PICTURE, dpi=80)
     if settings.parts:
@@ -483,7 +483,7 @@ def _gpus(found: Results, settings: Settings) -> str:
 
 
 def _spread_table(found: Results, settings: Settings) -> str:
-    """Return the largest factor between two seeds' output errors at the base size, less 1."""
+    """Return the largest relative difference between two seeds' output errors at the base size, in percent."""
     factors = []
     for name in settings.modules:
         for precision in settings.precisions:
@@ -495,7 +495,7 @@ def _spread_table(found: Results, settings: Settings) -> str:
 
 
 def _example(found: Results, settings: Settings) -> str:
-    """Return the law at the shape that it was not fitted to, beside what was measured there."""
+    """Return a sentence that compares the law with the measurement at the held-out shape."""
     name, precision = settings.modules[-1], settings.precisions[min(4, len(settings.precisions) - 1)]
     fitted, shape = law(found, settings, name, precision), held_out(name, settings)
     if fitted is None:
@@ -518,7 +518,7 @@ def _lookup(found: Results, settings: Settings, way: str, kind: str) -> str:
 
 
 def _cell(found: Results, name: str, shape: Shape, precision: str, way: str, kind: str) -> str:
-    """Return the error over seeds, with the digits that they share."""
+    """Return the mean error over seeds, written with the digits that seeds reproduce."""
     errors = [
         each.relative_l2[kind] for each in seeds_of(found, name, shape, precision, way) if kind in each.relative_l2
     ]
@@ -584,7 +584,7 @@ def _growth_text(found: Results, settings: Settings) -> str:
 
 
 def _amplified(fits: Mapping[tuple[str, str], Law]) -> Iterator[str]:
-    """Yield the modules whose error grows by a factor with each further one."""
+    """Yield a line for each module whose error grows by a constant factor with depth."""
     for module in dict.fromkeys(name for (name, _), fitted in fits.items() if fitted.rates):
         rates = [fitted.rates["depth"] for (name, _), fitted in fits.items() if name == module and fitted.rates]
         yield (

@@ -1,8 +1,8 @@
-"""Measure how far the mistakes of the study ``names`` that are not detected stand out from rounding, to any filter.
+"""Measure whether any linear filter could detect the mistakes of the study ``names`` that parity misses.
 
-A matched filter weighs a tensor's error by what a mistake would change. Without knowing which roundings a port shares
-with the model, its noise is what errors have along that change when each rounding is drawn anew. The signal over this
-noise tells whether there is anything to detect.
+A matched filter projects a tensor's error onto the change that a mistake would make. Nobody knows which roundings a
+port shares with the model, so the filter's noise is the size of that projection when each rounding is drawn anew. The
+signal to noise ratio tells whether there is anything to detect.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from parity.result import PROBED
 from parity.te import PRECISIONS
 
 RECORD = "filters.jsonl"
-# The port's own steps compute in FP32, which leaves this share of golden; a change below it is none.
+# The port's own steps compute in FP32. A change below this share of golden is their rounding, not an effect.
 _IN_FP32 = 1e-6
-# The share with which an estimate from few runs counts: of an element's own error beside its tensor's average, and of
-# the correlation of two tensors' errors beside none.
+# The weight of an estimate from few runs: of an element's own error against the tensor's average, and of the measured
+# correlation of two tensors' errors against no correlation.
 _TRUSTED = 0.8
 
 
@@ -50,10 +50,10 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        precisions: at which every wrong port is judged.
-        seed: of weights and inputs.
-        runs: of the rounding model, whose roundings are drawn.
-        rows: names of ``ROWS``; empty for all.
+        precisions: the precisions at which every wrong port is judged.
+        seed: the seed of weights and inputs.
+        runs: how many runs of the rounding model to make, each with its roundings drawn anew.
+        rows: names in ``ROWS``; empty for all.
     """
 
     precisions: tuple[str, ...] = ("bf16", "fp8_current")
@@ -71,9 +71,9 @@ class Wrong:
     """A wrong port at a precision.
 
     Attributes:
-        row: a name of ``ROWS``.
-        precision: of ``PRECISIONS``.
-        seed: of weights and inputs.
+        row: a name in ``ROWS``.
+        precision: a name in ``PRECISIONS``.
+        seed: the seed of weights and inputs.
         runs: as in ``Settings``.
     """
 
@@ -85,15 +85,15 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Seen:
-    """Hold what filters could see of it.
+    """Hold how visible a wrong port's mistake is to filters.
 
     Attributes:
-        status: parity's verdict; nothing else is measured unless the port passed.
-        margin: parity's.
-        best: the tensor in which most is to be seen; empty if none changes.
-        norm_ratio: the norm of the mistake's change over that of rounding, there.
-        ratio: the signal to noise ratio of the matched filter there.
-        joined: that of all elements of all tensors together, weighted by what the runs say of their errors.
+        status: parity's verdict; the rest is measured only if the port passed.
+        margin: parity's margin.
+        best: the tensor in which the mistake is most visible; empty if no tensor changes.
+        norm_ratio: the norm of the mistake's change over the norm of rounding, in that tensor.
+        ratio: the signal to noise ratio of the matched filter in that tensor.
+        joined: the ratio of all elements of all tensors together, weighted by their errors in the runs.
     """
 
     status: str
@@ -105,13 +105,13 @@ class Seen:
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Wrong, Seen], Settings]:
-    """Measure what the folder's record lacks, in this process.
+    """Measure what is missing from the folder's record, in this process.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a precision that there is not.
+        UserError: if a precision is unknown.
     """
     check_names("precisions", settings.precisions, PRECISIONS)
     rows = [name for name in settings.rows if name] or list(ROWS)
@@ -126,7 +126,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Wrong, Seen], Se
 
 
 def seen(one: Wrong) -> Seen:
-    """Judge a wrong port and, if it passes, measure what there was to see."""
+    """Judge a wrong port and, if it passes, measure how visible its mistake is."""
     row = ROWS[one.row]
     said = said_of(Judgement(one.row, row.host, one.precision, one.seed, searched=False))
     if said.status != "passed":
@@ -143,7 +143,7 @@ def seen(one: Wrong) -> Seen:
     if not told:
         return Seen(said.status, said.margin)
     errors = {key: torch.stack([run[key].double() - golden[key] for run in drawn]) for key in told}
-    # How much of each tensor's change the error of each run contains: 0 on average, and 1 more under the mistake.
+    # The projection of each run's error onto each tensor's change: 0 on average, and larger by 1 with the mistake.
     contained = torch.stack(
         [(errors[key] * changes[key]).flatten(1).sum(1) / changes[key].square().sum() for key in told], dim=1
     )
@@ -163,15 +163,16 @@ def seen(one: Wrong) -> Seen:
 
 
 def _joined(errors: Tensors, changes: Tensors, some: slice, others: slice) -> float:
-    """Return the signal to noise ratio of all tensors' filters together in some of the runs.
+    """Return the signal to noise ratio of all tensors' filters combined.
 
-    Each element is weighted by what the other runs say of its error, and each tensor by what they say of its filter.
+    One half of the runs estimates the error of each element and the noise of each tensor's filter, which set the
+    weights. The other half measures the ratio.
 
     Args:
-        errors: of each tensor, the runs first.
-        changes: what the mistake changes of each.
-        some: the runs by which is weighted.
-        others: those in which the ratio is measured.
+        errors: the errors of each tensor, with runs as the first dimension.
+        changes: the mistake's change of each tensor.
+        some: the runs that set the weights.
+        others: the runs that measure the ratio.
     """
     filters = []
     for key, error in errors.items():
@@ -186,7 +187,7 @@ def _joined(errors: Tensors, changes: Tensors, some: slice, others: slice) -> fl
     return float(weights.sum() / (contained[others] @ weights).square().mean().sqrt())
 
 
-# The change: the port's own code in FP64 with plain PyTorch in TE's place, with the mistake and without.
+# The mistake's change: the port's own code in FP64, with plain PyTorch in place of TE, with and without the mistake.
 
 
 class _Attention(nn.Module):
@@ -197,7 +198,7 @@ class _Attention(nn.Module):
         self.repeats, self.given = heads // given["num_gqa_groups"], given
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Take ``[batch, seq, heads, head_dim]``, and return the heads side by side."""
+        """Attend with ``[batch, seq, heads, head_dim]`` inputs, and return ``[batch, seq, heads * head_dim]``."""
         key, value = (x.repeat_interleave(self.repeats, dim=2) for x in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * self.given["softmax_scale"]
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
@@ -238,10 +239,10 @@ def _in_fp64(host: str, mistake: ports.Mistake | None, prepared: Prepared) -> Te
     return tensors
 
 
-# The report: which mistakes nobody could detect at these sizes.
+# The report: which mistakes no filter could detect at these sizes.
 
 
-# The least limit of a signed statistic, whose deviation is known exactly.
+# The lowest possible limit: that of a signed statistic whose standard deviation is known exactly.
 LIMIT = -float(special.ndtri(FALSE_ALARMS_A_RUN / STATISTICS_A_RUN / 2))
 
 

@@ -1,6 +1,6 @@
-"""Is flash attention stable? How far baseline and flash attention deviate from FP64, and which rounding does it.
+"""Measure how far baseline and flash attention deviate from FP64, and which rounding causes it.
 
-After Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803): both algorithms are re-implemented with a number
+Follows Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803): both algorithms are re-implemented with a number
 format for each intermediate result (``stepwise``) and compared with attention in FP64 on the same inputs.
 """
 
@@ -49,20 +49,20 @@ from parity.lab.studies.te_modules import Backend
 from parity.te import Kernels
 from parity.user_error import UserError
 
-# Queries, keys and values to attend with, exact in a number format, so that only the attention itself deviates.
+# Queries, keys and values. They are exact in a number format, so that only the attention itself deviates.
 
 
-# normal: outputs are means of numbers that cancel, and shrink with the number of keys.
-# uniform: over [0, 1), as torch.rand; outputs stay near 1/2, and so does the accumulator's growth from tile to tile.
+# normal: outputs are means of values that cancel, so they shrink as the number of keys grows.
+# uniform: values in [0, 1), as from torch.rand; outputs stay near 1/2, and the accumulator grows steadily with tiles.
 DISTRIBUTIONS: dict[str, Callable[..., Tensor]] = {"normal": Rng.normal, "uniform": Rng.uniform}
-# Logits over which the staircase of keys climbs; the scores within a tile differ by far less.
+# The height that the staircase of keys climbs, in logits. Scores within a tile differ by much less.
 _STAIRCASE_HEIGHT = 4.0
 _STAIRCASE_STD = 0.1
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold what attention reads.
+    """Hold the inputs of attention.
 
     Attributes:
         query: ``[queries, features]`` FP32.
@@ -75,7 +75,7 @@ class Inputs:
 
 
 def draw(distribution: str, seed: int, queries: int, keys: int, head_dim: int, number_format: str) -> Inputs:
-    """Draw inputs from ``DISTRIBUTIONS``; the keys of a longer sequence are others, the queries are the same."""
+    """Draw inputs from ``DISTRIBUTIONS``. Queries do not depend on the number of keys; keys and values do."""
     one_of = DISTRIBUTIONS[distribution]
     tensors = [
         one_of(Rng(seed, purpose), rows, head_dim)
@@ -87,22 +87,22 @@ def draw(distribution: str, seed: int, queries: int, keys: int, head_dim: int, n
 def staircase(
     distribution: str, seed: int, keys: int, head_dim: int, number_format: str, tile: int, rises: int
 ) -> Inputs:
-    """Draw inputs whose tiles of keys differ in their largest score, in an order that raises the maximum so often.
+    """Draw inputs whose tiles of keys have different score levels, ordered so that the maximum rises ``rises`` times.
 
-    Whatever the order, the keys are the same: softmax and golden output do not change, the running maximum does. The
-    order is the lowest ``rises`` levels upwards, then the highest, then the others downwards.
+    The set of keys is always the same, so softmax and golden output do not depend on the order, only the running
+    maximum does. The order is the lowest ``rises`` levels upwards, then the highest, then the others downwards.
 
     Args:
-        distribution: of the values.
+        distribution: the distribution of the values.
         tile: keys of a tile.
-        rises: of each query's maximum after its first tile; less than the number of tiles.
+        rises: how often each query's maximum rises after its first tile; less than the number of tiles.
     """
     inputs = draw(distribution, seed, keys, keys, head_dim, number_format)
     tiles = math.ceil(keys / tile)
     levels = torch.linspace(0.0, _STAIRCASE_HEIGHT, tiles)[_order(tiles, rises)]
     rng = Rng(seed, "staircase")
     query, key = (rng.normal(keys, head_dim, std=_STAIRCASE_STD) for _ in range(2))
-    # One feature carries the levels: a constant in queries, whose product with the key's is the level.
+    # One feature carries the levels: it is 1 in all queries, so its product with a key's is the key's level.
     query[:, 0] = 1.0
     key[:, 0] = levels.repeat_interleave(tile)[:keys] * math.sqrt(head_dim)
     key_order, value = _tiles_in_order(_order(tiles, rises), tile, keys), inputs.value
@@ -118,7 +118,7 @@ def _tiles_in_order(order: Sequence[int], tile: int, keys: int) -> Tensor:
     return torch.cat([torch.arange(index * tile, min((index + 1) * tile, keys)) for index in order])
 
 
-# PyTorch's and TransformerEngine's own attention, each backend by name.
+# PyTorch's and TransformerEngine's own attention, by name of the backend.
 
 
 _TORCH = {
@@ -132,15 +132,15 @@ BACKENDS = (*_TORCH, *_TE)
 
 
 class BackendRefused(RuntimeError):
-    """A backend does not run here; the message says why, as far as its library does."""
+    """A backend does not run here. The message is the library's reason."""
 
 
 def attend(backend: str, inputs: Inputs, dtype: torch.dtype, causal: bool, kernels: Kernels) -> Tensor:
     """Return one head of attention.
 
     Args:
-        backend: of ``BACKENDS``.
-        dtype: of its inputs and output.
+        backend: a name in ``BACKENDS``.
+        dtype: the dtype of inputs and output.
 
     Returns:
         ``[queries, features]`` on the kernels' device.
@@ -159,16 +159,16 @@ def attend(backend: str, inputs: Inputs, dtype: torch.dtype, causal: bool, kerne
         raise BackendRefused(str(error).strip().splitlines()[0]) from error
 
 
-# What is run: each sweep varies one thing about an attention.
+# The runs: each sweep varies one property of an attention.
 
 
-# Formats that PyTorch's and TE's attention computes in.
+# Formats that PyTorch's and TE's attention can compute in.
 KERNEL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What is rounded: every step; what kernels round; that and flash's state between two tiles; some steps and no others,
-# or all others, of which the names follow, joined by +.
+# Which steps are rounded: all; those that kernels round; those and flash's state between tiles; only the named steps;
+# or all except the named steps. Names follow the prefix, joined by +.
 EVERYWHERE, AS_KERNELS, STORED_STATE, ALONE, SPARED = "everywhere", "as kernels", "stored state", "alone: ", "all but: "
 STATE = ("maximum", "sum", "accumulator")
-# What flash attention rounds once more with each tile, and baseline does not.
+# The steps that flash attention rounds again with each tile, unlike baseline.
 SUMS = "sum+accumulator"
 
 
@@ -177,18 +177,18 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        distributions: names of ``DISTRIBUTIONS``.
-        formats: names of ``stepwise.HARDWARE`` that are compared.
-        format: of all other sweeps.
-        length: queries and keys, except where the length is swept.
-        lengths: of keys, where the length is swept.
-        queries: that are measured there: as many at each length, or the maximum would grow with their number.
-        whole_length: of the one run with as many queries as keys, for its memory.
+        distributions: names in ``DISTRIBUTIONS``.
+        formats: names in ``stepwise.HARDWARE`` to compare.
+        format: the format of all other sweeps.
+        length: number of queries and of keys, except in the sweep over lengths.
+        lengths: numbers of keys in the sweep over lengths.
+        queries: number of queries in that sweep. It is fixed because the maximum over more queries would be larger.
+        whole_length: queries and keys of one long run that measures memory.
         head_dim: features of a head.
         tile: queries and keys of a tile.
-        tiles: edges of tiles, where tiles are swept.
-        rises: of the running maximum after the first tile, where rescalings are swept.
-        seeds: how many, from 0.
+        tiles: edges of tiles in the sweep over tiles.
+        rises: how often the running maximum rises after the first tile, in the sweep over rescalings.
+        seeds: how many seeds to run, starting at 0.
         device: ``cpu``, ``gpu``, or ``auto`` for the GPU where TE's kernels can run on one.
     """
 
@@ -214,12 +214,12 @@ class Run:
     Attributes:
         algorithm: ``baseline``, ``flash`` or one of ``BACKENDS``.
         rounded: ``EVERYWHERE``, ``AS_KERNELS``, ``STORED_STATE``, or ``ALONE`` or ``SPARED`` with names of steps.
-        format: that is rounded to; that of the inputs.
-        distribution, seed: of the inputs.
-        queries, keys: how many.
-        rows, columns, outer: of ``Tiles``; 0 where there are none.
+        format: the format of the inputs and of the rounded steps.
+        distribution, seed: the distribution and seed of the inputs.
+        queries, keys: the number of each.
+        rows, columns, outer: as in ``Tiles``; sizes are 0 without tiles.
         causal: whether a query sees keys up to its own position only.
-        rises: of the staircase of keys; None for plain inputs.
+        rises: rises of the maximum in a staircase of keys; None for plain inputs.
         maximum_known: whether flash attention starts from each row's largest score.
     """
 
@@ -265,31 +265,31 @@ def runs(settings: Settings) -> list[Run]:
 
 
 def plain_run(settings: Settings, distribution: str, seed: int = 0) -> Run:
-    """Return flash attention with every step in the format, from which each sweep changes something."""
+    """Return the run that each sweep starts from: flash attention with every step in the format."""
     length, tile = settings.length, settings.tile
     return Run("flash", EVERYWHERE, settings.format, distribution, seed, length, length, rows=tile, columns=tile)
 
 
 def untiled(entry: Run, algorithm: str = "baseline") -> Run:
-    """Return the same by an algorithm that has no tiles."""
+    """Return the same run with an algorithm that has no tiles."""
     return dataclasses.replace(entry, algorithm=algorithm, rows=0, columns=0)
 
 
 def both(entry: Run) -> tuple[Run, ...]:
-    """Return the run of flash attention and that of baseline, with every step rounded and with what kernels round."""
+    """Return flash and baseline attention, each with every step rounded and with only what kernels round."""
     pair = (entry, untiled(entry))
     return tuple(dataclasses.replace(one, rounded=rounded) for one in pair for rounded in (EVERYWHERE, AS_KERNELS))
 
 
 def formats(base: Run, settings: Settings) -> Iterator[Run]:
-    """Yield number formats, and for those of a small range one of the same mantissa without."""
+    """Yield runs in each number format, and in the ``UNLIMITED`` versions of formats with a small range."""
     unlimited = [UNLIMITED[name] for name in settings.formats if name in UNLIMITED]
     for name in (*settings.formats, *unlimited):
         yield from both(dataclasses.replace(base, format=name))
 
 
 def steps(base: Run, settings: Settings) -> Iterator[Run]:
-    """Yield runs with one step rounded, with all but one, and with the two sums together."""
+    """Yield runs with one step rounded and with all but one, for each step and for the two sums together."""
     for step in (*STEPS, SUMS):
         for prefix in (ALONE, SPARED):
             entry = dataclasses.replace(base, rounded=prefix + step)
@@ -298,13 +298,13 @@ def steps(base: Run, settings: Settings) -> Iterator[Run]:
 
 
 def lengths(base: Run, settings: Settings) -> Iterator[Run]:
-    """Yield numbers of keys at a fixed size of tile and number of queries."""
+    """Yield runs with each number of keys, at a fixed tile size and number of queries."""
     for keys in settings.lengths:
         yield from both(dataclasses.replace(base, queries=settings.queries, keys=keys, rows=settings.queries))
 
 
 def tiles(base: Run, settings: Settings) -> Iterator[Run]:
-    """Yield every height of tiles with every width, with every step rounded and with what kernels round."""
+    """Yield runs with every height and width of tiles, with every step rounded and with what kernels round."""
     for rows in settings.tiles:
         for columns in settings.tiles:
             entry = dataclasses.replace(base, rows=rows, columns=columns)
@@ -312,14 +312,14 @@ def tiles(base: Run, settings: Settings) -> Iterator[Run]:
 
 
 def loop_orders(base: Run, settings: Settings) -> Iterator[Run]:
-    """Yield the outer loop over queries and over keys, and the state stored in the format in between."""
+    """Yield runs whose outer loop is over queries and over keys, in three roundings including a stored state."""
     for rounded in (EVERYWHERE, AS_KERNELS, STORED_STATE):
         entry = dataclasses.replace(base, rounded=rounded)
         yield from (entry, dataclasses.replace(entry, outer="keys"))
 
 
 def rescalings(base: Run, settings: Settings) -> Iterator[Run]:
-    """Yield how often the maximum rises, with the same keys in another order, and never, since it is known before."""
+    """Yield runs in which the maximum rises more or less often, each also with the maximum known beforehand."""
     for rises in settings.rises:
         entry = dataclasses.replace(base, rises=rises)
         yield from (entry, dataclasses.replace(entry, maximum_known=True))
@@ -333,7 +333,7 @@ def masks(base: Run, settings: Settings) -> Iterator[Run]:
 
 
 def libraries(base: Run, settings: Settings) -> Iterator[Run]:
-    """Yield PyTorch's and TE's attention."""
+    """Yield runs of PyTorch's and TE's attention."""
     for name in KERNEL_DTYPES:
         if name in settings.formats:
             same = dataclasses.replace(base, format=name, rounded=AS_KERNELS)
@@ -344,7 +344,7 @@ _SWEEPS = (formats, steps, lengths, tiles, loop_orders, rescalings, masks, libra
 
 
 def whole_runs(settings: Settings) -> tuple[Run, ...]:
-    """Return both algorithms with as many queries as keys, once."""
+    """Return one long run of each algorithm, with as many queries as keys."""
     length = settings.whole_length
     base = plain_run(settings, settings.distributions[0])
     return both(dataclasses.replace(base, queries=length, keys=length, rows=min(length, 1024)))[::2]
@@ -354,7 +354,7 @@ def _with(steps: Steps, names: Sequence[str], number_format: str) -> Steps:
     return dataclasses.replace(steps, **dict.fromkeys(names, number_format))
 
 
-# How far one attention deviates from FP64.
+# The deviation of one attention from FP64.
 
 
 @dataclass(frozen=True)
@@ -362,11 +362,11 @@ class Deviation:
     """The difference from FP64 over all outputs of a run.
 
     Attributes:
-        maximum: of its magnitude; infinite if an output is not finite.
-        mean: of its magnitude.
+        maximum: its largest magnitude; infinite if an output is not finite.
+        mean: its mean magnitude.
         std: its standard deviation.
         relative_l2: its Euclidean norm over that of the golden output.
-        rescalings: how often a query's maximum rose after its first tile, in the mean.
+        rescalings: how often a query's maximum rose after its first tile, on average.
     """
 
     maximum: float
@@ -378,14 +378,14 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Result:
-    """Hold what the record holds of a run.
+    """Hold one run's entry in the record.
 
     Attributes:
-        deviation: None where the backend refused.
-        refusal: of the backend, in its library's words.
-        peak_bytes: the most memory that this process used during the run and its golden output: all of it on the CPU,
-            PyTorch's libraries included; tensors on a GPU.
-        outputs: checksum of the outputs, which are equal bit for bit where it is.
+        deviation: the deviation from FP64; None if the backend refused.
+        refusal: the library's reason if the backend refused.
+        peak_bytes: the most memory that was in use during the run and the computation of its golden output: on the
+            CPU the whole process with PyTorch's libraries, on a GPU only tensors.
+        outputs: a checksum of the outputs, to see whether two runs' outputs are equal bit for bit.
     """
 
     deviation: Deviation | None
@@ -398,7 +398,7 @@ Results = Mapping[Run, Result]
 
 
 def result_of(entry: Run, settings: Settings, kernels: Kernels) -> Result:
-    """Attend once, and compare with FP64."""
+    """Attend once, and compare the output with FP64."""
     _forget_peak(kernels)
     inputs, exact = _with_golden(shared_part(entry), settings.head_dim, settings.tile, kernels.device)
     try:
@@ -414,7 +414,7 @@ def result_of(entry: Run, settings: Settings, kernels: Kernels) -> Result:
 
 
 def deviation(attended: Attended, exact: Tensor) -> Deviation:
-    """Return how far an output is from the golden one."""
+    """Return the deviation of an output from the golden one."""
     difference = attended.output.double() - exact
     if not difference.isfinite().all():
         return Deviation(math.inf, math.inf, math.inf, math.inf, attended.rescalings)
@@ -428,9 +428,9 @@ def deviation(attended: Attended, exact: Tensor) -> Deviation:
 
 
 def over_seeds(found: Results, entry: Run, settings: Settings) -> Deviation:
-    """Return a deviation over all seeds: the largest maximum, the mean mean, the others in the mean square.
+    """Return the deviation over all seeds, or NaN in all fields if the backend refused.
 
-    NaN where a backend refused.
+    The maximum is the largest of all seeds, mean and rescalings are averaged, the others are root mean squares.
     """
     of_seeds = [found[dataclasses.replace(entry, seed=seed)].deviation for seed in range(settings.seeds)]
     each = [one for one in of_seeds if one is not None]
@@ -450,7 +450,7 @@ def over_seeds(found: Results, entry: Run, settings: Settings) -> Deviation:
 
 
 def shared_part(entry: Run) -> Run:
-    """Return the run with only what its inputs and golden output depend on; the rest is as in every run."""
+    """Return the run with all fields that do not affect inputs or golden output set to fixed values."""
     return dataclasses.replace(
         entry, algorithm="golden", rounded="", rows=0, columns=0, outer="queries", maximum_known=False
     )
@@ -464,10 +464,10 @@ def _with_golden(shared: Run, head_dim: int, tile: int, device: torch.device) ->
 
 
 def inputs_of(shared: Run, head_dim: int, tile: int) -> Inputs:
-    """Return what a run reads.
+    """Return a run's inputs.
 
     Args:
-        shared: of ``shared_part``.
+        shared: a run from ``shared_part``.
         tile: keys of a tile of the staircase, if there is one.
     """
     if shared.rises is None:
@@ -488,7 +488,7 @@ def _attended(entry: Run, inputs: Inputs, kernels: Kernels) -> Attended:
 
 
 def _forget_peak(kernels: Kernels) -> None:
-    """Begin to watch memory anew, or the peak of an earlier study counts; elsewhere than on Linux it does."""
+    """Reset the peak of memory use, which an earlier study may have set. On the CPU this works only on Linux."""
     if kernels.backend == "gpu":
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):
@@ -502,7 +502,7 @@ def _peak_bytes(kernels: Kernels) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# All runs, from the record or made.
+# All runs, read from the record or computed.
 
 
 RECORD = "flash_stability.jsonl"
@@ -522,10 +522,10 @@ def measured(settings: Settings, folder: Path) -> tuple[Results, Settings, Kerne
     """Compute what the folder's record lacks.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a name that there is not, more rises than tiles allow, or a device that cannot be had.
+        UserError: if a name is unknown, there are more rises than tiles allow, or the device is not available.
     """
     check(settings)
     kernels = kernels_on(settings.device)
@@ -533,14 +533,14 @@ def measured(settings: Settings, folder: Path) -> tuple[Results, Settings, Kerne
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
-    """Make the runs that the folder's record lacks, and return all."""
+    """Run what is missing from the folder's record, and return all results."""
     campaign: Campaign[Run, Result] = Campaign(
         folder / RECORD,
         Result,
         functools.partial(_identity, settings=settings, kernels=kernels),
         record.code_of(__name__),
     )
-    # Runs that share a golden output follow each other, since only the last is kept.
+    # Runs that share a golden output follow each other, because only the last one is cached.
     ordered = sorted(runs(settings), key=lambda entry: (entry.keys * entry.queries, str(shared_part(entry))))
     with full_fp32_products():
         found = campaign.complete(ordered, lambda entry: result_of(entry, settings, kernels), "attending")
@@ -548,7 +548,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
 
 
 def check(settings: Settings) -> None:
-    """Refuse unknown names and sizes that do not fit.
+    """Check that names are known and that sizes fit.
 
     Raises:
         UserError: if not.
@@ -562,7 +562,7 @@ def check(settings: Settings) -> None:
 
 
 def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:
-    """Return all that a run's result depends on; not which other runs there are."""
+    """Return everything that a run's result depends on, which excludes the choice of other runs."""
     start = _fingerprint(dataclasses.replace(shared_part(entry), queries=1, keys=settings.tile, rises=None), settings)
     identity = dataclasses.asdict(entry) | {"head_dim": settings.head_dim, "start": start, "device": kernels.backend}
     if entry.rises is not None:

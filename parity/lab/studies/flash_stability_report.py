@@ -42,20 +42,20 @@ from parity.report.environment import KERNELS
 from parity.report.numbers import ratio, seeds, short
 from parity.te import Kernels
 
-# Golden et al.'s claims about flash attention's forward pass, tested on the study's figures.
+# Golden et al.'s claims about flash attention's forward pass, tested with the study's results.
 
 
 MEMORY_LIMIT = 2 << 30
 _SOURCE = "arXiv 2405.02803"
 # "About ten times": nearer to ten than to one or a hundred, on a logarithmic scale.
 _ABOUT_TEN = (math.sqrt(10), 10 * math.sqrt(10))
-# Differences of less than this share are none: seeds differ by more.
+# Relative differences below this do not count, because seeds differ by more.
 _SAME = 0.05
 _ROUNDED = {EVERYWHERE: "every step rounded", AS_KERNELS: "as kernels round"}
 
 
 def claims(found: Results, settings: Settings) -> list[Claim]:
-    """Return each claim with its test."""
+    """Return all claims, each with the result of its test."""
     return [
         _mantissa(found, settings),
         _ten_times(found, settings),
@@ -69,7 +69,7 @@ def claims(found: Results, settings: Settings) -> list[Claim]:
 
 
 def growth(found: Results, settings: Settings, entry: Run, measure: Callable[[Deviation], float]) -> float:
-    """Return the exponent p of ``deviation ~ keys**p``: the slope of a line through the logarithms."""
+    """Return the exponent p of ``deviation ~ keys**p``, fitted as the slope of a line through the logarithms."""
     if len(settings.lengths) < 2:
         return math.nan
     values = [measure(over_seeds(found, of_length(entry, settings, keys), settings)) for keys in settings.lengths]
@@ -78,13 +78,13 @@ def growth(found: Results, settings: Settings, entry: Run, measure: Callable[[De
 
 
 def of_length(entry: Run, settings: Settings, keys: int) -> Run:
-    """Return a run of the sweep over lengths."""
+    """Return the run of the sweep over lengths that has this number of keys."""
     rows = settings.queries if entry.algorithm == "flash" else 0
     return dataclasses.replace(entry, keys=keys, queries=settings.queries, rows=rows)
 
 
 def flash_over_baseline(found: Results, settings: Settings, entry: Run) -> float:
-    """Return the largest deviation of flash attention over that of baseline, all else equal."""
+    """Return flash attention's largest deviation divided by baseline's, all else being equal."""
     flash, baseline = (over_seeds(found, one, settings).maximum for one in (entry, untiled(entry)))
     return flash / baseline
 
@@ -119,7 +119,7 @@ def _mantissa(found: Results, settings: Settings) -> Claim:
 
 
 def _range_costs(found: Results, settings: Settings) -> str:
-    """Say what the small range of FP8 has to do with it."""
+    """Say how the small range of FP8 affects the claim about mantissa bits."""
     limited = [name for name in settings.formats if name in UNLIMITED]
     if not limited:
         return "More bits, finer roundings."
@@ -139,17 +139,17 @@ def _range_costs(found: Results, settings: Settings) -> str:
 
 
 def _entries(settings: Settings) -> list[Run]:
-    """Return both algorithms on each distribution, every step rounded."""
+    """Return the runs of both algorithms on each distribution, with every step rounded."""
     return [entry for base in _bases(settings) for entry in (base, untiled(base))]
 
 
 def _of_formats(found: Results, settings: Settings, entry: Run, names: Sequence[str]) -> dict[str, float]:
-    """Return relative L2 deviations."""
+    """Return the relative L2 deviation in each format."""
     return {name: over_seeds(found, dataclasses.replace(entry, format=name), settings).relative_l2 for name in names}
 
 
 def _breaks(errors: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield pairs of formats of which the first has more mantissa bits and deviates more."""
+    """Yield pairs of formats in which the first has more mantissa bits and yet deviates more."""
     for better in errors:
         for worse in errors:
             more_bits = FORMATS[better].mantissa_bits > FORMATS[worse].mantissa_bits
@@ -228,7 +228,7 @@ def _larger_tiles(found: Results, settings: Settings) -> Claim:
 
 
 def base_rows(settings: Settings) -> int:
-    """Return the height of tiles at which widths are compared; none matters."""
+    """Return the height of tiles at which widths are compared. Any height gives the same result."""
     return settings.tiles[0]
 
 
@@ -342,7 +342,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(found: Results, settings: Settings) -> Figure:
-    """Draw a row a distribution: formats, keys, keys of a tile, and rescalings, each against relative L2."""
+    """Draw relative L2 over formats, keys, keys of a tile and rescalings, with a row for each distribution."""
     names = settings.distributions
     figure = Figure(figsize=(15, 3.6 * len(names) + 0.6), layout="constrained")
     axes = figure.subplots(len(names), 4, squeeze=False)
@@ -449,13 +449,13 @@ _METHOD = """\
 
 
 def write(found: Results, settings: Settings, kernels: Kernels, folder: Path) -> Path:
-    """Write ``flash_stability.md`` and ``.png`` into the folder; returns the report's path.
+    """Write ``flash_stability.md`` and ``.png`` into the folder, and return the report's path.
 
     Args:
-        found: every run's result.
-        settings: of the study.
-        kernels: that TE ran on.
-        folder: exists.
+        found: the results of all runs.
+        settings: the study's settings.
+        kernels: the kernels that TE ran on.
+        folder: an existing folder.
     """
     draw(found, settings).savefig(folder / "flash_stability.png", dpi=90)
     return reporting.written(folder / "flash_stability.md", _sections(found, settings, kernels))

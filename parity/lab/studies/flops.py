@@ -1,7 +1,7 @@
-"""FLOPs in the open: each component of a layer apart, and the formulas next to PyTorch's counter on every case.
+"""Count the FLOPs of each component of a layer, and compare the formulas with PyTorch's counter on every case.
 
-The formulas are those of ``parity.lab.flops``. ``torch.utils.flop_counter`` watches the reference of each case in a
-forward and a backward pass and counts its matrix products; both numbers have to be equal.
+The formulas are those of ``parity.lab.flops``. ``torch.utils.flop_counter`` counts the matrix products of each case's
+reference in a forward and a backward pass. The two numbers must be equal.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        batch, seq, hidden, heads, groups: sizes of the layers that the report takes apart; ``groups`` of the llama.
+        batch, seq, hidden, heads, groups: sizes of the llama layer that the report breaks down.
         vocabulary: width of the logits that follow the last layer.
-        seqs: lengths over which the components' shares are plotted.
+        seqs: sequence lengths over which the components' shares are plotted.
     """
 
     batch: int = 1
@@ -59,7 +59,7 @@ class Run:
 
     Attributes:
         case: its name.
-        size: as the case declares it.
+        size: the case's size, as text.
     """
 
     case: str
@@ -71,9 +71,9 @@ class Count:
     """FLOPs of a case's reference in matrix products, forward and backward.
 
     Attributes:
-        counted: by ``torch.utils.flop_counter``.
-        computed: by ``parity.lab.flops``.
-        skipping: computed for a kernel that leaves out what a mask or window hides, as TE's fused attention does.
+        counted: the count of ``torch.utils.flop_counter``.
+        computed: the result of ``parity.lab.flops``.
+        skipping: the same for a kernel that skips what a mask or window hides, as TE's fused attention does.
     """
 
     counted: int
@@ -85,13 +85,13 @@ Counts = Mapping[Run, Count]
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Count], Settings]:
-    """Count every case; there is no record, since counting takes seconds.
+    """Count every case. There is no record, because counting takes seconds.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for sizes that do not divide.
+        UserError: if heads do not divide the hidden size, or groups do not divide heads.
     """
     _check(settings)
     kernels = te.kernels()
@@ -100,7 +100,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Count], Set
 
 
 def count(case: Case, size: Size, kernels: Kernels) -> Count:
-    """Count a case's reference in both ways."""
+    """Count the FLOPs of a case's reference with PyTorch's counter and with the formulas."""
     pair = case.build(kernels.te, size)
     inputs = draw_inputs(pair, size, Rng(0))
     tensors = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -128,7 +128,7 @@ _BUILT_IN = Path(next(iter(built_in.__path__))).resolve()
 
 
 def suite() -> Iterator[tuple[Case, Size]]:
-    """Yield the built-in cases; those of other packages may have modules of their own."""
+    """Yield the built-in cases at each size. Other packages' cases may have modules that the formulas do not cover."""
     for case in registry.load_entry_points():
         if case.path.resolve().parent == _BUILT_IN:
             yield from ((case, size) for size in case.sizes)
@@ -145,11 +145,11 @@ def _check(settings: Settings) -> None:
         )
 
 
-# What the sources of FLOP formulas claim, computed again from the components of ``parity.lab.flops``.
+# Claims of the sources of FLOP formulas, recomputed from the components of ``parity.lab.flops``.
 
 
 _DAY = 86400.0
-_AS_ROUNDED = 0.05  # of a figure with two digits
+_AS_ROUNDED = 0.05  # the relative difference that counts as agreement with a figure of two digits
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ class Model:
     """A language model in training.
 
     Attributes:
-        layer: sizes of each layer, batch included.
-        layers: how many.
+        layer: sizes of each layer, including the batch.
+        layers: number of layers.
         vocabulary: width of the logits.
     """
 
@@ -167,7 +167,7 @@ class Model:
     vocabulary: int
 
     def products(self, recomputation: Recomputation) -> int:
-        """Return the FLOPs of a step in matrix products."""
+        """Return the FLOPs of a training step's matrix products."""
         components = flops.in_products(flops.layer(self.layer))
         of_layer = flops.total(components.values()) + flops.recomputed(components, recomputation)
         logits = flops.logits(self.layer.tokens, self.layer.hidden, self.vocabulary)
@@ -178,26 +178,26 @@ class Model:
 GPT3 = Model(LayerSizes(1536, 2048, 12288, 96, 96, 128, 4 * 12288), 96, 51200)
 # PaLM 540B: A. Chowdhery et al., arXiv 2204.02311, table 1. One sequence.
 PALM = Model(LayerSizes(1, 2048, 18432, 48, 1, 256, 4 * 18432, gated=True, rms=True), 118, 256000)
-# A llama of 7 billion parameters, but with the gate at the width of 4 h.
+# A llama of 7 billion parameters, but with a gated MLP that is 4 h wide.
 WIDE_LLAMA = Model(LayerSizes(1, 4096, 4096, 32, 32, 128, 4 * 4096, gated=True, rms=True), 32, 32000)
 
 
 def narayanan_layer(sizes: LayerSizes) -> int:
-    """Return 24 B s h^2 + 4 B s^2 h, forward (arXiv 2104.04473, appendix)."""
+    """Return the FLOPs of a forward pass, 24 B s h^2 + 4 B s^2 h (arXiv 2104.04473, appendix)."""
     return 24 * sizes.tokens * sizes.hidden**2 + 4 * sizes.tokens * sizes.seq * sizes.hidden
 
 
 def narayanan_step(model: Model) -> int:
-    """Return 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)), layers recomputed (ibid., equation 3), as integers."""
+    """Return 96 B s l h^2 (1 + s / (6 h) + V / (16 l h)), which includes recomputed layers (ibid., equation 3)."""
     sizes, layers = model.layer, model.layers
     terms = 96 * layers * sizes.hidden**2 + 16 * layers * sizes.seq * sizes.hidden + 6 * sizes.hidden * model.vocabulary
     return sizes.tokens * terms
 
 
 def megatron_deepspeed_step(model: Model, recomputation: Recomputation) -> float:
-    """Return what Megatron-DeepSpeed reports since its pull request 283 (``megatron/training.py``).
+    """Return the FLOPs that Megatron-DeepSpeed reports since its pull request 283 (``megatron/training.py``).
 
-    That is equation 3 with 24 or 32 as coefficient and 4 or 3 as factor, both in front of the same brackets.
+    This is equation 3 with a coefficient of 24 or 32 and a factor of 4 or 3, both in front of the same brackets.
     """
     sizes, layers = model.layer, model.layers
     coefficient = 32 if sizes.gated else 24
@@ -207,7 +207,7 @@ def megatron_deepspeed_step(model: Model, recomputation: Recomputation) -> float
 
 
 def palm_parameters(model: Model) -> int:
-    """Count the products' weights; PaLM's embedding and logits share theirs, and its norms' are few."""
+    """Count the weights of the matrix products. PaLM's embedding and logits share weights, and its norms have few."""
     one_token = replace(model.layer, batch=1, seq=1)
     of_layer = flops.in_products(flops.layer(one_token))
     weights = sum(each.forward // 2 for name, each in of_layer.items() if name not in ("scores", "context"))
@@ -215,7 +215,7 @@ def palm_parameters(model: Model) -> int:
 
 
 def claims() -> Iterator[Claim]:
-    """Yield each source's figure and ours."""
+    """Yield each source's claim, next to our figure."""
     yield from _of_narayanan()
     yield from _of_the_gate()
     yield _of_megatron_lm()
@@ -348,13 +348,13 @@ and throw it away."""
 
 
 def write(found: Mapping[Run, Count], settings: Settings, folder: Path) -> Path:
-    """Write ``flops.md`` and ``flops.png`` into the folder; returns the report's path."""
+    """Write ``flops.md`` and ``flops.png`` into the folder, and return the report's path."""
     _plot(settings).savefig(folder / "flops.png", dpi=110)
     return reporting.written(folder / "flops.md", _sections(found, settings))
 
 
 def llama(settings: Settings) -> LayerSizes:
-    """Return the layer that is taken apart: gated at 4 h, RMSNorm, grouped-query attention, causal."""
+    """Return the sizes of the layer that the report breaks down: gated at 4 h, RMSNorm, GQA, causal."""
     return LayerSizes(
         batch=settings.batch,
         seq=settings.seq,

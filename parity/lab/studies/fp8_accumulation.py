@@ -1,8 +1,8 @@
 """Measure what the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.
 
-Two matrices are cast to E4M3 under current scaling and multiplied as ``parity.cpu.tensor_cores`` adds: without
+Two matrices are cast to E4M3 under current scaling and multiplied with the sums of ``parity.cpu.tensor_cores``: without
 ``use_split_accumulator`` (as TE does forward), with it (as TE does backward), and in plain FP32. Golden is the FP64
-product of the same FP8 numbers, so what is measured is the sum alone; the error of the cast to FP8 stands beside it.
+product of the same FP8 numbers, so only the error of the sum is measured. The error of the cast to FP8 is reported too.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from parity.user_error import UserError
 
 RECORD = "fp8_accumulation.jsonl"
 E4M3 = torch.float8_e4m3fn
-# Whose sums cancel, whose sums grow, and mostly small numbers beside a few large ones.
+# In turn: terms of a sum cancel; terms are of one sign, so sums grow; a few terms are much larger than the others.
 DISTRIBUTIONS: dict[str, Draw] = {
     "normal": normal,
     "positive": lambda rng, *shape: rng.uniform(*shape),
     "outliers": outliers,
 }
-WHOLE = 0  # as an interval: never promoted
-_SIDES = ("left", "right")  # the streams of the two matrices
+WHOLE = 0  # the interval of sums that are never promoted
+_SIDES = ("left", "right")  # the random streams of the two matrices
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        distributions: names of ``DISTRIBUTIONS``.
-        lengths: of the sums, K.
+        distributions: names in ``DISTRIBUTIONS``.
+        lengths: lengths K of the sums.
         interval_length: the K at which promotion intervals are compared.
-        intervals: products between promotions, multiples of 32.
-        rows: of both matrices; ``rows**2`` sums are measured.
-        seeds: how many, from 0.
+        intervals: numbers of products between promotions, multiples of 32.
+        rows: rows of both matrices; ``rows**2`` sums are measured.
+        seeds: how many seeds to run, starting at 0.
     """
 
     distributions: tuple[str, ...] = tuple(DISTRIBUTIONS)
@@ -85,7 +85,7 @@ class Cost:
     Attributes:
         relative_l2: ``|error| / |golden|`` over all sums.
         max_over_rms: the largest error over the root mean square of golden.
-        max_relative: the largest error of a sum over that sum; says little where sums cancel.
+        max_relative: the largest relative error of a single sum, which says little where sums cancel.
     """
 
     relative_l2: float
@@ -98,9 +98,9 @@ class Run:
     """One pair of matrices.
 
     Attributes:
-        distribution: of their elements.
-        length: of the sums, K.
-        seed: of the elements.
+        distribution: the distribution of their elements.
+        length: the length K of the sums.
+        seed: the seed of the elements.
     """
 
     distribution: str
@@ -108,18 +108,18 @@ class Run:
     seed: int
 
 
-# The costs of a run by how it adds: the products between promotions, or "fp32"; and "cast", that of the cast to FP8.
+# Costs of a run by its way of adding: the number of products between promotions, or "fp32". "cast" is the cast to FP8.
 Costs = Mapping[str, Cost]
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Costs], Settings]:
-    """Measure what the folder's record lacks.
+    """Measure what is missing from the folder's record.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a distribution that there is not, or an interval that is no multiple of 32.
+        UserError: if a distribution is unknown, or an interval is not a multiple of 32.
     """
     _check(settings)
     campaign: Campaign[Run, Costs] = Campaign(
@@ -129,7 +129,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Costs], Set
 
 
 def costs_of(entry: Run, settings: Settings) -> Costs:
-    """Multiply one pair of matrices in each way of adding, and measure."""
+    """Multiply one pair of matrices with each way of adding, and measure the errors."""
     draw = DISTRIBUTIONS[entry.distribution]
     exact = [draw(Rng(entry.seed, purpose), settings.rows, entry.length) for purpose in _SIDES]
     scales = [float8.scale_from_amax(float8.amax_of(values), torch.finfo(E4M3).max) for values in exact]
@@ -149,7 +149,7 @@ def costs_of(entry: Run, settings: Settings) -> Costs:
 
 
 def mean(found: Mapping[Run, Costs], distribution: str, length: int, way: str) -> Cost:
-    """Return the costs over all seeds: errors in the mean square, maxima as they are."""
+    """Return the cost over all seeds: the root mean square of relative errors, and the largest of maxima."""
     costs = [each[way] for entry, each in found.items() if (entry.distribution, entry.length) == (distribution, length)]
     return Cost(
         relative_l2=math.sqrt(sum(cost.relative_l2**2 for cost in costs) / len(costs)),
@@ -159,7 +159,7 @@ def mean(found: Mapping[Run, Costs], distribution: str, length: int, way: str) -
 
 
 def runs(settings: Settings) -> Iterator[Run]:
-    """Yield all pairs of matrices, each length once."""
+    """Yield all pairs of matrices. Each length occurs once, even if it is also ``interval_length``."""
     for distribution in settings.distributions:
         for length in dict.fromkeys((*settings.lengths, settings.interval_length)):
             yield from (Run(distribution, length, seed) for seed in range(settings.seeds))
@@ -197,18 +197,18 @@ def _check(settings: Settings) -> None:
             raise UserError(f"intervals: {interval} is no multiple of the {HOPPER.products} products of an instruction")
 
 
-# What is said of the short sums of FP8 tensor cores, next to what the study ``fp8_accumulation`` found.
+# Claims about the short sums of FP8 tensor cores, next to this study's results.
 
 
 FAST, SPLIT = str(WHOLE), str(HOPPER.promote_every)
 Found = Mapping[Run, Costs]
 _DEEPSEEK = 0.02
-# A figure is of the source's size within this factor, and an improvement significant from it on.
+# A figure agrees with the source if it is within this factor, and an improvement by this factor is significant.
 _OF_A_SIZE = 2.0
 
 
 def claims(found: Found, settings: Settings) -> Iterator[Claim]:
-    """Yield each claim with its test on the distributions that were run."""
+    """Yield each claim with the result of its test on the distributions that were run."""
     yield _size(found, settings)
     yield _promotion(found, settings)
     if "normal" in settings.distributions:
@@ -223,9 +223,9 @@ def of_seeds(found: Found, distribution: str, length: int, way: str) -> list[Cos
 
 
 def growth(found: Found, settings: Settings, distribution: str, way: str) -> list[float]:
-    """Return, of each seed, p of the law ``relative L2 error ~ K**p``: the slope of a line through the logarithms.
+    """Return the exponent p of ``relative L2 error ~ K**p`` for each seed, the slope of a line through the logarithms.
 
-    NaN where an error is 0 or there is but one length.
+    It is NaN if an error is 0 or there is only one length.
     """
     by_length = [of_seeds(found, distribution, length, way) for length in settings.lengths]
     return [_slope(settings, [cost.relative_l2 for cost in of_seed]) for of_seed in zip(*by_length, strict=True)]
@@ -320,7 +320,7 @@ _CONCLUSION = """\
 
 
 def write(found: Mapping[Run, Costs], settings: Settings, folder: Path) -> Path:
-    """Write ``fp8_accumulation.md`` and ``.png`` into the folder; returns the report's path."""
+    """Write ``fp8_accumulation.md`` and ``.png`` into the folder, and return the report's path."""
     _plot(found, settings).savefig(folder / "fp8_accumulation.png", dpi=110)
     return reporting.written(folder / "fp8_accumulation.md", _sections(found, settings))
 

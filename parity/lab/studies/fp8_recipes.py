@@ -1,8 +1,8 @@
-"""FP8 recipes side by side: delayed, current and block scaling, MXFP8 and NVFP4.
+"""Compare FP8 recipes: delayed, current and block scaling, MXFP8 and NVFP4.
 
-Four measurements: what a tensor loses by its distribution and role, what a module loses, what happens when a tensor's
-magnitude changes from one step to the next, and FlashAttention-3's test of FP8 attention, whose outliers all of them
-share.
+The study makes four measurements: the loss of a tensor by distribution and role, the loss of a module, the effect of a
+tensor whose magnitude changes from one step to the next, and FlashAttention-3's test of FP8 attention. That test's
+outliers are one of the distributions.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from parity.passes.prepare import prepare
 from parity.te import PRECISIONS, Kernels
 from parity.user_error import UserError
 
-# What one tensor loses when a recipe quantizes it, by its role in a linear layer.
+# The loss of one tensor that a recipe quantizes, by its role in a linear layer.
 
 
-# Where a TE module keeps the quantizer of each tensor.
+# Where a TE module keeps the quantizer of each role: a key of its ``quantizers``, and an index.
 _QUANTIZERS: Mapping[str, tuple[str, int]] = {
     "inputs": ("scaling_fwd", 0),
     "weights": ("scaling_fwd", 1),
     "gradients": ("scaling_bwd", 0),
 }
 ROLES: tuple[OperandPart, ...] = ("inputs", "weights", "gradients")
-BODY = 0.99  # the share of elements, the smallest, that outliers are not among
+BODY = 0.99  # the share of smallest elements, which contains no outliers
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class TensorRun:
     """One tensor under one recipe.
 
     Attributes:
-        distribution: name of ``DISTRIBUTIONS``.
-        role: of ``ROLES``.
-        recipe: name of a precision that has a TE recipe.
+        distribution: a name in ``DISTRIBUTIONS``.
+        role: one of ``ROLES``.
+        recipe: the name of a precision that has a TE recipe.
         size: the tensor is ``[size, size]``.
-        earlier: passes before, from which delayed scaling has its scale: on other draws, but on the same weights.
-        seed: of the values.
+        earlier: earlier passes that set delayed scaling's scale. They use other draws, unless the tensor is the weight.
+        seed: the seed of the values.
     """
 
     distribution: str
@@ -75,10 +75,10 @@ class TensorLoss:
     """Signal to quantization noise ratios, in decibels.
 
     Attributes:
-        te: of TE's quantized tensor.
-        model: of the rounding model's, whose per-tensor scales are those of the tensor itself.
-        te_body: of TE's over the ``BODY`` smallest elements.
-        gpu: that TE ran on or was emulated.
+        te: the ratio of TE's quantized tensor.
+        model: the ratio of the rounding model's tensor, whose per-tensor scale comes from the tensor itself.
+        te_body: the ratio of TE's tensor over the ``BODY`` smallest elements.
+        gpu: the real or emulated GPU that TE ran on.
     """
 
     te: float
@@ -107,7 +107,7 @@ def measure_tensor(run: TensorRun, kernels: Kernels) -> TensorLoss:
 
 
 def _quantized(run: TensorRun, values: Tensor, rng: Rng, kernels: Kernels) -> Tensor:
-    """Return the values after TE's quantizer in a linear layer that has seen earlier draws in their place."""
+    """Return the values quantized by TE in a linear layer that has already seen earlier draws."""
     precision, draw = PRECISIONS[run.recipe], DISTRIBUTIONS[run.distribution]
     linear = kernels.te.Linear(run.size, run.size, bias=False, params_dtype=precision.dtype, device=kernels.device.type)
     for _ in range(run.earlier):
@@ -129,7 +129,7 @@ def _sqnr_of_tensor(x: Tensor, golden: Tensor) -> float:
     return errors_of(x, golden.double(), golden.dtype).sqnr_db
 
 
-# What a whole module loses under a recipe, by the distribution of its inputs.
+# The loss of a whole module under a recipe, by the distribution of its inputs.
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ class ModuleRun:
     """One module under one recipe.
 
     Attributes:
-        module: name of ``te_modules.MODULES``.
-        distribution: of the inputs; weights are PyTorch's initial ones, output gradients N(0, 1).
-        recipe: name of a precision.
+        module: a name in ``te_modules.MODULES``.
+        distribution: the distribution of the inputs. Weights are PyTorch's initial ones, output gradients N(0, 1).
+        recipe: the name of a precision.
         hidden, seq: the module's size.
-        seed: of weights, inputs and output gradients.
+        seed: the seed of weights, inputs and output gradients.
     """
 
     module: str
@@ -157,9 +157,9 @@ class ModuleLoss:
     """Signal to quantization noise ratios, in decibels, by kind of tensor.
 
     Attributes:
-        te: of TE's module.
-        model: of the rounding model.
-        gpu: that TE ran on or was emulated.
+        te: the ratios of TE's module.
+        model: the ratios of the rounding model.
+        gpu: the real or emulated GPU that TE ran on.
     """
 
     te: Mapping[str, float]
@@ -168,7 +168,7 @@ class ModuleLoss:
 
 
 def measure_module(run: ModuleRun, kernels: Kernels) -> ModuleLoss:
-    """Run a pass of TE's module and of the rounding model, and compare both with FP64."""
+    """Run one pass of TE's module and one of the rounding model, and compare both with FP64."""
     precision = PRECISIONS[run.recipe]
     case, checked = _case(run.module, run.distribution, Shape(run.hidden, run.seq))
     prepared = prepare(case, checked, precision.dtype, run.seed, kernels)
@@ -185,7 +185,7 @@ def measure_module(run: ModuleRun, kernels: Kernels) -> ModuleLoss:
 
 @functools.lru_cache(maxsize=64)
 def _case(module: str, distribution: str, shape: Shape) -> tuple[Case, CheckedSize]:
-    """Return the module's case with inputs of another distribution; the same objects each time, see ``placed``."""
+    """Return the module's case with inputs of this distribution, always the same objects (see ``placed``)."""
     case, checked = placed(module, shape)
     draw = DISTRIBUTIONS[distribution]
 
@@ -196,14 +196,14 @@ def _case(module: str, distribution: str, shape: Shape) -> tuple[Case, CheckedSi
     return replace(case, name=f"{case.name}_{distribution}", factory=build), checked
 
 
-# A linear layer whose input or output gradient changes its magnitude from one step to the next, under each recipe.
+# A linear layer whose input or output gradient suddenly changes in magnitude, under each recipe.
 
 
 Change = Literal["up", "down", "spike"]
 CHANGES: tuple[Change, ...] = ("up", "down", "spike")
 Side = Literal["input", "gradient"]
 SIDES: tuple[Side, ...] = ("input", "gradient")
-# What is judged: the first result of the GEMM that reads the tensor.
+# The judged result: the first one that a GEMM computes from the changed tensor.
 JUDGED: Mapping[Side, str] = {"input": "output", "gradient": "input gradient"}
 AS_GOOD_DB = 1.0
 SETTLED_STEPS = 16
@@ -214,15 +214,15 @@ class StepsRun:
     """A linear layer's passes around a change.
 
     Attributes:
-        recipe: name of a precision that has a TE recipe.
-        history: amaxes that delayed scaling remembers; 0 where the recipe has no past.
+        recipe: the name of a precision that has a TE recipe.
+        history: how many amaxes delayed scaling remembers; 0 if the recipe keeps no history.
         side: whether the input or the output gradient changes.
-        change: ``up``, larger by ``factor`` from then on; ``down``, smaller by it; ``spike``, larger in one step alone.
-        factor: of the change.
-        before: steps before it.
-        after: steps from it on, at most: ``SETTLED_STEPS`` in a row that are as good as before end the run.
+        change: ``up`` (larger from then on), ``down`` (smaller from then on) or ``spike`` (larger in one step only).
+        factor: the factor of the change.
+        before: steps before the change.
+        after: the most steps from the change on. ``SETTLED_STEPS`` in a row that are as good as before end the run.
         size: input, weight and output gradient are ``[size, size]``.
-        seed: of all values.
+        seed: the seed of all values.
     """
 
     recipe: str
@@ -238,14 +238,14 @@ class StepsRun:
 
 @dataclass(frozen=True)
 class Steps:
-    """Hold what the judged result lost in each step.
+    """Hold the loss of the judged result in each step.
 
     Attributes:
-        sqnr_db: signal to quantization noise ratio of each step; minus infinity where the result is not finite.
-        clipped: share of the tensor's elements above the largest that its delayed scale can take, in the step of the
-            change and in the step after it; empty where the scale is the tensor's own.
-        flushed: share of those so small that they become 0, in the same steps.
-        gpu: that TE ran on or was emulated.
+        sqnr_db: the signal to quantization noise ratio of each step; minus infinity if the result is not finite.
+        clipped: the share of the tensor's elements that its delayed scale puts above the format's range, in the step of
+            the change and in the next; empty if the scale comes from the tensor itself.
+        flushed: the share of elements that become 0, in the same steps.
+        gpu: the real or emulated GPU that TE ran on.
     """
 
     sqnr_db: tuple[float, ...]
@@ -254,14 +254,14 @@ class Steps:
     gpu: str
 
     def steady(self, before: int) -> tuple[float, float]:
-        """Return median and minimum before the change, without the first half, when delayed scaling has no past yet."""
+        """Return median and minimum before the change, skipping the first half, where the history is short."""
         settled = sorted(self.sqnr_db[before // 2 : before])
         return settled[len(settled) // 2], settled[0]
 
     def recovered_after(self, before: int) -> int | None:
-        """Return after how many steps every later one is as good as before; None if the last one is not.
+        """Return the number of steps after which all later ones are as good as before; None if the last one is not.
 
-        As good is what lies at most ``AS_GOOD_DB`` below the worst of the steps before.
+        A step is as good as before if it is at most ``AS_GOOD_DB`` below the worst step before the change.
         """
         bad = [i for i, is_good in enumerate(self._as_good(before)) if not is_good]
         if not bad:
@@ -269,7 +269,7 @@ class Steps:
         return None if bad[-1] == len(self.sqnr_db) - before - 1 else bad[-1] + 1
 
     def has_settled(self, before: int) -> bool:
-        """Return whether the last ``SETTLED_STEPS`` came after the change and are as good as before."""
+        """Return whether the last ``SETTLED_STEPS`` steps are after the change and as good as before it."""
         last = self._as_good(before)[-SETTLED_STEPS:]
         return len(last) == SETTLED_STEPS and all(last)
 
@@ -279,7 +279,7 @@ class Steps:
 
 
 def measure_steps(run: StepsRun, kernels: Kernels) -> Steps:
-    """Take the steps, each with values of its own and without an update of the weight."""
+    """Run the steps, each with new values. The weight is never updated."""
     precision = PRECISIONS[run.recipe]
     rng = Rng(run.seed, "steps")
     with gpu_with(precision, kernels) as gpu:
@@ -329,7 +329,7 @@ def _autocast(run: StepsRun, kernels: Kernels) -> AbstractContextManager[None]:
 
 
 def _misfits(linear: Any, side: Side, values: Tensor) -> tuple[float, float]:
-    """Return the shares of elements that the delayed scale puts above the range and below half its least number."""
+    """Return the shares of elements that the delayed scale puts above the range or rounds to 0."""
     meta, dtype = ("scaling_fwd", torch.float8_e4m3fn) if side == "input" else ("scaling_bwd", torch.float8_e5m2)
     info = torch.finfo(dtype)
     scaled = values.double().abs() * linear.quantizers[meta][0].scale.double()
@@ -342,14 +342,14 @@ def _sqnr_of_step(result: Tensor, golden: Tensor) -> float:
     return errors.sqnr_db if errors.finite else -math.inf
 
 
-# Attention of FP8 queries, keys and values, quantized in the ways that FlashAttention-3 compares.
+# Attention with FP8 queries, keys and values, quantized in the ways that FlashAttention-3 compares.
 #
-# Follows arXiv 2407.08608, sections 3.3 and 4.3, in plain FP32 with E4M3 roundings (``parity.numerics.formats``),
-# without TE or a GPU.
+# This follows arXiv 2407.08608, sections 3.3 and 4.3, in plain FP32 with E4M3 roundings
+# (``parity.numerics.formats``), without TE or a GPU.
 
 
 BLOCK = 128  # rows that share a scale in block quantization
-_LARGEST_PROBABILITY = 256.0  # unnormalised probabilities are scaled to it before they are cast to E4M3
+_LARGEST_PROBABILITY = 256.0  # unnormalised probabilities, at most 1, are multiplied by it before the cast to E4M3
 
 
 @dataclass(frozen=True)
@@ -357,10 +357,10 @@ class AttentionRun:
     """Attention of one head, in all of ``WAYS``.
 
     Attributes:
-        distribution: name of ``DISTRIBUTIONS``, of queries, keys and values.
-        seq: tokens.
-        head_dim: channels, a power of two.
-        seed: of the values.
+        distribution: a name in ``DISTRIBUTIONS``, for queries, keys and values.
+        seq: number of tokens.
+        head_dim: channels of the head, a power of two.
+        seed: the seed of the values.
     """
 
     distribution: str
@@ -374,7 +374,7 @@ class AttentionLoss:
     """The errors of attention's output against FP64.
 
     Attributes:
-        rmse: root mean square error by way, as FlashAttention-3 reports it.
+        rmse: the root mean square error of each way, as FlashAttention-3 reports it.
     """
 
     rmse: Mapping[str, float]
@@ -401,7 +401,7 @@ def _scaled_e4m3(probabilities: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Way:
-    """Hold what rounds queries and keys, values, and unnormalised probabilities; and if the first two are rotated."""
+    """Hold the roundings of queries and keys, values and probabilities, and whether queries and keys are rotated."""
 
     scored: Rounder = _exact
     values: Rounder = _exact
@@ -426,7 +426,7 @@ WAYS = tuple(_WAYS)
 
 
 def measure_attention(run: AttentionRun) -> AttentionLoss:
-    """Attend in every way; queries and keys that are rotated are so by one random orthogonal matrix."""
+    """Attend in every way. Rotated queries and keys share one random orthogonal matrix."""
     draw = DISTRIBUTIONS[run.distribution]
     rng = Rng(run.seed, f"attention {run.distribution}")
     query, key, value = (draw(rng, run.seq, run.head_dim).half().float() for _ in range(3))
@@ -447,7 +447,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _rotation(rng: Rng, size: int) -> Tensor:
-    """Return a random diagonal of signs times a Hadamard matrix, orthogonal."""
+    """Return an orthogonal matrix: a Hadamard matrix with random signs of its rows."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -455,7 +455,7 @@ def _rotation(rng: Rng, size: int) -> Tensor:
     return signs[:, None] * matrix / math.sqrt(size)
 
 
-# All runs, from the record or made.
+# All runs, read from the record or computed.
 
 
 RECORD = "fp8_recipes.jsonl"
@@ -470,17 +470,17 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        recipes: names of ``RECIPES``.
-        distributions: names of ``settings.DISTRIBUTIONS``.
-        size: of the single tensors, ``[size, size]``.
-        earlier: passes from which delayed scaling has the scale of a single tensor.
-        modules: names of ``te_modules.MODULES`` whose input is ``[1, seq, hidden]``.
-        hidden, seq: of the modules.
-        histories: amaxes that delayed scaling remembers, where a tensor's magnitude changes.
-        factors: of that change.
-        steps_size: of the linear layer there, in both dimensions, and its tokens.
-        attention_seq, head_dim: of FlashAttention-3's test.
-        seeds: how many, from 0.
+        recipes: names in ``RECIPES``.
+        distributions: names in ``settings.DISTRIBUTIONS``.
+        size: single tensors are ``[size, size]``.
+        earlier: earlier passes that set delayed scaling's scale of a single tensor.
+        modules: names in ``te_modules.MODULES`` whose input is ``[1, seq, hidden]``.
+        hidden, seq: sizes of the modules.
+        histories: how many amaxes delayed scaling remembers when a tensor's magnitude changes.
+        factors: factors by which the magnitude changes.
+        steps_size: both widths of the linear layer whose tensors change, and its number of tokens.
+        attention_seq, head_dim: sizes of FlashAttention-3's test.
+        seeds: how many seeds to run, starting at 0.
     """
 
     recipes: tuple[str, ...] = RECIPES
@@ -518,13 +518,13 @@ Results = Mapping[Run, Result]
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Results, Mapping[str, str | None], Settings, Kernels]:
-    """Measure what the folder's record lacks.
+    """Measure what is missing from the folder's record.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a name that there is not, or sizes that block scaling does not take.
+        UserError: if a name is unknown, or block scaling does not support a size.
     """
     check(settings)
     kernels = te.kernels()
@@ -535,7 +535,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Results, Mapping[str, st
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
-    """Make the runs that the folder's record lacks, and return all."""
+    """Run what is missing from the folder's record, and return all results."""
     campaign: Campaign[Run, Result] = Campaign(
         folder / RECORD, Result, functools.partial(identity, kernels=kernels), record.code_of(__name__)
     )
@@ -543,7 +543,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
 
 
 def runs(settings: Settings) -> Iterator[Run]:
-    """Yield all runs, those next to each other that share a golden value."""
+    """Yield all runs. Runs that share a golden value follow each other."""
     for seed in range(settings.seeds):
         for distribution in settings.distributions:
             yield AttentionRun(distribution, settings.attention_seq, settings.head_dim, seed)
@@ -559,14 +559,14 @@ def runs(settings: Settings) -> Iterator[Run]:
 
 
 def steps_run(settings: Settings, recipe: str, history: int, side: str, change: str, factor: float) -> StepsRun:
-    """Return the run around one change; long enough to see a scale recover that the past holds down."""
+    """Return the run around one change, long enough for a delayed scale to recover from a large amax in its history."""
     after = STEPS_AFTER + (0 if change == "up" else history)
     return StepsRun(recipe, history, side, change, factor, STEPS_BEFORE, after, settings.steps_size, seed=0)  # type: ignore[arg-type]
 
 
 def measure(entry: Run, kernels: Kernels) -> Result:
     """Measure one run."""
-    torch.manual_seed(entry.seed)  # of stochastic rounding
+    torch.manual_seed(entry.seed)  # for stochastic rounding
     if isinstance(entry, TensorRun):
         return measure_tensor(entry, kernels)
     if isinstance(entry, ModuleRun):
@@ -577,7 +577,7 @@ def measure(entry: Run, kernels: Kernels) -> Result:
 
 
 def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
-    """Return all that a run's result depends on."""
+    """Return everything that a run's result depends on."""
     named = {"what": type(entry).__name__, "start": record.fingerprint([Rng(entry.seed).normal(16)])}
     if not isinstance(entry, AttentionRun):
         named |= {"kernels": kernels.backend, "te": te.version()}
@@ -587,10 +587,10 @@ def identity(entry: Run, kernels: Kernels) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that cannot be run.
+    """Check that the settings can be run.
 
     Raises:
-        UserError: names the field and what it may hold.
+        UserError: naming the field and its allowed values.
     """
     check_names("recipes", settings.recipes, RECIPES)
     check_names("distributions", settings.distributions, DISTRIBUTIONS)

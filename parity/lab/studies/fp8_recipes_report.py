@@ -43,13 +43,13 @@ from parity.lab.studies.te_modules import MODULES
 from parity.report.numbers import plural, short
 from parity.te import Kernels
 
-# What the reports of the study ``fp8_recipes`` take from its runs: means over seeds, and the steps around a change.
+# Figures that the report takes from the runs: means over seeds, and the steps around a change.
 
 
 def tensor_mean(
     found: Results, distribution: str, role: str, recipe: str, of: Literal["te", "model", "te_body"] = "te"
 ) -> float:
-    """Return a tensor's SQNR in decibels."""
+    """Return a tensor's mean SQNR in decibels."""
     return mean_db(
         getattr(loss, of)
         for run, loss in found.items()
@@ -60,7 +60,7 @@ def tensor_mean(
 
 
 def module_mean(found: Results, module: str, distribution: str, recipe: str, kind: str) -> float:
-    """Return TE's SQNR of a module in decibels, by kind of tensor."""
+    """Return the mean SQNR of TE's module in decibels, for one kind of tensor."""
     return mean_db(
         loss.te[kind]
         for run, loss in found.items()
@@ -81,13 +81,13 @@ def attention_rmse(found: Results, distribution: str, way: str) -> float:
 
 
 def mean_db(ratios: Iterable[float]) -> float:
-    """Return the SQNR of the mean noise power; NaN of nothing."""
+    """Return the SQNR that corresponds to the mean noise power; NaN if there are no ratios."""
     powers = [10 ** (-ratio / 10) for ratio in ratios]
     return -10 * math.log10(sum(powers) / len(powers)) if powers else math.nan
 
 
 def delayed_steps(found: Results, settings: Settings, history: int, change: str, factor: float) -> Steps:
-    """Return delayed scaling around a change of the input."""
+    """Return the steps of delayed scaling around a change of the input."""
     steps = found[steps_run(settings, DELAYED, history, "input", change, factor)]
     assert isinstance(steps, Steps)
     return steps
@@ -96,12 +96,12 @@ def delayed_steps(found: Results, settings: Settings, history: int, change: str,
 # Plots of the study ``fp8_recipes``.
 
 
-FLOOR_DB = -2.0  # results that are worse, or not finite, are drawn here
+FLOOR_DB = -2.0  # where results that are worse, or not finite, are drawn
 CHANGE_TITLES = {"up": "grows for good", "down": "shrinks for good", "spike": "grows in one step alone"}
 
 
 def by_distribution(found: Results, settings: Settings) -> Figure:
-    """Draw the SQNR of tensors by role, and of modules' outputs, a bar a recipe."""
+    """Draw the SQNR of tensors by role, and of modules' outputs, with a bar for each recipe."""
     panels = [*ROLES, *settings.modules]
     figure = Figure(figsize=(3.4 * len(panels), 3.6), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
@@ -127,7 +127,7 @@ def by_distribution(found: Results, settings: Settings) -> Figure:
 
 
 def around_changes(found: Results, settings: Settings) -> Figure:
-    """Draw the SQNR over steps around a change by the largest factor, a panel for each change and side."""
+    """Draw the SQNR over steps around a change by the largest factor, with a panel for each change and side."""
     figure = Figure(figsize=(4.6 * len(CHANGES), 3.1 * len(SIDES)), layout="constrained")
     axes = figure.subplots(len(SIDES), len(CHANGES), squeeze=False, sharey=True)
     ticks = sorted({-STEPS_BEFORE // 2, 0, STEPS_BEFORE // 2, *(each for each in settings.histories if each > 9)})
@@ -157,10 +157,10 @@ def _line(axis: Axes, steps: Steps, label: str) -> None:
     axis.plot(numbers, [max(FLOOR_DB, sqnr) for sqnr in steps.sqnr_db[first:]], label=label, linewidth=1.2)
 
 
-# What others say about FP8 recipes, next to what the study ``fp8_recipes`` found.
+# Published claims about FP8 recipes, next to this study's results.
 
 
-# Format, significand bits with the leading one, a tensor's role, and the recipes that give it the format.
+# Format, significand bits including the leading one, a tensor's role, and the recipes that use the format for it.
 _SIGNIFICANDS = (
     ("E4M3", 4, "inputs", ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")),
     ("E5M2", 3, "gradients", ("fp8_delayed", "fp8_current")),
@@ -168,7 +168,7 @@ _SIGNIFICANDS = (
 
 
 def claims(found: Results, settings: Settings) -> Iterator[Claim]:
-    """Yield the claims that the settings have measured."""
+    """Yield the claims that these settings can test."""
     if "normal" in settings.distributions:
         yield from _quantization_noise(found, settings)
     if "outliers" in settings.distributions:
@@ -290,14 +290,14 @@ TE has no part in it): root mean square error of attention's output. The last ro
 def write(
     found: Results, missing: Mapping[str, str | None], settings: Settings, kernels: Kernels, folder: Path
 ) -> Path:
-    """Write ``fp8_recipes.md`` and its plots into the folder; returns the report's path.
+    """Write ``fp8_recipes.md`` and its plots into the folder, and return the report's path.
 
     Args:
-        found: every run of the settings.
+        found: the results of all runs.
         missing: recipes that no GPU here runs, each with the reason.
-        settings: of the study, without those recipes.
-        kernels: that TE ran on.
-        folder: exists.
+        settings: the study's settings, without those recipes.
+        kernels: the kernels that TE ran on.
+        folder: an existing folder.
     """
     by_distribution(found, settings).savefig(folder / DISTRIBUTION_PICTURE, dpi=80)
     around_changes(found, settings).savefig(folder / STEPS_PICTURE, dpi=90)
@@ -305,7 +305,7 @@ def write(
 
 
 def recovery(found: Results, settings: Settings, recipe: str, history: int, side: str, change: str) -> list[str]:
-    """Return for each factor the steps until a recipe has recovered, and the worst SQNR until then."""
+    """Return, for each factor, the steps until a recipe has recovered and the worst SQNR from the change on."""
     cells = []
     for factor in settings.factors:
         steps = found[steps_run(settings, recipe, history, side, change, factor)]
@@ -423,7 +423,7 @@ def _steps_of(count: int | None) -> str:
 
 
 def _harmless(found: Results, settings: Settings) -> float:
-    """Return by how much an input may shrink without a loss under delayed scaling; 1 if not at all."""
+    """Return the largest factor by which an input may shrink without loss under delayed scaling; 1 if there is none."""
     unharmed = [
         factor
         for factor in settings.factors

@@ -1,6 +1,6 @@
-"""Judge a fixed table of wrong ports, and record whether each is detected and what is said of it.
+"""Judge a fixed table of wrong ports, and record whether parity detects each and how it names the mistake.
 
-The table was written before the search that it judges was changed, and the search was not looked at for it.
+The table was written before the search that it judges was changed, and without looking at that search.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from parity.lab.studies.settings import check_names
 from parity.mistakes.codes import CODES, UNEXPLAINED
 from parity.te import PRECISIONS, Backend
 
-# Wrong ports as people write them: wrong constants, mistakes at a part of a place, and kinds of mistakes.
+# Wrong ports as people write them: wrong constants, mistakes in part of a tensor or model, and kinds of mistakes.
 #
-# Constants and places were chosen as one meets them in porting, without looking at what the search tries. After a first
-# run, titles and places that say the same in other words were added, and one row's number was changed, which had made
-# it the same as no rotation at all.
+# Constants and places are typical of porting, and were chosen without looking at what the search tries. After a first
+# run, titles and places that say the same in other words were added. One row's number was changed too, because it had
+# the same effect as no rotation at all.
 
 
-# A number that a message tells may be estimated: it counts if it is this close.
+# Numbers in messages may be estimates. They count as right within this relative difference.
 _CLOSE = 0.03
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
-# Of a message, what is no constant: the errors before and after.
+# The errors before and after a repair, which are not constants of the port.
 _ERRORS = re.compile(r"falls from \S+ to \S+")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A wrong port and its right name.
+    """A wrong port, and the findings that name its mistake correctly.
 
     Attributes:
-        name: unique.
-        host: of ``ports.HOSTS``.
-        summary: what is wrong in the port.
-        mistake: the same for ``ports.port``.
-        titles: of the finding that names it; the first is the best, the others say the same in other words.
-        number: that the message must tell, the port's; None if the title is enough.
-        place: a regular expression that the message must contain, for a mistake at a part of a place.
+        name: a unique name.
+        host: a name in ``ports.HOSTS``.
+        summary: what is wrong in the port, in words.
+        mistake: what is wrong in the port, for ``ports.port``.
+        titles: titles of the right finding; the first is the best, the others say the same in other words.
+        number: the port's number, which the message must contain; None if the title is enough.
+        place: a regular expression that the message must match, if only part of a tensor or model is wrong.
     """
 
     name: str
@@ -64,11 +64,11 @@ class Row:
     place: str = ""
 
     def is_named_by(self, title: str, message: str) -> bool:
-        """Return whether a finding is the right name."""
+        """Return whether a finding names the mistake correctly."""
         return title in self.titles and self.tells_number(message) and bool(re.search(self.place, message, re.I))
 
     def tells_number(self, message: str) -> bool:
-        """Return whether a message has the port's number, up to a few per cent."""
+        """Return whether a message contains the port's number, up to a few per cent."""
         if self.number is None:
             return True
         told = (float(found.replace(",", "")) for found in _NUMBER.findall(_ERRORS.sub("", message)))
@@ -93,7 +93,7 @@ _LATE = ("rope-position",)
 _SCALING = ("rope-scaling",)
 _SCALE = ("softmax-scale",)
 _FACTOR = ("factor", "output-scale")
-# A reference that holds gate and up apart has the two exchanged: both titles say the same.
+# If the reference has separate gate and up weights, exchanging these is the same mistake.
 _SWAPPED = ("gate-up-swapped", "parameters-exchanged")
 
 CONSTANTS = (
@@ -140,7 +140,7 @@ CONSTANTS = (
 )
 
 
-# At a part of a place.
+# Mistakes in part of a tensor or model.
 
 
 def _part(
@@ -262,7 +262,7 @@ PARTIAL = (
 )  # fmt: skip
 
 
-# Kinds of mistakes, most at all of their places. With the partial ones, these are what detection is counted on.
+# Kinds of mistakes, most of which affect the whole port. Detection is counted on these and the partial mistakes.
 
 
 def _kind(name: str, host: str, titles: tuple[str, ...], number: float | None = None, **changes: Any) -> Row:
@@ -278,7 +278,7 @@ KINDS = (
     _kind("quick GELU for tanh-GELU", "gelu_mlp", ("activation",), activation="quick_gelu"),
     _kind("plain GELU for tanh-GELU", "gelu_mlp", ("activation",), activation="gelu"),
     _kind("tanh-GELU for plain GELU", "erf_mlp", ("activation",), activation="gelu_tanh"),
-    # Told as something else, with confidence, at some time.
+    # Mistakes that parity once attributed to a wrong cause with confidence.
     _kind("LayerNorm with a variance over n-1", "gelu_mlp", ("norm-statistics", "norm-kind", "operation"),
           norm_variance="over n-1"),
     _kind("eps outside of the root", "norm_mlp", ("norm-eps", "norm-statistics", "operation"), eps_inside=False),
@@ -325,7 +325,7 @@ KINDS = (
     _kind("experts shifted by one", "experts", ("experts-permuted", "layers-permuted"), experts_shifted=True),
 )  # fmt: skip
 
-# Near constants: a few per cent above and below the reference's, where no known number is.
+# Near constants: a few per cent above and below the reference's number, where no commonly used number lies.
 
 NEAR = tuple(
     _number(host, field, float(f"{getattr(HOSTS[host], field) * share:.3g}"), titles)
@@ -358,7 +358,7 @@ TABLES: Mapping[str, tuple[Row, ...]] = {"constants": CONSTANTS, "partial": PART
 ROWS = {row.name: row for rows in TABLES.values() for row in rows}
 
 
-# The study: each row and each right port, at each precision.
+# The study: every row and every right port, at each precision.
 
 
 RECORD = "names.jsonl"
@@ -369,13 +369,13 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        tables: names of ``TABLES``, and ``right`` for the hosts without a mistake.
-        precisions: at which every port is judged, one after the other.
-        seed: of weights and inputs.
-        searches: whether the cause is searched for; without, a run is short and tells what is detected.
-        commit: at which this is measured, as the report is to say.
+        tables: names in ``TABLES``, and ``right`` for the hosts without a mistake.
+        precisions: the precisions at which every port is judged, in this order.
+        seed: the seed of weights and inputs.
+        searches: whether to search for causes. Without, a run is short and only tells which mistakes are detected.
+        commit: the commit that is measured, for the report.
         backend: ``cpu``, or ``gpu`` for TE's compiled kernels.
-        workers: processes that judge at a time; 0 for this process.
+        workers: how many processes judge in parallel; 0 to judge in this process.
     """
 
     tables: tuple[str, ...] = ("right", *TABLES)
@@ -396,12 +396,12 @@ class Judgement:
     """One port at one precision.
 
     Attributes:
-        row: a name of ``ROWS``; empty for a right port.
-        host: of ``ports.HOSTS``.
-        precision: of ``parity.te.PRECISIONS``.
-        seed: of weights and inputs.
+        row: a name in ``ROWS``; empty for a right port.
+        host: a name in ``ports.HOSTS``.
+        precision: a name in ``parity.te.PRECISIONS``.
+        seed: the seed of weights and inputs.
         searched: whether the cause was searched for.
-        backend: on whose kernels.
+        backend: the backend of TE's kernels.
     """
 
     row: str
@@ -414,13 +414,13 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Said:
-    """Hold what parity said.
+    """Hold parity's verdict on a port.
 
     Attributes:
         status: ``passed``, ``failed`` or ``error``.
-        margin: the largest.
-        findings: titles, messages, and whether they are told as a fact, the first first.
-        reason: of an error.
+        margin: the largest margin.
+        findings: title, message and whether it is stated as a fact, for each finding in parity's order.
+        reason: the reason for an error.
         seconds: processor time of the search for the cause.
     """
 
@@ -432,13 +432,13 @@ class Said:
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said], Settings]:
-    """Judge what the folder's record lacks: first whether ports are rejected, then why.
+    """Judge what is missing from the folder's record: first whether ports are rejected, then why.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a table or a precision that there is not.
+        UserError: if a table or precision is unknown.
     """
     check_names("tables", settings.tables, FULL.tables)
     check_names("precisions", settings.precisions, PRECISIONS)
@@ -452,7 +452,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Judgement, Said]
 
 
 def judgements(settings: Settings) -> list[Judgement]:
-    """Return all that is judged: verdicts before causes, a precision after the other, whole models last."""
+    """Return all judgements: verdicts before causes, then by precision, with whole models last."""
     right = [("", host) for host in HOSTS] if "right" in settings.tables else []
     wrong = [(row.name, row.host) for name in settings.tables if name in TABLES for row in TABLES[name]]
     wrong.sort(key=lambda both: both[1] in LAYERS)
@@ -465,7 +465,7 @@ def judgements(settings: Settings) -> list[Judgement]:
 
 
 def said_of(one: Judgement) -> Said:
-    """Judge one port, and search for the cause if that is asked for, without a limit of real time."""
+    """Judge one port and, if asked, search for the cause without a time limit."""
     kernels = te.kernels(one.backend)
     case = port(one.host, ROWS[one.row].mistake if one.row else None)
     (checked,) = check_case(case, kernels.te)
@@ -477,11 +477,11 @@ def said_of(one: Judgement) -> Said:
     return Said(result.status, result.margin, findings, result.reason, seconds)
 
 
-# The report: how often mistakes are detected and named, and what is said of the others.
+# The report: how often mistakes are detected and named, and what parity says of the others.
 
 
 _DETECTION = ("partial", "kinds")
-# A message this long is cut in a table.
+# Messages are cut to this length in tables.
 _LONG = 160
 
 
@@ -490,8 +490,8 @@ class Judged:
     """A row's outcome at one precision.
 
     Attributes:
-        row: what was planted.
-        said: what parity said.
+        row: the planted mistake.
+        said: parity's verdict.
     """
 
     row: Row
@@ -504,14 +504,14 @@ class Judged:
 
     @property
     def causes(self) -> list[tuple[str, str, bool]]:
-        """The findings that name a cause, with whether it is told as a fact."""
+        """The findings that name a cause, with whether they state it as a fact."""
         return [finding for finding in self.said.findings if CODES.get(finding[0]) not in UNEXPLAINED]
 
     @property
     def outcome(self) -> str:
-        """``named`` if the first cause is right, ``no place`` if only its place or its number is missing, ``second`` if
-        a later one is right, ``misnamed`` if a wrong one is told as a fact, ``doubted`` if it is told with doubts,
-        ``unnamed`` without a cause, or ``not detected``.
+        """``named`` if the first cause is right, ``no place`` if only its place or number is missing, ``second`` if a
+        later cause is right, ``misnamed`` if the first is wrong and stated as a fact, ``doubted`` if it is wrong and
+        stated with doubts, ``unnamed`` if there is no cause, or ``not detected``.
         """
         if not self.detected:
             return "not detected"
@@ -566,7 +566,7 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
 def _judged(
     found: Mapping[Judgement, Said], names: Sequence[str], precision: str, only_searched: bool = True
 ) -> list[Judged]:
-    """Return the outcomes of these tables' rows, each once; a verdict is the same whether its cause is searched for."""
+    """Return the outcome of each row of these tables, once. Verdicts do not depend on the search for causes."""
     rows = {row.name for name in names for row in TABLES[name]}
     said = {
         one.row: said

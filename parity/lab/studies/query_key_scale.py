@@ -182,7 +182,7 @@ class Settings:
         layer: the layer's number in query-key layer scaling.
         heads: a multiple of 4, which TE's fused softmax asks for.
         seq: queries and keys, a multiple of 16 from 32 on, which it asks for, too.
-        seeds: how many, from 0.
+        seeds: how many seeds to run, starting at 0.
     """
 
     dtypes: tuple[str, ...] = tuple(DTYPES)
@@ -243,10 +243,10 @@ class Outcome:
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], Settings, Kernels]:
-    """Measure what the folder's record lacks.
+    """Measure what is missing from the folder's record.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
         UserError: for a name that there is not, or a size that TE's kernels do not take.
@@ -425,7 +425,7 @@ def claims(found: Mapping[Run, Outcome], settings: Settings, head_dim: int) -> I
 
     Args:
         found: outcomes of the study.
-        settings: of the study.
+        settings: the study's settings.
         head_dim: the width of a head at which frontiers are compared.
     """
     distribution = settings.distributions[0]
@@ -586,7 +586,7 @@ _MEANING = """\
 
 
 def write(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels, folder: Path) -> Path:
-    """Write ``query_key_scale.md`` and ``.png`` into the folder; returns the report's path."""
+    """Write ``query_key_scale.md`` and ``.png`` into the folder, and return the report's path."""
     _plot(found, settings).savefig(folder / "query_key_scale.png", dpi=100)
     return reporting.written(folder / "query_key_scale.md", _sections(found, settings, kernels))
 

@@ -1,4 +1,4 @@
-"""Compare wrong ports and right ones over ranks, and record whether each is detected and what is said of it."""
+"""Compare wrong and right ports over ranks, and record whether parity detects each mistake and how it names it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        precisions: at which ports are judged; those that the machine does not run are left out.
-        seeds: how many seeds each right port has; wrong ones have one.
-        commit: at which this is measured, as the report is to say.
+        precisions: the precisions to judge at; those that the machine cannot run are skipped.
+        seeds: number of seeds of each right port; wrong ports have one.
+        commit: the commit that is measured, for the report.
     """
 
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
@@ -53,12 +53,12 @@ class Port:
     """One port over ranks.
 
     Attributes:
-        host: of ``rows.HOSTS``, ``staged.HOSTS`` or ``trained.HOSTS``.
-        variant: the mistake, or which right port it is.
-        ranks: how many ranks there are by axis, as items are called.
-        is_wrong: whether it is in ``WRONG``.
-        precision: of ``parity.te.PRECISIONS``.
-        seed: of weights and inputs.
+        host: a name in ``rows.HOSTS``, ``staged.HOSTS`` or ``trained.HOSTS``.
+        variant: the name of the mistake or of the right port.
+        ranks: the number of ranks by axis, as in the names of test items.
+        is_wrong: whether the port is in ``WRONG``.
+        precision: a name in ``parity.te.PRECISIONS``.
+        seed: the seed of weights and inputs.
     """
 
     host: str
@@ -70,13 +70,13 @@ class Port:
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Port, Said], Settings]:
-    """Make the comparisons that the folder's record lacks, each with its ranks.
+    """Make the comparisons that are missing from the folder's record, each over its ranks.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a precision that there is not.
+        UserError: if a precision is unknown.
     """
     check_names("precisions", settings.precisions, PRECISIONS)
     campaign: Campaign[Port, Said] = Campaign(folder / RECORD, Said, code=record.code_of(__name__))
@@ -84,7 +84,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Port, Said], Set
 
 
 def ports(settings: Settings) -> list[Port]:
-    """Return all ports: a precision after the other, wrong ones first."""
+    """Return all ports, ordered by precision, with wrong ones first."""
     found = []
     for name in settings.precisions:
         if why_unavailable(PRECISIONS[name], te.kernels("cpu")) is not None:
@@ -102,7 +102,7 @@ def ports(settings: Settings) -> list[Port]:
 
 
 def said_of(port: Port) -> Said:
-    """Make one comparison, without a limit of real time for the search for a cause."""
+    """Make one comparison, without a time limit for the search for a cause."""
     kernels = te.kernels("cpu")
     made = next(
         degrees(row.ranks)
@@ -123,7 +123,7 @@ def said_of(port: Port) -> Said:
     return Said.by(result, time.perf_counter() - began)
 
 
-# The report: what was detected and named, and which right ones did not pass.
+# The report: which mistakes were detected and named, and which right ports did not pass.
 
 
 def write(found: Mapping[Port, Said], settings: Settings, folder: Path) -> Path:
@@ -169,7 +169,7 @@ def _outcome(one: Port, said: Said) -> str:
 
 
 def _table(found: Mapping[Port, Said], settings: Settings, shown: Callable[[list[tuple[Port, Said]]], str]) -> str:
-    """Return a table of ports by precisions."""
+    """Return a table with a row for each port and a column for each precision."""
     rows = dict.fromkeys((one.host, one.variant, one.ranks) for one in found)
     names = [name for name in settings.precisions if any(one.precision == name for one in found)]
 

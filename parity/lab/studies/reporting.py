@@ -1,4 +1,4 @@
-"""Say in a study's report what many runs tell together, verdicts on what its sources claim, and tables."""
+"""Provide what reports share: fits, statistics over seeds, verdicts on claims, and tables."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from parity.report import environment
 from parity.report.numbers import markdown_table, short
 from parity.te import Kernels
 
-# How an error grows with sizes: a power of each, or for some a factor for each further one, fitted to measurements.
+# The law of an error's growth with sizes: a power law in each size or, for some sizes, an exponential.
 
 
 Sizes = Mapping[str, float]
-# An exponential is preferred to a power law only where it comes closer by so much: few points cannot tell them apart.
+# An exponential must fit better than a power law by this factor, because few points can hardly tell the two apart.
 _CLEARLY = 1.05
 
 
 @dataclass(frozen=True)
 class Law:
-    """``base * prod((size / reference) ** exponent) * prod(rate ** (size - reference))``.
+    """The law ``base * prod((size / reference) ** exponent) * prod(rate ** (size - reference))``.
 
     Attributes:
         base: the error at the reference sizes.
-        reference: the sizes that others are measured by.
-        exponents: of the sizes in which the error is a power law.
-        rates: of those in which it grows by a factor for each further one.
-        worst_factor: between a measurement and the law, at least 1.
+        reference: the reference sizes.
+        exponents: the exponent of each size in which the error is a power law.
+        rates: the growth factor per unit of each size in which the error is exponential.
+        worst_factor: the largest factor between a measurement and the law, at least 1.
     """
 
     base: float
@@ -47,7 +47,7 @@ class Law:
     rates: Mapping[str, float] = field(default_factory=dict)
 
     def at(self, sizes: Sizes) -> float:
-        """Return the error that the law gives."""
+        """Return the error that the law predicts."""
         powers = math.prod((sizes[name] / self.reference[name]) ** each for name, each in self.exponents.items())
         return (
             self.base
@@ -59,15 +59,15 @@ class Law:
 def fit(
     measured: Sequence[tuple[Sizes, float]], reference: Sizes, perhaps_exponential: Sequence[str] = ()
 ) -> Law | None:
-    """Return the law whose logarithms are closest to the measurements' in the mean square.
+    """Fit a law to measurements by least squares of logarithms, and return it.
 
     Args:
         measured: sizes, each with its error; errors that are 0 or not finite are left out.
-        reference: of the law; sizes that do not vary in the measurements get neither exponent nor rate.
-        perhaps_exponential: sizes in which the error may grow by a factor for each further one.
+        reference: the law's reference; sizes that do not vary in the measurements get neither exponent nor rate.
+        perhaps_exponential: sizes in which the error may be exponential.
 
     Returns:
-        None if no measurement is left.
+        The law, or None if no measurement is left.
     """
     usable = [(sizes, error) for sizes, error in measured if 0.0 < error < math.inf]
     if not usable:
@@ -101,7 +101,7 @@ def _fit(
     )
 
 
-# What seeds tell of a figure that differs with each: its mean's interval, a verdict, digits, a place among draws.
+# Statistics of a figure over seeds: the interval of its mean, verdicts, reliable digits, and its place among draws.
 
 
 YES, NO, CANNOT_TELL = "yes", "no", "cannot tell"
@@ -109,7 +109,7 @@ _CONFIDENCE = 0.95
 
 
 def interval(of_seeds: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean by Student's t; one seed leaves it without bounds."""
+    """Return the 95 % interval of the mean by Student's t, which is infinite with only one seed."""
     mean, count = statistics.fmean(of_seeds), len(of_seeds)
     if count < 2:
         return -math.inf, math.inf
@@ -118,7 +118,7 @@ def interval(of_seeds: Sequence[float]) -> tuple[float, float]:
 
 
 def between(of_seeds: Sequence[float], low: float, high: float) -> str:
-    """Say whether a mean over seeds lies between two bounds: yes, no, or cannot tell while its interval meets one."""
+    """Say whether a mean over seeds lies between two bounds. If its interval contains a bound, that cannot be told."""
     if not all(map(math.isfinite, of_seeds)):
         return NO
     lower, upper = interval(of_seeds)
@@ -128,34 +128,34 @@ def between(of_seeds: Sequence[float], low: float, high: float) -> str:
 
 
 def ratios_between(of_seeds: Sequence[float], low: float, high: float) -> str:
-    """Judge as ``between`` does the geometric mean of ratios above 0."""
+    """Say whether the geometric mean of ratios lies between two bounds, as ``between`` does."""
     return between([_log(ratio) for ratio in of_seeds], _log(low), _log(high))
 
 
 def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return the ratio at each seed; infinite where the other is 0."""
+    """Return the ratio at each seed, infinite if the divisor is 0."""
     return [one / other if other else math.inf for one, other in zip(ones, others, strict=True)]
 
 
 def ratio_interval(of_seeds: Sequence[float]) -> tuple[float, float, float]:
-    """Return the geometric mean of ratios, and the ends of its 95 % interval."""
+    """Return the geometric mean of ratios and the two ends of its 95 % interval."""
     logarithms = [_log(ratio) for ratio in of_seeds]
     middle, (lower, upper) = statistics.fmean(logarithms), interval(logarithms)
     return math.exp(middle), math.exp(lower), math.exp(upper)
 
 
 def all_of(verdicts: Sequence[str]) -> str:
-    """Sum up verdicts on parts of one claim: the one that they share, no and yes as partly, else cannot tell."""
+    """Combine verdicts on parts of a claim: their common verdict, or partly for both yes and no, else cannot tell."""
     if {YES, NO} <= set(verdicts):
         return "partly"
     return verdicts[0] if len(set(verdicts)) == 1 else CANNOT_TELL
 
 
 def digits(value: float, of_seeds: Sequence[float]) -> str:
-    """Write a mean over seeds with the digits, at most two (three from 100 on), that other seeds would reproduce.
+    """Format a mean over seeds with the digits that other seeds would reproduce, at most two (three from 100 on).
 
-    A unit of the last digit is at least the standard deviation of the difference between two such means. ``~`` says
-    that not even the first digit is sure, as after one seed.
+    A unit of the last digit is at least the standard deviation of the difference between two such means. ``~`` means
+    that not even the first digit is sure, as with only one seed.
     """
     if not math.isfinite(value) or value == 0.0:
         return short(value)
@@ -169,20 +169,20 @@ def digits(value: float, of_seeds: Sequence[float]) -> str:
 
 
 def mean_digits(of_seeds: Sequence[float]) -> str:
-    """Write the mean over seeds, see ``digits``."""
+    """Format the mean over seeds, see ``digits``."""
     return digits(statistics.fmean(of_seeds), of_seeds)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Place a figure in the distribution that draws are from, taken for Student's with their mean and deviation.
+    """The place of a figure in the distribution of draws, modelled as Student's t with their mean and deviation.
 
     Attributes:
-        below: the share of draws below it.
-        deviations: how many standard deviations it lies above the mean.
-        chance: of one more draw that lies as far from the mean.
-        as_small: the chance of one that is no larger in magnitude.
-        density: at the figure.
+        below: the share of draws below the figure.
+        deviations: how many standard deviations the figure lies above the mean.
+        chance: the probability that one more draw is at least as far from the mean.
+        as_small: the probability that one more draw is no larger in magnitude.
+        density: the probability density at the figure.
     """
 
     below: float
@@ -193,9 +193,9 @@ class Placed:
 
 
 def placed(figure: float, draws: Sequence[float]) -> Placed:
-    """Place a figure among at least two draws."""
+    """Return the place of a figure among at least two draws."""
     count, mean = len(draws), statistics.fmean(draws)
-    deviation = max(statistics.stdev(draws), 1e-300)  # draws that are all equal admit no other figure
+    deviation = max(statistics.stdev(draws), 1e-300)  # if all draws are equal, no other figure is possible
     spread = deviation * (1 + 1 / count) ** 0.5
     student = stats.t(count - 1)
     away = (figure - mean) / spread
@@ -214,7 +214,7 @@ def _log(ratio: float) -> float:
     return math.log(ratio) if ratio > 0 else -math.inf
 
 
-# Tables, and the one that every report has: what its sources claim, and what was found.
+# Tables, including the table of claims that most reports have.
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,11 @@ class Claim:
     """A source's claim next to what a study found.
 
     Attributes:
-        source: where it is claimed.
+        source: where the claim was made.
         claimed: the claim, with the source's figure.
         found: this study's figures.
-        agrees: yes, no, or in which case, as a person reads it.
-        why: what the agreement depends on.
+        agrees: yes, no, or under which condition, in words.
+        why: the reason for the agreement or disagreement.
     """
 
     source: str
@@ -237,19 +237,19 @@ class Claim:
 
 
 def verdict(holds: Sequence[bool]) -> str:
-    """Say of a claim that was tested in several ways if it agrees: yes, no, or partly."""
+    """Say whether a claim that was tested in several ways holds: yes, no, or partly."""
     if all(holds):
         return "yes"
     return "partly" if any(holds) else "no"
 
 
 def numbers(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """Return a markdown table aligned to the right."""
+    """Return a markdown table with right-aligned columns."""
     return markdown_table(rows, headers, left=0)
 
 
 def texts(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
-    """Return a markdown table aligned to the left."""
+    """Return a markdown table with left-aligned columns."""
     return markdown_table(rows, headers, left=len(headers))
 
 
@@ -263,7 +263,7 @@ One = TypeVar("One", bound="OfPrecision")
 
 
 class OfPrecision(Protocol):
-    """Name what was judged at a precision."""
+    """Anything that was judged at a precision."""
 
     @property
     def precision(self) -> str: ...
@@ -275,7 +275,7 @@ def rates(
     precisions: Sequence[str],
     outcome_of: Callable[[One, Said], str],
 ) -> str:
-    """Return the table of how many are detected, named and rejected by precision; one without wrong ones has no row."""
+    """Return a table of how many were detected, named and rejected, with a row for each precision with wrong ones."""
     rows = []
     for name in precisions:
         of = [(one, said) for one, said in wrong.items() if one.precision == name]
@@ -292,7 +292,7 @@ def rates(
 
 
 def made_on(kernels: Kernels, commit: str = "") -> str:
-    """Say on what TE's figures were made and, where it is known, at which commit."""
+    """Say which device and versions TE's figures come from and, if given, which commit."""
     device = environment.gpu_name() if kernels.backend == "gpu" else "the CPU"
     return (
         (f"Measured at commit {commit}. " if commit else "")
@@ -302,6 +302,6 @@ def made_on(kernels: Kernels, commit: str = "") -> str:
 
 
 def written(path: Path, sections: Iterable[str]) -> Path:
-    """Write a report of these sections, and return its path."""
+    """Write a report with these sections, and return its path."""
     path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
     return path

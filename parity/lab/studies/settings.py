@@ -1,4 +1,4 @@
-"""Share among studies what they are asked for and record: names, distributions, a precision's GPU, what parity says."""
+"""Provide what studies share: checks of names, distributions, the GPU of a precision, and parity's verdicts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from parity.result import Result
 from parity.te import PRECISIONS, Backend, BackendUnavailable, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
 
-# Names that a study's settings may hold.
+# Checks of the names in a study's settings.
 
 
 def check_names(field: str, chosen: Iterable[str], known: Collection[str]) -> None:
-    """Make sure that all names of a field are known.
+    """Check that all names in a field are known.
 
     Raises:
-        UserError: for one that is not; lists those that are.
+        UserError: if one is not; the message lists the known names.
     """
     for name in chosen:
         if name not in known:
             raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
 
 
-# Distributions of values that quantization treats differently, by name: each draws FP32 tensors of any shape.
+# Distributions that quantization treats differently. Each draws FP32 tensors of any shape.
 
 
 Draw = Callable[..., Tensor]
@@ -47,7 +47,7 @@ def normal(rng: Rng, *shape: int) -> Tensor:
 
 
 def heavy_tailed(rng: Rng, *shape: int) -> Tensor:
-    """Draw from Student's t with three degrees of freedom: its fourth moment is infinite, amaxes grow with the size."""
+    """Draw from Student's t with three degrees of freedom. Its fourth moment is infinite, so amaxes grow with size."""
     chi_squared = rng.normal(3, *shape).square().sum(0)
     return rng.normal(*shape) / (chi_squared / 3).sqrt()
 
@@ -60,7 +60,7 @@ def outliers(rng: Rng, *shape: int) -> Tensor:
 DISTRIBUTIONS: Mapping[str, Draw] = {"normal": normal, "heavy_tailed": heavy_tailed, "outliers": outliers}
 
 
-# What a study computes on.
+# The device that a study computes on.
 
 
 _DEVICES: dict[str, Backend | Literal["auto"]] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
@@ -70,7 +70,7 @@ def kernels_on(device: str) -> Kernels:
     """Return TE's kernels on a device: ``cpu``, ``gpu``, or ``auto`` for the GPU where TE's own kernels can run.
 
     Raises:
-        UserError: for another name, or if the device cannot be had.
+        UserError: if the name is unknown or the device is not available.
     """
     if device not in _DEVICES:
         raise UserError(f"device: there is no {device!r}; there are {', '.join(_DEVICES)}")
@@ -81,29 +81,29 @@ def kernels_on(device: str) -> Kernels:
 
 
 def name_of(kernels: Kernels) -> str:
-    """Return the GPU, or the CPU's model."""
+    """Return the name of the GPU, or the model of the CPU."""
     return gpu_name() if kernels.backend == "gpu" else cpu_model()
 
 
-# Which GPU a study runs a precision on: the real one, or an emulated one that has it.
+# The GPU that a study runs a precision on: the real one, or an emulated one that supports the precision.
 
 
 def why_nowhere(precision: Precision, kernels: Kernels) -> str | None:
-    """Return the reason why no GPU that these kernels offer runs the precision, or None if one does."""
+    """Return why no GPU of these kernels can run the precision, or None if one can."""
     return None if _choice(precision, kernels) else why_unavailable(precision, kernels)
 
 
 @contextmanager
 def gpu_with(precision: Precision, kernels: Kernels) -> Iterator[str]:
-    """Let TE find itself on a GPU that has the precision, within the context: on CPU kernels an emulated one.
+    """Make TE run on a GPU that supports the precision, within the context. On CPU kernels the GPU is emulated.
 
-    The environment's emulated GPU is taken where it will do, as it is without this context.
+    The emulated GPU that the environment chooses is preferred, if it supports the precision.
 
     Yields:
         The GPU's name.
 
     Raises:
-        ValueError: if there is none, see ``why_nowhere``.
+        ValueError: if there is no such GPU (see ``why_nowhere``).
     """
     choice = _choice(precision, kernels)
     if not choice:
@@ -114,7 +114,7 @@ def gpu_with(precision: Precision, kernels: Kernels) -> Iterator[str]:
 
 
 def told_gpu(precisions: Iterable[str], kernels: Kernels) -> str:
-    """Say on which GPU each of these precisions runs, by name of ``PRECISIONS``."""
+    """Return a sentence that says which GPU runs each of these precisions, given by name."""
     by_gpu: dict[str, list[str]] = {}
     for name in precisions:
         with gpu_with(PRECISIONS[name], kernels) as gpu:
@@ -124,7 +124,7 @@ def told_gpu(precisions: Iterable[str], kernels: Kernels) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _choice(precision: Precision, kernels: Kernels) -> tuple[cuda.DeviceProperties | None, ...]:
-    """Return the first GPU that has the precision, None for the real one; empty if there is none."""
+    """Return the first GPU that supports the precision (None for the real one) as a tuple, empty if there is none."""
     if kernels.backend == "gpu":
         return () if why_unavailable(precision, kernels) else (None,)
     for gpu in dict.fromkeys((cuda.environment_gpu(), cuda.HOPPER, cuda.BLACKWELL)):
@@ -134,19 +134,19 @@ def _choice(precision: Precision, kernels: Kernels) -> tuple[cuda.DeviceProperti
     return ()
 
 
-# What parity says, of which studies count how much is right.
+# Parity's verdicts, which studies compare with the planted mistakes.
 
 
 @dataclass(frozen=True)
 class Said:
-    """Hold what parity said of a wrong port or of a right one.
+    """Hold parity's verdict on a wrong or right port.
 
     Attributes:
         status: ``passed``, ``failed`` or ``error``.
-        reason: why, if it did not pass.
-        margin: the largest.
-        findings: titles and messages, the first first.
-        seconds: how long it took, with the search for a cause.
+        reason: why it did not pass.
+        margin: the largest margin.
+        findings: title and message of each finding, in parity's order.
+        seconds: how long it took, including the search for a cause.
     """
 
     status: str
@@ -157,16 +157,16 @@ class Said:
 
     @classmethod
     def by(cls, result: Result, seconds: float) -> Said:
-        """Return what a result says."""
+        """Return the verdict of a result that took this many seconds."""
         findings = tuple((found.title, found.message) for found in result.findings)
         return cls(result.status, result.reason, result.margin, findings, seconds)
 
     def outcome(self, titles: Collection[str], told: str = "") -> str:
-        """Return ``named`` or ``detected`` for a wrong one that failed, and otherwise its status.
+        """Return ``named`` or ``detected`` if a wrong port failed, otherwise its status.
 
         Args:
-            titles: those that the first finding may have.
-            told: what its message must say.
+            titles: titles that the first finding may have if it is right.
+            told: text that its message must contain.
         """
         if self.status != "failed":
             return self.status

@@ -242,7 +242,7 @@ class Settings:
         keys: scores of a row, a multiple of 8 above 16.
         alpha: divisor of PB-Relax.
         layer: divisor of layer scaling.
-        seeds: how many, from 0.
+        seeds: how many seeds to run, starting at 0.
     """
 
     dtypes: tuple[str, ...] = tuple(DTYPES)
@@ -299,10 +299,10 @@ Outcome = Mapping[str, Mapping[int, Errors]]
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], Settings, Kernels]:
-    """Measure what the folder's record lacks.
+    """Measure what is missing from the folder's record.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
         UserError: for a name that there is not, or a size that TE's kernels do not take.

@@ -253,7 +253,7 @@ _MEANING = """\
 
 
 def write(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels, folder: Path) -> Path:
-    """Write ``softmax_precision.md`` and ``.png`` into the folder; returns the report's path."""
+    """Write ``softmax_precision.md`` and ``.png`` into the folder, and return the report's path."""
     _plot(found, settings).savefig(folder / "softmax_precision.png", dpi=100)
     return reporting.written(folder / "softmax_precision.md", _sections(found, settings, kernels))
 
@@ -307,7 +307,7 @@ def measured(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings, ker
 
     Args:
         costs: ``traffic`` by dtype, FP16 among them.
-        settings: of the study.
+        settings: the study's settings.
         kernels: that TE runs on.
     """
     return Measured(

@@ -1,4 +1,4 @@
-"""TE's modules at any size, alone or many in a row, each with its reference; and its attention on a chosen backend."""
+"""TE's modules at any size, alone or stacked, each with its reference, and TE's attention on a chosen backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from parity.user_error import UserError
 if TYPE_CHECKING:
     from parity.passes.all_passes import Tensors
 
-# TE's ``DotProductAttention`` on a backend of the caller's choice.
+# TE's attention on a chosen backend.
 
 
 Backend = Literal["unfused", "fused", "flash"]
@@ -42,16 +42,16 @@ def attend(
     layer: int = 0,
     causal: bool = False,
 ) -> Tensor:
-    """Attend with each query to all keys, or to those up to its own position.
+    """Attend with TE's ``DotProductAttention`` on one backend.
 
     Args:
-        kernels: that TE runs on; the tensors are on their device.
+        kernels: the kernels that TE runs on; tensors must be on their device.
         backend: unfused (GEMM, softmax, GEMM), fused (cuDNN's flash attention) or flash (the package flash-attn).
         query: ``[heads, queries, head_dim]``, FP16, BF16 or FP32.
         key: ``[heads, keys, head_dim]``.
         value: as key.
-        layer: the layer's number, from 1, for query-key layer scaling, which the unfused backend does in FP16; 0 for
-            none.
+        layer: the layer's number, from 1, for query-key layer scaling, which the unfused backend applies in FP16. 0
+            turns it off.
         causal: whether a query sees keys up to its own position only.
 
     Returns:
@@ -68,7 +68,7 @@ def attend(
         "NVTE_APPLY_QK_LAYER_SCALING": str(int(layer > 0)),
     }
     with te_variables(variables), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # TE says so where it corrects a default of its own
+        warnings.simplefilter("ignore", UserWarning)  # TE warns when it corrects one of its own defaults
         _choose_backend_again()
         attention = kernels.te.DotProductAttention(
             heads,
@@ -88,7 +88,7 @@ def attend(
 
 
 def _choose_backend_again() -> None:
-    """Let TE read the environment again; it keeps its choice until an argument changes."""
+    """Make TE read the environment again, because it keeps its choice until an argument changes."""
     package = "transformer_engine.pytorch.attention.dot_product_attention"
     for name in (package, f"{package}.dot_product_attention"):
         choice = getattr(sys.modules.get(name), "_attention_backends", None)
@@ -96,23 +96,23 @@ def _choose_backend_again() -> None:
             choice["backend_selection_requires_update"] = True
 
 
-# TE's modules at any size, alone or many in a row, each with its reference: what studies measure.
+# The modules that studies measure, at any size, alone or stacked, each with its reference.
 
 
 HEAD_DIM = 64
-# What TE's modules do where a kernel may choose: attention is fused, a layer's residual sums are stored.
+# TE's behaviour where a kernel is free to choose: attention is fused, and a layer's residual sums are stored.
 AS_TE = Freedom(stores_scores=False, stores_sums=True, stores_pointwise=False)
 EXPERTS = 4
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Say how large a module is.
+    """The size of a module, or of a stack of equal modules.
 
     Attributes:
         hidden: width of its input, a multiple of 128.
-        seq: tokens; the batch is 1.
-        depth: how many of it follow each other.
+        seq: number of tokens; the batch is 1.
+        depth: number of modules in a row.
     """
 
     hidden: int
@@ -125,10 +125,10 @@ class Module:
     """A TE module with its reference.
 
     Attributes:
-        title: the TE class, and what is chosen of it.
-        case: that builds both.
-        sizes: the case's sizes at a shape.
-        stackable: whether several make sense in a row, each on the result of the one before.
+        title: the TE class and its options.
+        case: the case that builds both.
+        sizes: returns the case's sizes at a shape.
+        stackable: whether several in a row make sense, each applied to the output of the one before.
     """
 
     title: str
@@ -139,11 +139,11 @@ class Module:
 
 @functools.lru_cache(maxsize=256)
 def placed(name: str, shape: Shape) -> tuple[Case, CheckedSize]:
-    """Return a module's case at a shape, without probing inputs; always the same objects, which ``prepare`` remembers.
+    """Return a module's case at a shape, without probing inputs. ``prepare`` caches by object, so these are cached too.
 
     Args:
-        name: of ``MODULES``.
-        shape: of depth 1 if the module is not stackable.
+        name: a name in ``MODULES``.
+        shape: must have depth 1 if the module is not stackable.
     """
     module = MODULES[name]
     sizes = {"batch": 1, "seq": shape.seq} | module.sizes(shape)
@@ -184,14 +184,14 @@ def _one_after_the_other(call: Callable[..., Any] | None) -> Callable[..., Tenso
 
 
 class ExpertLinears(nn.Module):
-    """A linear layer for each of several equal runs of tokens."""
+    """A separate linear layer for each of several equal chunks of tokens."""
 
     def __init__(self, experts: int, features: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList([nn.Linear(features, features, bias=False) for _ in range(experts)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``[tokens, features]`` to the same."""
+        """Map ``[tokens, features]`` to the same shape."""
         parts = zip(self.experts, x.chunk(len(self.experts)), strict=True)
         return torch.cat([expert(tokens) for expert, tokens in parts])
 
@@ -257,11 +257,11 @@ MODULES: Mapping[str, Module] = {
 }
 
 
-# The error of all tensors of a kind taken together: a bias whose gradient is nearly 0 does not stand for a module.
+# Errors are pooled over all tensors of a kind, so that a bias whose gradient is nearly 0 does not dominate a module.
 
 
 def pooled_relative_l2(tensors: Tensors, golden: Tensors) -> dict[str, float]:
-    """Return ``|error| / |golden|`` by kind of tensor, as if all tensors of a kind were one."""
+    """Return ``|error| / |golden|`` for each kind of tensor, pooled over all tensors of the kind."""
     errors = {key: tensors[key].double() - truth for key, truth in golden.items()}
     kinds = dict.fromkeys(kind for kind, _ in golden)
     return {kind: relative_l2(_norm(errors, kind), _norm(golden, kind)) for kind in kinds}

@@ -287,7 +287,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Sequence[Outcome], Mappi
     """Train what the folder's record lacks.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
         UserError: for a model or precision that there is not, or fewer than two draws.
@@ -484,14 +484,14 @@ _METHOD = """\
 def write(
     outcomes: Sequence[Outcome], missing: Mapping[str, str], settings: Settings, kernels: Kernels, folder: Path
 ) -> Path:
-    """Write ``training_curves.md`` and a plot a model into the folder; returns the report's path.
+    """Write ``training_curves.md`` and a plot a model into the folder, and return the report's path.
 
     Args:
         outcomes: of TE's runs.
         missing: precisions without one, each with the reason.
-        settings: of the study.
-        kernels: that TE ran on.
-        folder: exists.
+        settings: the study's settings.
+        kernels: the kernels that TE ran on.
+        folder: an existing folder.
     """
     shown = [model for model in settings.models if any(outcome.run.model == model for outcome in outcomes)]
     for model in shown:

@@ -203,7 +203,7 @@ _Named = Callable[[Sequence[Tensor]], dict[str, Tensor]]
 @functools.lru_cache(maxsize=16)
 def trajectory(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
     """Train once; the last few are kept, since a training is part of several pairs."""
-    torch.manual_seed(entry.seed)  # of stochastic rounding
+    torch.manual_seed(entry.seed)  # for stochastic rounding
     if entry.kind != "te":
         return _trained(entry, settings, kernels)
     with gpu_with(PRECISIONS[entry.precision], kernels):
@@ -355,7 +355,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Drifts, Mapping[str, str
     """Train what the folder's record lacks.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
         UserError: for a name that there is not, where FP32 is missing, or for a device that cannot be had.

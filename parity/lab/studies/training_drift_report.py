@@ -150,7 +150,7 @@ def claims(found: Drifts, settings: Settings, precisions: Sequence[str]) -> list
 
     Args:
         found: every pair's drift.
-        settings: of the study.
+        settings: the study's settings.
         precisions: in which TE trained.
     """
     tested = []
@@ -346,14 +346,14 @@ _METHOD = """\
 
 
 def write(found: Drifts, missing: Mapping[str, str], settings: Settings, kernels: Kernels, folder: Path) -> Path:
-    """Write ``training_drift.md`` and its plots into the folder; returns the report's path.
+    """Write ``training_drift.md`` and its plots into the folder, and return the report's path.
 
     Args:
         found: every pair's drift.
         missing: precisions that TE cannot compute in here, each with the reason.
-        settings: of the study.
-        kernels: that TE ran on.
-        folder: exists.
+        settings: the study's settings.
+        kernels: the kernels that TE ran on.
+        folder: an existing folder.
     """
     precisions = [name for name in settings.te_precisions if name not in missing]
     algorithms(found, settings).savefig(folder / "training_drift.png", dpi=90)

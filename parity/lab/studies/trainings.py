@@ -1,4 +1,4 @@
-"""Train wrong ports and right ones, and record whether each is detected and what is said of it."""
+"""Train wrong and right ports, and record whether parity detects each mistake and how it names it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        precisions: at which trainings are judged; those that the machine does not run are left out.
-        steps: of each training.
-        seeds: how many seeds each right training has; wrong ones have one.
-        commit: at which this is measured, as the report is to say.
+        precisions: the precisions to judge at; those that the machine cannot run are skipped.
+        steps: number of steps of each training.
+        seeds: number of seeds of each right training; wrong trainings have one.
+        commit: the commit that is measured, for the report.
     """
 
     precisions: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
@@ -63,11 +63,11 @@ class Training:
     """One training.
 
     Attributes:
-        name: of ``rows.WRONG`` or ``rows.RIGHT``.
-        host: of ``rows.HOSTS``, ``rows.COMPILED`` or ``rows.QUANTIZED``.
-        precision: of ``parity.te.PRECISIONS``.
-        seed: of weights and batches.
-        steps: how many.
+        name: a name in ``rows.trainings``'s ``WRONG`` or ``RIGHT``.
+        host: a name in ``HOSTS``, ``COMPILED`` or ``QUANTIZED`` of the same module.
+        precision: a name in ``parity.te.PRECISIONS``.
+        seed: the seed of weights and batches.
+        steps: number of steps.
         switch: how the candidate is trained.
     """
 
@@ -80,18 +80,18 @@ class Training:
 
     @property
     def is_wrong(self) -> bool:
-        """Return whether it has a mistake."""
+        """Return whether the training has a mistake."""
         return self.name in _ROWS
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Mapping[Training, Said], Settings]:
-    """Make the trainings that the folder's record lacks, in this process.
+    """Make the trainings that are missing from the folder's record, in this process.
 
     Returns:
-        What ``report.write`` is given, but for the folder.
+        The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a precision that there is not.
+        UserError: if a precision is unknown.
     """
     check_names("precisions", settings.precisions, PRECISIONS)
     campaign: Campaign[Training, Said] = Campaign(folder / RECORD, Said, code=record.code_of(__name__))
@@ -99,7 +99,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Training, Said],
 
 
 def trainings(settings: Settings) -> list[Training]:
-    """Return all trainings: a precision after the other, wrong ones first."""
+    """Return all trainings, ordered by precision, with wrong ones first."""
     found = []
     for name in settings.precisions:
         if why_unavailable(PRECISIONS[name], te.kernels("cpu")) is not None:
@@ -122,14 +122,14 @@ def trainings(settings: Settings) -> list[Training]:
 
 
 def _hosts(right: str, precision: str, switch: Switch) -> list[str]:
-    """Return what a right training trains at a precision."""
+    """Return the hosts that a right training runs on at a precision."""
     if right in OF_QUANTIZED:
         return [host for host in QUANTIZED if host.endswith(f" {precision}")]
     return [host for host in (COMPILED if switch == "compile" else HOSTS) if host in ONLY_ON.get(right, (host,))]
 
 
 def said_of(one: Training) -> Said:
-    """Make one training, without a limit of real time for the search for a cause."""
+    """Make one training, without a time limit for the search for a cause."""
     kernels = te.kernels("cpu")
     case = case_of(one.host, _ROWS[one.name].training if one.is_wrong else RIGHT[one.name])
     (checked,) = check_case(case, kernels.te)
@@ -139,7 +139,7 @@ def said_of(one: Training) -> Said:
     return Said.by(result, time.process_time() - began)
 
 
-# The report: what was detected and named, and which right ones did not pass.
+# The report: which mistakes were detected and named, and which right trainings did not pass.
 
 
 def write(found: Mapping[Training, Said], settings: Settings, folder: Path) -> Path:
