@@ -1,7 +1,7 @@
-"""Compare where to scale queries and keys: how large they may be before scores overflow, and what each way costs.
+"""Compare ways to scale queries and keys: how large these may be before scores overflow, and the error of each way.
 
-Queries, keys and values are drawn at a magnitude, rounded to FP16 or BF16, and attended to by each way of
-computing scores and by TE's own backends. Golden is FP64 attention of the same rounded numbers.
+Queries, keys and values of a given magnitude are rounded to FP16 or BF16. Attention then runs with each way of
+computing scores, and on TE's own backends. Golden is FP64 attention of the same rounded numbers.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from parity.report.numbers import ratio, short
 from parity.te import Kernels
 from parity.user_error import UserError
 
-# Attention scores as a GEMM in FP16 or BF16 computes them, by where the scale is applied and what is rounded.
+# Attention scores as a GEMM in FP16 or BF16 computes them.
 #
-# ``softmax(scale Q K^T)`` is the same wherever the scale is applied, until numbers are rounded and overflow. Two
-# choices matter: the placement of the scale, and what the product is kept in before the scale reaches it.
+# In exact arithmetic, ``softmax(scale Q K^T)`` does not depend on where the scale is applied. With rounding and
+# overflow, two choices matter: the placement of the scale, and the format that holds the product until it is scaled.
 
 
-# Products that a tensor core adds before its sum is rounded to FP16: the depth of ``mma.m16n8k16`` (PTX ISA).
+# The number of products that a tensor core adds before it rounds to FP16: the depth of ``mma.m16n8k16`` (PTX ISA).
 PRODUCTS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Operands of the product, what is multiplied with it, and what softmax multiplies the scores with.
+    """Operands of the product, its factor, and the factor that softmax applies.
 
     Attributes:
         query: ``[heads, queries, head_dim]``.
         key: ``[heads, keys, head_dim]``.
-        alpha: factor of the product.
-        in_softmax: factor that softmax applies in FP32.
+        alpha: the factor of the product.
+        in_softmax: the factor that softmax applies in FP32.
     """
 
     query: Tensor
@@ -63,9 +63,9 @@ def _both(query: Tensor, key: Tensor, scale: float, layer: int) -> Scaled:
     return Scaled(query * root, key * root, 1.0)
 
 
-# Where the scale is applied: to the product; to the queries; its square root to both (Megatron-DeepSpeed, pull request
-# 118); to the product, divided by the layer's number, which softmax multiplies back (Megatron-LM,
-# ``apply_query_key_layer_scaling``).
+# Where the scale is applied: "after" to the product; "query" to the queries; "both" as its square root to queries and
+# keys (Megatron-DeepSpeed, pull request 118); "layer" to the product, divided by the layer's number, which softmax
+# multiplies back (Megatron-LM, ``apply_query_key_layer_scaling``).
 PLACEMENTS: dict[str, Callable[[Tensor, Tensor, float, int], Scaled]] = {
     "after": lambda query, key, scale, layer: Scaled(query, key, scale),
     "query": lambda query, key, scale, layer: Scaled(query * scale, key, 1.0),
@@ -75,19 +75,19 @@ PLACEMENTS: dict[str, Callable[[Tensor, Tensor, float, int], Scaled]] = {
 
 
 def _fp32_product(scaled: Scaled) -> Tensor:
-    """Sum and scale in FP32, and round once: cuBLAS with ``CUBLAS_COMPUTE_32F``, PyTorch's default."""
+    """Sum and scale in FP32, and round once, like cuBLAS with ``CUBLAS_COMPUTE_32F``, PyTorch's default."""
     product = scaled.query.float() @ scaled.key.float().mT
     return (product * scaled.alpha).to(scaled.query.dtype)
 
 
 def _stored_product(scaled: Scaled) -> Tensor:
-    """Sum in FP32, store, then scale by another kernel: ``q @ k.T / sqrt(d)``."""
+    """Sum in FP32, store the product, and scale it in another kernel, as ``q @ k.T / sqrt(d)`` does."""
     product = (scaled.query.float() @ scaled.key.float().mT).to(scaled.query.dtype)
     return product * scaled.alpha
 
 
 def _half_product(scaled: Scaled) -> Tensor:
-    """Sum and scale in the dtype: cuBLAS with ``CUBLAS_COMPUTE_16F``, which FP16 alone has."""
+    """Sum and scale in the dtype, like cuBLAS with ``CUBLAS_COMPUTE_16F``, which exists only for FP16."""
     dtype = scaled.query.dtype
     chunks = zip(
         scaled.query.float().split(PRODUCTS_AT_ONCE, -1), scaled.key.float().split(PRODUCTS_AT_ONCE, -1), strict=True
@@ -98,7 +98,7 @@ def _half_product(scaled: Scaled) -> Tensor:
     return total * scaled.alpha
 
 
-# What the product is kept in before the scale reaches it.
+# The format that holds the product until it is scaled.
 KEPT: dict[str, Callable[[Scaled], Tensor]] = {
     "fp32": _fp32_product,
     "stored": _stored_product,
@@ -112,31 +112,31 @@ def scores(query: Tensor, key: Tensor, placement: str, kept: str, layer: int) ->
     Args:
         query: ``[heads, queries, head_dim]``, FP16 or BF16.
         key: ``[heads, keys, head_dim]``, of the same dtype.
-        placement: of ``PLACEMENTS``.
-        kept: of ``KEPT``.
+        placement: a name in ``PLACEMENTS``.
+        kept: a name in ``KEPT``.
         layer: the layer's number, from 1.
 
     Returns:
-        ``[heads, queries, keys]`` FP32; each is a number of the inputs' dtype, times ``layer`` with that placement.
+        ``[heads, queries, keys]`` FP32. Each is exact in the inputs' dtype, before the placement "layer" multiplies it.
     """
     scaled = PLACEMENTS[placement](query, key, 1 / math.sqrt(query.shape[-1]), layer)
     return KEPT[kept](scaled).float() * scaled.in_softmax
 
 
 def overflows(scores: Tensor) -> bool:
-    """Return whether softmax gives NaN: a score is plus infinity or NaN. Minus infinity is a probability of 0."""
+    """Return whether softmax gives NaN, because a score is plus infinity or NaN. Minus infinity only gives 0."""
     return bool((scores.isnan() | (scores == math.inf)).any())
 
 
 def attend(scores: Tensor, value: Tensor) -> Tensor:
-    """Return ``softmax(scores) value``, softmax in FP32 as in TE and Megatron-LM; rounded to value's dtype."""
+    """Return ``softmax(scores) value`` in value's dtype. Softmax is in FP32, as in TE and Megatron-LM."""
     probabilities = scores.softmax(-1).to(value.dtype)
     return (probabilities.float() @ value.float()).to(value.dtype)
 
 
 RECORD = "query_key_scale.jsonl"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-# Ways that are computed here: where the scale is applied, and what the product is kept in until then.
+# Ways that this module computes: names in ``PLACEMENTS`` and ``KEPT``.
 WAYS = {
     "after, FP32": ("after", "fp32"),
     "after, stored": ("after", "stored"),
@@ -162,8 +162,8 @@ def _aligned(rng: Rng, heads: int, seq: int, head_dim: int) -> tuple[Tensor, Ten
     return first, second
 
 
-# Queries and keys with a root mean square of 1: independent, as in a young model, and sharing a direction in each head,
-# as heads learn to: then a score grows with the head's width, not with its root.
+# Queries and keys with a root mean square of 1. They are independent, as in an untrained model, or share a direction in
+# each head, as heads learn to. With a shared direction, scores grow with the head's width instead of its square root.
 DISTRIBUTIONS: dict[str, Callable[[Rng, int, int, int], tuple[Tensor, Tensor]]] = {
     "normal": _normal,
     "aligned": _aligned,
@@ -175,13 +175,13 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        dtypes: names of ``DTYPES``.
-        distributions: names of ``DISTRIBUTIONS``.
+        dtypes: names in ``DTYPES``.
+        distributions: names in ``DISTRIBUTIONS``.
         head_dims: widths of a head, multiples of 8.
-        magnitudes: base 2 logarithms of the root mean square of queries and keys, at which errors are measured.
+        magnitudes: base 2 logarithms of the root mean square of queries and keys at which errors are measured.
         layer: the layer's number in query-key layer scaling.
-        heads: a multiple of 4, which TE's fused softmax asks for.
-        seq: queries and keys, a multiple of 16 from 32 on, which it asks for, too.
+        heads: number of heads; TE's fused softmax requires a multiple of 4.
+        seq: number of queries and of keys; TE's fused softmax requires a multiple of 16, at least 32.
         seeds: how many seeds to run, starting at 0.
     """
 
@@ -204,10 +204,10 @@ class Run:
     """Queries, keys and values of one draw.
 
     Attributes:
-        dtype: that they are rounded to.
-        distribution: of queries and keys.
+        dtype: the dtype that they are rounded to.
+        distribution: the distribution of queries and keys.
         head_dim: width of a head.
-        seed: of the draw.
+        seed: the seed of the draw.
     """
 
     dtype: str
@@ -217,11 +217,11 @@ class Run:
 
 
 class Errors(NamedTuple):
-    """Hold what a way costs at one magnitude.
+    """Hold the errors of one way at one magnitude.
 
     Attributes:
-        scores: relative L2 error of the scores; NaN if one overflows, and for TE, which does not show them.
-        output: relative L2 error of attention's output; NaN if it is not finite.
+        scores: relative L2 error of the scores; NaN if one overflows, and for TE, which does not expose them.
+        output: relative L2 error of attention's output; NaN if the output is not finite.
     """
 
     scores: FourDigits
@@ -230,12 +230,12 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what a run gave.
+    """Hold the results of a run.
 
     Attributes:
-        frontiers: by way, the root mean square of queries and keys up to which softmax gets no infinity; ``inputs``
-            is where the inputs themselves overflow.
-        errors: by way and base 2 logarithm of the magnitude.
+        frontiers: by way, the largest root mean square of queries and keys at which no score overflows. ``inputs`` is
+            the largest at which the inputs themselves do not overflow.
+        errors: errors by way and base 2 logarithm of the magnitude.
     """
 
     frontiers: Mapping[str, FourDigits]
@@ -249,7 +249,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], S
         The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a name that there is not, or a size that TE's kernels do not take.
+        UserError: if a name is unknown, or TE's kernels do not support a size.
     """
     _check(settings)
     kernels = te.kernels()
@@ -272,7 +272,7 @@ def runs(settings: Settings) -> Iterator[Run]:
 
 
 def ways(dtype: str) -> tuple[str, ...]:
-    """Return the ways that a dtype has: cuBLAS adds in FP16, not in BF16, and TE scales by layer in FP16 alone."""
+    """Return the ways that exist for a dtype. Only FP16 has cuBLAS's 16-bit sums and TE's layer scaling."""
     if dtype == "fp16":
         return (*WAYS, *TE_WAYS)
     ours = tuple(name for name, (_, kept) in WAYS.items() if kept != "half")
@@ -280,12 +280,12 @@ def ways(dtype: str) -> tuple[str, ...]:
 
 
 def nearest_to_one(settings: Settings) -> int:
-    """Return the log2 of the magnitude at which scores of the ways are compared: 1, or what was run near it."""
+    """Return the log2 of the magnitude at which the ways' scores are compared, the one nearest to 1."""
     return min(settings.magnitudes, key=abs)
 
 
 def frontier(found: Mapping[Run, Outcome], dtype: str, distribution: str, head_dim: int, way: str) -> float:
-    """Return the frontier of a way, the geometric mean over seeds."""
+    """Return a way's frontier as the geometric mean over seeds."""
     outcomes = _of(found, dtype, distribution, head_dim)
     return statistics.geometric_mean(outcome.frontiers[way] for outcome in outcomes)
 
@@ -293,7 +293,7 @@ def frontier(found: Mapping[Run, Outcome], dtype: str, distribution: str, head_d
 def error(
     found: Mapping[Run, Outcome], dtype: str, distribution: str, head_dim: int, way: str, exponent: int
 ) -> Errors:
-    """Return what a way costs at a magnitude: the root mean square over seeds; NaN if any is."""
+    """Return a way's errors at a magnitude as the root mean square over seeds, NaN if any seed's is."""
     each = [outcome.errors[way][exponent] for outcome in _of(found, dtype, distribution, head_dim)]
     return Errors(
         scores=math.sqrt(statistics.fmean(cost.scores**2 for cost in each)),
@@ -307,7 +307,7 @@ def _of(found: Mapping[Run, Outcome], dtype: str, distribution: str, head_dim: i
 
 
 def outcome_of(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
-    """Measure frontiers and errors of one draw."""
+    """Measure the frontiers and errors of one draw."""
     rng = Rng(each.seed)
     query, key = DISTRIBUTIONS[each.distribution](rng, settings.heads, settings.seq, each.head_dim)
     value = rng.normal(settings.heads, settings.seq, each.head_dim)
@@ -327,7 +327,7 @@ def outcome_of(each: Run, settings: Settings, kernels: Kernels) -> Outcome:
 
 @dataclass(frozen=True)
 class _Attended:
-    """Hold what a way computes: scores (None for TE), output, and whether softmax gave NaN."""
+    """Hold the results of one way: scores (None for TE), output, and whether softmax gave NaN."""
 
     scores: Tensor | None
     output: Tensor
@@ -356,7 +356,7 @@ def _at(draw: list[Tensor], magnitude: float, dtype: torch.dtype) -> list[Tensor
 
 
 def _frontier(fits: Callable[[float], bool]) -> float:
-    """Return the largest magnitude that fits, between 2^-8 and 2^128, to a sixteenth of an octave."""
+    """Return the largest magnitude between 2^-8 and 2^128 that fits, to a sixteenth of an octave."""
     low, high = -8 * _STEPS_AN_OCTAVE, 128 * _STEPS_AN_OCTAVE
     while high - low > 1:
         middle = (low + high) // 2
@@ -411,22 +411,22 @@ def _check(settings: Settings) -> None:
         )
 
 
-# What the sources say about scaling queries and keys, next to what the study ``query_key_scale`` found.
+# Published claims about scaling queries and keys, next to this study's results.
 
 
 _PULL_REQUEST = "Megatron-DeepSpeed (BigScience), pull request 118"
-_SAME = 1.05  # draws differ by as much
-# Frontiers are found to a sixteenth of an octave, so two that are equal may differ by that.
+_SAME = 1.05  # draws differ by this factor
+# Frontiers are found to a sixteenth of an octave, so equal ones may differ by this factor.
 _RESOLUTION = 2.0 ** (1 / 16)
 
 
 def claims(found: Mapping[Run, Outcome], settings: Settings, head_dim: int) -> Iterator[Claim]:
-    """Yield each claim with figures for the first distribution that was run.
+    """Yield each claim, tested on the first distribution that was run.
 
     Args:
-        found: outcomes of the study.
+        found: the results of all runs.
         settings: the study's settings.
-        head_dim: the width of a head at which frontiers are compared.
+        head_dim: the head's width at which frontiers are compared.
     """
     distribution = settings.distributions[0]
     at = f"{distribution}, d = {head_dim}"
@@ -592,7 +592,7 @@ def write(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels, fo
 
 
 def typical_head_dim(settings: Settings) -> int:
-    """Return the head's width at which the report compares: 128 if it was run, else the largest."""
+    """Return the head's width for the report's comparisons: 128 if it was run, else the largest."""
     return 128 if 128 in settings.head_dims else max(settings.head_dims)
 
 

@@ -1,8 +1,8 @@
-"""Softmax in FP32: what is lost without it, by the size of scores, and where several sizes meet in one matrix.
+"""Measure what softmax loses without FP32, by the scale of the scores and by whether scales mix within a head.
 
-The same rows of scores, at each of several scales, are arranged in two ways: ``apart``, each head of one scale, and
-``mixed``, each head with a row of every scale. Golden is the FP64 softmax of the scores before they were stored, and
-its gradient.
+The same rows of scores, at several scales, are arranged in two ways: ``apart``, where each head has one scale, and
+``mixed``, where each head has rows of every scale. Golden is the FP64 softmax of the scores before they were stored,
+and its gradient.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from parity.user_error import UserError
 
 # Softmax of attention scores, in the precisions and with the tricks that models have used.
 #
-# A way stores the scores that a GEMM has summed up in FP32, then computes probabilities from them; autograd
-# differentiates it. In FP16 and BF16 an operation of PyTorch's rounds its result to the dtype; sums are added up in
-# FP32 and rounded once.
+# A way stores the scores that a GEMM has summed in FP32, and computes probabilities from the stored scores. Autograd
+# differentiates it. In FP16 and BF16, PyTorch rounds the result of each operation to the dtype. It adds in FP32 and
+# rounds a sum once.
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Hold what scores are stored in, and divided by before.
+    """The dtype of stored scores, and the divisors that a way may apply before it stores them.
 
     Attributes:
-        dtype: of stored scores and of probabilities.
-        alpha: divisor of PB-Relax.
-        layer: divisor of layer scaling.
+        dtype: the dtype of stored scores and of probabilities.
+        alpha: the divisor of PB-Relax.
+        layer: the divisor of layer scaling.
     """
 
     dtype: torch.dtype
@@ -59,8 +59,8 @@ class Way:
     """One way to compute softmax.
 
     Attributes:
-        softmax: probabilities in the precision's dtype, from stored scores ``[heads, rows, keys]``.
-        divisor: which of the precision's divisors the GEMM applies to the scores, if any.
+        softmax: computes probabilities in the precision's dtype from stored scores ``[heads, rows, keys]``.
+        divisor: the name of the divisor in ``Precision`` that the GEMM applies to the scores, if any.
         keeps_fp32: whether scores are never stored in the dtype.
     """
 
@@ -69,28 +69,28 @@ class Way:
     keeps_fp32: bool = False
 
     def stored(self, scores: Tensor, precision: Precision) -> Tensor:
-        """Return FP32 scores as the GEMM stores them."""
+        """Return the scores that the GEMM stores, given FP32 scores."""
         divisor = getattr(precision, self.divisor) if self.divisor else 1.0
         return (scores / divisor).to(torch.float32 if self.keeps_fp32 else precision.dtype)
 
     def __call__(self, scores: Tensor, precision: Precision) -> Tensor:
-        """Return probabilities in the precision's dtype, from FP32 scores ``[heads, rows, keys]``."""
+        """Return probabilities in the precision's dtype, given FP32 scores ``[heads, rows, keys]``."""
         return self.softmax(self.stored(scores, precision), precision)
 
 
 def plain(stored: Tensor, precision: Precision) -> Tensor:
-    """Compute ``exp(x) / sum(exp(x))``, every operation in the dtype."""
+    """Compute ``exp(x) / sum(exp(x))`` with every operation in the dtype."""
     exponentials = stored.exp()
     return exponentials / exponentials.sum(-1, keepdim=True)
 
 
 def max_subtracted(stored: Tensor, precision: Precision) -> Tensor:
-    """Compute as ``plain``, with each row's maximum subtracted first."""
+    """Compute the same as ``plain`` after subtracting each row's maximum."""
     return plain(stored - stored.detach().amax(-1, keepdim=True), precision)
 
 
 def pb_relax(stored: Tensor, precision: Precision) -> Tensor:
-    """Compute ``softmax((x - max(x)) alpha)`` of scores divided by alpha, with the maximum of a head's whole matrix.
+    """Compute ``softmax((x - max(x)) alpha)`` of scores divided by alpha, with the maximum over the whole head.
 
     Source: M. Ding et al., "CogView", arXiv 2105.13290, section 2.4. Softmax is PyTorch's.
     """
@@ -98,7 +98,7 @@ def pb_relax(stored: Tensor, precision: Precision) -> Tensor:
 
 
 def pb_relax_by_rows(stored: Tensor, precision: Precision) -> Tensor:
-    """Compute as ``pb_relax`` with the maximum of each row, as Hugging Face's LayoutLMv3 has it."""
+    """Compute the same as ``pb_relax`` with the maximum of each row, like Hugging Face's LayoutLMv3."""
     return torch.softmax((stored - stored.detach().amax(-1, keepdim=True)) * precision.alpha, -1)
 
 
@@ -108,12 +108,12 @@ def pytorch(stored: Tensor, precision: Precision) -> Tensor:
 
 
 def fp32(stored: Tensor, precision: Precision) -> Tensor:
-    """Compute ``torch.softmax(..., dtype=torch.float32)``, rounded afterwards, as autocast does on a GPU."""
+    """Compute ``torch.softmax(..., dtype=torch.float32)`` and round the result, as autocast does on a GPU."""
     return torch.softmax(stored, -1, dtype=torch.float32).to(precision.dtype)
 
 
 def fp32_scaled(stored: Tensor, precision: Precision) -> Tensor:
-    """Compute as ``fp32``, of scores divided by the layer's number, which are multiplied with it in FP32.
+    """Compute the same as ``fp32`` for scores divided by the layer's number, which are multiplied back in FP32.
 
     Source: "FP32 softmax with QKV scaling" in GLM-130B's training notes; Megatron-LM's query-key layer scaling.
     """
@@ -121,11 +121,11 @@ def fp32_scaled(stored: Tensor, precision: Precision) -> Tensor:
 
 
 def of_te(kernels: Kernels, fused: bool) -> Way:
-    """Return TE's softmax of its unfused attention, ``FusedScaleMaskSoftmax``.
+    """Return the softmax of TE's unfused attention, ``FusedScaleMaskSoftmax``.
 
     Args:
-        kernels: that TE runs on; asking for them has imported TE.
-        fused: its own kernel, for FP16 and BF16; if not, what ``NVTE_MASKED_SOFTMAX_FUSION=0`` makes of it.
+        kernels: the kernels that TE runs on; TE is already imported because they exist.
+        fused: True for TE's own kernel, for FP16 and BF16; False for ``NVTE_MASKED_SOFTMAX_FUSION=0``.
     """
     from transformer_engine.pytorch.attention.dot_product_attention import softmax
 
@@ -133,7 +133,7 @@ def of_te(kernels: Kernels, fused: bool) -> Way:
         module = softmax.FusedScaleMaskSoftmax(_no_mask)
 
     def softmax_of_te(stored: Tensor, precision: Precision) -> Tensor:
-        # Its kernel wants the product of batch and heads, and the queries, to be multiples of 4; rows are independent.
+        # TE's kernel requires batch times heads, and queries, to be multiples of 4. Rows are independent.
         four_heads = stored.view(1, 4, -1, stored.shape[-1])
         return module(four_heads, None, "no_mask").view_as(stored)
 
@@ -158,25 +158,25 @@ TE_WAYS = {"TE": True, "TE, not fused": False}
 
 
 def ways(kernels: Kernels) -> dict[str, Way]:
-    """Return every way by its name; TE's on the given kernels."""
+    """Return every way by name, including TE's on the given kernels."""
     return WAYS | {name: of_te(kernels, fused) for name, fused in TE_WAYS.items()}
 
 
-# Bytes that PyTorch's kernels read and write, which on a GPU is the time of all that are not matrix products.
+# Bytes that PyTorch's kernels read and write. On a GPU they determine the time of everything but matrix products.
 #
-# Counted are the tensors that an operation takes and returns, each once; views move nothing. A fused operation counts
-# as one, whatever it does inside.
+# The tensors that an operation takes and returns count once each. Views move nothing. A fused operation counts as one
+# operation, whatever it does inside.
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Hold what a function and its backward move.
+    """Hold the memory traffic of a function and its backward pass.
 
     Attributes:
-        forward: bytes.
-        backward: bytes.
-        saved: bytes that the forward keeps for the backward.
-        operations: names of the forward's operations.
+        forward: bytes that the forward pass moves.
+        backward: bytes that the backward pass moves.
+        saved: bytes that the forward pass keeps for the backward pass.
+        operations: names of the forward pass's operations.
     """
 
     forward: int
@@ -186,7 +186,7 @@ class Traffic:
 
 
 def measure_traffic(function: Callable[[Tensor], Tensor], argument: Tensor) -> Traffic:
-    """Call a function and differentiate it with respect to its argument."""
+    """Measure the traffic of calling a function and differentiating it with respect to its argument."""
     leaf = argument.detach().clone().requires_grad_()
     kept: dict[int, int] = {}
 
@@ -221,7 +221,7 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-# All runs, from the record or made.
+# All runs, read from the record or computed.
 
 
 RECORD = "softmax_precision.jsonl"
@@ -234,14 +234,14 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        dtypes: names of ``DTYPES``.
-        layouts: of ``LAYOUTS``.
+        dtypes: names in ``DTYPES``.
+        layouts: names in ``LAYOUTS``.
         scales: base 10 logarithms of the scores' standard deviations.
-        largest_mixed: the largest of these that heads of mixed scales have.
-        rows: of each scale, a multiple of 16.
+        largest_mixed: the largest scale that occurs in heads of mixed scales.
+        rows: rows of each scale, a multiple of 16.
         keys: scores of a row, a multiple of 8 above 16.
-        alpha: divisor of PB-Relax.
-        layer: divisor of layer scaling.
+        alpha: the divisor of PB-Relax.
+        layer: the divisor of layer scaling.
         seeds: how many seeds to run, starting at 0.
     """
 
@@ -265,9 +265,9 @@ class Run:
     """Scores of one draw in one arrangement.
 
     Attributes:
-        dtype: that scores are stored in.
+        dtype: the dtype that scores are stored in.
         layout: how scales are arranged in heads.
-        seed: of the draw.
+        seed: the seed of the draw.
     """
 
     dtype: str
@@ -276,16 +276,16 @@ class Run:
 
 
 class Errors(NamedTuple):
-    """Hold what a way costs at one scale.
+    """Hold the errors of one way at one scale.
 
     Attributes:
-        moved: the share of a row's probability that lies on the wrong keys, ``sum |p - golden| / 2``, mean over the
-            rows whose result is finite; NaN if none is.
-        alone: the same against the softmax of the scores as they are stored in the dtype: the arithmetic without the
-            storage. NaN also where stored scores are infinite.
-        gradient: L2 error of the scores' gradient over the norm of ``p g``, its first term, golden; of finite rows.
-            (The gradient itself, ``p (g - sum p g)``, vanishes where softmax picks one key.)
-        spoiled: share of rows with a result or gradient that is not finite.
+        moved: the share of a row's probability that lies on the wrong keys, ``sum |p - golden| / 2``, averaged over the
+            rows whose result is finite; NaN if there are none.
+        alone: the same against the softmax of the stored scores, which is the error of the arithmetic without that of
+            the storage. It is also NaN if stored scores are infinite.
+        gradient: L2 error of the scores' gradient over the norm of its golden first term ``p g``, over finite rows.
+            (The whole gradient, ``p (g - sum p g)``, vanishes where softmax picks one key.)
+        spoiled: the share of rows whose result or gradient is not finite.
     """
 
     moved: FourDigits
@@ -294,7 +294,7 @@ class Errors(NamedTuple):
     spoiled: FourDigits
 
 
-# By way and base 10 logarithm of the scale.
+# Errors by way and base 10 logarithm of the scale.
 Outcome = Mapping[str, Mapping[int, Errors]]
 
 
@@ -305,7 +305,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Mapping[Run, Outcome], S
         The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a name that there is not, or a size that TE's kernels do not take.
+        UserError: if a name is unknown, or TE's kernels do not support a size.
     """
     _check(settings)
     kernels = te.kernels()
@@ -354,7 +354,7 @@ def scales_of(layout: str, settings: Settings) -> tuple[int, ...]:
 
 
 def error(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, scale: int) -> Errors:
-    """Return the errors over all seeds, each the mean; NaN if one is."""
+    """Return the mean of each error over all seeds, NaN if one seed's is."""
     each = of_seeds(found, dtype, layout, way, scale)
     return Errors(*map(statistics.fmean, zip(*each, strict=True)))
 
@@ -365,7 +365,7 @@ def of_seeds(found: Mapping[Run, Outcome], dtype: str, layout: str, way: str, sc
 
 
 def traffic(dtype: str, settings: Settings, kernels: Kernels) -> dict[str, Traffic]:
-    """Measure what each way moves, from scores stored in the dtype; TE's is left out if its kernels cannot be seen."""
+    """Measure each way's traffic from scores stored in the dtype, without TE's if its kernels are not visible."""
     precision = Precision(DTYPES[dtype], settings.alpha, settings.layer)
     scores = Rng(0).normal(4, settings.rows, settings.keys).to(kernels.device)
     measured = {name: _traffic_of(way, scores, precision) for name, way in ways(kernels).items()}
@@ -378,7 +378,7 @@ def _traffic_of(way: Way, scores: Tensor, precision: Precision) -> Traffic:
 
 
 def frontier(way: Way, precision: Precision, kernels: Kernels) -> float:
-    """Return the largest score that a way survives in a row whose other scores are 0, to a 64th of an octave."""
+    """Return the largest score with a finite result in a row whose other scores are 0, to a 64th of an octave."""
 
     def survives(score: float) -> bool:
         scores = torch.zeros(4, 16, 32, device=kernels.device)
@@ -393,7 +393,7 @@ def frontier(way: Way, precision: Precision, kernels: Kernels) -> float:
 
 
 def te_agrees(dtype: str, settings: Settings, kernels: Kernels) -> float:
-    """Return the share of probabilities at which TE's softmax and ``FP32`` have the same bits, over all scales."""
+    """Return the share of probabilities that are bitwise equal in TE's softmax and ``FP32``, over all scales."""
     precision = Precision(DTYPES[dtype])
     scores = _scores(Rng(0), scales_of("mixed", settings), settings, "mixed").to(kernels.device)
     every = ways(kernels)
@@ -401,9 +401,9 @@ def te_agrees(dtype: str, settings: Settings, kernels: Kernels) -> float:
 
 
 def autocast_dtypes(device: str, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of ``torch.softmax`` of scores in ``dtype`` under autocast to it, and of the next product.
+    """Return the output dtypes of ``torch.softmax`` and of the next product, for scores in ``dtype`` under autocast.
 
-    PyTorch is asked with tensors that have no storage, so it answers for a device that this machine lacks, too.
+    The tensors have no storage, so PyTorch also answers for a device that this machine does not have.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -424,7 +424,7 @@ def autocast_dtypes(device: str, dtype: torch.dtype) -> tuple[torch.dtype, torch
 
 @dataclass(frozen=True)
 class _Pass:
-    """Probabilities and the scores' gradient, ``[heads, rows, keys]``."""
+    """Probabilities and the gradient of the scores, both ``[heads, rows, keys]``."""
 
     probabilities: Tensor
     gradient: Tensor
@@ -433,7 +433,7 @@ class _Pass:
 def _passed(
     way: Callable[[Tensor, Precision], Tensor], scores: Tensor, precision: Precision, gradient: Tensor
 ) -> _Pass:
-    """Return probabilities and their gradient; the next GEMM takes the gradient in the dtype of the given one."""
+    """Return probabilities and the scores' gradient, in the dtype of ``gradient``, which the next GEMM takes."""
     leaf = scores.clone().requires_grad_()
     probabilities = way(leaf, precision)
     (of_scores,) = torch.autograd.grad(probabilities, leaf, gradient.to(probabilities.dtype))
@@ -441,7 +441,7 @@ def _passed(
 
 
 def _scores(rng: Rng, scales: Sequence[int], settings: Settings, layout: str) -> Tensor:
-    """Return ``[scales, rows, keys]`` apart, ``[rows, scales, keys]`` mixed; FP32, the same rows."""
+    """Return the same rows in FP32 as ``[scales, rows, keys]`` if apart, ``[rows, scales, keys]`` if mixed."""
     rows = [rng.normal(settings.rows, settings.keys) * 10.0**scale for scale in scales]
     return torch.stack(rows, LAYOUTS.index(layout))
 

@@ -37,11 +37,11 @@ from parity.report.environment import cpu_model, gpu_name
 from parity.report.numbers import short
 from parity.te import Kernels
 
-# What the sources say about softmax in FP16 and FP32, next to what the study ``softmax_precision`` found.
+# Published claims about softmax in FP16 and FP32, next to this study's results.
 
 
 _GLM = "GLM-130B"
-# FP32 improves on FP16 where its error is below this share of FP16's.
+# FP32 counts as better than FP16 if its error is below this share of FP16's.
 _NO_BETTER = 0.99
 
 
@@ -50,12 +50,12 @@ class Measured:
     """Figures for FP16 that do not come from the record.
 
     Attributes:
-        frontiers: the largest score that each way survives.
-        traffic: what each way moves.
-        scores: how many scores ``traffic`` is for.
-        agreement: share of probabilities in which TE's softmax has the bits of ``FP32``.
-        autocast: by device, what softmax returns under autocast, and what the next product takes.
-        device: that bytes were counted on.
+        frontiers: the largest score for which each way's result is finite.
+        traffic: the memory traffic of each way.
+        scores: the number of scores that ``traffic`` is for.
+        agreement: the share of probabilities that are bitwise equal in TE's softmax and ``FP32``.
+        autocast: by device, the output dtypes of softmax and of the next product under autocast.
+        device: the device that bytes were counted on.
     """
 
     frontiers: Mapping[str, float]
@@ -66,12 +66,12 @@ class Measured:
     device: str
 
     def bytes_a_score(self, way: str) -> float:
-        """Read and written forward."""
+        """Return the bytes read and written in the forward pass, for each score."""
         return self.traffic[way].forward / self.scores
 
 
 def claims(found: Mapping[Run, Outcome], settings: Settings, measured: Measured) -> Iterator[Claim]:
-    """Yield each claim with figures for FP16, which must have been run, in both layouts."""
+    """Yield each claim, tested in FP16, which must have been run in both layouts."""
     yield _overflow(found, settings, measured)
     yield _relaxed_range(found, settings, measured)
     yield _relaxed_precision(found, settings)
@@ -81,7 +81,7 @@ def claims(found: Mapping[Run, Outcome], settings: Settings, measured: Measured)
 
 
 def worst_scale(found: Mapping[Run, Outcome], settings: Settings) -> int:
-    """Return the scale at which PB-Relax moves most of a mixed head's probability in FP16."""
+    """Return the scale at which PB-Relax moves the most probability to wrong keys, in a mixed head in FP16."""
     return max(scales_of("mixed", settings), key=lambda scale: error(found, "fp16", "mixed", "PB-Relax", scale).moved)
 
 
@@ -303,12 +303,12 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
 
 
 def measured(costs: Mapping[str, Mapping[str, Traffic]], settings: Settings, kernels: Kernels) -> Measured:
-    """Measure FP16's figures for the claims, beside the record's.
+    """Measure the FP16 figures for the claims that are not in the record.
 
     Args:
-        costs: ``traffic`` by dtype, FP16 among them.
+        costs: ``traffic`` by dtype, which must include FP16.
         settings: the study's settings.
-        kernels: that TE runs on.
+        kernels: the kernels that TE runs on.
     """
     return Measured(
         frontiers=_frontiers_of("fp16", settings, kernels),

@@ -1,4 +1,4 @@
-"""Baseline and flash attention with a number format for each intermediate result, with gradients, and in a model."""
+"""Baseline and flash attention with a number format for each intermediate result, as functions and as a module."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-# Number formats of intermediate results: each rounds a tensor's values and leaves its dtype.
+# Number formats of intermediate results. Each rounds a tensor's values and keeps its dtype.
 #
-# A computation in a format is carried out in a wider dtype and rounded after each operation, which is what hardware
-# does that computes in FP32 registers. FP32 carries every format but FP64.
+# A computation in a format runs in a wider dtype, the carrier, and is rounded after each operation, as on hardware with
+# FP32 registers. FP32 carries every format but FP64.
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class NumberFormat:
     """A floating-point format.
 
     Attributes:
-        name: as options and reports write it.
-        mantissa_bits: stored ones, without the leading 1.
-        round: FP32 or FP64 values to the nearest of the format, ties to even, in the dtype that they came in.
+        name: its name in options and reports.
+        mantissa_bits: stored bits, without the leading 1.
+        round: rounds FP32 or FP64 values to the nearest of the format, ties to even, and keeps their dtype.
     """
 
     name: str
@@ -34,13 +34,13 @@ class NumberFormat:
 
 
 def carrier(names: Iterable[str]) -> torch.dtype:
-    """Return the dtype to compute in where results are rounded to these formats."""
+    """Return the dtype to compute in if results are rounded to these formats."""
     return torch.float64 if "fp64" in names else torch.float32
 
 
 @contextmanager
 def full_fp32_products() -> Iterator[None]:
-    """Let a GPU multiply FP32 matrices in FP32, whatever it has been told about TF32, within the context."""
+    """Make a GPU multiply FP32 matrices in FP32 instead of TF32 within the context."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -54,13 +54,13 @@ def _stored_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _saturating(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Round as NVIDIA GPUs cast to FP8 (``__NV_SATFINITE``): what is too large becomes the largest number."""
+    """Return the rounding of NVIDIA's FP8 casts (``__NV_SATFINITE``), which clamp to the largest number."""
     largest = torch.finfo(dtype).max
     return lambda x: x.clamp(-largest, largest).to(dtype).to(x.dtype)
 
 
 def _mantissa(bits: int) -> Callable[[Tensor], Tensor]:
-    """Return a format with so many stored mantissa bits and the range of FP32."""
+    """Return the rounding to this many stored mantissa bits with the range of FP32."""
     dropped = 23 - bits
 
     def round_mantissa(x: Tensor) -> Tensor:
@@ -86,8 +86,8 @@ FORMATS = {
         NumberFormat("e8m2", 2, _mantissa(2)),
     )
 }
-# Formats of a small range, each with one of the same mantissa and FP32's range, which no GPU has: what differs between
-# the two is what the range costs.
+# Formats with a small range, each with a format of the same mantissa and FP32's range, which no GPU has. Comparing the
+# two shows the cost of the small range.
 UNLIMITED = {"e4m3": "e8m3", "e5m2": "e8m2"}
 HARDWARE = tuple(name for name in FORMATS if name not in UNLIMITED.values())
 
@@ -98,8 +98,8 @@ HARDWARE = tuple(name for name in FORMATS if name not in UNLIMITED.values())
 # FlashAttention-2, arXiv 2307.08691, algorithm 1) reads keys tile by tile, keeps a running maximum and sum, and
 # rescales what it has accumulated whenever the maximum rises. In exact arithmetic the two are equal.
 #
-# Products and sums within one operation are in the carrier, as tensor cores accumulate; its result is rounded. Tensors
-# are ``[..., queries or keys, features]``, equal in all but the last two dimensions.
+# Products and sums within one operation are in the carrier, as tensor cores accumulate. The operation's result is
+# rounded. Tensors are ``[..., queries or keys, features]``, equal in all but the last two dimensions.
 
 
 Algorithm = Literal["baseline", "flash"]
@@ -108,17 +108,17 @@ ALGORITHMS: tuple[Algorithm, ...] = ("baseline", "flash")
 
 @dataclass(frozen=True)
 class Steps:
-    """Names of ``FORMATS``: that of each intermediate result.
+    """The format of each intermediate result, as a name in ``FORMATS``.
 
     Attributes:
         scores: ``q k^T / sqrt(features)``.
         maximum: the largest score of a row; in flash attention, of the tiles so far.
-        probabilities: what multiplies the values: baseline's softmax, flash's ``exp(score - maximum)``.
-        sum: of ``exp(score - maximum)`` over a row, which are unrounded here, as kernels have them in registers; in
-            flash attention, over the tiles so far.
+        probabilities: the factors of the values: baseline's softmax, flash's ``exp(score - maximum)``.
+        sum: the sum of ``exp(score - maximum)`` over a row; in flash attention, over the tiles so far. Its terms are
+            not rounded, because kernels hold them in registers.
         rescaling: flash's factor ``exp(old maximum - new maximum)``.
         accumulator: flash's sum of probabilities times values over the tiles so far.
-        output: of both.
+        output: the output of both algorithms.
     """
 
     scores: str
@@ -143,14 +143,14 @@ STEPS = tuple(field.name for field in dataclasses.fields(Steps))
 
 
 def everywhere(name: str) -> Steps:
-    """Return each step in one format."""
+    """Return steps that all have one format."""
     return Steps(*[name] * len(STEPS))
 
 
 def as_kernels(algorithm: Algorithm, name: str) -> Steps:
-    """Return what real kernels round to a format; the rest is FP32, or FP64 for FP64.
+    """Return steps that round only what real kernels round to a format. The others are FP32, or FP64 for FP64.
 
-    Baseline stores its scores and probabilities in memory, and its softmax is FP32 inside, as PyTorch's is. Flash
+    Baseline stores its scores and probabilities in memory, and its softmax computes in FP32, as PyTorch's does. Flash
     kernels keep all but the operand of the second product in FP32 registers (FlashAttention-2; cuDNN's graph in TE
     2.20.2, ``common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu``).
     """
@@ -161,12 +161,12 @@ def as_kernels(algorithm: Algorithm, name: str) -> Steps:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Say how flash attention cuts up its scores.
+    """The tiles of flash attention's scores, and their order.
 
     Attributes:
         rows: queries of a tile.
         columns: keys of a tile.
-        outer: what the outer loop goes over: tiles of queries, as FlashAttention-2 does, or of keys, as the first did.
+        outer: the outer loop: over queries, as in FlashAttention-2, or over keys, as in the first FlashAttention.
     """
 
     rows: int
@@ -176,12 +176,12 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Attended:
-    """Hold what an attention computes.
+    """Hold the results of an attention.
 
     Attributes:
         output: ``[..., queries, features]`` in the carrier, rounded as ``Steps.output``.
         lse: ``log(sum(exp(scores)))``, ``[..., queries, 1]``.
-        rescalings: how often the maximum of a query rose after its first tile, in the mean; 0 for baseline.
+        rescalings: how often the maximum of a query rose after its first tile, on average; 0 for baseline.
     """
 
     output: Tensor
@@ -189,17 +189,17 @@ class Attended:
     rescalings: float = 0.0
 
 
-# Scores that are in memory at a time where rows can be computed apart.
+# The most scores in memory at a time, where rows can be computed separately.
 SCORES_AT_ONCE = 1 << 21
 
 
 def golden(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> Tensor:
-    """Attend in FP64, some rows at a time: memory grows with the number of keys and not with its square."""
+    """Attend in FP64, some rows at a time, so that memory grows with the number of keys and not with its square."""
     return baseline(query, key, value, everywhere("fp64"), causal).output
 
 
 def baseline(query: Tensor, key: Tensor, value: Tensor, steps: Steps, causal: bool = False) -> Attended:
-    """Compute ``softmax(q k^T / sqrt(features)) v``, some rows at a time, since rows are independent."""
+    """Compute ``softmax(q k^T / sqrt(features)) v``, some rows at a time to save memory."""
     query, key, value = (x.to(steps.carrier) for x in (query, key, value))
     rows = max(1, SCORES_AT_ONCE // (key.shape[-2] * math.prod(query.shape[:-2])))
     output = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -215,7 +215,7 @@ def softmax(query: Tensor, key: Tensor, steps: Steps, first_row: int | None) -> 
     """Return baseline's probabilities ``[..., queries, keys]`` and log-sum-exp.
 
     Args:
-        first_row: position of the first query where the mask is causal, None where there is none.
+        first_row: the position of the first query if the mask is causal, None if there is no mask.
     """
     scores = scores_of(query, key, steps, first_row)
     maximum = steps.round("maximum", scores.amax(-1, keepdim=True))
@@ -233,10 +233,10 @@ def flash(
     causal: bool = False,
     maximum_known: bool = False,
 ) -> Attended:
-    """Compute the same, tile by tile.
+    """Compute the same as ``baseline``, tile by tile.
 
     Args:
-        maximum_known: start from the largest score of each row, so that nothing is ever rescaled.
+        maximum_known: whether to start from the largest score of each row, so that nothing is ever rescaled.
     """
     query, key, value = (x.to(steps.carrier) for x in (query, key, value))
     state = _start(query, key, value, steps, causal, maximum_known)
@@ -247,7 +247,7 @@ def flash(
 
 
 def visits(queries: int, keys: int, tiles: Tiles, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Return the tiles in the order of the loops; under a causal mask, those that are not wholly hidden."""
+    """Return the tiles in the order of the loops, without those that a causal mask hides completely."""
     rows = [slice(start, min(start + tiles.rows, queries)) for start in range(0, queries, tiles.rows)]
     columns = [slice(start, min(start + tiles.columns, keys)) for start in range(0, keys, tiles.columns)]
     if tiles.outer == "queries":
@@ -258,10 +258,10 @@ def visits(queries: int, keys: int, tiles: Tiles, causal: bool) -> Iterator[tupl
 
 
 def scores_of(query: Tensor, key: Tensor, steps: Steps, first_row: int | None, first_column: int = 0) -> Tensor:
-    """Return scaled scores, minus infinity where the causal mask hides a key.
+    """Return scaled scores, with minus infinity where the causal mask hides a key.
 
     Args:
-        first_row, first_column: positions of the first query and key; ``first_row`` None where there is no mask.
+        first_row, first_column: positions of the first query and key; ``first_row`` is None if there is no mask.
     """
     scores = steps.round("scores", (query @ key.mT).div_(math.sqrt(query.shape[-1])))
     if first_row is None or first_row >= first_column + key.shape[-2] - 1:
@@ -273,12 +273,12 @@ def scores_of(query: Tensor, key: Tensor, steps: Steps, first_row: int | None, f
 
 @dataclass
 class _State:
-    """Hold what flash attention keeps of each query between two tiles.
+    """Hold the state of each query that flash attention keeps between two tiles.
 
     Attributes:
         maximum, sum: ``[..., queries, 1]``.
         accumulator: ``[..., queries, features]``.
-        rises: of the maximum after the first tile, over all queries; a scalar.
+        rises: how often the maximum rose after the first tile, summed over all queries; a scalar.
     """
 
     maximum: Tensor
@@ -299,7 +299,7 @@ def _start(query: Tensor, key: Tensor, value: Tensor, steps: Steps, causal: bool
 def _visit(
     query: Tensor, key: Tensor, value: Tensor, steps: Steps, state: _State, rows: slice, columns: slice, causal: bool
 ) -> None:
-    """Take in one tile."""
+    """Update the state with one tile."""
     scores = scores_of(query[..., rows, :], key[..., columns, :], steps, rows.start if causal else None, columns.start)
     old = state.maximum[..., rows, :]
     new = torch.maximum(old, steps.round("maximum", scores.amax(-1, keepdim=True)))
@@ -315,17 +315,16 @@ def _visit(
     )
 
 
-# Gradients of ``stepwise_attention``'s two algorithms, with a number format for each intermediate result.
+# Gradients of both algorithms, with a number format for each intermediate result.
 #
-# Baseline has its probabilities in memory; flash recomputes them tile by tile from the log-sum-exp (FlashAttention-2,
-# arXiv 2307.08691, algorithm 2). A gradient takes the format of what it is the gradient of: that of the scores' product
-# ``dO V^T`` that of the scores, ``dS`` that of the probabilities, and what is summed over tiles that of the
-# accumulator.
+# Baseline has its probabilities in memory. Flash recomputes them tile by tile from the log-sum-exp (FlashAttention-2,
+# arXiv 2307.08691, algorithm 2). Gradients take the formats of the forward pass: ``dO V^T`` takes that of the scores,
+# ``dS`` that of the probabilities, and sums over tiles that of the accumulator.
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Shaped as the inputs, in the carrier, rounded as ``Steps.output``."""
+    """Gradients in the shapes of the inputs, in the carrier, rounded as ``Steps.output``."""
 
     query: Tensor
     key: Tensor
@@ -335,7 +334,7 @@ class Gradients:
 def baseline_gradients(
     query: Tensor, key: Tensor, value: Tensor, output_grad: Tensor, steps: Steps, causal: bool
 ) -> Gradients:
-    """Compute the gradients from ``dO`` and what the forward pass read."""
+    """Compute the gradients from ``dO`` and the inputs of the forward pass."""
     query, key, value, output_grad = (x.to(steps.carrier) for x in (query, key, value, output_grad))
     probabilities, _ = softmax(query, key, steps, 0 if causal else None)
     probability_grad = steps.round("scores", output_grad @ value.mT)
@@ -358,7 +357,7 @@ def flash_gradients(
     tiles: Tiles,
     causal: bool,
 ) -> Gradients:
-    """Compute the gradients from ``dO``, what the forward pass read and what it returned."""
+    """Compute the gradients from ``dO`` and the inputs and results of the forward pass."""
     query, key, value, output_grad = (x.to(steps.carrier) for x in (query, key, value, output_grad))
     inner = steps.round("sum", (output_grad * attended.output).sum(-1, keepdim=True))
     sums = Gradients(*(torch.zeros_like(x) for x in (query, key, value)))
@@ -385,20 +384,20 @@ def _add(total: Tensor, part: slice, product: Tensor, steps: Steps) -> None:
     total[..., part, :] = steps.round("accumulator", total[..., part, :] + product)
 
 
-# ``stepwise_attention`` in a model, in place of ``parity.reference.CoreAttention``.
+# Both algorithms as a module that replaces ``parity.reference.CoreAttention`` in a model.
 #
-# Both directions are operators of their own to PyTorch's dispatcher, so a rounding model around the whole network
-# (``parity.rounding``) sees the attention as one operation and leaves what it rounds inside to itself.
+# Forward and backward are custom operators, so a rounding model around the whole network (``parity.rounding``) sees the
+# attention as one operation and does not round inside it.
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Say how an attention computes.
+    """The algorithm and formats of an attention.
 
     Attributes:
         algorithm: baseline or flash.
-        format: name of ``FORMATS``; inputs are rounded to it first.
-        everywhere: whether each step is rounded to it, or what kernels round.
+        format: a name in ``FORMATS``; inputs are rounded to it first.
+        everywhere: whether every step is rounded to the format, or only those that kernels round.
         tile: queries and keys of flash attention's tiles.
     """
 
@@ -420,7 +419,7 @@ class StepwiseCore(nn.Module):
     """Causal attention in a given arithmetic, with grouped key-value heads.
 
     Args:
-        arithmetic: of the forward and backward pass.
+        arithmetic: the arithmetic of the forward and backward pass.
     """
 
     def __init__(self, arithmetic: Arithmetic) -> None:
@@ -432,7 +431,7 @@ class StepwiseCore(nn.Module):
 
         Args:
             query: ``[batch, seq, heads, head_dim]`` FP32.
-            key: ``[batch, seq, groups, head_dim]``; heads are shared out to the groups in order.
+            key: ``[batch, seq, groups, head_dim]``; consecutive heads share a group.
             value: as key.
 
         Returns:

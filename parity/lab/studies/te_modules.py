@@ -139,7 +139,9 @@ class Module:
 
 @functools.lru_cache(maxsize=256)
 def placed(name: str, shape: Shape) -> tuple[Case, CheckedSize]:
-    """Return a module's case at a shape, without probing inputs. ``prepare`` caches by object, so these are cached too.
+    """Return a module's case at a shape, without probing inputs.
+
+    Repeated calls return the same objects, so that ``prepare`` finds its cached results.
 
     Args:
         name: a name in ``MODULES``.

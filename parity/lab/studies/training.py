@@ -1,4 +1,4 @@
-"""Train small language models, in plain PyTorch and with TransformerEngine, on text, with FP32 master weights."""
+"""Train small language models on text with FP32 master weights, in plain PyTorch and with TransformerEngine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity.reference import GPTLayer, LlamaLayer, NormLinear
 from parity.te import Kernels, Precision
 from parity.user_error import UserError
 
-# The text that small language models train on, byte by byte.
+# The text that the language models train on, byte by byte.
 
 
 VOCABULARY = 256
@@ -65,31 +65,31 @@ def batches(seed: int, steps: int, batch: int, seq: int) -> list[Tensor]:
     """Draw random windows of the text.
 
     Returns:
-        ``steps`` int64 tensors ``[batch, seq + 1]`` of bytes: inputs are all but the last, targets all but the first.
+        ``steps`` int64 tensors ``[batch, seq + 1]`` of bytes. Inputs are all but the last, targets all but the first.
     """
     data = torch.tensor(list(TEXT.encode("ascii")))
     starts = Rng(seed, "batches").integers(steps, batch, high=len(data) - seq)
     return list(data[starts[..., None] + torch.arange(seq + 1)])
 
 
-# Small language models, each twice: in plain PyTorch, and with TransformerEngine's layers in the same places.
+# Small language models, each in plain PyTorch and with TransformerEngine's layers in the same places.
 
 
-# Of weight matrices and embeddings, as in GPT-2; norms start at 1, biases at 0.
+# The standard deviation of initial weight matrices and embeddings, as in GPT-2. Norms start at 1, biases at 0.
 INITIAL_STD = 0.02
-# What block-scaled GEMMs sum over in each direction; the other recipes need less.
+# Sizes that GEMMs sum over must be multiples of this for block scaling. The other recipes require less.
 _BLOCK = 32
 
 
 @dataclass(frozen=True)
 class Size:
-    """Hold the sizes of a model and of what it reads.
+    """The sizes of a model and its inputs.
 
     Attributes:
-        vocabulary: number of tokens.
+        vocabulary: number of different tokens.
         seq: tokens of a sequence.
         hidden: width of the residual stream.
-        layers: transformer layers.
+        layers: number of transformer layers.
         heads: query heads.
         groups: key-value heads of a llama; a GPT has one for each query head.
         ffn: width inside the MLP.
@@ -105,15 +105,15 @@ class Size:
 
 
 def check(size: Size, batch: int, precisions: Iterable[Precision]) -> None:
-    """Refuse sizes that no model has, or that TE does not take.
+    """Check that a model can have these sizes and that TE supports them.
 
     Args:
-        size: of the model.
-        batch: sequences a step.
-        precisions: that TE computes in.
+        size: the model's size.
+        batch: sequences per step.
+        precisions: the precisions that TE computes in.
 
     Raises:
-        UserError: names the sizes and what they must be.
+        UserError: naming the sizes and their conditions.
     """
     if size.hidden % (2 * size.heads) or size.heads % size.groups:
         raise UserError(
@@ -132,8 +132,8 @@ class LanguageModel(nn.Module):
     """Embeddings, layers, and a norm with the output projection.
 
     Args:
-        size: of the model.
-        layers: each maps ``[batch, seq, hidden]`` to the same.
+        size: the model's size.
+        layers: each maps ``[batch, seq, hidden]`` to the same shape.
         head: maps ``[batch, seq, hidden]`` to logits ``[batch, seq, vocabulary]``.
         learned_positions: whether positions have embeddings.
         layer_arguments: further arguments of each layer.
@@ -166,13 +166,13 @@ class LanguageModel(nn.Module):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model in both forms, and how their parameters map.
+    """A model in plain PyTorch and with TE's layers, and the map of their parameters.
 
     Attributes:
-        reference: the plain model of a size, on the CPU.
-        candidate: the same from TE's layers, on the kernels' device.
-        weight_map: which reference parameters hold which TE parameters.
-        widening: how many times as wide as the residual stream the studies make it inside its MLP.
+        reference: builds the plain model of a size, on the CPU.
+        candidate: builds the same model from TE's layers, on the kernels' device.
+        weight_map: returns the map from reference parameters to TE parameters.
+        widening: the ratio of the MLP's inner width to the hidden size in studies.
     """
 
     reference: Callable[[Size], LanguageModel]
@@ -182,7 +182,7 @@ class Architecture:
 
 
 def initial_weights(architecture: Architecture, size: Size, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the plain model's weights at step 0: FP32 that is exact in ``dtype``, where every arithmetic starts."""
+    """Return the plain model's weights at step 0 in FP32. They are exact in ``dtype``, so that all runs start equal."""
     rng = Rng(seed, "weights")
     drawn = {}
     for name, parameter in architecture.reference(size).named_parameters():
@@ -195,10 +195,10 @@ def initial_weights(architecture: Architecture, size: Size, seed: int, dtype: to
 
 
 def load_candidate(model: LanguageModel, architecture: Architecture, size: Size, initial: Mapping[str, Tensor]) -> None:
-    """Copy weights of the plain model's names into TE's model.
+    """Copy weights, given by the plain model's names, into TE's model.
 
     Raises:
-        WeightMapError: if the map does not use each parameter of both once.
+        WeightMapError: if the map does not use each parameter of both models exactly once.
     """
     weight_map = architecture.weight_map(size)
     shapes = transfer.parameter_shapes(model)
@@ -207,7 +207,7 @@ def load_candidate(model: LanguageModel, architecture: Architecture, size: Size,
 
 
 def load(model: LanguageModel, values: Mapping[str, Tensor]) -> None:
-    """Copy weights, by the model's own names, into it."""
+    """Copy weights, given by the model's own names, into the model."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])
@@ -235,7 +235,7 @@ def _llama_on_te(size: Size, kernels: Kernels) -> LanguageModel:
     options = dict(num_gqa_groups=size.groups, normalization="RMSNorm", activation="swiglu", bias=False)
     layers = [_te_layer(size, kernels, **options) for _ in range(size.layers)]
     head = kernels.te.LayerNormLinear(size.hidden, size.vocabulary, bias=False, normalization="RMSNorm")
-    # Angles are made once, outside the model: as part of it they would be rounded to its dtype.
+    # Angles are computed once, outside the model, because as part of it they would be rounded to its dtype.
     angles = kernels.te.RotaryPositionEmbedding(size.hidden // size.heads).to(kernels.device)(size.seq)
     arguments = {"rotary_pos_emb": angles}
     return LanguageModel(size, layers, head, learned_positions=False, layer_arguments=arguments).to(kernels.device)
@@ -295,24 +295,24 @@ def _attention(layer: str, kind: str) -> dict[str, str]:
 
 ARCHITECTURES = {
     "gpt": Architecture(_gpt, _gpt_on_te, _gpt_weights, widening=4),
-    # The gate is a third matrix.
+    # The MLP is narrower because the gate is a third matrix.
     "llama": Architecture(_llama, _llama_on_te, _llama_weights, widening=3),
 }
 
 
-# Trains a language model with FP32 master weights, and returns the loss of each step.
+# Training with FP32 master weights.
 
 
-# Does a forward and a backward pass on tokens ``[batch, seq + 1]``, which leaves gradients; returns the loss.
+# Runs a forward and a backward pass on tokens ``[batch, seq + 1]``, leaves gradients in the model, returns the loss.
 Pass = Callable[[nn.Module, Tensor], float]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Say how the optimizer steps; it is AdamW with betas 0.9 and 0.95 and PyTorch's weight decay of 0.01.
+    """The learning rate schedule of AdamW, whose betas are 0.9 and 0.95 and whose weight decay is PyTorch's 0.01.
 
     Attributes:
-        learning_rate: after the warmup.
+        learning_rate: the learning rate after the warmup.
         warmup: steps over which the learning rate grows linearly.
     """
 
@@ -330,21 +330,21 @@ def train(
     observe: Callable[[int, Sequence[Tensor]], None] | None = None,
     masters: Sequence[Tensor] | None = None,
 ) -> list[float]:
-    """Take one step on each batch.
+    """Train for one step on each batch, and return the losses.
 
-    The optimizer holds FP32 masters; after each step the model gets them rounded to ``dtype``, and gradients reach the
-    optimizer rounded to it: what Megatron-LM does, and TE's FusedAdam with ``master_weights=True``.
+    The optimizer holds FP32 masters. It receives gradients rounded to ``dtype``, and after each step the model gets the
+    masters rounded to ``dtype``, as in Megatron-LM and in TE's FusedAdam with ``master_weights=True``.
 
     Args:
-        model: its parameters have ``dtype``, or FP32 to hold numbers of ``dtype``.
+        model: a model whose parameters have ``dtype``, or FP32 holding values of ``dtype``.
         batches: int64 ``[batch, seq + 1]`` each.
-        loss_scale: that the pass multiplies its gradients by; it is taken out again in FP32.
+        loss_scale: the factor that the pass multiplies gradients by; it is divided out in FP32.
         observe: called after each step with the number of steps so far and the masters, in the order of
             ``model.parameters()``.
-        masters: FP32, where they are to start from other numbers than the model's.
+        masters: FP32 masters to start from, if they differ from the model's parameters.
 
     Returns:
-        The loss on each batch before its step, in nats a token.
+        The loss on each batch before its step, in nats per token.
     """
     parameters = list(model.parameters())
     masters = [start.detach().float().clone() for start in masters or parameters]
@@ -366,14 +366,14 @@ def train(
 
 
 def plain_pass(model: nn.Module, tokens: Tensor) -> float:
-    """Run the plain model in its own dtype."""
+    """Run a pass of the plain model in its own dtype, and return the loss."""
     loss = _loss(model(tokens[:, :-1]), tokens)
     loss.backward()
     return loss.item()
 
 
 def rounded_pass(rounding: Rounding, loss_scale: float = 1.0) -> Pass:
-    """Run the plain model, FP32, under a rounding model."""
+    """Return a pass that runs the plain FP32 model under a rounding model."""
 
     def forward_backward(model: nn.Module, tokens: Tensor) -> float:
         with rounded(rounding, model.parameters()) as phase:
@@ -386,7 +386,7 @@ def rounded_pass(rounding: Rounding, loss_scale: float = 1.0) -> Pass:
 
 
 def te_pass(precision: Precision, kernels: Kernels, loss_scale: float = 1.0) -> Pass:
-    """Run TE's model under the precision's recipe."""
+    """Return a pass that runs TE's model under the precision's recipe."""
 
     def forward_backward(model: nn.Module, tokens: Tensor) -> float:
         tokens = tokens.to(kernels.device)

@@ -1,14 +1,14 @@
-"""Test whether TE models train as the plain models do: loss curves, recipe by recipe, against what rounding must cost.
+"""Test whether TE models train like the plain models: compare loss curves, recipe by recipe, within rounding.
 
 A small GPT and a small llama train in plain FP32 PyTorch and on TE's layers, from the same weights on the same
 batches. Their losses differ, because TE rounds. How far they may differ is found without TE: the plain model also
-trains, on the same weights and batches, under several realisations of the precision's rounding model
-(``parity.rounding``, with dither), and the differences between those losses and plain FP32's are draws from what
-rounding does to this loss curve. One more such draw, which a faithful TE model's difference is, lies in their
-prediction band (``prediction_band``) but for the stated share of runs.
+trains under several realisations of the precision's rounding model (``parity.rounding``, with dither). The differences
+between those losses and plain FP32's are draws from the effect of rounding on this loss curve. The difference of a
+faithful TE model is one more such draw, so it lies in their prediction band (``prediction_band``), except for the
+stated share of runs.
 
-The draws have to share TE's weights and batches: how far training carries a small error differs tenfold from one seed
-to the next.
+The draws must share TE's weights and batches, because how far training amplifies a small error differs tenfold from one
+seed to the next.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from parity.report.record import FAILED, PASSED
 from parity.te import PRECISIONS, Kernels, why_unavailable
 from parity.user_error import UserError
 
-# Other realisations of a rounding model: errors of the same size, with other signs and elsewhere on the grid.
+# Realisations of a rounding model: errors of the same size as the model's, but with different signs and values.
 #
-# A faithful port rounds what the model rounds, but not to the same neighbour each time: its scales, the order of its
-# sums and the places of its roundings differ a little. Subtractive dither makes such errors: ``round(x + d) - d``, with
-# d up to half the distance between neighbours, errs as ``round(x)`` does, independently of it (L. Schuchman, "Dither
-# signals and their effect on quantization noise", IEEE Trans. Commun. Technol. 12(4), 1964). A realisation has one d
-# for each place in a tensor of each shape, so a weight that does not change is rounded alike in each step, as by any
-# rounding.
+# A faithful port rounds what the model rounds, but not always to the same neighbour, because its scales, the order of
+# its sums and the places of its roundings differ a little. Subtractive dither makes such errors: with d up to half the
+# distance between neighbours, ``round(x + d) - d`` has errors of the same size as ``round(x)``, but independent of them
+# (L. Schuchman, "Dither signals and their effect on quantization noise", IEEE Trans. Commun. Technol. 12(4), 1964). A
+# realisation has one d for each position in a tensor of each shape, so a weight that does not change is rounded the
+# same way in each step, as with any rounding.
 
 
 _EXPONENT_FIELD = 0x7F800000
@@ -74,13 +74,13 @@ class DitheredRounding(Rounding):
     """A realisation of a rounding model.
 
     Attributes:
-        seed: of the realisation.
+        seed: the seed of the realisation.
     """
 
     seed: int = 0
 
     def store(self, x: Tensor) -> Tensor:
-        """Return ``x`` after a dithered rounding to the dtype of storage; in that dtype already, as it is."""
+        """Return ``x`` after a dithered rounding to the dtype of storage, or unchanged if it already has that dtype."""
         if x.dtype == self.storage:
             return x
         dither = _dither(x, torch.finfo(self.storage).eps / 2, self.seed)
@@ -88,7 +88,7 @@ class DitheredRounding(Rounding):
 
 
 def dithered(rounding: Rounding, seed: int) -> DitheredRounding:
-    """Return a realisation of the model; the same seed gives the same one."""
+    """Return the realisation of the model that belongs to a seed."""
     return DitheredRounding(
         storage=rounding.storage,
         inputs=_dithered_format(rounding.inputs, seed),
@@ -101,7 +101,7 @@ def dithered(rounding: Rounding, seed: int) -> DitheredRounding:
 
 
 def unit_roundoff(to_format: Format) -> float:
-    """Return the largest relative error of a format's values between powers of two, not of the largest in blocks."""
+    """Return a format's largest relative rounding error from 1 to 2, in blocks whose scale a larger value sets."""
     values = torch.linspace(1.0, 2.0, 128 * 128).view(128, 128)
     values[:, ::16] = 6.0
     return ((to_format(values, 1) - values) / values).abs().max().item()
@@ -120,18 +120,18 @@ def _dithered_format(to_format: Format | None, seed: int) -> Format | None:
 
 
 def _dither(x: Tensor, half_distance: float, seed: int) -> Tensor:
-    """Return up to ``half_distance`` times the power of two below each value, FP32, either sign."""
+    """Return FP32 noise of either sign, up to ``half_distance`` times the power of two below each value."""
     powers = (x.contiguous().view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
     return powers * _pattern(tuple(x.shape), seed) * half_distance
 
 
 @functools.lru_cache(maxsize=128)
 def _pattern(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return numbers between -1 and 1, the same for all tensors of a shape in a realisation."""
+    """Return random numbers between -1 and 1, the same for all tensors of a shape in a realisation."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-# What a new draw from a distribution is expected to be, when only some earlier draws of it are known.
+# Prediction of a new draw from a distribution of which some draws are known.
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class Band:
     high: tuple[float, ...]
 
     def margin(self, curve: Sequence[float]) -> float:
-        """Return a curve's largest distance from the band's middle, in half widths: up to 1 it is inside everywhere.
+        """Return a curve's largest distance from the band's middle, in half widths: up to 1, it is inside everywhere.
 
-        Infinite if the curve is NaN somewhere, or off a band without width.
+        The margin is infinite if the curve is NaN somewhere, or outside a band of width 0.
         """
         low, high, values = (np.asarray(x, dtype=np.float64) for x in (self.low, self.high, curve))
         distance, half = np.abs(values - (low + high) / 2), (high - low) / 2
@@ -159,16 +159,16 @@ class Band:
 
 
 def prediction_band(draws: Sequence[Sequence[float]], false_alarms: float) -> Band:
-    """Return where one more curve lies at all of its points, but for a share ``false_alarms`` of curves.
+    """Return the band that contains one more curve at all of its points, except a share ``false_alarms`` of curves.
 
     At each point, n normal draws with mean m and standard deviation s (n - 1 degrees of freedom) bound the next one by
     ``m ± t s sqrt(1 + 1/n)``, with t the quantile of Student's distribution (Hahn and Meeker, "Statistical Intervals",
-    1991, section 4.7). The false alarms are shared out to the points in equal parts (Bonferroni), so points may depend
-    on each other.
+    1991, section 4.7). The false alarms are split equally among the points (Bonferroni), so points need not be
+    independent.
 
     Args:
         draws: at least two curves of equal length.
-        false_alarms: between 0 and 1, of the whole curve.
+        false_alarms: share of whole curves, between 0 and 1.
     """
     values = np.asarray(draws, dtype=np.float64)
     count, points = values.shape
@@ -180,7 +180,7 @@ def prediction_band(draws: Sequence[Sequence[float]], false_alarms: float) -> Ba
 
 Kind = Literal["plain", "rounded", "te"]
 RECORD = "training_curves.jsonl"
-# BF16 and the recipes that compute in it.
+# The precisions that can train: BF16 and the recipes that compute in it.
 TRAINED = {name: precision for name, precision in PRECISIONS.items() if precision.dtype == torch.bfloat16}
 
 
@@ -189,17 +189,17 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        models: names of ``training.ARCHITECTURES``.
-        precisions: names of ``TRAINED``.
-        steps: of training.
-        draws: realisations of the rounding model that the expectation is made from.
-        seed: of weights and batches.
-        batch: sequences a step.
-        seq: bytes a sequence.
-        hidden, layers, heads, groups: sizes of the models; ``groups`` of the llama.
-        learning_rate: of AdamW.
+        models: names in ``training.ARCHITECTURES``.
+        precisions: names in ``TRAINED``.
+        steps: number of training steps.
+        draws: number of realisations of the rounding model, which set the expected band.
+        seed: the seed of weights and batches.
+        batch: sequences per step.
+        seq: bytes per sequence.
+        hidden, layers, heads, groups: sizes of the models; only the llama uses ``groups``.
+        learning_rate: AdamW's learning rate.
         warmup: steps until the learning rate is reached.
-        final: how many last steps the final loss is the mean of.
+        final: number of last steps whose mean is the final loss.
         false_alarms: share of faithful curves that leave their band somewhere.
     """
 
@@ -229,10 +229,10 @@ class Run:
     """One training run.
 
     Attributes:
-        model: name of an architecture.
+        model: the name of an architecture.
         kind: plain FP32, the plain model under a rounding model, or TE.
-        precision: empty for plain FP32.
-        draw: which realisation of the rounding model, from 1; 0 for the others.
+        precision: a name in ``TRAINED``; empty for plain FP32.
+        draw: the number of the rounding model's realisation, from 1; 0 for other kinds.
     """
 
     model: str
@@ -241,21 +241,21 @@ class Run:
     draw: int = 0
 
 
-# What the record holds of each run: its losses, and the GPU of TE's; None if it has not been made.
+# Each run's entry in the record, with its losses and TE's GPU; None if the run has not been made.
 Results = Mapping[Run, Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what a TE model's training is compared with.
+    """Hold a TE model's training next to its expectation.
 
     Attributes:
         run: TE's run.
-        gpu: that TE computed on, or believed to.
+        gpu: the real or emulated GPU that TE ran on.
         plain: losses of the plain FP32 model.
         te: losses of TE's model.
-        band: where their differences are expected.
-        final_band: where the difference of the final losses is expected, the band's only point.
+        band: the expected band of their differences.
+        final_band: the expected interval of the final losses' difference, as a band with one point.
         final: difference of the final losses, TE's minus plain.
     """
 
@@ -274,23 +274,23 @@ class Outcome:
 
     @property
     def margin(self) -> float:
-        """The largest distance from the band's middle in half widths: up to 1 the curve follows the plain model's."""
+        """The largest distance from the band's middle in half widths. Up to 1, the curve follows the plain model's."""
         return self.band.margin(self.differences)
 
     @property
     def final_margin(self) -> float:
-        """The distance of the final losses from the middle of theirs, in half widths."""
+        """The distance of the final losses' difference from the middle of its interval, in half widths."""
         return self.final_band.margin([self.final])
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Sequence[Outcome], Mapping[str, str], Settings, Kernels]:
-    """Train what the folder's record lacks.
+    """Train what is missing from the folder's record.
 
     Returns:
         The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a model or precision that there is not, or fewer than two draws.
+        UserError: if a model or precision is unknown, or there are fewer than two draws.
     """
     _check(settings)
     kernels = te.kernels()
@@ -299,7 +299,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Sequence[Outcome], Mappi
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
-    """Make the runs that the folder's record lacks and these kernels can make, and return all that it has."""
+    """Make the missing runs that these kernels can make, and return all runs in the folder's record."""
     campaign: Campaign[Run, dict[str, Any]] = Campaign(
         folder / RECORD,
         dict[str, Any],
@@ -321,7 +321,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Results:
 
 
 def _untrained(settings: Settings, found: Results, kernels: Kernels) -> dict[str, str]:
-    """Return the precisions that have no run of TE's, with the reason."""
+    """Return the precisions without a TE run, each with the reason."""
     trained = {entry.precision for entry, result in found.items() if entry.kind == "te" and result is not None}
     reasons = {name: why_unavailable(TRAINED[name], kernels) for name in settings.precisions if name not in trained}
     return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -340,19 +340,19 @@ def _check(settings: Settings) -> None:
 
 
 def losses_of(entry: Run, settings: Settings, kernels: Kernels) -> list[float]:
-    """Train one model; its loss at each step, in nats a byte."""
-    torch.manual_seed(settings.seed + entry.draw)  # of stochastic rounding
+    """Train one model, and return its loss at each step in nats per byte."""
+    torch.manual_seed(settings.seed + entry.draw)  # for stochastic rounding
     model, forward_backward, dtype = _prepared(entry, settings, kernels)
     data = batches(settings.seed, settings.steps, settings.batch, settings.seq)
     if entry.kind == "te":
-        # A recipe that scales by the past gets one before it counts, as in every comparison of parity's.
+        # Delayed scaling needs a history before the first step counts, as in all of parity's comparisons.
         for _ in range(TRAINED[entry.precision].warmup_passes):
             forward_backward(model, data[0])
     return train(model, Schedule(settings.learning_rate, settings.warmup), data, forward_backward, dtype)
 
 
 def _prepared(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageModel, Pass, torch.dtype]:
-    """Return the model at step 0, how its passes compute, and the dtype that weights and gradients are rounded to."""
+    """Return the model at step 0, its pass, and the dtype that weights and gradients are rounded to."""
     architecture, size = ARCHITECTURES[entry.model], size_of(entry.model, settings)
     initial = initial_weights(architecture, size, settings.seed, torch.bfloat16)
     if entry.kind == "te":
@@ -369,7 +369,7 @@ def _prepared(entry: Run, settings: Settings, kernels: Kernels) -> tuple[Languag
 
 
 def outcomes(settings: Settings, found: Results) -> list[Outcome]:
-    """Return TE's runs next to what was expected of them; those that did not run are left out."""
+    """Return TE's runs next to their expectations, without those that did not run."""
     return [
         _outcome(entry, settings, found)
         for entry in _runs(settings)
@@ -407,7 +407,7 @@ def _final(losses: Sequence[float], settings: Settings) -> float:
 
 
 def size_of(model: str, settings: Settings) -> Size:
-    """Return the size of a model of the study."""
+    """Return the size of one of the study's models."""
     ffn = settings.hidden * ARCHITECTURES[model].widening
     return Size(VOCABULARY, settings.seq, settings.hidden, settings.layers, settings.heads, settings.groups, ffn)
 
@@ -425,12 +425,12 @@ def _draws(model: str, precision: str, settings: Settings) -> Iterator[Run]:
 
 
 def _rounds_alike(precision: str) -> str:
-    """Return the first precision with the same rounding model: recipes that only scale at other times share one."""
+    """Return the first precision with the same rounding model. Recipes that only scale at other times share one."""
     return next(name for name, known in TRAINED.items() if known.rounding == TRAINED[precision].rounding)
 
 
 def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any]:
-    """Return all that a run's losses depend on; not which other runs there are."""
+    """Return everything that a run's losses depend on, which excludes the choice of other runs."""
     selection = {"models", "precisions", "draws", "final", "false_alarms"}
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
     identity |= dataclasses.asdict(entry) | {"start": _fingerprint(entry.model, settings)}
@@ -439,7 +439,7 @@ def _identity(entry: Run, settings: Settings, kernels: Kernels) -> dict[str, Any
 
 @functools.lru_cache(maxsize=256)
 def _fingerprint(model: str, settings: Settings) -> int:
-    """Return the fingerprint of the weights and batches."""
+    """Return the fingerprint of the initial weights and batches."""
     initial = initial_weights(ARCHITECTURES[model], size_of(model, settings), settings.seed, torch.bfloat16)
     data = batches(settings.seed, settings.steps, settings.batch, settings.seq)
     return record.fingerprint([*initial.values(), *data])
@@ -449,7 +449,7 @@ def _gpu(kernels: Kernels) -> str:
     return torch.cuda.get_device_name() if kernels.backend == "gpu" else cuda.emulated_gpu().name
 
 
-# The report: curves beside their bands.
+# The report: curves with their bands.
 
 
 _OTHER_GPU = """\
@@ -484,11 +484,11 @@ _METHOD = """\
 def write(
     outcomes: Sequence[Outcome], missing: Mapping[str, str], settings: Settings, kernels: Kernels, folder: Path
 ) -> Path:
-    """Write ``training_curves.md`` and a plot a model into the folder, and return the report's path.
+    """Write ``training_curves.md`` and a plot for each model into the folder, and return the report's path.
 
     Args:
-        outcomes: of TE's runs.
-        missing: precisions without one, each with the reason.
+        outcomes: the outcomes of TE's runs.
+        missing: precisions without a run, each with the reason.
         settings: the study's settings.
         kernels: the kernels that TE ran on.
         folder: an existing folder.

@@ -1,9 +1,9 @@
-"""Measure what deviation does to training: how far the weights of two models drift apart that should be the same.
+"""Measure how rounding affects training: how far the weights of two models that should be equal drift apart.
 
-After the second half of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803). The same small language model
-trains again and again from the same weights on the same batches, with one thing changed: flash attention for
-baseline, a narrower format for FP32, TE's modules for plain PyTorch. What that does to the weights is put next to
-what other starting weights do, and to what a change of one unit in the last place does.
+Follows the second half of Golden et al., "Is Flash Attention Stable?" (arXiv 2405.02803). The same small language model
+trains several times from the same weights on the same batches, each time with one change: flash attention instead of
+baseline, a narrower format instead of FP32, or TE's modules instead of plain PyTorch. The drift of the weights is
+compared with that from different starting weights, and with that from a change of one unit in the last place.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from parity.lab.studies.training import (
 from parity.te import PRECISIONS, Kernels
 from parity.user_error import UserError
 
-# How far apart the weights of two models are.
+# The distance between the weights of two models.
 
 
 @dataclass(frozen=True)
 class Distance:
-    """Measure how far one set of numbers is from another.
+    """The distance between two sets of numbers.
 
     Attributes:
         maximum: the largest difference of a number from its counterpart.
-        wasserstein: Wasserstein-1 distance of the two sets, which asks how far the numbers must move to become the
-            others as a whole, whichever becomes which: 0 where two numbers have merely changed places.
+        wasserstein: the Wasserstein-1 distance: how far numbers must move, on average, to turn one set into the other,
+            in any order. It is 0 if two numbers have merely swapped places.
     """
 
     maximum: float
@@ -65,11 +65,11 @@ class Distance:
 
 @dataclass(frozen=True)
 class WeightDistance:
-    """Measure how far one model's weights are from another's.
+    """The distance between the weights of two models.
 
     Attributes:
-        whole: of all weights as one set.
-        tensors: of each parameter, by name.
+        whole: the distance of all weights as one set.
+        tensors: the distance of each parameter, by name.
     """
 
     whole: Distance
@@ -77,10 +77,10 @@ class WeightDistance:
 
 
 def between(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightDistance:
-    """Return the distance of two models with the same parameters.
+    """Return the distance between two models with the same parameters.
 
     Raises:
-        ValueError: if a parameter has another size.
+        ValueError: if a parameter's sizes differ.
     """
     tensors = {name: _distance(one[name], other[name]) for name in one}
     whole = (torch.cat([model[name].flatten() for name in one]) for model in (one, other))
@@ -88,14 +88,14 @@ def between(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> WeightDis
 
 
 def wasserstein(one: Tensor, other: Tensor) -> float:
-    """Return the Wasserstein-1 distance of two sets of equally many numbers.
+    """Return the Wasserstein-1 distance of two sets with the same number of elements.
 
-    The best transport on a line keeps the order, so it is the mean distance between the two in ascending order (Peyré
-    and Cuturi, "Computational Optimal Transport", 2019, remark 2.28).
+    Optimal transport on a line keeps the order, so this is the mean distance between the sorted sets (Peyré and Cuturi,
+    "Computational Optimal Transport", 2019, remark 2.28).
 
     Args:
-        one: any shape.
-        other: with as many elements.
+        one: a tensor of any shape.
+        other: a tensor with as many elements.
 
     Raises:
         ValueError: if the sizes differ.
@@ -110,14 +110,14 @@ def _distance(one: Tensor, other: Tensor) -> Distance:
     return Distance((one.double() - other.double()).abs().max().item(), wasserstein(one, other))
 
 
-# The trainings of the study ``training_drift``: one small model, one thing changed at a time.
+# The trainings of one small model, with one change at a time.
 
 
 Kind = Literal["baseline", "flash", "flash everywhere", "nudged", "other start", "rounded", "te"]
-# The precision whose rounding model a format of plain training has; FP32 rounds nothing.
+# The precision whose rounding model is used to train the plain model in a format. FP32 rounds nothing.
 _ROUNDED_AS = {"tf32": "fp32", "bf16": "bf16", "fp16": "fp16"}
 FORMATS = ("fp32", *_ROUNDED_AS)
-# Seeds of the weights of "other start" begin here.
+# The first seed of the weights of "other start".
 _OTHER_START = 1000
 
 
@@ -126,22 +126,22 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        model: name of ``training.ARCHITECTURES``.
-        formats: names of ``FORMATS`` in which baseline and flash attention train; FP32 must be among them.
-        te_precisions: names of ``PRECISIONS`` in which TE trains.
-        steps: of training on a CPU.
-        gpu_steps: of training on a GPU.
-        every: steps between two looks at the weights.
-        seeds: of initial weights and batches: how many, from 0.
-        control_seeds: how many for low precision, flash attention as kernels round, one ulp and another start alone,
-            whose ratios need more seeds to tell.
-        batch: sequences a step.
-        seq: bytes a sequence.
-        hidden, layers, heads, groups: sizes of the model; ``groups`` of a llama.
+        model: a name in ``training.ARCHITECTURES``.
+        formats: names in ``FORMATS`` in which baseline and flash attention train; must include FP32.
+        te_precisions: names in ``PRECISIONS`` in which TE trains.
+        steps: number of training steps on a CPU.
+        gpu_steps: number of training steps on a GPU.
+        every: steps between two comparisons of the weights.
+        seeds: how many seeds of initial weights and batches to run, starting at 0.
+        control_seeds: the same for low precision, flash attention as kernels round, one ulp and another start, whose
+            ratios need more seeds.
+        batch: sequences per step.
+        seq: bytes per sequence.
+        hidden, layers, heads, groups: sizes of the model; only a llama uses ``groups``.
         tile: queries and keys of flash attention's tiles.
-        learning_rate: of AdamW.
+        learning_rate: AdamW's learning rate.
         warmup: steps until the learning rate is reached.
-        loss_scale: of FP16.
+        loss_scale: the loss scale of FP16.
         device: ``cpu``, ``gpu``, or ``auto`` for the GPU where TE's kernels can run on one.
     """
 
@@ -172,10 +172,10 @@ class Run:
 
     Attributes:
         kind: ``baseline`` and ``flash`` attention, rounding as kernels do; flash with every step rounded (``flash
-            everywhere``); baseline from weights moved by a unit in the last place of FP32 (``nudged``), or from others
-            altogether (``other start``); the plain model under a precision's rounding model (``rounded``); or TE.
-        precision: of ``FORMATS``; of ``PRECISIONS`` for ``rounded`` and ``te``.
-        seed: of weights and batches.
+            everywhere``); baseline from weights moved by a unit in the last place of FP32 (``nudged``), or from
+            other weights (``other start``); the plain model under a precision's rounding model (``rounded``); or TE.
+        precision: a name in ``FORMATS``, or in ``PRECISIONS`` for ``rounded`` and ``te``.
+        seed: the seed of weights and batches.
     """
 
     kind: Kind
@@ -185,24 +185,24 @@ class Run:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Hold what a training leaves: FP32 masters by the plain model's names, by step, and the loss of each step."""
+    """Hold the results of a training: FP32 masters by step and by the plain model's names, and the losses."""
 
     weights: Mapping[int, Mapping[str, Tensor]]
     losses: Sequence[float]
 
 
 def rounds_alike(precision: str) -> str:
-    """Return the first precision with the same rounding model: recipes that only scale at other times share one."""
+    """Return the first precision with the same rounding model. Recipes that only scale at other times share one."""
     return next(name for name, known in PRECISIONS.items() if known.rounding == PRECISIONS[precision].rounding)
 
 
-# The masters of a step, in the order of the model's parameters, by the names of the plain model's.
+# Turns a step's masters, in the order of the model's parameters, into a mapping by the plain model's names.
 _Named = Callable[[Sequence[Tensor]], dict[str, Tensor]]
 
 
 @functools.lru_cache(maxsize=16)
 def trajectory(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
-    """Train once; the last few are kept, since a training is part of several pairs."""
+    """Train once, and return the trajectory. It is cached because a training is part of several pairs."""
     torch.manual_seed(entry.seed)  # for stochastic rounding
     if entry.kind != "te":
         return _trained(entry, settings, kernels)
@@ -222,7 +222,7 @@ def _trained(entry: Run, settings: Settings, kernels: Kernels) -> Trajectory:
     data = batches(entry.seed, settings.steps, settings.batch, settings.seq)
     forward_backward = _pass(entry, scale, kernels)
     if entry.kind == "te":
-        # A recipe that scales by the past gets one before it counts, as in every comparison of parity's.
+        # Delayed scaling needs a history before the first step counts, as in all of parity's comparisons.
         for _ in range(PRECISIONS[entry.precision].warmup_passes):
             forward_backward(model, data[0])
     losses = train(
@@ -251,7 +251,7 @@ def size_of(settings: Settings) -> Size:
 
 
 def _model(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageModel, _Named, torch.dtype]:
-    """Return the model at step 0, its weights' names, and the dtype that weights and gradients are rounded to."""
+    """Return the model at step 0, a function that names its masters, and the dtype of weights and gradients."""
     architecture, size, start = ARCHITECTURES[settings.model], size_of(settings), initial(entry, settings)
     if entry.kind == "te":
         dtype = PRECISIONS[entry.precision].dtype
@@ -271,7 +271,7 @@ def _model(entry: Run, settings: Settings, kernels: Kernels) -> tuple[LanguageMo
         for index in range(size.layers):
             model.set_submodule(f"layers.{index}.attention.core", StepwiseCore(_arithmetic(entry, settings)))
     names = [name for name, _ in model.named_parameters()]
-    # Plain FP32 and TF32 train in FP32; TE's FP32 does as well.
+    # Plain FP32 and TF32 train in FP32, like TE's FP32.
     precision = PRECISIONS[entry.precision if entry.kind == "rounded" else _ROUNDED_AS.get(entry.precision, "fp32")]
     return model, lambda masters: dict(zip(names, masters, strict=True)), precision.dtype
 
@@ -328,13 +328,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Drift:
-    """Say how two trainings part.
+    """The drift between two trainings.
 
     Attributes:
-        steps: at which the weights were compared.
-        distances: then.
-        loss: of the run at its last step, in nats a byte.
-        loss_against: of the other.
+        steps: the steps at which the weights were compared.
+        distances: the distance at each of these steps.
+        loss: the run's loss at its last step, in nats per byte.
+        loss_against: the same for the other training.
     """
 
     steps: tuple[int, ...]
@@ -352,13 +352,13 @@ Drifts = Mapping[Pair, Drift]
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Drifts, Mapping[str, str], Settings, Kernels]:
-    """Train what the folder's record lacks.
+    """Train what is missing from the folder's record.
 
     Returns:
         The arguments of ``write``, except the folder.
 
     Raises:
-        UserError: for a name that there is not, where FP32 is missing, or for a device that cannot be had.
+        UserError: if a name is unknown, FP32 is missing from the formats, or the device is not available.
     """
     check(settings)
     kernels = kernels_on(settings.device)
@@ -371,7 +371,7 @@ def measured(settings: Settings, folder: Path) -> tuple[Drifts, Mapping[str, str
 
 
 def results(settings: Settings, folder: Path, kernels: Kernels) -> Drifts:
-    """Compare the pairs that the folder's record lacks, and return all pairs' drifts."""
+    """Compare the pairs that are missing from the folder's record, and return all drifts."""
     campaign: Campaign[Pair, Drift] = Campaign(
         folder / RECORD,
         Annotated[Drift, PlainSerializer(_to_json), PlainValidator(_from_json)],
@@ -385,7 +385,7 @@ def results(settings: Settings, folder: Path, kernels: Kernels) -> Drifts:
 
 
 def drift_of(pair: Pair, settings: Settings, kernels: Kernels) -> Drift:
-    """Train both, and compare their weights."""
+    """Train both runs of a pair, and compare their weights."""
     run, against = (trajectory(one, settings, kernels) for one in (pair.run, pair.against))
     return Drift(
         steps=tuple(run.weights),
@@ -396,7 +396,7 @@ def drift_of(pair: Pair, settings: Settings, kernels: Kernels) -> Drift:
 
 
 def pairs(settings: Settings, kernels: Kernels) -> Iterator[Pair]:
-    """Yield what is compared with what, those that share a training one after the other."""
+    """Yield the pairs to compare. Pairs that share a training follow each other."""
     for seed in range(max(settings.seeds, settings.control_seeds)):
         plain = Run("baseline", "fp32", seed)
         yield Pair(Run("other start", "fp32", seed), plain)
@@ -424,12 +424,12 @@ def low_formats(settings: Settings) -> list[str]:
 
 
 def available(settings: Settings, kernels: Kernels) -> list[str]:
-    """Return the precisions that TE can compute in here."""
+    """Return the precisions that TE can run on these kernels."""
     return [name for name in settings.te_precisions if why_nowhere(PRECISIONS[name], kernels) is None]
 
 
 def check(settings: Settings) -> None:
-    """Refuse unknown names, sizes that do not fit, and formats without FP32, which others are compared with.
+    """Check that names are known, that sizes fit, and that formats include FP32, which others are compared with.
 
     Raises:
         UserError: if not.
@@ -443,7 +443,7 @@ def check(settings: Settings) -> None:
 
 
 def _identity(pair: Pair, settings: Settings, kernels: Kernels) -> dict[str, Any]:
-    """Return all that a drift depends on; not which other pairs there are."""
+    """Return everything that a drift depends on, which excludes the choice of other pairs."""
     selection = {"formats", "te_precisions", "seeds", "control_seeds", "gpu_steps", "device"}
     identity = {name: value for name, value in dataclasses.asdict(settings).items() if name not in selection}
     start = _fingerprint(pair.run, settings), _fingerprint(pair.against, settings)
@@ -453,7 +453,7 @@ def _identity(pair: Pair, settings: Settings, kernels: Kernels) -> dict[str, Any
 
 @functools.lru_cache(maxsize=256)
 def _fingerprint(entry: Run, settings: Settings) -> int:
-    """Return the fingerprint of the weights and batches."""
+    """Return the fingerprint of the initial weights and batches."""
     data = batches(entry.seed, settings.steps, settings.batch, settings.seq)
     return record.fingerprint([*initial(entry, settings).values(), *data])
 

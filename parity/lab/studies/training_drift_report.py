@@ -38,7 +38,7 @@ from parity.te import Kernels
 
 @dataclass(frozen=True)
 class _Line:
-    """Hold what a plot shows: a comparison by its label and color, with its drift by seed."""
+    """A line of a plot: label, color, and a function that returns the drift for a seed."""
 
     label: str
     color: str
@@ -52,7 +52,7 @@ _MEASURES: tuple[tuple[str, Callable[[Distance], float]], ...] = (
 
 
 def algorithms(found: Drifts, settings: Settings) -> Figure:
-    """Draw a column a format: flash attention and what it is compared with, of all weights over steps."""
+    """Draw the drift of all weights over steps, with a column per format: flash attention and its comparisons."""
     figure = Figure(figsize=(3.6 * len(settings.formats), 6.4), layout="constrained")
     columns = figure.subplots(2, len(settings.formats), squeeze=False, sharex=True, sharey="row").T
     for axes, name in zip(columns, settings.formats, strict=True):
@@ -63,7 +63,7 @@ def algorithms(found: Drifts, settings: Settings) -> Figure:
 
 
 def draw_te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> Figure:
-    """Draw a column a precision: TE and the rounding model, each from plain FP32, of all weights over steps."""
+    """Draw the drift of TE and of the rounding model from plain FP32 over steps, with a column per precision."""
     figure = Figure(figsize=(3.0 * len(precisions), 6.4), layout="constrained")
     columns = figure.subplots(2, len(precisions), squeeze=False, sharex=True, sharey="row").T
     for axes, name in zip(columns, precisions, strict=True):
@@ -79,7 +79,7 @@ def draw_te(found: Drifts, settings: Settings, precisions: Sequence[str]) -> Fig
 
 
 def tensors(found: Drifts, settings: Settings) -> Figure:
-    """Draw a column a low format: each parameter after the last step, mean over seeds."""
+    """Draw each parameter's mean drift after the last step, with a column per low format."""
     names = low_formats(settings)
     parameters = list(of_other_start(found, 0).last.tensors)
     figure = Figure(figsize=(3.2 * len(names) + 2.4, 0.22 * len(parameters) + 1.4), layout="constrained")
@@ -97,7 +97,7 @@ def tensors(found: Drifts, settings: Settings) -> Figure:
 
 
 def _lines(found: Drifts, number_format: str) -> list[_Line]:
-    """Draw flash attention in a format and what it is compared with."""
+    """Return the lines of one format: flash attention and its comparisons."""
     low = [
         _Line("low precision, from FP32", "tab:blue", partial(of_format, found, number_format)),
         _Line("flash, every step rounded", "tab:red", partial(of_algorithm, found, "flash everywhere", number_format)),
@@ -131,27 +131,27 @@ def _label(figure: Figure, columns: Sequence[Sequence[Axes]]) -> None:
 
 
 def _legend(figure: Figure, axis: Axes, columns: int) -> None:
-    """Write what the lines of an axis mean, below the whole figure and no wider than it."""
+    """Draw the legend of an axis below the whole figure, no wider than the figure."""
     labelled = axis.get_legend_handles_labels()
     figure.legend(*labelled, loc="outside lower center", ncols=min(5, 2 * columns), fontsize="small")
 
 
-# Golden et al.'s claims about what flash attention does to training, tested on the figures of ``training_drift``.
+# Golden et al.'s claims about the effect of flash attention on training, tested with the study's results.
 
 
-# Two drifts are of a size if neither is this many times the other: two seeds differ as much.
+# Two drifts count as equal if neither is this many times the other, because two seeds differ by as much.
 OF_A_SIZE = 2.0
 _SOURCE = "arXiv 2405.02803"
 _SOURCE_LOW, _SOURCE_HIGH = 2.0, 5.0
 
 
 def claims(found: Drifts, settings: Settings, precisions: Sequence[str]) -> list[Claim]:
-    """Return each claim with its test.
+    """Return all claims, each with the result of its test.
 
     Args:
-        found: every pair's drift.
+        found: the drifts of all pairs.
         settings: the study's settings.
-        precisions: in which TE trained.
+        precisions: the precisions in which TE trained.
     """
     tested = []
     if low_formats(settings):
@@ -167,12 +167,12 @@ def of_algorithm(found: Drifts, kind: Kind, number_format: str, seed: int) -> Dr
 
 
 def of_format(found: Drifts, number_format: str, seed: int) -> Drift:
-    """Return baseline attention's drift in a format from that in FP32."""
+    """Return the drift of baseline attention in a format from the same in FP32."""
     return found[Pair(Run("baseline", number_format, seed), Run("baseline", "fp32", seed))]
 
 
 def of_other_start(found: Drifts, seed: int) -> Drift:
-    """Return the drift of other starting weights, FP32."""
+    """Return the drift from other starting weights, in FP32."""
     return found[Pair(Run("other start", "fp32", seed), Run("baseline", "fp32", seed))]
 
 
@@ -187,17 +187,17 @@ def of_rounding(found: Drifts, precision: str, seed: int) -> Drift:
 
 
 def low_over_flash(found: Drifts, low: str, flash: str, seed: int) -> float:
-    """Return low precision's last drift, Wasserstein-1, over flash attention's in the same or another format."""
+    """Return low precision's last Wasserstein-1 drift over flash attention's, in the same or another format."""
     return _moved(of_format(found, low, seed)) / _moved(of_algorithm(found, "flash", flash, seed))
 
 
 def every_seed(settings: Settings) -> range:
-    """Return the seeds of low precision, flash attention, one ulp and another start."""
+    """Return the seeds that low precision, flash attention, one ulp and another start run with."""
     return range(max(settings.seeds, settings.control_seeds))
 
 
 def ulp_ratios(found: Drifts, settings: Settings, kind: Kind) -> dict[str, list[float]]:
-    """Return, by format and seed, flash attention's last drift (or ``baseline``: low precision's) over one ulp's."""
+    """Return the last drift of flash attention, or with ``baseline`` of low precision, over one ulp's, by format and seed."""
     ratios = {}
     for name in low_formats(settings):
         ratios[name] = [
@@ -209,19 +209,19 @@ def ulp_ratios(found: Drifts, settings: Settings, kind: Kind) -> dict[str, list[
 
 
 def control(found: Drifts, settings: Settings) -> list[float]:
-    """Return flash attention's drift over that of one ulp without, at each seed the geometric mean over formats."""
+    """Return flash attention's drift over that of one ulp without it, averaged geometrically over formats, by seed."""
     by_format = ulp_ratios(found, settings, "flash").values()
     return [statistics.geometric_mean(of_seed) for of_seed in zip(*by_format, strict=True)]
 
 
 def separates(ratios: Sequence[float]) -> bool:
-    """Return whether seeds tell flash attention from a change of one ulp: the interval of their ratio leaves out 1."""
+    """Return whether flash attention differs from a change of one ulp: the interval of their ratio excludes 1."""
     _, low, high = ratio_interval(ratios)
     return not low <= 1.0 <= high
 
 
 def factor(ratios: Sequence[float]) -> str:
-    """Return ``1.5 (1.2 to 1.9)``: the geometric mean over seeds and its 95 % interval."""
+    """Format the geometric mean over seeds and its 95 % interval, as in ``1.5 (1.2 to 1.9)``."""
     middle, low, high = ratio_interval(ratios)
     return short(middle) if len(ratios) < 2 else f"{short(middle)} ({short(low)} to {short(high)})"
 
@@ -349,8 +349,8 @@ def write(found: Drifts, missing: Mapping[str, str], settings: Settings, kernels
     """Write ``training_drift.md`` and its plots into the folder, and return the report's path.
 
     Args:
-        found: every pair's drift.
-        missing: precisions that TE cannot compute in here, each with the reason.
+        found: the drifts of all pairs.
+        missing: precisions that TE cannot run here, each with the reason.
         settings: the study's settings.
         kernels: the kernels that TE ran on.
         folder: an existing folder.
