@@ -119,8 +119,8 @@ class Settings:
     """Options of the study.
 
     Attributes:
-        modules: names of ``te_modules.MODULES``.
-        precisions: names of ``parity.te.PRECISIONS``.
+        modules: names in ``te_modules.MODULES``.
+        precisions: names in ``parity.te.PRECISIONS``.
         hidden, seq, depth: the base sizes; a sweep varies one of them.
         hiddens, seqs, depths: the values that each size takes in its sweep.
         held_out_hidden, held_out_seq, held_out_depth: sizes that the law must predict without being fitted to them.

@@ -53,7 +53,7 @@ from parity.user_error import UserError
 
 
 # normal: outputs are means of values that cancel, so they shrink as the number of keys grows.
-# uniform: values in [0, 1), as from torch.rand; outputs stay near 1/2, and the accumulator grows steadily with tiles.
+# uniform: values in [0, 1), as from torch.rand; outputs stay near 1/2, and the accumulator grows evenly with each tile.
 DISTRIBUTIONS: dict[str, Callable[..., Tensor]] = {"normal": Rng.normal, "uniform": Rng.uniform}
 # The height that the staircase of keys climbs, in logits. Scores within a tile differ by much less.
 _STAIRCASE_HEIGHT = 4.0
@@ -519,7 +519,7 @@ QUICK = Settings(
 
 
 def measured(settings: Settings, folder: Path) -> tuple[Results, Settings, Kernels]:
-    """Compute what the folder's record lacks.
+    """Compute what is missing from the folder's record.
 
     Returns:
         The arguments of ``write``, except the folder.

@@ -93,7 +93,7 @@ _LATE = ("rope-position",)
 _SCALING = ("rope-scaling",)
 _SCALE = ("softmax-scale",)
 _FACTOR = ("factor", "output-scale")
-# If the reference has separate gate and up weights, exchanging these is the same mistake.
+# If the reference has separate gate and up weights, exchanging these is the same mistake, so both titles are right.
 _SWAPPED = ("gate-up-swapped", "parameters-exchanged")
 
 CONSTANTS = (

@@ -197,7 +197,7 @@ def every_seed(settings: Settings) -> range:
 
 
 def ulp_ratios(found: Drifts, settings: Settings, kind: Kind) -> dict[str, list[float]]:
-    """Return the last drift of flash attention, or with ``baseline`` of low precision, over one ulp's, by format and seed."""
+    """Return flash attention's last drift (for ``baseline``, low precision's) over one ulp's, by format and seed."""
     ratios = {}
     for name in low_formats(settings):
         ratios[name] = [
