@@ -144,6 +144,10 @@ def _serve(listener: socket.socket) -> None:
     import xdist.remote  # noqa: F401
 
     import parity.cli
+    import parity.report.changes
+    import parity.report.ci
+    import parity.report.failure
+    import parity.report.html
     import parity.search.explanation  # noqa: F401
     from parity import te
 
