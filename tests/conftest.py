@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,6 +33,35 @@ settings.load_profile("parity")
 
 # No finding depends on how fast the machine is: where a test says nothing else, a search ends by what it has computed.
 os.environ[VARIABLE] = "0"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the tests of a file to one worker where there are many files, as they share what takes long to make."""
+    if config.getvalue("dist") != "load":
+        return None
+    from parity.plugin.workers import GroupScheduling, is_item
+
+    class SchedulingByFile(GroupScheduling):
+        def schedule(self) -> None:
+            names = next(iter(self.registered_collections.values()))
+            self._by_file = len({name.partition("::")[0] for name in names}) > 5 * len(self.nodes)
+            super().schedule()
+
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, name = nodeid.partition("::")
+            return file if self._by_file and name.startswith("test_") else super()._split_scope(nodeid)
+
+        def _sort(self) -> None:
+            """Leave files in their order, after the cases."""
+            for scope in dict.fromkeys(map(self._split_scope, self.collection or ())):
+                if scope in self.workqueue:
+                    self.workqueue.move_to_end(scope)
+            super()._sort()
+            for scope in [scope for scope in self.workqueue if not is_item(next(iter(self.workqueue[scope])))]:
+                self.workqueue.move_to_end(scope)
+
+    return SchedulingByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
