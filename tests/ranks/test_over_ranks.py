@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-import time
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 import torch
+from pairs_over_ranks import dropping, linear
 from torch import nn
 
 import parity
 from parity.case import registry
 from parity.case.case import Case
 from parity.judge.over_ranks import with_parts_joined
-from parity.lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, add_up, case_of
+from parity.lab.studies.rows.ranks import DP, EP, RIGHT, SP, WRONG, case_of
 from parity.ranks.launch import launch
 from parity.ranks.layout import Degrees, Piece, Whole, degrees, over, part, places
 from parity.search.over_ranks import explained_by_outputs, explained_over_ranks
@@ -44,33 +42,6 @@ def test_a_mistake_is_named(wrong):
 
 
 # A candidate that is wrong in one process as well, and ranks that break.
-
-
-def linear(te, ranks, mishap=""):
-    def call(module, x):
-        if ranks.world.rank == 1 and ranks.world.size > 1:
-            if mishap == "raises":
-                raise RuntimeError("no memory left")
-            if mishap == "dies":
-                os._exit(3)
-            if mishap == "hangs":
-                time.sleep(1000)
-        y = module(x)
-        if mishap == "drifts":
-            y = y * (1.0 + 2.0**-7 * ranks.world.rank)
-        return y * 1.1 if mishap == "is wrong by itself" else y
-
-    return parity.Pair(
-        reference=nn.Linear(32, 32),
-        candidate=te.Linear(32, 32),
-        inputs=lambda rng: rng.normal(16, 32),
-        weights={"weight": "weight", "bias": "bias"},
-        call_candidate=call,
-        parallel=parity.Parallel(
-            splits={"x": []} if mishap == "names no input" else {},
-            weights={"weigth": [over("tp", dim=0)]} if mishap == "names no weight" else {},
-        ),
-    )
 
 
 def over_ranks(mishap, **options):
@@ -112,21 +83,6 @@ def test_ranks_that_should_have_the_same_and_do_not_are_told():
     result = over_ranks("drifts")
     assert result.status == "failed"
     assert result.findings[0].title == "replicas-differ"
-
-
-def dropping(te, ranks, p=0.5, is_declared=True):
-    module = nn.Sequential(te.Linear(32, 32), nn.Dropout(p))
-    return parity.Pair(
-        reference=nn.Sequential(nn.Linear(32, 32), nn.Dropout(p)),
-        candidate=module,
-        inputs=lambda rng: rng.normal(16, 32),
-        weights={"0.weight": "0.weight", "0.bias": "0.bias"},
-        parallel=parity.Parallel(
-            splits={"input": [over("dp")], "output": [over("dp")]},
-            finish=lambda module: ranks and add_up(list(module.parameters()), ranks.dp.group),
-            dropout=is_declared,
-        ),
-    )
 
 
 @pytest.mark.parametrize(
@@ -283,8 +239,8 @@ def test_how_often_each_of_several_outputs_counts_is_told():
 def test_pytest_makes_an_item_of_each_number_of_ranks_of_the_page_s_example(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text(encoding="utf-8")
     (tmp_path / "my_pairs.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "my_pairs.py", "--parity-precisions=bf16", "-v", "-n", "0"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    command = ["-m", "pytest", "-p", "parity.plugin", "my_pairs.py", "--parity-precisions=bf16", "-v", "-n", "0"]
+    ran = forked.run(*command, folder=tmp_path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     items = [f"mlp_over_ranks[bf16-32x2x64{ranks}] PASSED" for ranks in ("", "-tp2", "-tp2-sp")]
     assert [item for item in items if item not in ran.stdout] == []

@@ -1,0 +1,54 @@
+"""Pairs that each rank makes anew, in a file of their own, since it imports what the file of a pair does."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from torch import nn
+
+import parity
+from parity.lab.studies.rows.ranks import add_up
+from parity.ranks.layout import over
+
+
+def linear(te, ranks, mishap=""):
+    def call(module, x):
+        if ranks.world.rank == 1 and ranks.world.size > 1:
+            if mishap == "raises":
+                raise RuntimeError("no memory left")
+            if mishap == "dies":
+                os._exit(3)
+            if mishap == "hangs":
+                time.sleep(1000)
+        y = module(x)
+        if mishap == "drifts":
+            y = y * (1.0 + 2.0**-7 * ranks.world.rank)
+        return y * 1.1 if mishap == "is wrong by itself" else y
+
+    return parity.Pair(
+        reference=nn.Linear(32, 32),
+        candidate=te.Linear(32, 32),
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"weight": "weight", "bias": "bias"},
+        call_candidate=call,
+        parallel=parity.Parallel(
+            splits={"x": []} if mishap == "names no input" else {},
+            weights={"weigth": [over("tp", dim=0)]} if mishap == "names no weight" else {},
+        ),
+    )
+
+
+def dropping(te, ranks, p=0.5, is_declared=True):
+    module = nn.Sequential(te.Linear(32, 32), nn.Dropout(p))
+    return parity.Pair(
+        reference=nn.Sequential(nn.Linear(32, 32), nn.Dropout(p)),
+        candidate=module,
+        inputs=lambda rng: rng.normal(16, 32),
+        weights={"0.weight": "0.weight", "0.bias": "0.bias"},
+        parallel=parity.Parallel(
+            splits={"input": [over("dp")], "output": [over("dp")]},
+            finish=lambda module: ranks and add_up(list(module.parameters()), ranks.dp.group),
+            dropout=is_declared,
+        ),
+    )
