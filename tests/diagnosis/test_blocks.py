@@ -399,7 +399,7 @@ def test_an_interleaving_that_layer_or_embedding_does_not_share_is_told(interlea
     [(False, "passed", "bf16"), (False, "passed", "fp16"), (True, "rope-precision", "bf16")],
 )
 def test_rotary_frequencies_that_are_cast_with_the_model_are_told(cast, title, precision):
-    tells_only(layers_of(precision=precision, shape=(1, 160), cast=cast), title)
+    tells_only(layers_of(precision=precision, shape=(1, 96), cast=cast), title)
 
 
 # What models of transformers write otherwise: norms, factors and tables that layers are given.
