@@ -30,8 +30,7 @@ from typing import Any, Literal
 from parity.machine.process import end_with_parent
 from parity.shown import raised
 
-# With TE, what most functions that ranks call are made of: each rank would spend ten times as long on importing it as on
-# a small pass.
+# With TE what runs a pass, on whose imports each rank would spend ten times as long as on a small one.
 IMPORTED_BEFORE = ("parity.ranks.te_on_cpu", "parity.passes.on_rank")
 _BEGUN = ()  # what a rank sends before it calls the function
 _TO_BEGIN = 300.0  # seconds that ranks may take to start, imports included

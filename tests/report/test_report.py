@@ -98,6 +98,27 @@ def test_the_environment_names_the_gpu_that_is_emulated() -> None:
         assert environment.measure("cpu", (0,), 1).device == "CPU, as an emulated Blackwell (compute capability 10.0)"
 
 
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ({"top_level.txt": "some_package\n"}, "Its-Name"),
+        ({"RECORD": "some_package/__init__.py,,\n"}, "Its-Name"),
+        ({"top_level.txt": "another_package\n"}, "some_package"),
+    ],
+)
+def test_who_installed_a_package_is_told_by_what_it_declares_or_by_its_files(
+    files: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, package = tmp_path / "its_name-1.0.dist-info", tmp_path / "some_package"
+    for each in (folder, package):
+        each.mkdir()
+    (package / "__init__.py").touch()
+    for file, text in {"METADATA": "Metadata-Version: 2.1\nName: Its-Name\nVersion: 1.0\n", **files}.items():
+        (folder / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert environment.distribution("some_package") == name
+
+
 def test_the_environment_names_versions_but_no_folder() -> None:
     measured = environment.measure("cpu", (0, 1), 7)
     assert "" not in (measured.torch, measured.python, measured.transformer_engine, measured.cpu, measured.date)
