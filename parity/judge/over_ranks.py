@@ -18,7 +18,7 @@ from parity.case.weight_map import names
 from parity.judge.asked import Asked
 from parity.mistakes.codes import repairable
 from parity.passes.all_passes import Tensors
-from parity.passes.on_rank import AsItIs, Given, OnRank, source_of
+from parity.passes.on_rank import FOR_PASSES, AsItIs, Given, OnRank, source_of
 from parity.passes.prepare import Prepared, build
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import Degrees, Piece, Whole, places
@@ -65,7 +65,7 @@ def on_all_ranks(function: Callable[[Any], Any], given: Any, made: Degrees, time
         UserError: if this process's group has another number of ranks than asked for.
     """
     if not _is_rank():
-        return launch(function, made.count, [given], timeout=timeout)
+        return launch(function, made.count, [given], timeout=timeout, imported_before=FOR_PASSES)
     count = distributed.get_world_size()
     if count != made.count:
         raise UserError(f"{made.label} needs {made.count} ranks, but this process group has {count}")

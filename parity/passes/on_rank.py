@@ -30,6 +30,7 @@ from parity.passes.optimized import Named, gathered, is_rounded
 from parity.passes.prepare import build_as_declared
 from parity.passes.steps import Batch, Resumption, Stepped, Trainee, is_interrupted
 from parity.passes.watched import Clipping
+from parity.ranks.launch import IMPORTED_BEFORE
 from parity.ranks.layout import (
     AXES,
     AxisName,
@@ -52,6 +53,9 @@ from parity.te.state import Kept, check, fresh_caches, fresh_quantization, moved
 from parity.trace.digests import Drop, Switched, recorded, switched_off
 from parity.trace.effects import RandomState, kept
 from parity.user_error import UserError
+
+FOR_PASSES = (*IMPORTED_BEFORE, __name__)
+"""Modules that ``launch`` should import before it forks ranks: importing them takes ten times as long as a small pass."""
 
 
 @dataclass(frozen=True)

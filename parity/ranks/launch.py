@@ -1,8 +1,8 @@
 """Call a function on every rank of a group that communicates by gloo, and return what each returned.
 
 A rank that raises, dies or hangs ends the launch, and the error says which rank it was and where; nothing is left
-running. Ranks are forked by a server process that has imported PyTorch, TE and what runs a pass, and shares nothing else
-with this one: TE's modules hold locks and caches, which a fork of this process would copy in the middle of use.
+running. Ranks are forked by a server process that has imported PyTorch and TE and shares nothing else with this one:
+TE's modules hold locks and caches, which a fork of this process would copy in the middle of use.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from typing import Any, Literal
 from parity.machine.process import end_with_parent
 from parity.shown import raised
 
-# With TE what runs a pass, on whose imports each rank would spend ten times as long as on a small one.
-IMPORTED_BEFORE = ("parity.ranks.te_on_cpu", "parity.passes.on_rank")
+IMPORTED_BEFORE = ("parity.ranks.te_on_cpu",)
 _BEGUN = ()  # what a rank sends before it calls the function
 _TO_BEGIN = 300.0  # seconds that ranks may take to start, imports included
 _GRACE = 0.5  # seconds in which other ranks may say why they failed as well, or where they are

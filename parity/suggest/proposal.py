@@ -29,7 +29,7 @@ from parity.case.transfer import parameter_shapes
 from parity.case.validate import build, located
 from parity.case.weight_map import Constant, Reorder, Shape, Side, Stack, WeightMap, describe, names, shape_of
 from parity.passes.modes import usual_modes
-from parity.passes.on_rank import AsItIs, FromFile, source_of
+from parity.passes.on_rank import FOR_PASSES, AsItIs, FromFile, source_of
 from parity.ranks.launch import RanksFailed, launch
 from parity.ranks.layout import DIVIDING, AxisName, Degrees, Over, Split, degrees, joined, marked, part
 from parity.suggest.layouts import Entries, Shapes, geometry_of, stored
@@ -571,7 +571,8 @@ def divided(
             continue
         made = degrees({axis: count})
         try:
-            ranks = launch(_on_rank, count, [_Asked(source, made, size, shapes.candidate)])
+            asked = _Asked(source, made, size, shapes.candidate)
+            ranks = launch(_on_rank, count, [asked], imported_before=FOR_PASSES)
         except RanksFailed as error:
             first = error.failures[0]
             problems[f"over {made.label}, rank {first.rank} {first.how}: {first.what}"] = None
