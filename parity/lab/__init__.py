@@ -1,1 +1,1 @@
-"""Measure the product and the field; nothing but the command line imports it, late."""
+"""Calibrate, measure and study parity. Only the command line imports this package, and only when it is needed."""

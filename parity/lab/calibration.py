@@ -1,7 +1,7 @@
 """Measure how far right ports stray from the rounding model, and fit the laws of ``parity.judge.limits`` to that.
 
-``docs/statistics.md`` explains it to its reader. At the end, by how much right kernels of the same port differ is
-measured, for the laws of ``parity.judge.noise``.
+``docs/statistics.md`` explains the method. The last part of this module measures how much right kernels of the same
+port differ, for the laws of ``parity.judge.noise``.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from parity.te import PRECISIONS, Backend, Kernels, Precision, why_unavailable
 from parity.user_error import UserError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # an extra, for the report alone
+    from matplotlib.figure import Figure  # an extra, which only the report needs
 
-# ``parity calibrate``: samples from many cases in parallel, laws from samples, a table and its report.
+# ``parity calibrate``: draw samples from many cases in parallel, fit laws to them, and write a table and its report.
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold what is measured.
+    """Say what to measure.
 
     Attributes:
-        files: of pairs that are known to agree, or ``right_ports.ZOO``.
-        precisions: names; those that this machine cannot run are left out.
-        seeds: of weights and inputs.
-        draws: random kernels a case, precision and seed.
+        files: files of pairs that are known to agree, or ``right_ports.ZOO``.
+        precisions: their names; those that this machine cannot run are left out.
+        seeds: seeds of weights and inputs.
+        draws: how many random kernels are drawn for each case, precision and seed.
         backend: whose kernels run the TE modules.
     """
 
@@ -86,18 +86,18 @@ class Settings:
 def make_table(
     settings: Settings, workers: int | None, output: Path, report_file: Path | None, accept_wider: bool = False
 ) -> None:
-    """Measure, and write the table; laws of other precisions that the file has already stay.
+    """Measure, and write the table. Laws of other precisions that the file already has are kept.
 
     Args:
-        settings: what is measured.
-        workers: processes; None for this one.
+        settings: what to measure.
+        workers: how many processes to use; None for this one.
         output: the table.
-        report_file: markdown that shows the fit; None for none.
+        report_file: a markdown file that shows the fit; None for none.
         accept_wider: whether limits far outside of the packaged ones are written, too.
 
     Raises:
-        UserError: if nothing could be measured, too few tensors are, or the file is no table; or if limits lie far
-            outside of the packaged ones, and are not to be accepted. Nothing is written then.
+        UserError: if nothing or too few tensors could be measured, or the file is not a table, or limits lie far
+            outside of the packaged ones and are not accepted. Nothing is written then.
     """
     before = limits.load(output) if output.exists() else Table({}, {})
     _check_enough(settings)
@@ -137,7 +137,7 @@ def _available(settings: Settings, kernels: te.Kernels) -> list[Precision]:
 
 
 def measure(settings: Settings, workers: int | None) -> Measured:
-    """Return all samples of all cases, whatever becomes of single ones."""
+    """Return all samples of all cases, even if some of them raise."""
     measured = Measured()
     jobs = [(file, case.name) for file in settings.files for case in right_ports.fitted(file)]
     for _, of_case in made(jobs, functools.partial(_measure_case, settings), "calibrating", workers):
@@ -146,7 +146,7 @@ def measure(settings: Settings, workers: int | None) -> Measured:
 
 
 def _measure_case(settings: Settings, job: tuple[str, str]) -> Measured:
-    """Return all samples of one case, at its own sizes and at one drawn for each seed; in a process of its own."""
+    """Return all samples of one case, at its own sizes and at one drawn for each seed. May run in another process."""
     file, name = job
     kernels = te.kernels(settings.backend)
     case = right_ports.case(file, name)
@@ -158,8 +158,8 @@ def _measure_case(settings: Settings, job: tuple[str, str]) -> Measured:
             for checked in check_case(sized, kernels.te):
                 try:
                     measured.samples.extend(draw(case, checked, precision, seed, kernels, settings.draws))
-                except Exception as error:  # of the case's modules, as where a recipe takes no matrix of its size
-                    forget()  # the pass may have left the reference half changed
+                except Exception as error:  # raised by the case's modules, e.g. if a recipe does not support the size
+                    forget()  # the pass may have left the reference half-changed
                     measured.left_out.append(LeftOut(name, checked.label, precision.name, seed, one_line(error)))
     return measured
 
@@ -178,14 +178,14 @@ def _provenance(settings: Settings) -> dict[str, Any]:
     }
 
 
-# Whether cases have enough tensors for a law, as far as that is known before anything runs.
+# Check that the cases have enough tensors for a law, as far as that is known before anything runs.
 
 
 def _check_enough(settings: Settings) -> None:
-    """Make sure that laws can be fitted to the gradients; how many outputs modules have, only running them tells.
+    """Check that there are enough gradients to fit laws to. Outputs can only be counted by running the modules.
 
     Raises:
-        UserError: if too few different inputs or weights get gradients; or as ``check_case``.
+        UserError: if too few different inputs or weights get gradients, or as for ``check_case``.
     """
     kernels = te.kernels(settings.backend)
     cases = [case for file in settings.files for case in right_ports.fitted(file)]
@@ -202,7 +202,7 @@ def _check_enough(settings: Settings) -> None:
 
 
 def _gradients(case: Case, precision: Precision, seeds: Sequence[int], te: ModuleType) -> Counter[Kind]:
-    """Count different gradients over all sizes; two of one size are one."""
+    """Count the gradients of all different sizes."""
     sized = dataclasses.replace(case, sizes=(*case.sizes, *(drawn(case, precision, seed) for seed in seeds)))
     by_label = {checked.label: checked for checked in check_case(sized, te)}.values()
     found: Counter[Kind] = Counter()
@@ -213,12 +213,12 @@ def _gradients(case: Case, precision: Precision, seeds: Sequence[int], te: Modul
 
 # The samples that laws are fitted to: how faithful ports compare with the rounding model.
 #
-# Two kinds of faithful port are known to be right: the reference itself under the rounding model, with every freedom
-# that a kernel has drawn at random; and the TransformerEngine modules of the cases, which must be pairs of which nobody
-# doubts that they agree, such as those of the default suite.
+# Two kinds of port are known to be right. One is the reference itself under the rounding model, with every freedom that
+# a kernel has drawn at random. The other is the TransformerEngine modules of the cases, so these must be pairs that
+# certainly agree, such as those of the default suite.
 #
-# On which side of a kink rounding puts a value is no small error, and no law foresees it: a comparison expects it at
-# second look, and here it is expected from the beginning.
+# When rounding puts a value on the other side of a kink, the error is not small, and no law covers it. A comparison
+# allows for that in its second look. Here it is allowed for from the beginning.
 
 
 @dataclass(frozen=True)
@@ -228,12 +228,12 @@ class Sample:
     Attributes:
         case: the case's name and size.
         precision: the precision's name.
-        kind: of the tensor.
-        tensor: its name.
+        kind: the tensor's kind.
+        tensor: the tensor's name.
         port: ``model`` or ``te``.
-        seed: of weights and inputs.
-        statistic: its name.
-        value: as ``parity.judge.statistics`` defines it.
+        seed: the seed of weights and inputs.
+        statistic: the statistic's name.
+        value: its value, as ``parity.judge.statistics`` defines it.
     """
 
     case: str
@@ -247,7 +247,7 @@ class Sample:
 
     @property
     def key(self) -> Key:
-        """What the law is of that it is a sample for."""
+        """Return the key of the law that this is a sample for."""
         return self.precision, self.kind, self.statistic
 
 
@@ -256,10 +256,10 @@ class LeftOut:
     """A port that could not run.
 
     Attributes:
-        case, precision: names.
+        case, precision: their names.
         size: the size's label.
-        seed: of weights and inputs.
-        reason: what it raised, in a line.
+        seed: the seed of weights and inputs.
+        reason: what it raised, in one line.
     """
 
     case: str
@@ -274,10 +274,10 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold what was measured.
+    """Hold the results of a measurement.
 
     Attributes:
-        samples: of all ports.
+        samples: the samples of all ports.
         left_out: the ports that could not run.
     """
 
@@ -300,8 +300,8 @@ def draw(
     """Yield samples of one case at one size, precision and seed.
 
     Args:
-        case, checked, precision, seed, kernels: what is run.
-        draws: how many kernels' freedoms are drawn.
+        case, checked, precision, seed, kernels: what to run.
+        draws: how many random kernels are drawn.
     """
     prepared = prepare(case, checked, precision.dtype, seed, kernels)
     known = directions(prepared)
@@ -332,10 +332,10 @@ def _law(key: Key, group: Sequence[Sample]) -> Law:
     return fit([sample.value for sample in group], tensors, key[2])
 
 
-# What is said of limits that differ from the packaged ones, when a table is made.
+# The messages about limits that differ from the packaged ones when a table is made.
 
 
-# How many limits and pairs are named.
+# How many limits and pairs a message names at most.
 _MOST = 3
 
 
@@ -344,9 +344,9 @@ def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: M
 
     Args:
         strays: the limits that lie far outside of the packaged ones, the widest first.
-        samples: all that was measured.
-        laws: what was fitted to them.
-        output: where the table would be.
+        samples: everything that was measured.
+        laws: the laws that were fitted to the samples.
+        output: where the table would have been written.
     """
     limits = [f"{_key(key)} {short(each.limit)} instead of {short(each.packaged)}" for key, each in strays.items()]
     pairs = [
@@ -363,7 +363,7 @@ def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: M
 
 
 def told(strays: Sequence[Difference]) -> str:
-    """Say in a table what of its limits at one precision was far outside, and accepted; the widest comes first."""
+    """Say, for the table itself, which limits of one precision were accepted though far outside, the widest first."""
     worst = strays[0]
     return (
         f"{plural(len(strays), 'limit')} far outside of the packaged ones, up to {short(worst.ratio)} times "
@@ -372,7 +372,7 @@ def told(strays: Sequence[Difference]) -> str:
 
 
 def summary(table: Table, precisions: Sequence[str]) -> Iterator[str]:
-    """Yield a line for each of these precisions of a table: how its limits compare with the packaged ones."""
+    """Yield, for each of these precisions, a line on how the table's limits compare with the packaged ones."""
     for found in limits.compared(table):
         if found.precision in precisions:
             yield f"{found.precision}: {'; '.join(_facts(found))}"
@@ -393,7 +393,7 @@ def _facts(found: OfPrecision) -> Iterator[str]:
 
 
 def _farthest(strays: Mapping[Key, Difference], samples: Sequence[Sample]) -> dict[str, tuple[Key, str, float]]:
-    """Return of each pair, at whichever size, what lies farthest beyond its packaged limit; the farthest pair first."""
+    """Return for each pair the value farthest beyond its packaged limit at any size, the farthest pair first."""
     beyond: dict[str, list[tuple[float, Key, str, float]]] = defaultdict(list)
     for sample in samples:
         key = sample.key
@@ -406,7 +406,7 @@ def _farthest(strays: Mapping[Key, Difference], samples: Sequence[Sample]) -> di
 
 
 def _key(key: Key, tensor: str = "") -> str:
-    """Return ``norm of output in bf16``; of a certain tensor, if there is one."""
+    """Return ``norm of outputs in bf16``, or with a tensor's name instead of the kind if there is one."""
     return f"{key[2]} of {tensor or _plural(key[1])} in {key[0]}"
 
 
@@ -442,9 +442,9 @@ def write_report(table: Table, measured: Measured, path: Path) -> None:
     """Write the report, and its plot beside it.
 
     Args:
-        table: laws.
-        measured: to whose samples those of their precisions were fitted.
-        path: of the markdown.
+        table: the laws.
+        measured: the samples that the laws of their precisions were fitted to.
+        path: the markdown file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _plot(table, measured.samples).savefig(path.with_suffix(".png"), dpi=110)
@@ -478,7 +478,7 @@ def _provenance_table(provenance: Mapping[str, Mapping[str, object]]) -> str:
 
 
 def _left_out(ports: Sequence[LeftOut]) -> str:
-    """Return which cases could not run, each once a precision, with the first reason."""
+    """Return a table of the cases that could not run, one row for each precision, with the first reason."""
     reasons = {(port.case, port.precision): port.reason for port in reversed(ports)}
     counts = Counter((port.case, port.precision) for port in ports)
     rows = [[*key, count, reasons[key]] for key, count in counts.items()]
@@ -527,15 +527,15 @@ def _standardized(table: Table, samples: Sequence[Sample], precision: str) -> di
     return found
 
 
-# What right kernels of the same port differ by, from records of runs of the same right ports.
+# How much right kernels of the same port differ, from records of runs of the same right ports.
 
 
 def measure_noise(others: Sequence[Path], alike: Sequence[Path], output: Path) -> int:
-    """Write the laws of growth between every two runs; return how many growths were measured.
+    """Write the laws of growth between every two runs, and return how many growths were measured.
 
     Args:
-        others: records of runs of the same pairs, which are known to be right, under kernels that round otherwise.
-        alike: those of kernels that round alike.
+        others: records of runs of the same pairs, which are known to be right, under kernels that round differently.
+        alike: records of the same pairs under kernels that round alike.
         output: the table.
 
     Raises:

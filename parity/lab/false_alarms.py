@@ -28,7 +28,7 @@ from parity.report.numbers import markdown_table
 from parity.result import Result
 from parity.te import PRECISIONS, Backend, why_unavailable
 
-# Compares right ports, in parallel processes, and records what each was judged by.
+# Compare right ports in parallel processes, and record how each was judged.
 
 
 DRAWN = "drawn"
@@ -36,13 +36,13 @@ DRAWN = "drawn"
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold what is compared: each case at one size drawn for each seed, and for some seeds at its own sizes.
+    """Say what to compare: each case at one size drawn for each seed, and for some seeds at its own sizes.
 
     Attributes:
-        files: of pairs that are known to agree, or ``right_ports.ZOO``.
-        precisions: names; those that this machine cannot run are left out.
-        seeds: of weights, inputs and sizes; none that the limits were fitted to.
-        own: for how many of the seeds, from the first, the cases' own sizes are compared, too.
+        files: files of pairs that are known to agree, or ``right_ports.ZOO``.
+        precisions: their names; those that this machine cannot run are left out.
+        seeds: seeds of weights, inputs and sizes; none that the limits were fitted to.
+        own: for how many of the first seeds the cases' own sizes are compared, too.
         backend: whose kernels run the TE modules.
     """
 
@@ -58,11 +58,11 @@ class Port:
     """A right port.
 
     Attributes:
-        file: of the case.
-        case: its name.
+        file: the case's file.
+        case: the case's name.
         precision: the precision's name.
-        seed: of weights and inputs.
-        size: one of the case's own, by its index, or ``drawn``.
+        seed: the seed of weights and inputs.
+        size: the index of one of the case's own sizes, or ``drawn``.
     """
 
     file: str
@@ -74,15 +74,15 @@ class Port:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what became of it.
+    """The outcome of comparing a port.
 
     Attributes:
         status: ``passed``, ``failed``, ``error`` or ``skipped``.
-        label: of the size.
+        label: the size's label.
         tensors: how many were compared.
         statistics: how many were judged.
-        margins: by statistic, the largest of all tensors; above 1 is a false alarm.
-        alarms: each statistic that is above 1, in words.
+        margins: for each statistic, the largest margin of all tensors; above 1 is a false alarm.
+        alarms: each statistic whose margin is above 1, in words.
         reason: why there is no verdict.
     """
 
@@ -96,12 +96,12 @@ class Outcome:
 
 
 def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
-    """Compare what the record lacks, and return all that was asked for.
+    """Compare the ports that the record lacks, and return the outcomes of all.
 
     Args:
-        plan: what is compared.
-        path: of the record, JSON lines; of one version of parity and its limits.
-        workers: processes, each with one thread.
+        plan: what to compare.
+        path: the record, JSON lines, which belongs to one version of parity and its limits.
+        workers: how many processes to use, each with one thread.
     """
     campaign: Campaign[Port, Outcome] = Campaign(path, Outcome)
     groups = _groups(plan)
@@ -116,7 +116,7 @@ def run(plan: Plan, path: Path, workers: int) -> dict[Port, Outcome]:
 
 
 def _groups(plan: Plan) -> list[list[Port]]:
-    """Return ports of one case, seed and size together: their precisions share golden."""
+    """Return the ports in groups of one case, seed and size, whose precisions share golden."""
     kernels = te.kernels(plan.backend)
     precisions = [name for name in plan.precisions if why_unavailable(PRECISIONS[name], kernels) is None]
     groups = []
@@ -130,7 +130,7 @@ def _groups(plan: Plan) -> list[list[Port]]:
 
 
 def _compare(plan: Plan, ports: Sequence[Port]) -> list[Outcome]:
-    """Compare ports of one case, in a process of its own."""
+    """Compare ports of one case. Runs in a worker process."""
     case = right_ports.case(ports[0].file, ports[0].case)
     return [_outcome(plan, case, port) for port in ports]
 
@@ -199,7 +199,7 @@ def write_report(outcomes: Outcomes, backend: str, path: Path) -> None:
 
 
 def upper_bound(alarms: int, checks: int) -> float:
-    """Return the largest probability that so few alarms leave likely (one-sided Clopper-Pearson); 1 of no checks."""
+    """Return the upper bound on the probability of an alarm (one-sided Clopper-Pearson), which is 1 without checks."""
     return float(stats.beta.ppf(CONFIDENCE, alarms + 1, checks - alarms)) if checks > alarms else 1.0
 
 

@@ -1,7 +1,4 @@
-"""Count the FLOPs of a transformer, component by component, each formula with its source.
-
-And those of the plain modules in ``parity.reference``.
-"""
+"""Count the FLOPs of a transformer by component, each formula with its source, and of the modules of ``reference``."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ from torch import Tensor, nn
 
 from parity import reference
 
-# FLOPs of a transformer, component by component: forward, backward and recomputation, each formula with its source.
+# The FLOPs of a transformer by component: forward, backward and recomputation, each formula with its source.
 #
 # An addition or a multiplication is one FLOP, so a product of ``[m, k]`` and ``[k, n]`` takes 2 m k n (D. Narayanan et
 # al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", arXiv 2104.04473, appendix).
 # Its backward is two such products, one for the gradient of each operand.
 #
-# Counted are matrix products and norms. Biases, activations, softmax, RoPE, dropout and residual additions are not, as
-# in every source named here: they grow with one dimension less than the products do.
+# Only matrix products and norms are counted. Like every source named here, this leaves out biases, activations,
+# softmax, RoPE, dropout and residual additions, which grow with one dimension less than the products do.
 
 
-# What is computed again in the backward pass: nothing; attention's scores and context ("selective" in V. Korthikanti et
-# al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 5); whole layers.
+# What the backward pass computes again: nothing; attention's scores and context ("selective" in V. Korthikanti et al.,
+# "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 5); or whole layers.
 Recomputation = Literal["none", "selective", "full"]
 _SELECTIVE = ("scores", "context")
 
@@ -35,8 +32,8 @@ class Flops:
     """FLOPs of one component in a training step.
 
     Attributes:
-        forward: of the forward pass.
-        backward: of the backward pass, without recomputation.
+        forward: FLOPs of the forward pass.
+        backward: FLOPs of the backward pass, without recomputation.
         in_products: whether they are spent in matrix products, which is all that ``torch.utils.flop_counter`` counts.
     """
 
@@ -47,14 +44,14 @@ class Flops:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Sizes of a transformer layer and of what it is given.
+    """Sizes of a transformer layer and of its inputs.
 
     Attributes:
-        batch: sequences.
-        seq: tokens of a sequence.
+        batch: number of sequences.
+        seq: tokens in a sequence.
         hidden: width of the residual stream.
-        heads: of queries.
-        groups: of keys and values; as many as heads without grouped-query attention (GQA).
+        heads: number of query heads.
+        groups: number of key and value heads; as many as heads without grouped-query attention (GQA).
         head_dim: width of a head.
         ffn: width inside the MLP, of the gate and of up each.
         gated: whether the MLP has a gate.
@@ -90,11 +87,11 @@ def visible_pairs(queries: int, keys: int, causal: bool = False, window: int | N
     """Return how many pairs of a query and a key attention has to compute.
 
     Args:
-        queries: of one sequence.
-        keys: of one sequence.
-        causal: whether query i sees keys up to i only: of n by n pairs, n (n + 1) / 2. Megatron-LM counts n^2 / 2
-            (``megatron/training/training.py``, ``num_floating_point_operations``).
-        window: query i sees keys from i - window; None for all.
+        queries: how many one sequence has.
+        keys: how many one sequence has.
+        causal: whether query i only sees keys up to i, which leaves n (n + 1) / 2 of n by n pairs. Megatron-LM counts
+            n^2 / 2 (``megatron/training/training.py``, ``num_floating_point_operations``).
+        window: query i sees keys from i - window on; None for no window.
     """
     last = (min(i, keys - 1) if causal else keys - 1 for i in range(queries))
     first = (0 if window is None else max(0, i - window) for i in range(queries))
@@ -102,7 +99,7 @@ def visible_pairs(queries: int, keys: int, causal: bool = False, window: int | N
 
 
 def query_key_value(sizes: LayerSizes) -> dict[str, Flops]:
-    """Return the three projections: 6 B s h^2 forward without GQA (Narayanan et al., appendix).
+    """Count the query, key and value projections: 6 B s h^2 forward without GQA (Narayanan et al., appendix).
 
     With GQA, keys and values shrink by groups / heads (Megatron-LM, ``num_floating_point_operations``).
     """
@@ -113,13 +110,13 @@ def query_key_value(sizes: LayerSizes) -> dict[str, Flops]:
 def core_attention(batch: int, heads: int, pairs: int, head_dim: int) -> dict[str, Flops]:
     """Count ``Q K^T`` and ``P V``: 2 B s^2 h forward each if all pairs are computed (Narayanan et al., appendix).
 
-    GQA changes nothing here: each query head meets every key of its group. A flash kernel's backward computes the
-    scores again, which is recomputation, not counted here.
+    GQA changes nothing here, since each query head meets every key of its group. A flash kernel computes the scores
+    again in its backward pass; that is recomputation and not counted here.
 
     Args:
-        batch: sequences.
-        heads: of queries.
-        pairs: of queries and keys in a sequence, see ``visible_pairs``.
+        batch: number of sequences.
+        heads: number of query heads.
+        pairs: pairs of a query and a key in a sequence, see ``visible_pairs``.
         head_dim: width of a head.
     """
     forward = 2 * batch * heads * pairs * head_dim
@@ -133,42 +130,42 @@ def output_projection(sizes: LayerSizes) -> Flops:
 
 
 def mlp(tokens: int, hidden: int, ffn: int, gated: bool) -> dict[str, Flops]:
-    """Count up and down: 16 B s h^2 forward at ffn = 4 h (Narayanan et al., appendix); a gate adds 8 B s h^2.
+    """Count an MLP: 16 B s h^2 forward for up and down at ffn = 4 h (Narayanan et al., appendix), 8 more for a gate.
 
     So a layer's 24 B s h^2 become 32 when the gate is added at the same width (Megatron-DeepSpeed, pull request 283).
     At two thirds of the width, as N. Shazeer proposes ("GLU Variants Improve Transformer", arXiv 2002.05202), they
-    stay 24.
+    remain 24.
     """
     up = linear(tokens, hidden, ffn)
     return ({"gate": up} if gated else {}) | {"up": up, "down": linear(tokens, ffn, hidden)}
 
 
 def layer_norm(tokens: int, hidden: int) -> Flops:
-    """Count a LayerNorm from its definition: 7 forward and 13 backward an element.
+    """Count a LayerNorm from its definition: 7 FLOPs forward and 13 backward for each element.
 
     Forward: sum for the mean, subtract it, square, sum, scale, times gamma, plus beta. Backward: 2 for the normalised
     input again, 1 for dbeta, 2 for dgamma, 1 for the gradient times gamma, 3 for its two sums, 4 for the input
-    gradient. What happens once a row is left out.
+    gradient. Operations that happen once per row are left out.
     """
     return Flops(7 * tokens * hidden, 13 * tokens * hidden, in_products=False)
 
 
 def rms_norm(tokens: int, hidden: int) -> Flops:
-    """Count an RMSNorm from its definition: 4 forward and 9 backward an element.
+    """Count an RMSNorm from its definition: 4 FLOPs forward and 9 backward for each element.
 
     Forward: square, sum, scale, times gamma. Backward: 1 for the normalised input again, 2 for dgamma, 1 for the
-    gradient times gamma, 2 for its sum, 3 for the input gradient. What happens once a row is left out.
+    gradient times gamma, 2 for its sum, 3 for the input gradient. Operations that happen once per row are left out.
     """
     return Flops(4 * tokens * hidden, 9 * tokens * hidden, in_products=False)
 
 
 def logits(tokens: int, hidden: int, vocabulary: int) -> Flops:
-    """Return the last linear layer: 2 B s h V forward, 6 in all (Narayanan et al., appendix)."""
+    """Count the last linear layer: 2 B s h V forward, 6 B s h V in all (Narayanan et al., appendix)."""
     return linear(tokens, hidden, vocabulary)
 
 
 def layer(sizes: LayerSizes) -> dict[str, Flops]:
-    """Count a pre-norm layer: 24 B s h^2 + 4 B s^2 h forward for a GPT's (Narayanan et al., appendix)."""
+    """Count a pre-norm layer: 24 B s h^2 + 4 B s^2 h forward for a GPT layer (Narayanan et al., appendix)."""
     norm = (rms_norm if sizes.rms else layer_norm)(sizes.tokens, sizes.hidden)
     pairs = visible_pairs(sizes.seq, sizes.seq, sizes.causal)
     return (
@@ -184,8 +181,8 @@ def recomputed(components: Mapping[str, Flops], recomputation: Recomputation) ->
     """Return the FLOPs of a layer that the backward pass repeats.
 
     Args:
-        components: of a layer, as ``layer`` returns them.
-        recomputation: what is repeated: "full" is another forward pass (Narayanan et al., section 3.5).
+        components: the layer's components, as ``layer`` returns them.
+        recomputation: what is repeated; "full" is another forward pass (Narayanan et al., section 3.5).
     """
     if recomputation == "none":
         return 0
@@ -194,7 +191,7 @@ def recomputed(components: Mapping[str, Flops], recomputation: Recomputation) ->
 
 
 def total(components: Iterable[Flops]) -> int:
-    """Return forward and backward of all components together."""
+    """Return the FLOPs of all components together, forward and backward."""
     return sum(component.forward + component.backward for component in components)
 
 
@@ -203,7 +200,7 @@ def in_products(components: Mapping[str, Flops]) -> dict[str, Flops]:
     return {name: component for name, component in components.items() if component.in_products}
 
 
-# FLOPs of the plain modules in ``parity.reference``, read off the modules and the shapes that they are given.
+# The FLOPs of the plain modules in ``parity.reference``, read off the modules and the shapes of their inputs.
 
 
 Components = dict[str, Flops]
@@ -211,16 +208,16 @@ Components = dict[str, Flops]
 
 @functools.singledispatch
 def components(module: nn.Module, *inputs: Tensor, skips_hidden: bool = False) -> Components:
-    """Return a module's FLOPs by component; submodules' components are prefixed with their names.
+    """Return a module's FLOPs by component; the names of components begin with those of their submodules.
 
     Args:
         module: one of ``parity.reference``'s, ``nn.Linear``, ``nn.LayerNorm`` or ``nn.RMSNorm``.
-        inputs: as the module takes them; only their shapes are read.
+        inputs: the module's inputs; only their shapes are read.
         skips_hidden: whether attention leaves out pairs that a causal mask or a window hides, as fused kernels do; the
-            plain modules compute all. Padding is counted either way.
+            plain modules compute all pairs. Padding is counted either way.
 
     Raises:
-        TypeError: for another module.
+        TypeError: if the module is none of these.
     """
     raise TypeError(f"FLOPs of {type(module).__name__} are not known; register it with parity.lab.flops.components")
 

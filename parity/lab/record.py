@@ -1,7 +1,6 @@
-"""Make many jobs, here or in processes, and keep each result as soon as it is there, so that what stopped goes on.
+"""Run many jobs, here or in processes, and keep each result as soon as it exists, so that a stopped run can resume.
 
-The record has a JSON line for each result. A line of its own, before the results that it holds for, names the code that
-computed them.
+The record has a JSON line for each result. A line before them names the code that computed the results that follow it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from parity.progress import followed
 from parity.reading import LeftOut, NotReadableError
 from parity.report.environment import cpu_model, gpu_name
 
-# A number that a record keeps with four digits, and as null where there is none.
+# A number that a record keeps with four digits, and NaN as null.
 FourDigits = Annotated[
     float,
     PlainSerializer(lambda value: None if math.isnan(value) else float(f"{value:.4g}")),
@@ -48,10 +47,10 @@ class Campaign(Generic[Job, Result]):
     """Jobs whose results a record keeps.
 
     Args:
-        path: of the record, JSON lines.
+        path: the record, JSON lines.
         result: the type of a result; pydantic writes it as plain data and reads it back.
-        identity: everything that a job's result depends on, as JSON types; by default the job's own fields.
-        code: what computes the results, of ``code_of``; None where a record is of one version of parity.
+        identity: returns everything that a job's result depends on, as JSON types; by default the job's own fields.
+        code: the code that computes the results, from ``code_of``; None if a record belongs to one version of parity.
     """
 
     def __init__(
@@ -65,33 +64,33 @@ class Campaign(Generic[Job, Result]):
         self._types: TypeAdapter[Result] = TypeAdapter(result)
 
     def finished(self, jobs: Iterable[Job]) -> dict[Job, Result]:
-        """Return the results of those jobs that the record has, in a form that this version reads."""
+        """Return the results of those jobs that are in the record and that this version can read."""
         found = read(self._path)
         keys = {job: key_of(self._identity(job)) for job in jobs}
         results: dict[Job, Result] = {}
         for job, key in keys.items():
             if key in found:
-                with suppress(ValidationError):  # it is made again
+                with suppress(ValidationError):  # the job is run again
                     results[job] = self._types.validate_python(found[key])
         return results
 
     def keep(self, job: Job, result: Result) -> None:
-        """Add a job's result; it is in the record when this returns."""
+        """Add a job's result to the record, where it is when this returns."""
         append(self._path, self._identity(job), self._types.dump_python(result), self._code)
 
     def complete(
         self, jobs: Iterable[Job], make: Callable[[Job], Result], doing: str, workers: int | None = None
     ) -> dict[Job, Result]:
-        """Make the jobs that the record lacks, in their order, and return the results of all.
+        """Run the jobs that the record lacks, in their order, and return the results of all.
 
         Args:
-            jobs: one that comes twice is made once.
-            make: a job's result; for processes a function of a module, or a partial of one.
+            jobs: the jobs; one that comes twice is run once.
+            make: returns a job's result; if it runs in processes, a function of a module, or a partial of one.
             doing: what the progress bar says.
             workers: see ``made``.
 
         Raises:
-            UserError: if another process makes jobs of this record.
+            UserError: if another process is running jobs of this record.
         """
         every = list(dict.fromkeys(jobs))
         for sentence in reading.told(self._path, damaged(self._path)):
@@ -106,13 +105,13 @@ class Campaign(Generic[Job, Result]):
 def made(
     jobs: Sequence[Job], make: Callable[[Job], Made], doing: str, workers: int | None = None
 ) -> Iterator[tuple[Job, Made]]:
-    """Yield each job with what is made of it, as soon as it is there, beside a progress bar.
+    """Yield each job with its result as soon as that exists, and show a progress bar.
 
     Args:
-        jobs: in the order in which they are begun.
-        make: called with a job.
+        jobs: the jobs, in the order in which they are started.
+        make: returns a job's result.
         doing: what the progress bar says.
-        workers: processes of one thread each; None for this process, as it is.
+        workers: how many processes to use, of one thread each; None for this process, as it is.
     """
     if workers is None:
         for job in followed(jobs, doing):
@@ -124,26 +123,26 @@ def made(
             yield futures[future], future.result()
 
 
-# Which code computes a study's results: a checksum of each module of parity that they depend on.
+# The code that computes a study's results: a checksum of each module of parity that they depend on.
 #
-# A result is kept until it is asked for with other settings, also when the code that computed it changes afterwards. So
-# the record names that code, and a person who resumes it is told.
+# A result is kept even if the code that computed it changes afterwards. So the record names that code, and whoever
+# resumes the study is told of the change.
 
 
 PACKAGE = "parity"
-# What keeps results and names where they come from has no part in them.
+# These modules keep results and name their sources, so the results do not depend on them.
 _NO_PART = ("parity.lab.record", "parity.user_error", "parity.cpu")
 
 
 @functools.cache
 def code_of(module: str) -> Mapping[str, str]:
-    """Return checksums of a module and of all that it imports, at whatever depth; torch's version, and the machine.
+    """Return checksums of a module and of all that it imports, directly or not, with torch's version and the machine.
 
-    What only writes a report is left out: reports are drawn from the record each time, so a change of theirs is no
-    change of the results. Changes of comments, docstrings or formatting are not, either.
+    Code that only writes a report is left out, since reports are drawn from the record each time. Comments, docstrings
+    and formatting do not count, either.
 
     Args:
-        module: name of one of parity's.
+        module: the name of a module of parity.
     """
     found: dict[str, str] = {}
     pending = [module]
@@ -159,7 +158,7 @@ def code_of(module: str) -> Mapping[str, str]:
 
 @functools.cache  # studies have most of their modules in common
 def _of_source(text: str) -> tuple[str, list[str]]:
-    """Return the checksum of a module, and what it imports."""
+    """Return the checksum of a module, and the names that it imports."""
     tree = without_report(ast.parse(text))
     imported = list(_imported(tree))
     return checksum(tree), imported
@@ -174,7 +173,7 @@ def checksum(tree: ast.Module) -> str:
 
 
 def without_report(tree: ast.Module) -> ast.Module:
-    """Return a study's module without ``write`` and without what only that uses; any other module as it is."""
+    """Return a study's module without ``write`` and the code that only ``write`` uses, and any other module as it is."""
     if not {"measured", "write"} <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
         return tree
     statements = [each for node in tree.body for each in _apart(node)]
@@ -219,12 +218,12 @@ def _bound(node: ast.stmt) -> Iterator[str]:
 
 
 def changes_of_code(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the names of what is not what it was."""
+    """Return the names whose checksums differ."""
     return [name for name in dict.fromkeys([*now, *before]) if before.get(name) != now.get(name)]
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """Yield names of parity that a module imports at its top level: modules, and what may be one."""
+    """Yield the names of parity that a module imports at its top level: modules, and names that may be modules."""
     for node in tree.body:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -236,7 +235,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _path(name: str) -> Path | None:
-    """Return where a module's source lies; None for what is no module."""
+    """Return the path of a module's source, or None if the name is not a module."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # a name inside of a module
@@ -244,7 +243,7 @@ def _path(name: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-# Lines are read and added here; a line that an interruption cut short is left out.
+# Reading and adding lines. A line that an interruption cut short is left out.
 
 
 Code = Mapping[str, str]
@@ -252,7 +251,7 @@ Code = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A result with its run's name, the code that computed it (None if the record does not say) and its line."""
+    """A result with the key of its run, the code that computed it (None if the record does not say) and its line."""
 
     key: str
     result: Any
@@ -262,13 +261,13 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Outdated:
-    """Results of a record that other code computed than would now.
+    """Describe the results of a record that were computed by code other than the present one.
 
     Attributes:
-        results: how many.
-        of: how many results there are.
-        unnamed: of how many the record does not name the code.
-        changed: names of what has changed since the others.
+        results: how many there are.
+        of: how many results the record has in all.
+        unnamed: for how many of them the record does not name the code.
+        changed: the names of what has changed since the others were computed.
     """
 
     results: int
@@ -278,23 +277,23 @@ class Outdated:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what finished runs gave, by their key; lines that are damaged are left out."""
+    """Return the results of finished runs by their keys, without damaged lines."""
     return {entry.key: entry.result for entry in _entries(path)}
 
 
 def damaged(path: Path) -> tuple[LeftOut, ...]:
-    """Return which lines are left out, and why: an interruption may have cut the last one short."""
+    """Return which lines are damaged, and why. The last one may have been cut short by an interruption."""
     return _lines(path).left_out if path.exists() else ()
 
 
 def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = None) -> None:
-    """Add a finished run; it is in the file when this returns.
+    """Add a finished run to the file, where it is when this returns.
 
     Args:
-        path: of the record; its folder is made.
+        path: the record; its folder is made if need be.
         run: everything that the result depends on.
         result: plain data.
-        code: that computed it, of ``code_of``; written where it is not that of the result before.
+        code: the code that computed it, from ``code_of``; written if the result before it was computed by other code.
     """
     lines = [json.dumps({"run": run, "result": result})]
     if code is not None and code != _last_code(_text(path)):
@@ -303,7 +302,7 @@ def append(path: Path, run: Mapping[str, Any], result: Any, code: Code | None = 
 
 
 def add_lines(path: Path, lines: Iterable[str]) -> None:
-    """Add lines to a file, whose folder is made; they begin a new line if what is there was cut short."""
+    """Add lines to a file, making its folder if need be. They begin on a new line if the last one was cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
     cut_short = path.exists() and path.stat().st_size > 0 and not _ends_a_line(path)
     with path.open("a", encoding="utf-8") as file:
@@ -317,11 +316,11 @@ def _ends_a_line(path: Path) -> bool:
 
 
 def _text(path: Path) -> str:
-    return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""  # as text, \r would end a line
+    return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""  # read_text would turn \r into \n
 
 
 def outdated(path: Path, code: Code) -> Outdated | None:
-    """Return which results were computed by other code than this, or None if all are of this or there is no record."""
+    """Return how many results other code than this computed, or None if there are none or there is no record."""
     latest = {entry.key: entry for entry in _entries(path)}
     others = [entry for entry in latest.values() if entry.code != code]
     if not others:
@@ -331,7 +330,7 @@ def outdated(path: Path, code: Code) -> Outdated | None:
 
 
 def forget_outdated(path: Path, code: Code) -> None:
-    """Leave only the results that this code computed, so that a study computes the others again."""
+    """Keep only the results that this code computed, so that a study computes the others again."""
     kept = [entry.line for entry in _entries(path) if entry.code == code]
     text = "".join(line + "\n" for line in [json.dumps({"code": code}), *kept])
     files.replace(path, text if kept else "")
@@ -354,7 +353,11 @@ def _lines(path: Path) -> reading.Lines[dict[str, Any]]:
 
 
 def _line_of(content: Any) -> dict[str, Any]:
-    """Return a line that names code, or a run with its result."""
+    """Return a line's content if it names code, or a run with its result.
+
+    Raises:
+        NotReadableError: if it does neither.
+    """
     if not isinstance(content, dict):
         raise NotReadableError("it is no object")
     if "code" in content:
@@ -375,12 +378,12 @@ def _last_code(text: str) -> Code | None:
 
 
 def key_of(run: Mapping[str, Any]) -> str:
-    """Name a run by everything that its result depends on, as sorted JSON."""
+    """Return a run's key: everything that its result depends on, as sorted JSON."""
     return json.dumps(run, sort_keys=True)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """Return a checksum of what a run starts from, which in its name tells it from runs on other data."""
+    """Return a checksum of a run's initial tensors, so that its key differs from those of runs on other data."""
     checksum = 0
     for tensor in tensors:
         checksum = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), checksum)

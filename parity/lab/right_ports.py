@@ -1,9 +1,9 @@
-"""List ports that are known to be right, to fit limits and to count false alarms, and draw models and sizes for them.
+"""List ports that are known to be right, for fitting limits and counting false alarms, and draw models and sizes.
 
-The right ports are files of pairs, the zoo's hosts, and models that nobody chose. A user's model is none of the cases.
-These are chains of the zoo's right ports, each side with the same lines of plain PyTorch between them, as a port has
-them between TE's modules. No limit is fitted to them, so that they tell how often a right port of a model that parity
-has never seen is rejected.
+The right ports are the cases in files of pairs, the zoo's hosts, and models drawn at random. The drawn models stand for
+users' models. Each is a chain of the zoo's hosts, with the same lines of plain PyTorch between them on both sides, as a
+port has between TE's modules. No limit is fitted to them, so that they show how often parity rejects a right port of a
+model that it has never seen.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from parity.case.weight_map import Side, under
 from parity.lab.zoo.hosts import HOSTS
 from parity.te import Precision
 
-# Models that nobody chose: right ports of blocks drawn at random, with plain lines between them and a loss behind.
+# Models drawn at random: right ports of random blocks, with plain lines between them and often a loss at the end.
 
 
 COUNT = 60
 SIZE = dict(batch=2, seq=32, hidden=64, ffn=128, heads=4, groups=2)
 _MOST_BLOCKS = 4
 
-# Hosts that read and return ``[batch, seq, hidden]``. A recipe quantizes the first ones.
+# Hosts that take and return ``[batch, seq, hidden]``: those that a recipe quantizes, and norms.
 _QUANTIZED = (
     "square_linear",
     "gelu_mlp",
@@ -57,7 +57,7 @@ def _rms_in_fp32(x: Tensor, y: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).type_as(y)
 
 
-# What stands behind a block, from what it read and what it returned.
+# The lines that may follow a block, as functions of the block's input and output.
 _LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "nothing": lambda x, y: y,
     "residual": lambda x, y: x + y,
@@ -80,7 +80,7 @@ _LINES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "halves exchanged": lambda x, y: torch.cat(y.chunk(2, -1)[::-1], -1),
     "mean of tokens": lambda x, y: x + y.mean(1, keepdim=True),
 }
-# What the model returns, from the last tokens and, for a loss, a target of their shape.
+# What the model returns, computed from the last block's line and, for a loss, a target of the same shape.
 _ENDS: dict[str, Callable[[Tensor], Any]] = {
     "tokens": lambda x: x,
     "mean": lambda x: x.mean(1),
@@ -95,12 +95,12 @@ _LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Chain(nn.Module):
-    """Blocks, each with the line behind it, and an end.
+    """Blocks, each followed by a line of plain PyTorch, and an end.
 
     Args:
-        blocks: modules from ``[batch, seq, hidden]`` to the same.
-        calls: how each is called.
-        lines: names in ``_LINES``, one a block.
+        blocks: modules that take and return ``[batch, seq, hidden]``.
+        calls: how each block is called.
+        lines: names in ``_LINES``, one for each block.
         end: a name in ``_ENDS`` or ``_LOSSES``.
     """
 
@@ -116,7 +116,7 @@ class Chain(nn.Module):
         self.calls, self.lines, self.end = calls, lines, end
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> Any:
-        """Take ``[batch, seq, hidden]``, and a target of the same shape where the end is a loss."""
+        """Take ``[batch, seq, hidden]``, and a target of the same shape if the end is a loss."""
         for block, call, line in zip(self.blocks, self.calls, self.lines, strict=True):
             x = _LINES[line](x, call(block, x))
         return _ENDS[self.end](x) if target is None else _LOSSES[self.end](x, target)
@@ -162,20 +162,20 @@ def _call(call: Callable[..., Any] | None) -> Callable[[nn.Module, Tensor], Tens
 MODELS = {case.name: case for case in map(_model, range(COUNT))}
 
 
-# Sizes that nobody chose: a right port must pass at any.
+# Sizes drawn at random: a right port must pass at any size.
 
 
-# A recipe's blocks divide the dimensions of its GEMMs: 32 serves each but the blocks of 128, which TE fills up.
+# A recipe's blocks must divide the dimensions of its GEMMs. 32 suits all but the blocks of 128, which TE pads.
 QUANTIZED_MULTIPLE = 32
 _WIDTHS = ("width", "out", "hidden", "ffn", "vocabulary", "in_features", "out_features")
 _HEADS = (1, 2, 4, 6, 8)
 _HEAD_DIMS = (16, 32, 64)
-# A host that splits its batch asks for a certain one.
+# A larger batch is kept as it is, since a host that splits its batch needs a certain size.
 _LARGEST_FREE_BATCH = 8
 
 
 def drawn(case: Case, precision: Precision, seed: int) -> Size:
-    """Return a size of a case for a seed: one for all recipes, and one for the other precisions, which share golden."""
+    """Draw a size of a case for a seed: one for all recipes, and one for all other precisions, which share golden."""
     quantized = precision.recipe is not None
     return like(case.sizes[0], quantized, random.Random(f"{case.name} {seed} {quantized}"))
 
@@ -184,9 +184,10 @@ def like(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
     """Return a size like another, with every dimension drawn anew.
 
     Args:
-        size: batch, seq, heads, groups, head_dim, seq_kv, hidden and other widths, each optional; the rest stays.
+        size: batch, seq, heads, groups, head_dim, seq_kv, hidden and other widths, each optional; other entries are
+            kept.
         quantized: whether the dimensions of GEMMs must be multiples of ``QUANTIZED_MULTIPLE``.
-        rng: of the draw.
+        rng: the source of randomness.
 
     Returns:
         A size whose groups divide its heads, whose hidden dimension is a multiple of its heads, and that has no fewer
@@ -194,7 +195,7 @@ def like(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
     """
     multiple = QUANTIZED_MULTIPLE if quantized else 1
     found = dict(size)
-    # Drawn for every size, so that the same seed gives the same widths whatever else a size has.
+    # Both are drawn even if the size has neither, so that the same seed always gives the same widths.
     batch = rng.randint(1, 4) if found.get("batch", 0) <= _LARGEST_FREE_BATCH else found["batch"]
     seq = multiple * rng.randint(1, 5) if quantized else rng.randint(2, 160)
     found |= {name: value for name, value in (("batch", batch), ("seq", seq)) if name in size}
@@ -215,42 +216,42 @@ def like(size: Size, quantized: bool, rng: random.Random) -> dict[str, int]:
     return found
 
 
-# Ports that are known to be right: what limits are fitted to, and false alarms counted on.
+# Ports that are known to be right, to which limits are fitted and on which false alarms are counted.
 
 
-# Stand, in the place of a file, for the right ports into which the zoo plants its bugs, and for models drawn at random,
-# to which no limit is fitted.
+# These names take the place of a file: one stands for the right ports into which the zoo plants its bugs, the other for
+# the models drawn at random, to which no limit is fitted.
 ZOO = "parity.lab.zoo.hosts"
 DRAWN_MODELS = "parity.lab.right_ports"
 _OURS = {ZOO: HOSTS, DRAWN_MODELS: MODELS}
-# What is expected of these is known only once the port is seen (``parity.comparison``), so that no limit is fitted to
-# them: Adam's first steps divide gradients by their own magnitude, so that rounding may decide a whole step; and it may
-# decide which expert a token goes to.
+# No limit is fitted to these, because what to expect of them is known only once the port is seen
+# (``parity.comparison``). Adam's first steps divide gradients by their own magnitude, so that rounding may decide a
+# whole step. Rounding may also decide which expert a token goes to.
 _UNFIT = ("trained_linear", "mixture")
 
 
 def cases(file: str) -> list[Case]:
-    """Return those of a file, or the one that a pytest id names.
+    """Return the cases of a file, or the one that a pytest id names.
 
     Raises:
-        UserError: as ``registry.load``.
+        UserError: as for ``registry.load``.
     """
     return list(_OURS[file].values()) if file in _OURS else registry.load(file)
 
 
 def fitted(file: str) -> list[Case]:
-    """Return those of ``cases`` that limits are fitted to.
+    """Return the cases of a file that limits are fitted to.
 
     Raises:
-        UserError: as ``registry.load``.
+        UserError: as for ``registry.load``.
     """
     return [case for case in cases(file) if file not in _OURS or case.name not in _UNFIT]
 
 
 def case(file: str, name: str) -> Case:
-    """Return one of these, by its name.
+    """Return a case of a file by its name.
 
     Raises:
-        UserError: as ``registry.load_case``.
+        UserError: as for ``registry.load_case``.
     """
     return _OURS[file][name] if file in _OURS else registry.load_case(file.partition("::")[0], name)

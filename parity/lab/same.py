@@ -1,8 +1,8 @@
-"""``parity lab same``: tell if two versions of parity computed the same numbers and said the same words.
+"""``parity lab same``: check whether two versions of parity computed the same numbers and wrote the same texts.
 
-It is the ruler of a refactoring. The versions leave records behind, each by ``scripts/keep_records.sh``; here the
-records are compared exactly, every number to its last digit and every text to its last letter. Left out are
-times and peaks of memory, and what a record says of the machine and the code that made it.
+It shows whether a refactoring changed anything. ``scripts/keep_records.sh`` makes the records of each version. Here
+they are compared exactly, every number to its last digit and every text to its last letter, except for times, peaks of
+memory, and what a record says about the machine and the code that made it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from parity import reading
 from parity.reading import NotReadableError
 from parity.user_error import UserError
 
-# Fields that no two runs have in common: what was measured of the machine, and not computed.
+# Fields that differ between any two runs, because they were measured on the machine and not computed.
 OF_THE_MACHINE = frozenset({"seconds", "peak_bytes"})
-# Lines that tell how a record was made, and nothing of what was computed.
+# Keys of lines that say how a record was made, not what was computed.
 ABOUT_THE_RECORD = frozenset({"environment", "code"})
-# What names a result of `parity run`; every other record names its runs itself, in "run".
+# The fields that identify a result of `parity run`. All other records name their runs themselves, in "run".
 NAMES_A_RESULT = ("path", "case", "precision", "size_label", "seed", "forced_attention")
 SHOWN = 30
 LONGEST_TEXT = 60
@@ -38,9 +38,9 @@ class Difference:
     """One value that the two records do not share.
 
     Attributes:
-        file: the record's name, below the folders that were compared.
-        run: which run of the record, as in the record.
-        place: where in the run's result, e.g. ``tensors.0.errors.relative_l2``; empty if one record lacks the run.
+        file: the record's path relative to the folders that were compared.
+        run: the run, as the record names it.
+        place: the place in the run's result, e.g. ``tensors.0.errors.relative_l2``; empty if one record lacks the run.
         old: the value in the old record; None if it has none there.
         new: the value in the new record; None if it has none there.
     """
@@ -60,7 +60,7 @@ class Comparison:
         files: how many records both have.
         runs: how many runs both have.
         values: how many numbers and texts were compared.
-        differences: every value that is not the same, in the records' order.
+        differences: every value that differs, in the records' order.
     """
 
     files: int
@@ -73,8 +73,8 @@ def compare(old: Path, new: Path) -> Comparison:
     """Compare two records, or all records below two folders.
 
     Args:
-        old: a record (JSON lines), or a folder that holds some.
-        new: likewise; records of two folders belong together by their names.
+        old: a record (JSON lines), or a folder of records.
+        new: the same kind of thing; the records of two folders are matched by name.
 
     Raises:
         UserError: if there is nothing to compare, or a record cannot be read.
@@ -107,7 +107,7 @@ def compare(old: Path, new: Path) -> Comparison:
 
 
 def draw(comparison: Comparison) -> str:
-    """Return what was compared and what differs, for a terminal: the first differences, and how many a file has."""
+    """Return a text for a terminal: what was compared, the first differences, and how many each file has."""
     compared = f"{comparison.values:,} numbers and texts of {comparison.runs:,} results in {comparison.files:,} records"
     differences = comparison.differences
     if not differences:
@@ -124,7 +124,7 @@ def draw(comparison: Comparison) -> str:
 
 
 def _pairs(old: Path, new: Path) -> Iterator[tuple[str, Path | None, Path | None]]:
-    """Yield the records of both sides by name; None where a side lacks one."""
+    """Yield the name and both paths of each record, with None if a side lacks it."""
     for path in (old, new):
         if not path.exists():
             raise UserError(f"there is no record or folder {path}")
@@ -141,10 +141,10 @@ def _pairs(old: Path, new: Path) -> Iterator[tuple[str, Path | None, Path | None
 
 
 def _read(file: Path) -> dict[str, Values]:
-    """Return the values of every run by its name; a later line of the same run replaces an earlier one.
+    """Return the values of every run by its name. A later line of the same run replaces an earlier one.
 
     Raises:
-        UserError: if a line is damaged: what is left of a record would only seem to be the same.
+        UserError: if a line is damaged, because the rest of the record might only seem to be the same.
     """
     found = reading.lines(file, _run)
     if found.left_out:
@@ -154,7 +154,7 @@ def _read(file: Path) -> dict[str, Values]:
 
 
 def _run(content: Any) -> tuple[str, Values]:
-    """Return the name and the values of the run that a line tells of; both empty if it tells of none."""
+    """Return the name and the values of the run on a line, both empty if there is none."""
     if not isinstance(content, dict):
         raise NotReadableError("it is no object")
     if content.keys() & ABOUT_THE_RECORD:
@@ -170,7 +170,7 @@ def _run(content: Any) -> tuple[str, Values]:
 
 
 def _told(run: str) -> str:
-    """Return what distinguishes a run, without the names of the fields."""
+    """Return the values that identify a run, without the names of the fields."""
     named = json.loads(run)
     return " ".join(str(value) for value in named.values() if value) if isinstance(named, dict) else str(named)
 
@@ -194,7 +194,7 @@ def _is_same(old: Any, new: Any) -> bool:
 
 
 def _change(difference: Difference) -> str:
-    """Return by how much a number changed, relative to the old one."""
+    """Return the relative change of a number, or an empty text if there is none."""
     old, new = difference.old, difference.new
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in (old, new)) or not old:
         return ""

@@ -1,4 +1,4 @@
-"""Hand damaged files to every reader: each reads them or says in a sentence what is wrong, and nothing else happens.
+"""Give every reader damaged files. It must read them or say in one sentence what is wrong, and do nothing else.
 
 See docs/reliability.md.
 """
@@ -49,13 +49,13 @@ from parity.report.record import Uncollected
 from parity.result import Check, Determinism, Errors, Finding, Histogram, Picture, Profile, Result, Step, TensorResult
 from parity.user_error import UserError
 
-# Damage, as disks, interruptions, editors and ill will do it: to bytes, lines, and values of JSON.
+# Damage as disks, interruptions, editors and attackers cause it: to bytes, lines and JSON values.
 
 
-# What a value is replaced by. The texts would move a cursor, begin a tag, end a row or a block, or run as code.
+# The values that replace others. The texts would move a cursor, begin a tag, end a row or a block, or run as code.
 
 HOSTILE = "\x1b[2J\x07<script>alert(1)</script>\r\n| `x` ``` __import__('os').system('touch executed')"
-_RAW = "\x00raw\x00"  # stands in a string for a text of JSON that Python does not write
+_RAW = "\x00raw\x00"  # marks a string that is written as raw JSON, which Python's json module would not write
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1e308, 5e-324, 2**63, -(2**63), "", "nan", "inf", "1", [], {}, [[]], [None], {"": 0}),
     *(HOSTILE, "\ud800", "\u202e", "\x00", "x" * 10_000, {"float": "nan"}, {"float": "inf"}, {"float": 1}),
@@ -65,7 +65,7 @@ _VALUES: tuple[Any, ...] = (
 
 
 def mutated(sample: bytes, draw: random.Random) -> bytes:
-    """Return the sample with one to three kinds of damage."""
+    """Return the sample, damaged one to three times."""
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         sample = draw.choice(_KINDS)(sample, draw)
     return sample
@@ -95,7 +95,7 @@ def _insert(data: bytes, draw: random.Random) -> bytes:
 
 
 def _lines(data: bytes, draw: random.Random) -> bytes:
-    """Delete, repeat or exchange lines."""
+    """Delete, repeat or swap lines."""
     lines = data.splitlines(keepends=True)
     if lines:
         here, there = draw.randrange(len(lines)), draw.randrange(len(lines))
@@ -110,7 +110,7 @@ def _lines(data: bytes, draw: random.Random) -> bytes:
 
 
 def _value(data: bytes, draw: random.Random) -> bytes:
-    """Replace, remove or rename a value of the JSON in a line, or of the JSON that the whole file is."""
+    """Replace, remove or rename a value in a line of JSON, or in the whole file if that is JSON."""
     parts = data.splitlines()
     index = draw.randrange(len(parts)) if parts else 0
     for text, put in (
@@ -126,7 +126,7 @@ def _value(data: bytes, draw: random.Random) -> bytes:
 
 
 def _changed(content: Any, draw: random.Random) -> Any:
-    """Change one value somewhere in the content, nearer to its leaves than to its root."""
+    """Change one value somewhere in the content, more often near its leaves than near its root."""
     if not isinstance(content, (dict, list)) or not content or draw.random() < 0.1:
         return draw.choice(_VALUES)
     keys = list(content) if isinstance(content, dict) else range(len(content))
@@ -156,7 +156,7 @@ _KINDS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 )
 
 
-# A file for each reader, as parity writes it, with one of everything that a reader may find in it.
+# A sample file for each reader, as parity writes it, with an example of everything that may be in such a file.
 
 
 _OPTIONS = Options(None, "cpu", (0, 1), Path(), "run")
@@ -172,7 +172,7 @@ _ENVIRONMENT = Environment(
 
 
 def _sample_result(case: str, seed: int, margin: float = 0.4, **fields: object) -> Result:
-    """Return a result with three tensors, which passed up to a margin of 1."""
+    """Return a result with three tensors, which passed if the margin is at most 1."""
     errors = Errors(3e-3, 1e-2, 1.7, 0.9999, 50.0, 1.0)
     checks = (Check("norm", 1.0, 1.8, "row"),)
     profiles = tuple(Profile(axis, 16, (1e-3, 2e-3), (1e-3, 1e-3), (0, 3)) for axis in (0, 1))
@@ -214,7 +214,7 @@ def _sample_run() -> bytes:
 
 
 def _sample_table(folder: Path) -> bytes:
-    """Return a table of limits, a part of the packaged one."""
+    """Return a table of limits that holds a part of the packaged one."""
     packaged = limits.packaged()
     laws = dict(sorted(packaged.laws.items())[:8])
     file = folder / "table.json"
@@ -223,7 +223,7 @@ def _sample_table(folder: Path) -> bytes:
 
 
 def _sample_campaign(folder: Path) -> bytes:
-    """Return the record of a campaign, as studies, the zoo and the count of false alarms keep one."""
+    """Return the record of a campaign, such as studies, the zoo and the count of false alarms keep."""
     file = folder / "campaign.jsonl"
     for seed in range(3):
         lab_record.append(file, {"seed": seed, "of": "x"}, {"root": seed, "of": 0.5 * seed}, {"torch": "2", "a": "b"})
@@ -267,11 +267,11 @@ def _sample_pairs() -> bytes:
     return b'import parity\n\n\n@parity.pair("x", sizes=[dict(n=2)])\ndef x(te, n): ...\n'
 
 
-# What a page has of a record, apart from text.
+# The parts of a page, apart from text, that may come from a record.
 
 _NO_PLOTS = "/* no plots */"
 _DATA = [("type", "application/json"), ("id", "plots")]
-_LINKS = {"data:,"}  # besides those to places of the page
+_LINKS = {"data:,"}  # besides links within the page
 
 
 class _Parsed(HTMLParser):
@@ -310,29 +310,29 @@ _TAGS = re.compile(
 
 
 def foreign(page: str) -> Iterator[str]:
-    """Yield what a page would run or fetch that is not its own, as no report shows it."""
+    """Yield what a page would run or fetch that parity did not put there, in words that contain ``<script``."""
     parsed = _Parsed()
     parsed.feed(page)
     parsed.close()
     yield from (f"<script of the record: {what}>" for what in parsed.foreign)
     if "<" in parsed.data or ">" in parsed.data:
         yield "<script data has tags>"
-    json.loads(parsed.data, parse_constant=float.fromhex)  # which takes neither NaN nor Infinity of JavaScript
+    json.loads(parsed.data, parse_constant=float.fromhex)  # raises for JavaScript's NaN and Infinity
 
 
-# Every place where parity reads what a file says; docs/reliability.md has this table, and a test compares the two.
+# Every place where parity reads a file. docs/reliability.md has the same table, and a test compares the two.
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader with a file that it reads.
+    """A reader and the kind of file that it reads.
 
     Attributes:
-        where: the function, as people would look for it.
-        what: the file.
+        where: the function, named as people would look for it.
+        what: the kind of file.
         sample: returns the file's content as parity writes it.
-        read: reads the file, and returns texts that it shows.
-        share: how many of all inputs it gets, relative to the others.
+        read: reads the file and yields the texts that parity would show.
+        share: its share of all inputs, relative to the other readers.
     """
 
     where: str
@@ -346,7 +346,7 @@ def _report(file: Path) -> Iterator[str]:
     run = markdown.digest(record.read(file))
     yield markdown.draw(run, file.stem)
     for line in failure.lines(run.notes):
-        yield shown.fence(["", line, ""]) + "\n"  # in a terminal a tag is a text
+        yield shown.fence(["", line, ""]) + "\n"  # fenced because a tag does no harm in a terminal
     for item in run.items:
         if item.bad:
             yield shown.fence(["", failure.message(item, details=True), ""]) + "\n"
@@ -355,7 +355,7 @@ def _report(file: Path) -> Iterator[str]:
 def _page(file: Path) -> Iterator[str]:
     page = html.draw_with(_NO_PLOTS, markdown.digest(record.read(file)), file.stem)
     yield from foreign(page)
-    yield page.replace("<script", "")  # those are its own, as nothing foreign was found
+    yield page.replace("<script", "")  # these are the page's own: foreign ones have been reported already
 
 
 def _ci(file: Path) -> Iterator[str]:
@@ -396,7 +396,7 @@ def _limits(file: Path) -> Iterator[str]:
         limit = read.limit(*key)
         assert 0 < limit < 1e6, (law, limit)
     limits.compared(read)
-    with suppress(UserError):  # it may share no law with the packaged one
+    with suppress(UserError):  # the table may share no law with the packaged one
         yield str(held_against.widest(file))
 
 
@@ -408,7 +408,7 @@ def _campaign(file: Path) -> Iterator[str]:
     yield str(found)
     yield str(lab_record.outdated(file, {"torch": "3"}))
     jobs.keep(3, {"root": 3.0})
-    assert repr(jobs.finished((*range(3), 3))) == repr({**found, 3: {"root": 3.0}})  # NaN is not itself
+    assert repr(jobs.finished((*range(3), 3))) == repr({**found, 3: {"root": 3.0}})  # NaN does not equal itself
     lab_record.forget_outdated(file, {"torch": "2", "a": "b"})
 
 
@@ -503,7 +503,7 @@ def _torch(file: Path) -> Iterator[str]:
 def _noise(file: Path) -> Iterator[str]:
     limits.load.cache_clear()
     table = limits.load(file)
-    with suppress(KeyError):  # a law was lost; the packaged table, which alone is used, has all
+    with suppress(KeyError):  # the damage removed a law; parity only ever uses the packaged table, which has them all
         for kernels, precision, statistic in itertools.product(
             get_args(noise.Kernels), ("fp32", "bf16"), ("norm", "gain")
         ):
@@ -563,19 +563,19 @@ READERS = (
 )
 
 
-# What becomes of an input.
+# Running the readers on damaged inputs.
 
 
 @dataclass
 class Outcome:
-    """Hold what a reader did with its inputs.
+    """Count what a reader did with its inputs.
 
     Attributes:
-        reader: which.
+        reader: the reader.
         inputs: how many it got.
-        read: how many it took, whole or without the lines that it left out.
-        refused: how many it refused in a sentence.
-        wrong: what else happened, with the number of inputs of each kind and the first one's seed.
+        read: how many it read, completely or without the lines that it left out.
+        refused: how many it refused with a sentence.
+        wrong: what else happened, each with how many inputs caused it and the number of the first of them.
     """
 
     reader: Reader
@@ -585,15 +585,15 @@ class Outcome:
     wrong: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-_DRAWING = (_report, _page, _ci, _against, _held_against)  # who shows names and messages of the file
+_DRAWING = (_report, _page, _ci, _against, _held_against)  # these show names and messages from the file
 SECONDS = 5.0  # of processor time for one input
-# What no report shows: control characters anywhere, tags outside of code.
+# What no report may show: control characters anywhere, tags outside of code.
 _UNSEEN = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
 _TAG = re.compile("<script")
 _BLOCK = re.compile(r"^(`{3,})text\n.*?^\1$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)")
-# What a program does that runs what it reads. Modules are imported when they are first needed, which compiles nothing
-# of a file that is read; so the first inputs of a reader, which are whole, are not watched.
+# Audit events of a program that runs what it reads. A reader's first inputs, which are undamaged, are not watched,
+# because modules are imported when they are first needed, and that raises such events, too.
 _EVENTS = ("exec", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class", "ctypes.dlopen")
 _watching: Counter[str] | None = None
 
@@ -618,7 +618,7 @@ def _hangs(number: int, frame: FrameType | None) -> None:
 
 
 def run(inputs: int, seed: int = 0) -> list[Outcome]:
-    """Hand so many mutated inputs to the readers; the same ones for the same seed."""
+    """Give the readers this many damaged inputs in all, the same ones for the same seed."""
     shares = sum(reader.share for reader in READERS)
     before = signal.signal(signal.SIGVTALRM, _hangs)
     try:
@@ -654,7 +654,7 @@ def _outcome(reader: Reader, inputs: int, seed: int, folder: Path) -> Outcome:
 
 
 def _one(reader: Reader, file: Path) -> str:
-    """Return an empty text for an input that was read, ``refused``, or what went wrong."""
+    """Return an empty text if the input was read, ``refused`` if it was refused, or else what went wrong."""
     global _watching
     _install_audit()
     events: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""``parity gpu-report``: the steps one after the other, each with what is left of the time, and the page of links.
+"""``parity gpu-report``: run the steps one after the other, each with a share of the time left, and draw a page.
 
-What a reader wants first comes first, in case the time does not suffice.
+The steps that matter most to a reader come first, in case time runs out.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from parity.report.numbers import markdown_table, short
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 
-# A step of the report, and what became of it.
+# A step of the report, and its outcome.
 
 
-# ``failed``: it ran to its end and found something wrong; ``broken``: it did not run to its end.
+# ``failed``: the step ran to its end and found something wrong; ``broken``: it did not run to its end.
 Status = Literal["done", "failed", "broken", "out of time"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Hold one command.
+    """One command of the report.
 
     Attributes:
-        name: of its log, and what ``--only`` calls it.
-        question: what it answers.
-        command: arguments of Python.
-        share: of the time, relative to the other steps.
-        files: that it leaves in the folder.
-        verdict: what it came to in one sentence, from the folder; may raise where it left nothing.
-        caveat: what keeps it from being the whole step, such as that there is no GPU; or empty.
+        name: the name of its log, and its name for ``--only``.
+        question: the question that it answers.
+        command: the arguments to run Python with.
+        share: its share of the time, relative to the other steps.
+        files: the files that it leaves in the folder.
+        verdict: returns its result in one sentence, from the folder; may raise if it left nothing.
+        caveat: why it is not the full step, such as that there is no GPU; or empty.
     """
 
     name: str
@@ -65,21 +65,21 @@ class Step:
 
     @property
     def log(self) -> str:
-        """Its output, relative to the folder."""
+        """Return the path of its output, relative to the folder."""
         return f"logs/{self.name}.txt"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what became of a step.
+    """The outcome of a step.
 
     Attributes:
-        step: its name.
+        step: the step's name.
         status: see ``Status``.
-        seconds: that it took.
-        limit: seconds that it had.
-        exit_code: of its process; None where it was ended.
-        verdict: what it came to, or why that is not known.
+        seconds: how many seconds it took.
+        limit: how many seconds it had.
+        exit_code: the exit code of its process; None if it ran out of time.
+        verdict: its result, or why that is not known.
     """
 
     step: str
@@ -90,10 +90,10 @@ class Outcome:
     verdict: str
 
 
-# Runs a command with a limit of time; it and all that it started are ended at the limit.
+# Run a command with a time limit, at which it and all the processes that it started are stopped.
 
 
-_GRACE = 8.0  # seconds in which a process that was interrupted may write what it has
+_GRACE = 8.0  # seconds that an interrupted process has to write its results
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class Ended:
     """Say how a process ended.
 
     Attributes:
-        exit_code: None where the limit ended it.
-        seconds: that it ran.
+        exit_code: its exit code; None if it ran into the limit.
+        seconds: how many seconds it ran.
     """
 
     exit_code: int | None
@@ -110,13 +110,13 @@ class Ended:
 
 
 def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float = _GRACE) -> Ended:
-    """Run Python with these arguments, its output in the log.
+    """Run Python with these arguments, and write its output to the log.
 
     Args:
-        arguments: of Python.
+        arguments: the arguments to run Python with.
         limit: seconds after which it is interrupted, as by Ctrl-C.
-        log: a file, written anew.
-        grace: seconds from there until it is killed.
+        log: a file, which is overwritten.
+        grace: seconds from the interruption until it is killed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -127,7 +127,7 @@ def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float 
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            # What a shell runs in the background is deaf to Ctrl-C, and children inherit that.
+            # A shell makes its background processes ignore SIGINT, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         with ended_with_this(process):
@@ -146,12 +146,12 @@ def run_limited(arguments: Sequence[str], limit: float, log: Path, grace: float 
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Send a signal to the process and its children, which are a group since it leads a session."""
+    """Send a signal to the process and its children, which are one group because it leads a session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
-# What each step came to, in one sentence, read from the files that it left.
+# The result of each step in one sentence, read from the files that it left.
 
 
 def doctor(folder: Path) -> str:
@@ -166,7 +166,7 @@ def doctor(folder: Path) -> str:
 
 
 def suite(folder: Path) -> str:
-    """Return the report's own verdict; draws the report if the run was ended before it could."""
+    """Return the verdict of the suite's report, which is drawn here if the run was stopped before it could draw it."""
     file = folder / "suite.jsonl"
     run = digest(record.read(file))
     report = file.with_suffix(".md")
@@ -181,12 +181,12 @@ def on_limits(folder: Path) -> str:
 
 
 def kernel_facts(folder: Path) -> str:
-    """Return how operands are read, and how many bits FP8's sums keep."""
+    """Return how kernels read operands, and how many bits sums of FP8 products keep."""
     return facts.verdict(facts.read(folder / "facts.jsonl"))
 
 
 def kernels(folder: Path) -> str:
-    """Return how much of the table is equal to the bit, and where it is not."""
+    """Return how much of the table of kernels is bit-equal, and where it is not."""
     return table.verdict(table.read_lines(folder / "kernel-table.jsonl"))
 
 
@@ -221,10 +221,10 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
     """Return all steps.
 
     Args:
-        folder: of the report.
+        folder: the report's folder.
         on_gpu: whether TE's real kernels run here; if not, every step is tried on emulated ones.
         quick: whether a small part is enough.
-        minutes: for all of them.
+        minutes: the time for all steps.
     """
     small = quick or not on_gpu
     caveat = NO_GPU if not on_gpu else _SMALL if quick else ""
@@ -288,12 +288,12 @@ def steps(folder: Path, on_gpu: bool, quick: bool, minutes: float) -> list[Step]
     ]
 
 
-_SUITE = ("-n", "auto", "--timeout", "60")  # a kernel that hangs costs its item alone, and not the step
+_SUITE = ("-n", "auto", "--timeout", "60")  # a kernel that hangs costs only its item, not the step
 _SMALL_SUITE = ("-n", "0", "-k", "rmsnorm or linear_no_bias", "-p", "bf16", "-p", "fp8_current")
 
 
 def _kernels(on_gpu: bool, small: bool, minutes: float) -> tuple[str, ...]:
-    """Return the options of the table, whose time ends before the step's, since it is drawn once its calls are made."""
+    """Return the options of the table. Its time ends before the step's, to leave time to draw it after the calls."""
     part = ("-k", "rmsnorm") if small else ("--minutes", f"{minutes / 5.5:.2f}")
     return (*(() if on_gpu else ("--reference", "cpu")), *part)
 
@@ -305,13 +305,13 @@ def _throughput(small: bool, minutes: float) -> tuple[str, ...]:
 
 
 def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
-    """Return the options; each kind of tensor needs eight different ones, and the small part is the file with most."""
+    """Return the options. A law needs eight different tensors, so the small part is the file that has the most."""
     cases = built_in.folder()
-    # Enough processes to keep a GPU busy with small modules; each takes memory of its own there.
+    # This many processes keep a GPU busy with small modules. More would only take more of its memory.
     all_cases = (str(cases), "-n", str(min(6, devices.cores())))
     files = (str(cases / "mlp.py"), "-p", "bf16", "-n", "1") if small else all_cases
     table = ("-o", str(folder / "calibration.json"), "--report", str(folder / "calibration.md"))
-    # No verdict uses the table; how much wider its limits are is what the step is to tell.
+    # Wider limits are accepted because no verdict uses the table: the step only reports how much wider they are.
     return (*files, "--seeds", "1", "--draws", "0", "--accept-wider", *table)
 
 
@@ -319,7 +319,7 @@ def _parity(*arguments: object) -> tuple[str, ...]:
     return ("-m", "parity", *map(str, arguments))
 
 
-# The page that links what the steps left, with the verdict of each and how long it took.
+# The page with each step's verdict, its time, and links to the files that it left.
 
 
 _MARKS = {"done": "✅", "failed": "❌", "broken": "💥", "out of time": "⌛"}
@@ -328,7 +328,7 @@ _MARKS = {"done": "✅", "failed": "❌", "broken": "💥", "out of time": "⌛"
 def write(
     claim: Claim, steps: Sequence[Step], outcomes: Sequence[Outcome], machine: Environment, why_no_gpu: str
 ) -> None:
-    """Write the claimed ``steps.jsonl``, and ``index.md`` beside it; steps without an outcome are yet to come."""
+    """Write the claimed ``steps.jsonl``, and ``index.md`` beside it, which shows steps without an outcome as pending."""
     lines = [json.dumps(dataclasses.asdict(outcome), ensure_ascii=False) for outcome in outcomes]
     claim.replace(("\n".join(lines) + "\n").encode())
     folder = claim.path.parent
@@ -338,13 +338,13 @@ def write(
 def draw(
     folder: Path, steps: Sequence[Step], outcomes: Sequence[Outcome], machine: Environment, why_no_gpu: str
 ) -> str:
-    """Return the page, markdown; links lead only to files that exist.
+    """Return the page, markdown, which links only to files that exist.
 
     Args:
-        folder: of the report.
-        steps: all that were asked for.
-        outcomes: of those that have run.
-        machine: that they ran on.
+        folder: the report's folder.
+        steps: all steps that were asked for.
+        outcomes: the outcomes of those that have run.
+        machine: the machine that they ran on.
         why_no_gpu: why no real kernels ran, or empty.
     """
     by_name = {outcome.step: outcome for outcome in outcomes}
@@ -362,7 +362,7 @@ def draw(
 
 
 def summary(steps: Sequence[Step], outcomes: Sequence[Outcome]) -> str:
-    """Return ``5 of 6 steps done; 1 out of time: suite; 402 s in all``."""
+    """Return a text such as ``5 of 6 steps done; 1 out of time: suite; 402 s in all``."""
     parts = [f"{sum(outcome.status == 'done' for outcome in outcomes)} of {len(steps)} steps done"]
     for status in ("failed", "broken", "out of time"):
         names = [outcome.step for outcome in outcomes if outcome.status == status]
@@ -386,24 +386,24 @@ def _row(folder: Path, step: Step, outcome: Outcome | None) -> tuple[str, ...]:
     )
 
 
-# The steps one after the other.
+# Run the steps one after the other.
 
 
 LEAST_SECONDS = 5.0
 
 
 def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[str]) -> bool:
-    """Make the report; whether every step was done.
+    """Make the report, and return whether every step was done.
 
     Args:
-        folder: of the report, made if need be.
-        minutes: for all steps; one that ends early leaves its time to those that follow.
+        folder: the report's folder, made if need be.
+        minutes: the time for all steps; one that ends early leaves its time to those that follow.
         quick: whether a small part of each step is enough.
-        backend: ``gpu``, ``cpu``, or ``auto`` for the GPU where TE's real kernels run.
-        only: names of steps; none for all.
+        backend: ``gpu``, ``cpu``, or ``auto`` for the GPU if TE's real kernels run there.
+        only: names of steps; empty for all.
 
     Raises:
-        UserError: for an unknown step, if the GPU is asked for and cannot be had, the folder cannot be written to, or
+        UserError: if a step is unknown, the GPU is asked for but not available, the folder cannot be written to, or
             another run writes its report there.
     """
     ends = time.monotonic() + 60 * minutes
@@ -421,11 +421,11 @@ def run(folder: Path, minutes: float, quick: bool, backend: str, only: Sequence[
 
 
 def _made(chosen: Sequence[Step], ends: float, claim: Claim, why_no_gpu: str) -> list[Outcome]:
-    """Make the steps until a moment of the monotonic clock, and write what has become of them after each."""
+    """Run the steps until a moment of the monotonic clock, and write the outcomes after each."""
     folder = claim.path.parent
     try:
         for name in (name for step in chosen for name in (*step.files, step.log)):
-            (folder / name).unlink(missing_ok=True)  # an earlier report's would pass for this one's
+            (folder / name).unlink(missing_ok=True)  # a file of an earlier report would pass for one of this report
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     machine = environment.measure("cpu" if why_no_gpu else "gpu", [0], len(chosen))
@@ -440,17 +440,17 @@ def _made(chosen: Sequence[Step], ends: float, claim: Claim, why_no_gpu: str) ->
 
 
 def make(step: Step, limit: float, folder: Path) -> Outcome:
-    """Run one step; nothing that it does makes this fail."""
+    """Run one step and return its outcome, whatever goes wrong in it."""
     ended = run_limited(step.command, limit, folder / step.log)
     try:
         verdict = step.verdict(folder)
-    except Exception as error:  # it left nothing, or half of something
+    except Exception as error:  # the step left nothing, or incomplete files
         verdict = _last_line(folder / step.log) or f"it left nothing to judge: {error}"
     return Outcome(step.name, _status(ended), ended.seconds, limit, ended.exit_code, verdict)
 
 
 def share_of(seconds: float, left: Sequence[Step]) -> float:
-    """Return what the first of the steps that are left gets of the seconds, at least ``LEAST_SECONDS``."""
+    """Return the seconds that the first of the remaining steps gets, at least ``LEAST_SECONDS``."""
     return max(LEAST_SECONDS, seconds * left[0].share / sum(step.share for step in left))
 
 

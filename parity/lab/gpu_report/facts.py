@@ -29,12 +29,12 @@ from parity.te import Kernels
 
 @dataclass(frozen=True)
 class Fact:
-    """Hold what one kernel answered to one question.
+    """The answer of one kernel to one question.
 
     Attributes:
         question: what was asked.
-        kernel: whose product it was, with the formats.
-        shape: tokens, inner and outer size, as ``16 x 512 x 16``.
+        kernel: the kernel that computed the product, with the formats.
+        shape: tokens, inner and outer size, such as ``16 x 512 x 16``.
         answer: in words.
     """
 
@@ -44,7 +44,7 @@ class Fact:
     answer: str
 
 
-# Return ``[tokens, outer]`` in FP32 or a 16-bit dtype from inputs ``[tokens, inner]`` and weights ``[outer, inner]``.
+# Returns ``[tokens, outer]`` in FP32 or a 16-bit dtype from inputs ``[tokens, inner]`` and weights ``[outer, inner]``.
 Product = Callable[[Tensor, Tensor], Tensor]
 
 READ = "How are FP32 operands read?"
@@ -55,18 +55,18 @@ STEP = "How many products does one instruction add?"
 PROMOTED = "After how many products does a sum in FP32 take over?"
 PARTS = "Are partial sums over K rounded to the result's dtype?"
 
-_SHAPES = ((16, 64), (128, 128), (256, 1024), (4096, 4096))  # tokens, outer: different kernels serve them
+_SHAPES = ((16, 64), (128, 128), (256, 1024), (4096, 4096))  # tokens, outer: different kernels compute them
 _INNER = 512
 _LONG_SUMS = ((16, 4096, 64), (64, 16384, 64), (128, 8192, 1024), (512, 4096, 512), (2048, 14336, 4096))
 _TF32_STEP = 2.0**-10  # between two numbers of TF32 from 1 to 2
 
 
 def facts(kernels: Kernels, shapes: Sequence[tuple[int, int]] | None = None) -> Iterator[Fact]:
-    """Yield the answers, one after the other; a kernel that refuses a question answers with its error.
+    """Yield the answers one after the other. If a kernel refuses a question, its error is the answer.
 
     Args:
-        kernels: who is asked.
-        shapes: tokens and outer sizes; by default all on a GPU, and the small ones on a CPU, where none tells more.
+        kernels: the kernels that are asked.
+        shapes: tokens and outer sizes; by default all on a GPU, and the small ones on a CPU, where others tell no more.
     """
     asker, is_cpu = _Asker(kernels.device), kernels.backend == "cpu"
     shapes = shapes or (_SHAPES[:2] if is_cpu else _SHAPES)
@@ -95,13 +95,13 @@ def facts(kernels: Kernels, shapes: Sequence[tuple[int, int]] | None = None) -> 
 
 
 def operands_read(kernels: Kernels, layout: str, shape: tuple[int, int, int]) -> str:
-    """Return how TE's GEMM reads FP32 operands, in words; the shape is of tokens, inner and outer size."""
+    """Return how TE's GEMM reads FP32 operands, in words. The shape consists of tokens, inner and outer size."""
     return _read(_Asker(kernels.device).gemm(torch.float32, layout), shape, kernels.device)
 
 
 @dataclass(frozen=True)
 class _Asker:
-    """Makes products on a device and puts questions to them."""
+    """Compute products on a device and put questions to them."""
 
     device: torch.device
 
@@ -120,7 +120,7 @@ class _Asker:
             return Fact(question, kernel, text, f"error: {one_line(error)}")
 
     def products(self) -> dict[str, Product]:
-        """Return every way to multiply whose sums are of interest, with results in FP32."""
+        """Return every kind of product whose sums are of interest, with results in FP32."""
         return {
             "TE, FP32 operands": self.gemm(torch.float32),
             "TE, BF16 operands": self.gemm(torch.bfloat16, result=torch.float32),
@@ -131,7 +131,7 @@ class _Asker:
         }
 
     def sixteen_bit_products(self) -> dict[str, Product]:
-        """Return ways to multiply with a 16-bit result."""
+        """Return the products with 16-bit results."""
         found: dict[str, Product] = {}
         for name, dtype in {"BF16": torch.bfloat16, "FP16": torch.float16}.items():
             for layout in ("TN", "NN", "NT"):
@@ -144,7 +144,7 @@ class _Asker:
         return found
 
     def gemm(self, dtype: torch.dtype, layout: str = "TN", result: torch.dtype = torch.float32) -> Product:
-        """Return TE's GEMM of operands in a dtype; the layout says which of them lie in memory the other way round."""
+        """Return TE's GEMM of operands in a dtype. The layout says which of them are transposed in memory."""
 
         def multiply(inputs: Tensor, weights: Tensor) -> Tensor:
             a = weights.to(dtype) if layout[0] == "T" else weights.to(dtype).t().contiguous()
@@ -165,7 +165,7 @@ class _Asker:
         return multiply
 
     def block_gemm(self) -> Product:
-        """Return TE's GEMM of E4M3 operands with scales of 1 by 128 inputs and 128 by 128 weights, powers of two."""
+        """Return TE's GEMM of E4M3 operands with scales for blocks of 1 by 128 inputs and 128 by 128 weights."""
         pytorch = importlib.import_module("transformer_engine.pytorch")
         codes = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
 
@@ -199,7 +199,7 @@ def _matmul(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bmm(inputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply four times the same, as attention multiplies its heads."""
+    """Compute the same product four times in one batch, as attention does for its heads."""
     return torch.bmm(inputs.to(dtype).repeat(4, 1, 1), weights.to(dtype).t().repeat(4, 1, 1))[0]
 
 
@@ -216,7 +216,7 @@ def _with_tf32(inputs: Tensor, weights: Tensor) -> Tensor:
 
 
 def _read(product: Product, shape: tuple[int, int, int], device: torch.device) -> str:
-    """Multiply numbers between two of TF32's by 1, as inputs and as weights, and see what is left of them."""
+    """Multiply numbers between two neighbours in TF32 by 1, as inputs and as weights, and see what is left of them."""
     tokens, inner, outer = shape
     eighths = torch.arange(17, dtype=torch.float64) / 8
     numbers = (1 + eighths * _TF32_STEP).repeat(2)
@@ -249,17 +249,17 @@ def _name_of_rounding(given: Tensor, result: Tensor) -> str:
     return matching[0] if matching else "neither FP32 nor one of TF32's roundings"
 
 
-# Sums of a large term, 2^16, and of small ones. FP8's numbers (E4M3) reach from 2^-9 to 2^8, so that a term may be 34
-# bits below the large one if the weights of all but the first two places are small as well.
+# Sums of a large term, 2^16, and small ones. FP8 numbers (E4M3) range from 2^-9 to 2^8, so that a term may be 34 bits
+# below the large one if the weights of all but the first two places are small as well.
 _LARGE, _RANGE = 16, 33
 
 
 def _sums(product: Product, shape: tuple[int, int, int], device: torch.device, rows: Tensor, bits: int) -> Tensor:
-    """Return the sum of each row of terms, FP64; as many rows at a time as there are tokens.
+    """Return the sum of each row of terms, FP64. Each product adds as many rows as there are tokens.
 
     Args:
         rows: ``[rows, inner]``, the terms, in units of the large one.
-        bits: by which the smallest term is smaller than the large one.
+        bits: how many bits the smallest term lies below the large one.
     """
     tokens, inner, outer = shape
     weight = torch.full((inner,), 2.0**8 if bits <= _LARGE else 2.0**-9)
@@ -276,7 +276,7 @@ def _sums(product: Product, shape: tuple[int, int, int], device: torch.device, r
 
 
 def _kept_bits(product: Product, shape: tuple[int, int, int], device: torch.device) -> tuple[int, int]:
-    """Add ever smaller terms to a large one, in its instruction (place 1 or 2) and in the last, until they are lost."""
+    """Add ever smaller terms to a large one, in its own instruction (place 2) and in the last one, until they are lost."""
     inner, found = shape[1], []
     for place in (2, inner - 1):
         kept = 0
@@ -296,7 +296,7 @@ def _told_kept(product: Product, shape: tuple[int, int, int], device: torch.devi
 
 
 def _rounded(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
-    """Add three quarters of the last bit that is kept, in the large term's instruction and in the last one."""
+    """Add three quarters of the last bit kept to a large term, in its own instruction and in the last one."""
     inner = shape[1]
     rows = torch.zeros(2, inner)
     rows[:, 0] = 1.0
@@ -310,7 +310,7 @@ def _direction(units: float) -> str:
 
 
 def _aligned_bits(product: Product, shape: tuple[int, int, int], device: torch.device) -> str:
-    """Let a large term and its negative leave ever smaller ones behind, until they are lost."""
+    """Add ever smaller terms to a large one and its negative, until nothing is left of them."""
     for bits in range(1, _RANGE + 1):
         row = torch.zeros(1, shape[1])
         row[0, :3] = torch.tensor([1.0, -1.0, 2.0**-bits])
@@ -320,7 +320,7 @@ def _aligned_bits(product: Product, shape: tuple[int, int, int], device: torch.d
 
 
 def _step(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
-    """Let a large term and its negative hide a small one: where it shows, another instruction adds it."""
+    """Find where a small term survives beside a large one and its negative, since there another instruction adds it."""
     inner = shape[1]
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0], rows[:, 1] = 1.0, -1.0
@@ -329,7 +329,7 @@ def _step(product: Product, shape: tuple[int, int, int], device: torch.device, b
 
 
 def _promoted(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
-    """Put a small term ever further from a large one: where it shows, the sum that it joins does not have the large."""
+    """Move a small term ever further from a large one. Where it survives, it is added to a sum without the large one."""
     inner = shape[1]
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0] = 1.0
@@ -338,7 +338,7 @@ def _promoted(product: Product, shape: tuple[int, int, int], device: torch.devic
 
 
 def _first_that_shows(sums: Tensor) -> str:
-    """Return the index of the first term that shows, counted from 2, and say so if those after it do not all show."""
+    """Return the index of the first term that survives, counted from 2, and say so if not all after it survive."""
     shown = (sums != 0).nonzero().flatten()
     if not len(shown):
         return "none shows: more than all"
@@ -353,7 +353,7 @@ def _in_parts(product: Product, shape: tuple[int, int, int], device: torch.devic
     """Multiply integers whose sums FP32 holds exactly, and count the results that are not rounded just once."""
     tokens, inner, outer = shape
     generator = torch.Generator().manual_seed(sum(shape))
-    # Of both signs, so that FP16 holds the sums, and FP8's 14 bits those of integers up to 2.
+    # Both signs, so that the sums fit FP16, and those of integers up to 2 fit the 14 bits that FP8 products keep.
     inputs, weights = (
         torch.randint(-largest, largest + 1, (rows, inner), generator=generator).float().to(device)
         for rows in (tokens, outer)
@@ -387,7 +387,7 @@ def verdict(found: Sequence[Fact]) -> str:
 
 
 def draw(found: Sequence[Fact], kernels: str) -> str:
-    """Return the report, markdown; facts that only differ in their shapes share a row."""
+    """Return the report, markdown. Facts that differ only in their shapes share a row."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for fact in found:
         alike.setdefault((fact.question, fact.kernel, fact.answer), []).append(fact.shape)
@@ -409,7 +409,7 @@ def _main(backend: str, report: str, part: str = "all") -> int:
             for fact in facts(kernels, shapes):
                 found.append(fact)
                 print(json.dumps(asdict(fact)), file=lines, flush=True)
-    finally:  # also where the time is up
+    finally:  # the report is wanted even if time runs out
         path.write_text(draw(found, described), encoding="utf-8")
     return 0
 

@@ -1,7 +1,7 @@
-"""Hold a run's errors against the packaged laws: ``python -m parity.lab.gpu_report.limits RECORD REPORT``.
+"""Compare a run's errors with the packaged laws: ``python -m parity.lab.gpu_report.limits RECORD REPORT``.
 
 The laws come from emulated kernels until real ones have been measured. A run's record holds every statistic that was
-judged, so that it can be held against them without running anything again.
+judged, so that nothing has to run again for this.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Deviations:
     """All values of one statistic of one kind of tensor at one precision.
 
     Attributes:
-        values: in standard deviations of the law, above its center.
-        margins: in limits.
+        values: in standard deviations of the law above its center.
+        margins: the same values as multiples of their limits.
     """
 
     values: tuple[float, ...]
@@ -51,13 +51,13 @@ def read(file: Path) -> dict[Key, Deviations]:
     """Return the deviations of a run's record from the packaged laws.
 
     Raises:
-        UserError: if there is no such record.
+        UserError: if the record does not exist.
     """
     return deviations(record.read(file).results)
 
 
 def deviations(results: Iterable[Result]) -> dict[Key, Deviations]:
-    """Return deviations by precision, kind of tensor and statistic; what has no law is left out."""
+    """Return deviations by precision, kind of tensor and statistic, leaving out statistics that have no law."""
     laws = limits.packaged().laws
     found: dict[Key, list[tuple[float, float]]] = defaultdict(list)
     for result in results:
@@ -70,10 +70,10 @@ def deviations(results: Iterable[Result]) -> dict[Key, Deviations]:
 
 
 def widest(file: Path) -> tuple[float, Key]:
-    """Return the largest ratio of a limit of another table to the packaged one, and whose it is.
+    """Return the largest ratio of another table's limit to the packaged one, and its key.
 
     Raises:
-        UserError: if the file is no table, or shares no law with the packaged one.
+        UserError: if the file is not a table, or shares no law with the packaged one.
     """
     other, packaged = limits.load(file), limits.packaged()
     ratios = {key: other.limit(*key) / packaged.limit(*key) for key in other.laws if key in packaged.laws}
@@ -84,7 +84,7 @@ def widest(file: Path) -> tuple[float, Key]:
 
 
 def verdict(found: Mapping[Key, Deviations]) -> str:
-    """Return the largest margin, and how many values lie beyond their limit."""
+    """Return one sentence with the number of values beyond their limits and the largest margin."""
     values = sum(len(each.values) for each in found.values())
     beyond = sum(each.beyond for each in found.values())
     if not values:
@@ -95,7 +95,7 @@ def verdict(found: Mapping[Key, Deviations]) -> str:
 
 
 def draw(found: Mapping[Key, Deviations], kernels: str) -> str:
-    """Return the report, markdown; ``kernels`` says whose errors these are."""
+    """Return the report, markdown. ``kernels`` says whose errors these are."""
     rows = [(*key, *_figures(each)) for key, each in sorted(found.items())]
     parts = [
         "# A run against the packaged limits",
@@ -114,7 +114,7 @@ def _figures(found: Deviations) -> tuple[str, ...]:
 
 
 def _main(file: str, report: str) -> int:
-    """Return the exit code: 0 where every value lies within its limit, 1 where one does not, 2 where there is none."""
+    """Return the exit code: 0 if every value lies within its limit, 1 if one does not, 2 if there are none."""
     try:
         run = record.read(Path(file))
     except UserError as error:

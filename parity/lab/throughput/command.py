@@ -1,4 +1,4 @@
-"""``parity throughput``: each workload in turn, by a process that is replaced when a kernel ends it; and its report."""
+"""``parity throughput``: measure each workload in a process that is replaced if a kernel kills it, and write a report."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _REPEATS = {"gpu": 30, "cpu": 5}
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold what is measured.
+    """Say what to measure.
 
     Attributes:
-        workloads: in this order.
-        precisions: names of ``parity.te``.
-        backend: whose kernels.
-        repeats: timed passes; None for 30 on a GPU and 5 on a CPU.
+        workloads: the workloads, in the order in which they are measured.
+        precisions: their names in ``parity.te``.
+        backend: whose kernels are measured.
+        repeats: how many passes are timed; None for 30 on a GPU and 5 on a CPU.
         compiled: precisions in which the plain module is also measured under ``torch.compile``.
-        minutes: after which nothing more is begun; None for no limit.
+        minutes: how long new measurements may be started; None for no limit.
     """
 
     workloads: Sequence[Workload]
@@ -56,13 +56,13 @@ class Settings:
 def run(settings: Settings, folder: Path) -> Path:
     """Measure, and write ``throughput.jsonl``, ``throughput.md`` and ``throughput.png`` into the folder.
 
-    The report is drawn again after each workload, so that a run that is cut short leaves one.
+    The report is drawn again after each workload, so that an interrupted run leaves one.
 
     Returns:
         The report's path.
 
     Raises:
-        UserError: if the backend cannot be had, the folder cannot be written to, or another run writes to it.
+        UserError: if the backend is not available, the folder cannot be written to, or another run writes to it.
     """
     file = folder / f"{NAME}.jsonl"
     ends = math.inf if settings.minutes is None else time.time() + 60 * settings.minutes
@@ -90,20 +90,20 @@ def run(settings: Settings, folder: Path) -> Path:
 def _rounds(
     workloads: Sequence[Workload], chosen: Sequence[Implementation]
 ) -> Iterator[tuple[Workload, list[Implementation]]]:
-    """Yield what is compiled comes after everything else: compilation takes longest, and time may end."""
+    """Yield workloads with their implementations, the compiled ones last: they take longest, and time may run out."""
     for is_compiled in (False, True):
         some = [each for each in chosen if (each.kind == COMPILED) == is_compiled]
         yield from ((workload, some) for workload in workloads if some)
 
 
 def _formats(settings: Settings) -> list[str]:
-    """Return those whose peaks are needed, be it on a GPU."""
+    """Return the formats whose peaks are needed on a GPU."""
     chosen = implementations(settings.precisions, settings.compiled, on_gpu=True)
     return list(dict.fromkeys(each.peak_format for each in chosen if each.peak_format is not None))
 
 
 def _measure(workload: Workload, chosen: Sequence[Implementation], measure: Callable[..., object], file: Path) -> None:
-    """Measure all implementations, in another process after each that was ended."""
+    """Measure all implementations, starting a new process whenever one was killed."""
     left = list(chosen)
     while left:
         answer = measure(workload, left)
@@ -113,7 +113,7 @@ def _measure(workload: Workload, chosen: Sequence[Implementation], measure: Call
 
 
 def _made(workload: Workload, file: Path) -> set[tuple[str, str]]:
-    """Return kinds and precisions of the rows that a workload has."""
+    """Return the kinds and precisions of the rows that a workload already has."""
     rows = record.read(file).rows
     of_workload = (row for row in rows if (row.workload, row.size) == (workload.case, workload.size_text))
     return {(row.implementation, row.precision) for row in of_workload}
@@ -121,9 +121,9 @@ def _made(workload: Workload, file: Path) -> set[tuple[str, str]]:
 
 @contextmanager
 def _replaced_processes() -> Iterator[Callable[..., object]]:
-    """Yield a function that calls another in a process, which serves until it is ended or returns False.
+    """Yield a function that calls another one in a process, which is replaced if it dies or its call returns False.
 
-    The function returns None where the process ended.
+    The function returns None if the process died.
     """
     pools: list[ProcessPoolExecutor] = []
 
@@ -146,7 +146,7 @@ def _replaced_processes() -> Iterator[Callable[..., object]]:
             pool.shutdown()
 
 
-# The plot of speed against error: what each precision buys and costs, a panel a workload.
+# The plot of speed against error, which shows what each precision gains and costs, with a panel for each workload.
 
 
 _COLUMNS = 3
@@ -154,8 +154,8 @@ _MARKERS = {"eager": "o", "compiled": "s", "TE": "^"}
 
 
 def draw_plot(found: Record) -> Figure:
-    """Draw the speed of both passes over the output's error; a workload of which nothing has an error has no panel."""
-    from matplotlib.figure import Figure  # the report can be had without
+    """Draw the speed of both passes over the output's error. A workload without any errors gets no panel."""
+    from matplotlib.figure import Figure  # an extra, which the rest of the report does without
 
     panels: dict[str, list[Row]] = {}
     for row in found.rows:
@@ -175,7 +175,7 @@ def draw_plot(found: Record) -> Figure:
 
 
 def speed(row: Row) -> float:
-    """Return the TFLOP/s of both passes; passes a second where there are no matrix products."""
+    """Return the TFLOP/s of both passes, or passes a second if there are no matrix products."""
     assert row.times is not None
     return row.flops / row.times.both / 1e12 if row.flops else 1 / row.times.both
 
@@ -193,7 +193,7 @@ def _panel(axis: Axes, title: str, rows: list[Row]) -> None:
     axis.legend(fontsize="x-small")
 
 
-# The report of a measurement: what each precision buys and costs, then every row.
+# The report of a measurement: what each precision gains and costs, then every row.
 
 
 _BASE = ("eager", "bf16")
@@ -213,7 +213,7 @@ _ROW_HEADERS = (
 
 
 def write(found: Record, path: Path) -> None:
-    """Write the report, and its plot beside it where matplotlib is there."""
+    """Write the report, and its plot beside it if matplotlib is installed."""
     plot = path.with_suffix(".png")
     has_plot = importlib.util.find_spec("matplotlib") is not None and any(row.error for row in found.rows)
     if has_plot:
@@ -307,7 +307,7 @@ def _cells(row: Row, found: Record) -> list[str]:
 
 
 def notes(row: Row) -> Iterator[str]:
-    """Yield what keeps a row's numbers from being what they seem."""
+    """Yield reasons not to take a row's numbers at face value."""
     if row.times is not None and row.times.launch_bound:
         yield "launch-bound: the GPU waits for the host"
     throttles = [state.throttles for state in (row.before, row.after) if state is not None]

@@ -1,4 +1,4 @@
-"""Measure workloads, a row for each implementation, in a process of its own, which a kernel may end."""
+"""Measure workloads, a row for each implementation, in a separate process, since a kernel may kill it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ Mark = TypeVar("Mark")
 
 @dataclass(frozen=True)
 class Clock(Generic[Mark]):
-    """Say how time is taken on a device.
+    """Measure time on a device.
 
     Attributes:
-        mark: a moment in the device's work.
-        seconds: between two marks, once ``finish`` has been called.
+        mark: marks a moment in the device's work.
+        seconds: returns the seconds between two marks, once ``finish`` has been called.
         finish: waits until the device has done all its work.
         is_asynchronous: whether the host goes on while the device works.
     """
@@ -67,7 +67,7 @@ class Clock(Generic[Mark]):
 
 
 def clock_of(device: torch.device) -> Clock[Any]:
-    """Return the clock that measures what a device does."""
+    """Return the clock for a device."""
     if device.type == "cuda":
         return Clock(_cuda_mark, _cuda_seconds, torch.cuda.synchronize, is_asynchronous=True)
     return Clock(time.perf_counter, lambda start, end: end - start, lambda: None, is_asynchronous=False)
@@ -86,14 +86,14 @@ def _cuda_seconds(start: torch.cuda.Event, end: torch.cuda.Event) -> float:
 def time_passes(passes: Passes, warmup: int, repeats: int, clock: Clock[Mark]) -> Times:
     """Time forward and backward over repeated passes.
 
-    The device is not waited for between the passes, so that launching one overlaps with the work of the one before, as
-    in training.
+    The host does not wait for the device between the passes, so that launching a pass overlaps with the work of the one
+    before, as in training.
 
     Args:
-        passes: what is timed.
-        warmup: passes before, at least 1; the first ones compile, choose algorithms and fill FP8 scales.
+        passes: what to time.
+        warmup: untimed passes before, at least 1; the first ones compile, choose algorithms and fill FP8 scales.
         repeats: timed passes, at least 1.
-        clock: of the device.
+        clock: the device's clock.
     """
     for i in range(warmup):
         passes.run(i)
@@ -117,7 +117,7 @@ def time_passes(passes: Passes, warmup: int, repeats: int, clock: Clock[Mark]) -
 
 
 def _host_seconds(passes: Passes, clock: Clock[Mark]) -> float:
-    """Return the least time until the host has launched both passes on a device that has nothing else to do."""
+    """Return the shortest time that the host takes to launch both passes on an idle device."""
     seconds = []
     for i in range(3):
         clock.finish()
@@ -143,9 +143,9 @@ _REPEATS = {"cuda": 10, "cpu": 3}
 
 
 def measure_peak(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
-    """Return the best median over the device's sizes; a format that cannot be multiplied here comes with the reason.
+    """Return the best median over the device's sizes, or the reason why the format cannot be multiplied here.
 
-    FP8 is E4M3 with a scale a tensor, by ``torch._scaled_mm`` with fast accumulation.
+    FP8 is E4M3 with one scale per tensor, multiplied by ``torch._scaled_mm`` with fast accumulation on a GPU.
     """
     if format == "tf32" and device.type != "cuda":
         return Peak(format, float("nan"), why_none="a CPU has no TF32")
@@ -161,7 +161,7 @@ def measure_peak(format: str, device: torch.device, clock: Clock[Mark]) -> Peak:
 
 
 def _product(format: str, size: int, device: torch.device) -> Callable[[], Tensor]:
-    """Return a product of random operands: one of zeros draws less power and so runs faster."""
+    """Return a product of random operands. With zeros it would draw less power and so run faster."""
     a, b = (torch.randn(size, size, device=device).to(_DTYPES[format]) for _ in range(2))
     if format != "fp8":
         return lambda: a @ b
@@ -181,19 +181,19 @@ def _seconds(product: Callable[[], Tensor], repeats: int, clock: Clock[Mark]) ->
     return Spread.of([clock.seconds(start, end) for start, end in itertools.pairwise(marks)]).median
 
 
-# One workload: a row for each implementation, whatever becomes of the others.
+# Measuring one workload: a row for each implementation, even if others fail.
 
 
-_LOADED_SECONDS = 0.5  # of work behind which the driver is asked for the clocks
+_LOADED_SECONDS = 0.5  # how much work is queued before the driver is asked for the clocks
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Say how workloads are measured.
+    """Say how to measure workloads.
 
     Attributes:
-        repeats: timed passes.
-        ends: ``time.time()`` after which nothing more is begun; infinite for no such time.
+        repeats: how many passes are timed.
+        ends: the ``time.time()`` after which no new measurement is started; infinite for no limit.
     """
 
     repeats: int
@@ -219,14 +219,14 @@ def measure(
     kernels: Kernels,
     clock: Clock[Any] | None = None,
 ) -> Iterator[Row]:
-    """Yield one row for each implementation, as soon as it is measured; ``why_none`` says why one could not be.
+    """Yield one row for each implementation as soon as it is measured, with the reason in ``why_none`` if it cannot be.
 
     Args:
         workload: what is computed.
-        chosen: by whom.
-        plan: how.
-        kernels: TE's.
-        clock: of the kernels' device by default.
+        chosen: the implementations that compute it.
+        plan: how to measure.
+        kernels: TE's kernels.
+        clock: how to measure time; by default the clock of the kernels' device.
     """
     try:
         case = workload.load()
@@ -240,7 +240,7 @@ def measure(
 
 
 def row_without(workload: Workload, implementation: Implementation, why: str) -> Row:
-    """Return the row of what could not be measured."""
+    """Return the row of an implementation that could not be measured."""
     kind, precision, peak_format = implementation.kind, implementation.precision, implementation.peak_format
     return Row(workload.case, workload.size_text, kind, precision, peak_format, why_none=why)
 
@@ -315,9 +315,9 @@ def _error(repeated: Passes, shared: Subject) -> tuple[float | None, str]:
 def count_flops(shared: Subject) -> tuple[int, int]:
     """Count the FLOPs of the plain module's matrix products, forward and backward.
 
-    Pairs of a query and a key that a causal mask or a window hides are left out, for all implementations: who computes
-    them does more than is asked for. Modules that ``parity.lab.flops`` does not know are counted by
-    ``torch.utils.flop_counter``, which leaves nothing out.
+    Pairs of a query and a key that a causal mask or a window hides are left out for all implementations, since none has
+    to compute them. Modules that ``parity.lab.flops`` does not know are counted by ``torch.utils.flop_counter``, which
+    leaves nothing out.
     """
     reference, inputs = shared.pair.reference, shared.inputs[0]
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
@@ -338,7 +338,7 @@ def _watched_flops(plain: Passes) -> tuple[int, int]:
 
 
 def _restart_peak(device: torch.device) -> int | None:
-    """Count the GPU's peak of memory anew from here; the bytes that are taken now, None on a CPU."""
+    """Reset the GPU's peak of memory, and return the bytes that are allocated now, or None on a CPU."""
     if device.type != "cuda":
         return None
     memory.release()
@@ -347,7 +347,7 @@ def _restart_peak(device: torch.device) -> int | None:
 
 
 def _memory_above(begin: int, repeated: Passes, device: torch.device) -> int:
-    """Return what the passes took at their peak, had they not rotated the gradients that they start from."""
+    """Return the bytes that the passes took at their peak, less those of the gradients that rotate."""
     return torch.cuda.max_memory_allocated(device) - begin - repeated.rotating_bytes()
 
 
@@ -359,7 +359,7 @@ def _state(device: torch.device) -> GpuState | None:
 
 
 def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuState | None:
-    """Return the GPU's state while it works: the driver is asked before the passes, launched in advance, are done."""
+    """Return the GPU's state while it works: many passes are launched, and the driver is asked before they are done."""
     if device.type != "cuda":
         return None
     for i in range(max(1, math.ceil(_LOADED_SECONDS / times.both))):
@@ -367,14 +367,14 @@ def _loaded_state(repeated: Passes, times: Times, device: torch.device) -> GpuSt
     return _state(device)
 
 
-# What the process is asked for; each result is in the record as soon as it exists.
+# The functions that the process is asked to call. Each writes its results to the record as soon as they exist.
 
 
 Asked = Backend | Literal["auto"]
 
 
 def begin(backend: Asked, formats: Sequence[str], workloads: int, file: Path) -> str | None:
-    """Write the environment and the device's peaks in these formats; why the backend cannot be had, or None."""
+    """Write the environment and the device's peaks in these formats, or return why the backend is not available."""
     try:
         kernels = te.kernels(backend)
     except BackendUnavailable as error:
@@ -386,7 +386,7 @@ def begin(backend: Asked, formats: Sequence[str], workloads: int, file: Path) ->
 
 
 def measure_one(workload: Workload, chosen: Sequence[Implementation], plan: Plan, backend: Asked, file: Path) -> bool:
-    """Write the workload's rows; whether this process can go on, which it cannot with a broken CUDA context."""
+    """Write the workload's rows, and return whether this process can go on: not if its CUDA context is broken."""
     kernels = te.kernels(backend)
     for row in measure(workload, chosen, plan, kernels):
         record.append(file, row)

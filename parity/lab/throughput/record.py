@@ -1,4 +1,4 @@
-"""Keep what was measured as plain data: rows in JSON lines behind the environment, with the state of the GPU."""
+"""Keep measurements as JSON lines: the environment, then rows, which include the state of the GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from parity import reading
 from parity.machine import devices
 from parity.report.environment import Environment, from_json, to_json
 
-# Clocks, temperature and throttling of a GPU, as ``nvidia-smi`` tells them.
+# Clocks, temperature and throttling of a GPU, as ``nvidia-smi`` reports them.
 
 
-# Bits of NVML's "clocks event reasons" (nvml.h, nvmlClocksEventReason...) that slow a GPU that has work to do.
+# The bits of NVML's "clocks event reasons" (nvml.h, nvmlClocksEventReason...) that mean that a busy GPU is slowed.
 _THROTTLES = {
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -35,13 +35,13 @@ _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 
 @dataclass(frozen=True)
 class GpuState:
-    """A GPU at one moment; None where the driver does not say, as for a MIG slice.
+    """The state of a GPU at one moment. A value that the driver does not report is None, as for a MIG slice.
 
     Attributes:
-        sm_mhz, memory_mhz: clocks.
-        celsius: of the chip.
-        watts: drawn.
-        throttles: why the clocks are lower than they could be; none if they are not.
+        sm_mhz, memory_mhz: the clocks.
+        celsius: the chip's temperature.
+        watts: the power drawn.
+        throttles: the reasons why the clocks are lower than they could be; empty if they are not.
     """
 
     sm_mhz: float | None
@@ -52,11 +52,11 @@ class GpuState:
 
 
 def gpu_state(uuid: str, ask: Callable[[Sequence[str]], str | None] = devices.ask) -> GpuState | None:
-    """Return the state of the GPU with this UUID; None if ``nvidia-smi`` is not there or does not know it.
+    """Return the state of the GPU with this UUID, or None if there is no ``nvidia-smi`` or it does not know the GPU.
 
     Args:
-        uuid: as PyTorch gives it, ``GPU-...`` or without the prefix.
-        ask: what ``nvidia-smi`` answers to arguments, None for no answer.
+        uuid: the UUID as PyTorch gives it, ``GPU-...`` or without the prefix.
+        ask: returns what ``nvidia-smi`` answers to arguments, or None for no answer.
     """
     device = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     for reasons in _REASONS:
@@ -68,7 +68,7 @@ def gpu_state(uuid: str, ask: Callable[[Sequence[str]], str | None] = devices.as
 
 
 def parse_state(answer: str) -> GpuState | None:
-    """Return a state from ``1980, 2619, 45, 310.20, 0x0000000000000004``; None for anything else."""
+    """Return the state from a line such as ``1980, 2619, 45, 310.20, 0x0000000000000004``, or None for anything else."""
     cells = [cell.strip() for cell in answer.strip().split(",")]
     if len(cells) != len(_FIELDS) + 1:
         return None
@@ -91,12 +91,12 @@ def _throttles(mask: str) -> tuple[str, ...]:
     return tuple(reason for bit, reason in _THROTTLES.items() if bits & bit)
 
 
-# What was measured, as plain data: a row for each implementation of a workload, and the device's peaks.
+# The measurements as plain data: a row for each implementation of a workload, and the device's peaks.
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of repeated measurements, and the quartiles around it; seconds."""
+    """The median of repeated measurements, and the quartiles around it, in seconds."""
 
     median: float
     lower: float
@@ -116,7 +116,7 @@ class Times:
     """Hold the times of one implementation.
 
     Attributes:
-        forward, backward: of a pass each.
+        forward, backward: the times of a pass.
         repeats: how many passes were timed.
         host: seconds that the host takes to launch both passes while the GPU does nothing; None on a CPU.
     """
@@ -128,22 +128,22 @@ class Times:
 
     @property
     def both(self) -> float:
-        """The medians' sum, in seconds."""
+        """Return the sum of both medians, in seconds."""
         return self.forward.median + self.backward.median
 
     @property
     def launch_bound(self) -> bool:
-        """Return whether the GPU waits for the host: launching takes as long as the passes do, give or take a tenth."""
+        """Return whether the GPU waits for the host: launching takes at least nine tenths of the passes' time."""
         return self.host is not None and self.host >= 0.9 * self.both
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The fastest that large square matrix products run on the device.
+    """The rate of the fastest large square matrix product on the device.
 
     Attributes:
-        format: of the operands: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-        flops: a second; NaN where it could not be measured.
+        format: the operands' format: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+        flops: FLOPs a second; NaN if they could not be measured.
         size: rows and columns of the fastest products' operands.
         why_none: why it could not be measured, or empty.
     """
@@ -162,11 +162,11 @@ class Row:
         workload: the case's name.
         size: its size in words.
         implementation: ``eager`` or ``compiled`` for the plain module, ``TE`` for the candidate.
-        precision: of ``parity.te``, or ``tf32`` for a plain FP32 module whose products are allowed TF32.
-        peak_format: whose peak bounds it, see ``Peak``; None for none.
-        flops_forward, flops_backward: of a pass's matrix products, the same for each implementation.
-        times: None where there are none.
-        memory: bytes, the parameters included, at the passes' peak; None on a CPU, where it is not measured.
+        precision: one of ``parity.te``, or ``tf32`` for a plain FP32 module whose products may use TF32.
+        peak_format: the format whose peak bounds it, see ``Peak``; None for none.
+        flops_forward, flops_backward: FLOPs of a pass's matrix products, the same for each implementation.
+        times: the times of the passes; None if there are none.
+        memory: bytes at the passes' peak, including the parameters; None on a CPU, where it is not measured.
         error: the worst output's relative L2 error, against the plain module in FP64 on the same rounded numbers.
         why_no_error: why the error is missing, or empty.
         before, after: clocks and temperature before the passes, and while the last of them ran; None on a CPU.
@@ -210,9 +210,9 @@ class Record:
     """Hold what has been measured so far.
 
     Attributes:
-        environment: of the process that measured; None if it has not come that far.
-        peaks: of the device.
-        rows: in the order in which they were measured.
+        environment: the environment of the process that measured; None if it has not been written yet.
+        peaks: the device's peaks.
+        rows: the rows, in the order in which they were measured.
     """
 
     environment: Environment | None
@@ -225,9 +225,9 @@ class Record:
         return self.environment is not None and self.environment.backend == "cpu"
 
     def peak_share(self, row: Row) -> float | None:
-        """Return the FLOPs a second of both passes over the format's peak; None where either is missing.
+        """Return the FLOPs a second of both passes, divided by the format's peak, or None if either is missing.
 
-        Emulated kernels have none: they compute in other formats than those that they emulate.
+        Emulated kernels have no share, since they do not compute in the formats that they emulate.
         """
         peaks = [peak.flops for peak in self.peaks if peak.format == row.peak_format and not peak.why_none]
         if row.times is None or not row.flops or not peaks or (self.is_emulated and row.implementation == "TE"):
@@ -236,7 +236,7 @@ class Record:
 
 
 def append(file: Path, content: Environment | Peak | Row) -> None:
-    """Add a line; it is in the file when this returns. The environment's line says whether kernels were emulated."""
+    """Add a line to the file, where it is when this returns. The environment's line says if kernels were emulated."""
     if isinstance(content, Environment):
         emulated = content.backend == "cpu"
         line = {
@@ -253,7 +253,7 @@ def append(file: Path, content: Environment | Peak | Row) -> None:
 
 
 def read(file: Path) -> Record:
-    """Return what the lines say; those that are damaged or cut short are left out."""
+    """Return the content of the file, without lines that are damaged or cut short."""
     found = reading.lines(file, _content).contents if file.exists() else ()
     environments = [each for each in found if isinstance(each, Environment)]
     return Record(
@@ -274,7 +274,7 @@ _PEAK, _ROW = TypeAdapter(Peak), TypeAdapter(Row)
 
 
 def _without_nan(entry: dict[str, Any]) -> dict[str, Any]:
-    """Write NaN and infinities, which JSON has not, as text; it is read back as any number is."""
+    """Return the entry with NaN and infinities, which JSON lacks, as text, which is read back as a number."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in entry.items()

@@ -1,4 +1,4 @@
-"""Build what is timed: a case at a size, and the modules that compute it, which hold the same rounded numbers."""
+"""Build workloads: a case at a size, and the modules that compute it, with the same rounded weights and inputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from parity.te import PRECISIONS, Kernels
 from parity.te.state import moved
 from parity.user_error import UserError
 
-# The attention that a plain module is timed with: PyTorch's fused one, as whoever cares for speed would have written.
+# The attention that a plain module is timed with: PyTorch's fused one, which anyone who cares about speed would use.
 #
-# The references of ``parity.reference`` write attention out, or where it is long compute it in blocks, to be read and
-# to be exact; as a baseline of speed they would flatter every port.
+# The references of ``parity.reference`` write attention out, or compute long attention in blocks, to be readable and
+# exact. As a baseline of speed they would make every port look good.
 
 
 def with_fused_attention(module: nn.Module) -> nn.Module:
@@ -49,7 +49,7 @@ def with_fused_attention(module: nn.Module) -> nn.Module:
 def _attend(
     core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, key_is_padding: Tensor | None = None
 ) -> Tensor:
-    """Attend as ``CoreAttention`` does; a mask is made only where the causal one is not enough."""
+    """Attend as ``CoreAttention`` does, and make a mask only if ``is_causal`` does not suffice."""
     is_causal = core.causal and core.window is None and key_is_padding is None
     mask = None
     if not is_causal and (core.causal or core.window is not None):
@@ -64,11 +64,11 @@ def _attend(
     return context.transpose(1, 2).flatten(2)
 
 
-# What is timed: a case at a size.
+# Workloads: a case at a size.
 
 
-# The built-in cases that are timed by default, the most telling first, at the sizes of an 8-billion-parameter Llama
-# (A. Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 3); the GPT layer is as wide.
+# The built-in cases that are timed by default, the most informative first, at the sizes of an 8-billion-parameter Llama
+# (A. Grattafiori et al., "The Llama 3 Herd of Models", arXiv 2407.21783, table 3). The GPT layer is as wide.
 _LLAMA = dict(hidden=4096, ffn=14336, heads=32, groups=8)
 _LARGE: dict[str, list[dict[str, int]]] = {
     "transformer_layer_llama": [dict(batch=1, seq=4096, **_LLAMA), dict(batch=1, seq=8192, **_LLAMA)],
@@ -88,8 +88,8 @@ class Workload:
     """A case at one size, named so that another process finds it.
 
     Attributes:
-        file: that declares the case.
-        case: its name.
+        file: the file that declares the case.
+        case: the case's name.
         size: the factory's keyword arguments.
     """
 
@@ -99,25 +99,25 @@ class Workload:
 
     @property
     def size_text(self) -> str:
-        """``batch 1, seq 4096``."""
+        """Return a text such as ``batch 1, seq 4096``."""
         return ", ".join(f"{name} {value}" for name, value in self.size.items()) or "-"
 
     @property
     def name(self) -> str:
-        """``linear (batch 1, seq 4096)``."""
+        """Return a text such as ``linear (batch 1, seq 4096)``."""
         return f"{self.case} ({self.size_text})"
 
     def load(self) -> Case:
-        """Return the case, from its file.
+        """Load the case from its file.
 
         Raises:
-            UserError: as ``registry.load_case``.
+            UserError: as for ``registry.load_case``.
         """
         return registry.load_case(self.file, self.case)
 
 
 def built_in(large: bool) -> list[Workload]:
-    """Return the default workloads: at large sizes, or at those that the cases are compared at."""
+    """Return the default workloads, at large sizes or at the sizes at which the cases are compared."""
     files = sorted(built_in_folder().glob("[!_]*.py"))
     cases = {case.name: case for file in files for case in registry.load_file(file)}
     return [
@@ -133,11 +133,10 @@ def declared(cases: Iterable[Case]) -> list[Workload]:
 
 
 def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
-    """Return those whose name contains one of the words of the keyword, which are separated by commas; an empty one is
-    in all.
+    """Return the workloads whose names contain one of the keyword's comma-separated words. An empty keyword selects all.
 
     Raises:
-        UserError: if none does.
+        UserError: if no name does.
     """
     found = list(workloads)
     words = [word.strip() for word in keyword.split(",")]
@@ -147,11 +146,11 @@ def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
     return chosen
 
 
-# Who computes a workload: the plain module, eager or compiled, and TE in each precision.
+# The implementations of a workload: the plain module, eager or compiled, and TE in each precision.
 
 
 EAGER, COMPILED, TE = "eager", "compiled", "TE"
-# The order in which dtypes are measured: where time ends, what most people train in is there.
+# The order in which dtypes are measured, the most common in training first, in case time runs out.
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
@@ -168,7 +167,8 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Implementation:
-    """
+    """Compute a workload in one way.
+
     Attributes:
         kind: ``eager``, ``compiled`` or ``TE``.
         precision: see ``Row.precision``.
@@ -179,7 +179,7 @@ class Implementation:
 
     @property
     def peak_format(self) -> str | None:
-        """The format whose peak bounds it, see ``Peak``; None where no peak is measured.
+        """Return the format whose peak bounds it, see ``Peak``, or None if no peak is measured.
 
         TE computes FP32 products in TF32 (``common/gemm/cublaslt_gemm.cu`` of 2.20.2).
         """
@@ -205,19 +205,19 @@ class Implementation:
 
     @property
     def warmup(self) -> int:
-        """Passes before the timed ones."""
+        """Return the number of passes before the timed ones."""
         return 3 + (PRECISIONS[self.precision].warmup_passes if self.kind == TE else 0)
 
 
 def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: bool) -> Iterator[Implementation]:
-    """Yield those of the precisions, by dtype.
+    """Yield the implementations in these precisions, ordered by dtype.
 
     The plain FP32 module is measured in PyTorch's default, where products are in FP32, and on a GPU also in TF32, which
-    is what TE computes.
+    is what TE computes in.
 
     Args:
-        precisions: names of ``parity.te``.
-        compiled: those of them in which the plain module is also compiled; ``fp32`` stands for ``tf32`` too.
+        precisions: their names in ``parity.te``.
+        compiled: the precisions in which the plain module is also compiled; ``fp32`` stands for ``tf32`` too.
         on_gpu: whether they run on a GPU.
     """
     for dtype in DTYPES:
@@ -231,17 +231,17 @@ def implementations(precisions: Sequence[str], compiled: Sequence[str], on_gpu: 
 
 
 def compile_afresh(module: nn.Module) -> nn.Module:
-    """Return the module under ``torch.compile``, which forgets what it compiled before, so that no limit is reached."""
+    """Return the module under ``torch.compile``, which is reset first so that its recompile limit is never reached."""
     torch._dynamo.reset()
     return torch.compile(module)  # type: ignore[return-value]
 
 
-# A workload's modules, holding the same rounded numbers, with the inputs that its passes take in turn.
+# A workload's modules, which hold the same rounded weights, and the inputs that its passes take in turn.
 
 
 _SEED = 0
 _SETS_ON_CPU = 4
-_CACHES_FILLED = 2  # how often the inputs together fill the GPU's last cache
+_CACHES_FILLED = 2  # how many times over the inputs together fill the GPU's last-level cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,12 +249,12 @@ class Subject:
     """A workload in one dtype.
 
     Attributes:
-        pair: its reference holds the rounded weights, in FP64 until ``plain`` casts it.
-        dtype: of parameters, inputs and gradients.
-        inputs: as the pair returns them, in the dtype, on the device; passes take them in turn.
-        candidate_weights: of the TE module, by name.
+        pair: the pair; its reference holds the rounded weights, in FP64 until ``plain`` casts it.
+        dtype: the dtype of parameters, inputs and gradients.
+        inputs: sets of inputs as the pair returns them, in the dtype, on the device; passes take them in turn.
+        candidate_weights: the TE module's weights, by name.
         golden: the reference's outputs in FP64 for the first inputs, by name.
-        why_no_golden: why there are none, or empty.
+        why_no_golden: why there is no golden, or empty.
     """
 
     pair: Pair
@@ -265,14 +265,14 @@ class Subject:
     why_no_golden: str = ""
 
     def plain(self) -> nn.Module:
-        """Return the reference in the dtype, where its weights are exact, and with PyTorch's fused attention."""
+        """Return the reference in the dtype, which its weights fit exactly, and with PyTorch's fused attention."""
         return with_fused_attention(self.pair.reference).to(self.dtype)
 
     def worst_error(self, outputs: Sequence[Tensor]) -> float:
-        """Return the largest relative L2 error of any output against golden; NaN or infinite where an output is.
+        """Return the largest relative L2 error of any output against golden. It is NaN or infinite if an output is.
 
         Raises:
-            ValueError: if there are not as many outputs, or not of the same shapes.
+            ValueError: if the number of outputs or their shapes differ.
         """
         shapes, golden_shapes = ([list(x.shape) for x in tensors] for tensors in (outputs, self.golden.values()))
         if shapes != golden_shapes:
@@ -284,16 +284,16 @@ class Subject:
 
 
 def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kernels) -> Subject:
-    """Build the workload, round its weights and inputs to the dtype, and compute golden, long attention in blocks.
+    """Build the workload, round its weights and inputs to the dtype, and compute golden, with long attention in blocks.
 
-    Golden may not fit into memory, or the reference may not run in FP64: then only the errors are missing.
+    If golden does not fit into memory, or the reference does not run in FP64, only the errors are missing.
     """
     pair = built(case, checked, kernels)
     pair.reference.double()
     if case.vary_constants:
         vary_constants(pair.reference, Rng(_SEED, "weights"))
     candidate_weights = share_rounded_weights(pair, dtype)
-    pair = dataclasses.replace(pair, candidate=nn.Identity())  # its memory is needed
+    pair = dataclasses.replace(pair, candidate=nn.Identity())  # frees its memory
     first = rounded_inputs(pair, checked, dtype, _SEED, kernels.device)
     rest = [
         rounded_inputs(pair, checked, dtype, _SEED + i, kernels.device) for i in range(1, _sets(first, kernels.device))
@@ -309,16 +309,16 @@ def subject(case: Case, checked: CheckedSize, dtype: torch.dtype, kernels: Kerne
 
 
 def built(case: Case, checked: CheckedSize, kernels: Kernels) -> Pair:
-    """Build the pair on the kernels' device, where it is initialised much faster if its factory lets it."""
+    """Build the pair on the kernels' device, where initialising is much faster, or on the CPU if its factory fails."""
     try:
         with kernels.device:
             return build(case, checked, _SEED, kernels)
-    except RuntimeError:  # a factory may draw from a generator of the CPU's
+    except RuntimeError:  # a factory may draw from a generator on the CPU
         return build(case, checked, _SEED, kernels)
 
 
 def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kernels) -> Pair:
-    """Build a new pair, since TE's modules keep state; the candidate holds the subject's weights, in its dtype."""
+    """Build a new pair, since TE's modules keep state. Its candidate holds the subject's weights, in its dtype."""
     pair = dataclasses.replace(built(case, checked, kernels), reference=nn.Identity())
     transfer.fill(moved(pair.candidate, dtype=subject.dtype), subject.candidate_weights)
     return pair
@@ -326,13 +326,13 @@ def candidate(case: Case, checked: CheckedSize, subject: Subject, kernels: Kerne
 
 @dataclass(frozen=True)
 class Passes:
-    """Hold what is timed; ``i`` counts passes, for inputs that rotate.
+    """The passes to time. ``i`` counts them, because their inputs rotate.
 
     Attributes:
-        clear: called before each pass and not timed, to let gradients go.
+        clear: drops the gradients; called before each pass and not timed.
         forward: ``forward(i)`` returns what ``backward`` needs.
-        backward: ``backward(outputs, i)``.
-        rotating_bytes: how much memory the backward passes have taken only because what they start from rotates.
+        backward: called as ``backward(outputs, i)``.
+        rotating_bytes: returns the memory taken only because the gradients that backward passes start from rotate.
     """
 
     clear: Callable[[], None]
@@ -349,12 +349,12 @@ class Passes:
 def passes(
     module: nn.Module, call: Callable[..., Any] | None, inputs: list[Any], forward_context: Callable[[], Any]
 ) -> Passes:
-    """Make passes over inputs in turn; all floating-point inputs get gradients, as inside a model.
+    """Make passes over inputs in turn. All floating-point inputs get gradients, as inside a model.
 
     Args:
-        module: in the inputs' dtype.
+        module: the module, in the inputs' dtype.
         call: as in ``parity.Pair``.
-        inputs: one entry a pass, as a pair's ``inputs`` returns them.
+        inputs: one entry for each pass, as a pair's ``inputs`` returns them.
         forward_context: makes the context of each forward pass.
     """
     leaves = [tree_map_only(Tensor, _leaf, entry) for entry in inputs]
@@ -389,7 +389,7 @@ def _leaf(value: Tensor) -> Tensor:
 
 
 def _sets(inputs: Any, device: torch.device) -> int:
-    """Return how many inputs rotate: on a GPU as many as its last cache cannot hold."""
+    """Return how many sets of inputs rotate: on a GPU, so many that its last-level cache cannot hold them."""
     if device.type != "cuda":
         return _SETS_ON_CPU
     size = sum(leaf.nbytes for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
