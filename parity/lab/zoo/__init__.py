@@ -1,1 +1,1 @@
-"""The bug zoo: planted mistakes of ports, to measure what a rule of comparison detects and how often it cries wolf."""
+"""The bug zoo: bugs planted in right ports, to measure what rules of comparison detect and how often they cry wolf."""

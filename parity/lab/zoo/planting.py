@@ -1,4 +1,4 @@
-"""Declare right ports, and say what a planted bug is and how it gets in: by constructor, weight map or call."""
+"""Declare right ports, and plant bugs in them: by constructor, weight map or call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from parity.case.case import Case, Pair
 from parity.case.weight_map import Side, WeightMap
 from parity.reference import Attention
 
-# A right port: a case that no registry knows, whose modules can be constructed otherwise.
+# A host is a right port: a case that is in no registry, whose modules can be constructed differently.
 
 
 SIZES = ("small", "large")
-# Of modules that no recipe quantizes: under one they compute what they compute in BF16.
+# The precisions of modules that no recipe quantizes. Under a recipe they would compute the same as in BF16.
 UNQUANTIZED = ("fp32", "bf16", "fp16")
 
 
@@ -53,7 +53,7 @@ def construct(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.
 
 
 def reconstructed(module: nn.Module, **changes: Any) -> nn.Module:
-    """Return a new module like one that ``construct`` built, but for some keyword arguments.
+    """Return a new module like one that ``construct`` built, with some keyword arguments changed.
 
     Raises:
         TypeError: if ``construct`` did not build it.
@@ -74,12 +74,12 @@ def construction_of(module: nn.Module) -> Construction:
     return construction
 
 
-# What a planted bug is.
+# Bugs.
 
 
 Plant = Callable[[Pair, ModuleType], Pair]
 
-# Precisions by what they have in common, for bugs that only some of them can have.
+# Groups of precisions, for bugs that only some of them can have.
 STORED_IN_16_BITS = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 QUANTIZED = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 ONE_SCALE_A_TENSOR = ("fp8_delayed", "fp8_current")
@@ -90,13 +90,13 @@ class Bug:
     """A mistake that people make when they port a module.
 
     Attributes:
-        name: unique in the catalogue, e.g. ``gate-up-swapped``.
-        summary: what was done wrong, in a sentence.
-        hosts: names of the pairs in ``parity.lab.zoo.hosts`` where it is planted; in each it changes the result.
+        name: its name, unique in the catalogue, e.g. ``gate-up-swapped``.
+        summary: the mistake in one sentence.
+        hosts: names of the pairs in ``parity.lab.zoo.hosts`` in which it is planted; it changes the result of each.
         plant: called with a freshly built pair and ``transformer_engine.pytorch``; returns the pair with the mistake in
             its candidate's module, weight map or call. It may be called under ``meta_build.without_memory``.
-        finding: title of the finding that names the mistake.
-        precisions: where it is not the identity; None for each.
+        finding: the title of the finding that names the mistake.
+        precisions: the precisions at which it has an effect; None for all.
     """
 
     name: str
@@ -114,32 +114,32 @@ class Bug:
 def planted(bug: Bug, host: Case) -> Case:
     """Return the host's case with the mistake in its candidate.
 
-    The case keeps the host's name, since the reference and so the expected error are the host's.
+    The case keeps the host's name, since its reference and therefore its expected error are the host's.
     """
     return dataclasses.replace(host, factory=lambda te, **size: bug.plant(host.build(te, size), te))
 
 
-# The ways in which a mistake gets into a candidate: its constructor, its weight map, its call, its inner modules.
+# The ways to get a mistake into a candidate: by its constructor, its weight map, its call or its inner modules.
 
 
 Call = Callable[..., Any]
 
 
 def constructed_with(**changes: Any) -> Plant:
-    """Construct the candidate with other keyword arguments."""
+    """Construct the candidate with different keyword arguments."""
     return lambda pair, te: dataclasses.replace(pair, candidate=reconstructed(pair.candidate, **changes))
 
 
 def mapped(change: Callable[[WeightMap], WeightMap]) -> Plant:
-    """Give another weight map."""
+    """Change the weight map to ``change(weights)``."""
     return lambda pair, te: dataclasses.replace(pair, weights=change(pair.weights))
 
 
 def called(wrap: Callable[[Call], Call]) -> Plant:
-    """Call the candidate otherwise.
+    """Call the candidate in a different way.
 
     Args:
-        wrap: from the right call, ``call(module, *inputs)``, to the mistaken one.
+        wrap: turns the right call, ``call(module, *inputs)``, into the mistaken one.
     """
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
@@ -150,7 +150,7 @@ def called(wrap: Callable[[Call], Call]) -> Plant:
 
 
 def edited(edit: Callable[[nn.Module], None]) -> Plant:
-    """Set something on the candidate after it was constructed."""
+    """Edit the candidate after it was constructed."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         edit(pair.candidate)
@@ -170,7 +170,7 @@ def with_attributes(**values: Any) -> Plant:
 
 
 def both(first: Plant, second: Plant) -> Plant:
-    """Return one plant after the other."""
+    """Apply one plant after the other."""
     return lambda pair, te: second(first(pair, te), te)
 
 
@@ -205,7 +205,7 @@ def with_output(change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Plant:
 
 
 def parameter_filled(name: str, value: float) -> Plant:
-    """Fill a parameter with the value that its module was constructed with."""
+    """Fill a parameter with a value before each forward pass, such as the one that its module was constructed with."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
@@ -215,7 +215,7 @@ def parameter_filled(name: str, value: float) -> Plant:
 
 
 def _before_forward(hook: Callable[..., Any]) -> Plant:
-    """Register ``hook(module, args, kwargs)``."""
+    """Call ``hook(module, args, kwargs)`` before each forward pass of the candidate."""
 
     def edit(module: nn.Module) -> None:
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -223,7 +223,7 @@ def _before_forward(hook: Callable[..., Any]) -> Plant:
     return edited(edit)
 
 
-# Mistakes in a weight map: the reference's side of an entry read otherwise.
+# Mistakes in a weight map, in the reference's (left) side of its entries.
 
 
 Change = Callable[[Side], Side]
@@ -235,7 +235,7 @@ def left_sides(change: Change) -> Plant:
 
 
 def left_sides_of(change_for: Callable[[Pair], Change]) -> Plant:
-    """Change left sides by a change that depends on the pair's sizes."""
+    """Change each entry's left side by a change that depends on the pair."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         change = change_for(pair)
@@ -245,12 +245,12 @@ def left_sides_of(change_for: Callable[[Pair], Change]) -> Plant:
 
 
 def parameter(suffix: str, change: Change) -> Change:
-    """Change the reference parameter whose name ends so, where it stands alone in an entry."""
+    """Change the reference parameter whose name has this suffix, where it is an entry's whole left side."""
     return lambda left: change(left) if isinstance(left, str) and left.endswith(suffix) else left
 
 
 def exchanged(first: str, second: str) -> Plant:
-    """Return the parameters whose names end so go to each other's place."""
+    """Swap the targets of the two parameters whose names have these suffixes."""
 
     def plant(pair: Pair, te: ModuleType) -> Pair:
         named = {suffix: left for left in pair.weights for suffix in (first, second) if str(left).endswith(suffix)}
@@ -272,7 +272,7 @@ def attention_of(pair: Pair) -> Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Say how an attention's channels are shared out."""
+    """Describe how an attention's channels are divided into heads."""
 
     heads: int
     groups: int
@@ -280,7 +280,7 @@ class Heads:
 
 
 def heads_of(pair: Pair) -> Heads:
-    """Return how the reference's attention shares out its channels."""
+    """Return how the reference's attention divides its channels."""
     attention = attention_of(pair)
     query, key = attention.q_proj.out_features, attention.k_proj.out_features
     return Heads(query // attention.head_dim, key // attention.head_dim, attention.head_dim)

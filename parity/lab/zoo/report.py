@@ -1,4 +1,4 @@
-"""Draw the zoo's report: counts over trials, markdown tables and a plot, drawn from the verdicts alone."""
+"""Draw the zoo's report from the verdicts: counts over trials, markdown tables and a plot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parity.lab.zoo.trial import CLEAN, LEAST_SEEDS, Plan, Trial, Verdict, filte
 from parity.report.environment import KERNELS, cpu_model, emulated_gpu_name, gpu_name
 from parity.report.numbers import markdown_table, plural, short
 
-# Counts over trials: what each rule detects, and how often it rejects a right port.
+# Counts over trials: how many bugs each rule detects, and how many right ports it rejects.
 
 
 PARITY = "parity"
@@ -31,20 +31,20 @@ Verdicts = Mapping[Trial, Verdict]
 
 @dataclass(frozen=True)
 class Count:
-    """Count how many of how many."""
+    """A number of hits out of a total."""
 
     hits: int
     total: int
 
     @property
     def share(self) -> float:
-        """From 0 to 1; NaN of none."""
+        """Return the share of hits, from 0 to 1, or NaN if the total is 0."""
         return self.hits / self.total if self.total else math.nan
 
 
 @dataclass(frozen=True)
 class Place:
-    """A bug in a host at a size and precision; its trials differ in the seed."""
+    """A bug in a host at a size and precision. Its trials differ only in the seed."""
 
     bug: str
     host: str
@@ -54,11 +54,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Strength:
-    """A bug's signal to noise at a place, each the largest over tensors.
+    """A bug's signal-to-noise ratios at a place, each the largest of all tensors.
 
     Attributes:
-        norm_ratio: of norms, the root mean square over seeds.
-        filter_ratio: of a matched filter; NaN with too few seeds.
+        norm_ratio: the ratio of norms, as the root mean square over seeds.
+        filter_ratio: the ratio of a matched filter; NaN with too few seeds.
     """
 
     norm_ratio: float
@@ -80,7 +80,7 @@ def judged(verdicts: Verdicts, clean: bool, precision: str) -> list[tuple[Trial,
 
 
 def told_apart(verdicts: Verdicts, trials: Iterable[Trial], method: str) -> Count:
-    """Count bugs that a rule rejects where it accepts the right port, among those whose right port was judged."""
+    """Count the bugs that a rule rejects while it accepts the right port, among those whose right port was judged."""
     pairs = [(verdicts[trial], verdicts.get(dataclasses.replace(trial, bug=CLEAN))) for trial in trials]
     judged_pairs = [(bug, clean) for bug, clean in pairs if clean is not None and clean.status != "error"]
     hits = sum(rejects(bug, method) and not rejects(clean, method) for bug, clean in judged_pairs)
@@ -94,7 +94,7 @@ def rejections(verdicts: Iterable[tuple[Trial, Verdict]], method: str) -> Count:
 
 
 def rejected_tensors(verdicts: Iterable[tuple[Trial, Verdict]], method: str) -> Count:
-    """Count rejected tensors: each is a check of its own."""
+    """Count rejected tensors, each of which is a check of its own."""
     listed = [verdict for _, verdict in verdicts]
     hits = sum(verdict.failed_tensors if method == PARITY else verdict.rejected[method] for verdict in listed)
     return Count(hits, sum(verdict.tensors for verdict in listed))
@@ -108,7 +108,7 @@ def named_first(verdicts: Iterable[tuple[Trial, Verdict]]) -> Count:
 
 
 def by_place(verdicts: Verdicts) -> dict[Place, list[tuple[Trial, Verdict]]]:
-    """Return trials with a bug and a verdict, in the order of the catalogue."""
+    """Return the trials with a bug and a verdict, by place, in the order of the verdicts."""
     places: dict[Place, list[tuple[Trial, Verdict]]] = defaultdict(list)
     for trial, verdict in verdicts.items():
         if trial.bug != CLEAN and verdict.status != "error":
@@ -132,7 +132,7 @@ def errors(verdicts: Verdicts) -> list[tuple[Trial, Verdict]]:
     return [(trial, verdict) for trial, verdict in verdicts.items() if verdict.status == "error"]
 
 
-# The zoo's plot: detection by method and precision, and against a bug's signal to noise.
+# The zoo's plot: detection by method and precision, and against a bug's signal-to-noise ratio.
 
 
 # Edges of the bins of the norm ratio, by factors of the square root of 10.
@@ -162,7 +162,7 @@ def _rejected(verdicts: Verdicts, precision: str, method: str) -> float:
 
 
 def _bars(axes: Axes, precisions: Sequence[str], share: Callable[[str, str], float]) -> None:
-    """Draw a group of bars a precision, one a method."""
+    """Draw a group of bars for each precision, with one bar for each method."""
     width = 0.8 / len(METHODS)
     for i, method in enumerate(METHODS):
         shares = [share(name, method) for name in precisions]
@@ -189,7 +189,7 @@ def _power(axes: Axes, verdicts: Verdicts) -> None:
     axes.set_title("bugs told apart over their strength", fontsize="medium")
 
 
-# The zoo's report: markdown tables and a plot, drawn from the verdicts alone.
+# The zoo's report: markdown tables and a plot.
 
 
 _METHOD = f"""\
@@ -213,10 +213,10 @@ def write(verdicts: Verdicts, plan: Plan, left_out: Mapping[str, str], path: Pat
     """Write the report and the plot beside it.
 
     Args:
-        verdicts: of the plan's trials.
+        verdicts: the verdicts of the plan's trials.
         plan: what was to be judged.
-        left_out: precisions that this machine cannot run, each with the reason.
-        path: of the report.
+        left_out: the precisions that this machine cannot run, each with the reason.
+        path: the report's path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = path.with_suffix(".png")

@@ -1,4 +1,4 @@
-"""The rules that other projects compare with: each names the tensors that it rejects."""
+"""The rules by which other projects compare tensors. Each says whether it rejects a tensor."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from parity.passes.prepare import Prepared, cast, cast_module
 from parity.result import PROBED, Kind
 from parity.te import Kernels, Precision
 
-# The tensors that rules of comparison judge: of a candidate, of its golden reference, of low-precision PyTorch.
+# The tensors that the rules judge: those of a candidate, of its golden reference and of low-precision PyTorch.
 
 
-# By ``output``, ``probed output`` or ``d up_proj.weight``.
+# Tensors by labels such as ``output``, ``probed output`` or ``d up_proj.weight``.
 Tensors = dict[str, Tensor]
 
 
 def candidate(
     case: Case, checked: CheckedSize, prepared: Prepared, precision: Precision, seed: int, kernels: Kernels
 ) -> Tensors:
-    """Return the candidate's, in the reference's layout and in the dtypes that it returns."""
+    """Return the candidate's tensors, in the reference's layout and in the dtypes that the candidate returns."""
     tensors, _ = all_passes.run_candidate(case, checked, prepared, precision, seed, kernels)
     return {
         _label(*key): tensor.to(precision.dtype) if key[0] == "weight gradient" else tensor
@@ -36,12 +36,12 @@ def candidate(
 
 
 def golden(prepared: Prepared) -> Tensors:
-    """Return the reference's, in FP64."""
+    """Return the reference's tensors in FP64."""
     return _labelled(all_passes.golden_tensors(prepared))
 
 
 def low_precision(prepared: Prepared, dtype: torch.dtype) -> Tensors:
-    """Return the reference's tensors as plain PyTorch computes them in a dtype; FP32 is without TF32, as by default."""
+    """Return the reference's tensors as plain PyTorch computes them in a dtype, FP32 without TF32 as by default."""
     module = cast_module(copy.deepcopy(prepared.reference), dtype)
     ran = run(
         module,
@@ -79,7 +79,7 @@ def _label(kind: Kind, name: str) -> str:
     return name if kind == "output" else f"d {name}"
 
 
-# Rules that other projects compare with: each names the tensors that it rejects.
+# The rules of other projects. Each says whether it rejects a tensor.
 #
 # All of them see the same tensors as parity does. PyTorch has no FP8 modules, so under a quantizing recipe the
 # low-precision reference is the reference in BF16.
@@ -87,14 +87,14 @@ def _label(kind: Kind, name: str) -> str:
 
 @dataclass(frozen=True)
 class Compared:
-    """Hold what a rule judges.
+    """The tensors that a rule judges, with what it needs to know about them.
 
     Attributes:
-        candidate: tensors of the port, by name.
-        golden: the reference in FP64.
-        low_precision: the reference in the precision's dtype, as plain PyTorch computes it.
-        precision: of the candidate.
-        module: class name of the TE module, see ``module_of``.
+        candidate: the port's tensors, by name.
+        golden: the reference's tensors in FP64.
+        low_precision: the reference's tensors as plain PyTorch computes them in the precision's dtype.
+        precision: the candidate's precision.
+        module: the class name of the TE module, see ``module_of``.
     """
 
     candidate: Tensors
@@ -118,7 +118,7 @@ def assert_close_rejects(compared: Compared, name: str) -> bool:
 
 
 def te_tests_reject(compared: Compared, name: str) -> bool:
-    """Return the tolerances of TE's own tests, against low-precision PyTorch.
+    """Apply the tolerances of TE's own tests, against low-precision PyTorch.
 
     Source: ``tests/pytorch/test_numerics.py`` (commit 00c727f) by module and dtype, and for a recipe
     ``quantization_tols`` of ``tests/pytorch/utils.py`` (commit 009e651).
@@ -130,7 +130,7 @@ def te_tests_reject(compared: Compared, name: str) -> bool:
 
 
 def twice_error_rejects(compared: Compared, name: str) -> bool:
-    """Return the largest error exceeds twice that of low-precision PyTorch by more than 3e-5; 40 times for a recipe.
+    """Return whether the largest error exceeds twice that of low-precision PyTorch plus 3e-5, or 40 times for a recipe.
 
     Source: flash-attention, ``hopper/test_flash_attn.py`` as of 2024, which has 40 for FP8.
     """
@@ -143,10 +143,10 @@ def twice_error_rejects(compared: Compared, name: str) -> bool:
 
 
 def rmse_rejects(compared: Compared, name: str) -> bool:
-    """Apply PyTorch's check of compiled benchmarks: the RMSE against FP64 exceeds 2 or 3 times the reference's own.
+    """Apply PyTorch's check of compiled benchmarks: reject an RMSE against FP64 above 2 or 3 times the reference's own.
 
-    Source: ``torch._dynamo.utils.same`` (torch 2.8) with its defaults: what ``torch.allclose`` accepts at 1e-4 passes;
-    the factor is 3 for 16-bit dtypes and for fewer than 1000 elements.
+    Source: ``torch._dynamo.utils.same`` (torch 2.8) with its defaults. A tensor that ``torch.allclose`` accepts at 1e-4
+    passes. The factor is 3 for 16-bit dtypes and for fewer than 1000 elements.
     """
     candidate, golden, reference = (
         tensors[name].double() for tensors in (compared.candidate, compared.golden, compared.low_precision)
@@ -167,7 +167,7 @@ RULES: dict[str, Rule] = {
 
 
 def rejected(rule: Rule, compared: Compared) -> tuple[str, ...]:
-    """Return names of the tensors that the rule rejects; any is a rejection of the port."""
+    """Return the names of the tensors that the rule rejects. A single one is enough to reject the port."""
     return tuple(name for name in compared.golden if rule(compared, name))
 
 
@@ -177,7 +177,7 @@ def rejects(rule: Rule, compared: Compared) -> bool:
 
 
 def module_of(candidate: nn.Module) -> str:
-    """Return the largest of the modules that TE's tests know that is part of the candidate.
+    """Return the class name of the largest module in the candidate for which TE's tests have tolerances.
 
     Raises:
         ValueError: if there is none.
@@ -208,7 +208,7 @@ _E4M3, _E2M1 = (0.0675, 0.125), (0.125, 0.25)
 
 
 def _te_tolerances(compared: Compared, output: bool) -> tuple[float, float]:
-    """Return the absolute and the relative one."""
+    """Return the absolute and the relative tolerance."""
     if compared.precision.recipe:
         return _E2M1 if compared.precision.name == "nvfp4" else _E4M3
     atol, rtol = _BY_MODULE[compared.module][0 if output else 1]

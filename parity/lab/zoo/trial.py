@@ -1,4 +1,4 @@
-"""Judge bugs planted in hosts by parity and by its rivals, against rounding and on kernels that choose otherwise."""
+"""Judge bugs planted in hosts by parity and by its rivals, relative to rounding noise and on kernels that differ."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ from parity.te import PRECISIONS, Kernels, Precision, why_unavailable
 from parity.te.attention_backend import AttentionBackend
 from parity.user_error import UserError
 
-# How strong a bug is against the rounding noise that hides it.
+# The strength of a bug relative to the rounding noise that hides it.
 #
 # The *noise* is the right candidate at the judged precision minus the golden value. A bug's *effect* on a tensor is the
-# candidate with the bug minus the candidate without, on the same weights and inputs, both in FP32: without TF32 on CPU
-# kernels; on a GPU, where TE always takes TF32, what that rounds differently is taken for effect.
+# candidate with the bug minus the candidate without it, on the same weights and inputs, both in FP32. CPU kernels do
+# not use TF32 for this. On a GPU, TE always uses TF32, so differences in its rounding count as effect.
 #
 # * ``norm_ratio``: the norm of the effect over that of the noise. A rule that compares norms needs about 1.
-# * ``coefficient``: the noise regressed on the effect, ``<noise, effect> / <effect, effect>``: what a matched filter
-#   reads where no bug is, and 1 more where it is. Its root mean square over seeds is the scatter of the filter, and
-#   one over that its signal to noise ratio. No formula for white noise comes in.
+# * ``coefficient``: the noise regressed on the effect, ``<noise, effect> / <effect, effect>``. This is what a matched
+#   filter reads without the bug; with the bug it reads 1 more. Its root mean square over seeds is the scatter of the
+#   filter, and the inverse of that is the signal-to-noise ratio. The noise is not assumed to be white.
 #
-# A bug that FP32 cannot have, such as a stale FP8 scale, is itself a rounding: it has no effect that a filter could
+# A bug that FP32 cannot have, such as a stale FP8 scale, is itself a rounding, so it has no effect that a filter could
 # know. Its ``norm_ratio`` is what it adds to the noise or takes away, in squares: the root of ``|(|error with it| /
 # |noise|)^2 - 1|``.
 
 
-# Fewer seeds do not tell how a filter scatters.
+# With fewer seeds the scatter of a filter cannot be estimated.
 LEAST_SEEDS = 3
 
 
-# In the record, with all digits; JSON has no numbers such as infinity.
+# A number that the record keeps as text, with all digits, since JSON has no infinity.
 _Text = Annotated[float, PlainSerializer(str)]
 
 
 class Signal(NamedTuple):
-    """Measure the signal of a bug in one tensor at one seed.
+    """The signal of a bug in one tensor at one seed.
 
     Attributes:
         norm_ratio: ``|effect| / |noise|``; infinite without noise.
@@ -75,7 +75,7 @@ class Signal(NamedTuple):
 
 
 def measure(effect: Tensor, noise: Tensor) -> Signal:
-    """Measure a bug's effect against the noise; both are of one shape, finite."""
+    """Measure a bug's effect relative to the noise. Both have the same shape and are finite."""
     effect, noise = effect.double().flatten(), noise.double().flatten()
     effect_norm, noise_norm = (torch.linalg.vector_norm(x).item() for x in (effect, noise))
     if effect_norm == 0.0:
@@ -89,7 +89,7 @@ def measure_added(error: Tensor, noise: Tensor) -> Signal:
 
     Args:
         error: the candidate with the bug minus the golden value, finite.
-        noise: the candidate without minus the golden value, of the same shape.
+        noise: the candidate without the bug minus the golden value, of the same shape.
     """
     error_norm, noise_norm = (torch.linalg.vector_norm(x.double()).item() for x in (error, noise))
     if noise_norm == 0.0:
@@ -98,7 +98,7 @@ def measure_added(error: Tensor, noise: Tensor) -> Signal:
 
 
 def filter_ratio(coefficients: Sequence[float]) -> float:
-    """Return the matched filter's signal to noise ratio from its readings without the bug; NaN for too few seeds."""
+    """Return the matched filter's signal-to-noise ratio from its readings without the bug, or NaN for too few seeds."""
     finite = [coefficient for coefficient in coefficients if math.isfinite(coefficient)]
     if len(finite) < LEAST_SEEDS:
         return math.nan
@@ -106,7 +106,7 @@ def filter_ratio(coefficients: Sequence[float]) -> float:
     return 1.0 / scatter if scatter else math.inf
 
 
-# One trial: a bug in a host at one size, precision and seed, judged by parity and by every rival; or no bug.
+# One trial: a host with or without a bug, at one size, precision and seed, judged by parity and by every rival.
 
 
 CLEAN = ""
@@ -114,14 +114,14 @@ CLEAN = ""
 
 @dataclass(frozen=True)
 class Trial:
-    """Hold what is judged.
+    """A port to judge.
 
     Attributes:
-        bug: a name of the catalogue, or ``CLEAN``.
-        host: a name of the hosts.
+        bug: the bug's name in the catalogue, or ``CLEAN``.
+        host: the host's name.
         size: ``small`` or ``large``.
-        precision: a name of ``parity.te.PRECISIONS``.
-        seed: of weights, inputs and output gradients.
+        precision: a name in ``parity.te.PRECISIONS``.
+        seed: the seed of weights, inputs and output gradients.
     """
 
     bug: str
@@ -133,21 +133,21 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold what every rule says of a trial.
+    """The verdicts of all rules on a trial.
 
     Attributes:
-        status: parity's, ``passed``, ``failed`` or ``error``.
-        margin: parity's largest; infinite where something is not finite.
-        worst: the tensor that has it.
-        findings: parity's titles, the first first.
+        status: parity's verdict, ``passed``, ``failed`` or ``error``.
+        margin: parity's largest margin; infinite if something is not finite.
+        worst: the tensor that has the largest margin.
+        findings: the titles of parity's findings, in their order.
         tensors: how many tensors were compared.
         failed_tensors: how many of them parity rejects.
         rejected: how many of them each rival rejects.
-        signals: the bug's in each tensor; empty for a clean trial.
+        signals: the bug's signal in each tensor; empty for a clean trial.
         reason: why there was an error.
-        seconds: of parity's comparison.
+        seconds: how long parity's comparison took.
         backend: ``cpu`` or ``gpu``.
-        messages: of the findings, in the same order.
+        messages: the messages of the findings, in the same order.
     """
 
     status: str
@@ -180,7 +180,7 @@ class _Ran:
 
 
 def judge(trial: Trial, kernels: Kernels) -> Verdict:
-    """Run a trial; a port that raises is an ``error``."""
+    """Run a trial. The verdict on a port that raises is ``error``."""
     try:
         with torch.random.fork_rng():
             torch.manual_seed(trial.seed)  # for a dropout that was left on
@@ -196,7 +196,7 @@ def _judge(trial: Trial, kernels: Kernels) -> Verdict:
     bug = BUGS[trial.bug] if trial.bug else None
     case = planted(bug, host) if bug else host
     (checked,) = check_case(case, kernels.te)
-    # The search has no limit of real time here: what is found is the same on every machine.
+    # The search has no time limit here, so that it finds the same on every machine.
     result = compare_at(case, checked, precision, trial.seed, kernels, _calibration())
     if result.status == "error":
         return Verdict("error", math.nan, "", (), 0, 0, {}, reason=result.reason)
@@ -230,7 +230,7 @@ def _calibration() -> Table:
 
 
 def at_size(host: Case, size: str) -> Case:
-    """Return a host with this size alone."""
+    """Return a host with only this size."""
     return dataclasses.replace(host, sizes=(host.sizes[SIZES.index(size)],))
 
 
@@ -261,18 +261,18 @@ def _in_fp32(ran: _Ran, seed: int, kernels: Kernels) -> Tensors:
         return rivals.candidate(ran.case, ran.checked, prepared, PRECISIONS["fp32"], seed, kernels)
 
 
-# Many trials: all that a plan asks for, in processes, each recorded as soon as it is judged.
+# Many trials: all trials of a plan, in processes, each recorded as soon as it is judged.
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold what a run judges.
+    """Say what a run judges.
 
     Attributes:
-        bugs: to plant, each in all of its hosts.
-        hosts: right ports to judge as well.
-        precisions: of all, where a bug can occur.
-        seeds: by size, ``small`` or ``large``, how many seeds of weights and inputs, from 0.
+        bugs: the bugs to plant, each in all of its hosts.
+        hosts: the right ports to judge as well.
+        precisions: the precisions of all trials, as far as the bug can occur there.
+        seeds: for each size, ``small`` or ``large``, how many seeds of weights and inputs, from 0.
     """
 
     bugs: tuple[Bug, ...]
@@ -299,14 +299,14 @@ def planned(
     """Return the plan that a user asks for, and the precisions that this machine cannot run, each with the reason.
 
     Args:
-        pattern: a pattern of bugs' names, as in a shell.
-        precisions: names; none for each that this machine runs.
-        sizes: names in ``SIZES``; none for both.
-        seeds: how many of each size, from 0, or how many of all.
+        pattern: a shell pattern of bugs' names.
+        precisions: their names; empty for all that this machine runs.
+        sizes: names in ``SIZES``; empty for both.
+        seeds: how many seeds, from 0: one number for each size, or one for all.
 
     Raises:
-        UserError: for an unknown bug, precision or size, if seeds and sizes do not match, or if this machine runs none
-            of the precisions.
+        UserError: if a bug, precision or size is unknown, if seeds and sizes do not match, or if this machine runs
+            none of the precisions.
     """
     check_precisions(precisions, "--precision")
     unknown = [name for name in sizes if name not in SIZES]
@@ -326,14 +326,14 @@ def planned(
 
 
 def run(plan: Plan, path: Path, workers: int) -> dict[Trial, Verdict]:
-    """Judge what the record has not yet, and return all of the plan's verdicts.
+    """Judge the trials that the record lacks, and return all of the plan's verdicts.
 
-    A record is of one version of parity and TE; start another one after a change.
+    A record belongs to one version of parity and TE. Start another one after a change.
 
     Args:
         plan: what to judge.
-        path: of the record, JSON lines.
-        workers: processes, each with one thread; one worker is this process.
+        path: the record, JSON lines.
+        workers: how many processes to use, each with one thread; a single worker is this process.
     """
     campaign: Campaign[Trial, Verdict] = Campaign(path, Verdict)
     threads = torch.get_num_threads()
@@ -356,7 +356,7 @@ def _judge_here(trial: Trial) -> Verdict:
 
 
 def occurs(trial: Trial) -> bool:
-    """Return whether its host runs at its precision, and its bug can be made there."""
+    """Return whether a trial's host runs at its precision, and its bug can occur there."""
     if not HOSTS[trial.host].runs_at(trial.precision):
         return False
     return trial.bug == CLEAN or BUGS[trial.bug].occurs_at(trial.precision)
@@ -367,13 +367,13 @@ def hosts_of(bugs: Iterable[Bug]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(host for bug in bugs for host in bug.hosts))
 
 
-# What it costs to grant what other faithful kernels may do: right ports rejected, and bugs detected.
+# The cost of allowing for choices that other faithful kernels may make: right ports rejected, and bugs detected.
 #
-# Each choice of ``parity.numerics.kernel_choices`` is switched on in the CPU kernels. Right ports must pass on them,
-# and bugs are judged with and without what is granted, on kernels that do nothing of the kind and on those that do.
+# Each choice of ``parity.numerics.kernel_choices`` is switched on in the CPU kernels. Right ports must pass on them.
+# Bugs are judged with and without the allowance, on kernels that make the choice and on those that do not.
 
 
-_NO_CHOICE = ""  # kernels as they are by default
+_NO_CHOICE = ""  # the default kernels
 
 
 @dataclass(frozen=True)
@@ -383,7 +383,7 @@ class Asked:
     Attributes:
         trial: a port, right or with a bug.
         kernels: the name of a choice that is switched on, or ``_NO_CHOICE``.
-        granted: whether what other kernels may do is granted.
+        granted: whether parity allows for the choices of other kernels.
     """
 
     trial: Trial
@@ -392,7 +392,7 @@ class Asked:
 
 
 def is_rejected(asked: Asked) -> bool | None:
-    """Judge a trial, without a search for the cause; None for one that could not be compared."""
+    """Judge a trial without searching for the cause, and return None if it could not be compared."""
     trial, kernels = asked.trial, te.kernels("cpu")
     host = at_size(HOSTS[trial.host], trial.size)
     case = planted(BUGS[trial.bug], host) if trial.bug else host
@@ -407,14 +407,14 @@ def is_rejected(asked: Asked) -> bool | None:
 
 
 def shown(choice: KernelChoice) -> str | None:
-    """Return the precision in which a choice is tried, the first in which it can show here; None where it cannot."""
+    """Return the precision to try a choice in: the first in which it can show on this machine, or None."""
     kernels = te.kernels("cpu")
     names = (name for name in choice.precisions if why_unavailable(PRECISIONS[name], kernels) is None)
     return next(names, None)
 
 
 def asked_of(seeds: int) -> list[Asked]:
-    """List what is to be judged, at the zoo's small size."""
+    """List everything to judge, at the zoo's small size."""
     tried = {choice.name: precision for choice in CHOICES if (precision := shown(choice)) is not None}
     precisions = tuple(dict.fromkeys(tried.values()))
     bugs = tuple(BUGS.values())
@@ -431,9 +431,9 @@ def run_on_choices(seeds: int, workers: int, path: Path) -> Path:
     """Judge everything and write the page.
 
     Args:
-        seeds: how many, from 0.
-        workers: processes.
-        path: of the page.
+        seeds: how many seeds, from 0.
+        workers: how many processes to use.
+        path: the page's path.
     """
     asked = asked_of(seeds)
     with processes(workers) as pool:

@@ -1,4 +1,4 @@
-"""Every planted bug, and which of them a run is to plant."""
+"""All planted bugs, and the choice of those that a run plants."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def chosen(pattern: str) -> tuple[Bug, ...]:
     """Return the bugs whose names match a shell pattern such as ``rope-*``.
 
     Raises:
-        UserError: if none does.
+        UserError: if no name does.
     """
     found = tuple(bug for name, bug in BUGS.items() if fnmatch(name, pattern))
     if not found:

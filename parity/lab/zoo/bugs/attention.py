@@ -28,7 +28,7 @@ from parity.lab.zoo.planting import (
 )
 from parity.numerics.formats import tf32
 
-# Rotary position embeddings of the wrong form, base, position or precision.
+# Rotary position embeddings with the wrong form, base, position or precision.
 
 
 SELF_ATTENTION = ("attention", "llama_layer")
@@ -36,12 +36,12 @@ RIGHT_BASE, WRONG_BASE = 10_000.0, 500_000.0
 
 
 def _rope(change: Callable[[Tensor], object]) -> Plant:
-    """Return the port with another ``rotary_pos_emb`` ``[seq, 1, 1, head_dim]``, phases twice over."""
+    """Change the argument ``rotary_pos_emb``, ``[seq, 1, 1, head_dim]``, which has the phases twice in a row."""
     return with_argument("rotary_pos_emb", change)
 
 
 def _of_wrong_base(phases: Tensor) -> Tensor:
-    """Return phases of another base: each frequency is the base to some power."""
+    """Return the phases for the wrong base, given that each frequency is a power of the base."""
     frequencies = phases[1].double()
     ratio = torch.log(torch.tensor(WRONG_BASE)) / torch.log(torch.tensor(RIGHT_BASE))
     positions = torch.arange(phases.shape[0], dtype=torch.float64, device=phases.device)[:, None, None, None]
@@ -49,13 +49,13 @@ def _of_wrong_base(phases: Tensor) -> Tensor:
 
 
 def _half(phases: Tensor) -> Tensor:
-    """Return the phases of ``rotary_percent=0.5``: half of the channels, with the frequencies of that many."""
+    """Return the phases of ``rotary_percent=0.5``, for half of the channels and with the frequencies for that many."""
     quarter = phases[..., : phases.shape[-1] // 2 : 2]
     return torch.cat((quarter, quarter), dim=-1)
 
 
 def _whole(phases: Tensor) -> Tensor:
-    """Return the phases of all channels, where half of them are rotated."""
+    """Return phases for all channels, where only half of them should be rotated."""
     head_dim = 2 * phases.shape[-1]
     positions = torch.arange(phases.shape[0], device=phases.device)
     half = _right_phases(positions, head_dim)
@@ -214,7 +214,7 @@ def _with_scale(scale: Callable[[int], float]) -> Plant:
 
 
 def _next_key_visible(call: Call) -> Call:
-    """Return a port whose mask is made with ``diagonal=2`` where 1 is due: each query also sees the key after it."""
+    """Make the mask with ``diagonal=2`` instead of 1, so that each query also sees the key after it."""
 
     def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ones = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
@@ -224,7 +224,7 @@ def _next_key_visible(call: Call) -> Call:
 
 
 def _own_key_hidden(call: Call) -> Call:
-    """Hide each query's own key (``diagonal=0``), but for the first, which has no other."""
+    """Hide each query's own key (``diagonal=0``), except for the first query, which has no other key."""
 
     def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).triu(0)
@@ -247,7 +247,7 @@ def _heads_tiled(call: Call) -> Call:
 
 
 def _slopes_reversed(call: Call) -> Call:
-    """Return the slopes in the order of another implementation, the smallest first."""
+    """Pass the slopes in another implementation's order, with the smallest first."""
 
     def mistaken(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         alibi_slopes = slopes(query.shape[2]).flip(0).to(query.device)
@@ -392,7 +392,7 @@ ATTENTION_BUGS = (
         "attention-in-tf32",
         "Attention's products in TF32 where PyTorch's FP32 is promised.",
         CORE,
-        # The gradient is as if they were not rounded.
+        # The gradient ignores the rounding.
         with_inputs(lambda *tensors: tuple(tensor + (tf32(tensor.detach()) - tensor.detach()) for tensor in tensors)),
         "tf32",
         precisions=("fp32",),

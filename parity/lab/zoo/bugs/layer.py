@@ -1,4 +1,4 @@
-"""Layers and models wired otherwise, with other norms, other activations, and tokens sent to other experts."""
+"""Bugs in the norms, activations and wiring of layers and models, and in how tokens are sent to experts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from parity.lab.zoo.planting import (
     with_output,
 )
 
-# Norms with another epsilon, another kind, or another place of rounding.
+# Norms with the wrong epsilon, of the wrong kind, or rounding in the wrong place.
 
 
 def _scaled_by_bf16_statistics(module: Any, x: Tensor, output: Tensor) -> Tensor:
-    """Return what the norm returns if its reciprocal root mean square was rounded to BF16."""
+    """Return what the norm would return if its reciprocal root mean square were rounded to BF16."""
     rms = x.detach().float().square().mean(-1, keepdim=True).add(module.eps).sqrt()
     rounded = rms.reciprocal().bfloat16().float()
     return (output.float() * (rounded * rms)).to(output.dtype)
@@ -96,11 +96,11 @@ NORM_BUGS = (
 )
 
 
-# Another activation than the reference's, or the right one with other constants.
+# The wrong activation, or the right one with the wrong constants.
 
 
 def _clamped(**params: float) -> Plant:
-    """Construct with other constants; TE's default is a limit of 7 and an alpha of 1.702, as gpt-oss has them."""
+    """Construct with other constants than TE's default, which is gpt-oss's limit of 7 and alpha of 1.702."""
     return constructed_with(activation_params={"limit": 7.0, "alpha": 1.702, **params})
 
 
@@ -150,14 +150,14 @@ ACTIVATION_BUGS = (
 )
 
 
-# Layers and models wired otherwise.
+# Layers and models that are wired wrongly.
 
 
 LAYERS = ("gpt_layer", "llama_layer")
 
 
 def _first_norm_last(pair: Pair, te: ModuleType) -> Pair:
-    """Return the map for ``output_layernorm=True``, which has the norm in front of attention behind the layer."""
+    """Rename weights for ``output_layernorm=True``, which moves the norm before attention to the end of the layer."""
     names = {
         right: f"layernorm.{right.rpartition('_')[2]}"
         if "layernorm_qkv.layer_norm" in right
@@ -264,7 +264,7 @@ LAYER_BUGS = (
 )
 
 
-# Mixtures of experts whose tokens are weighed or sent otherwise.
+# Mixtures of experts whose tokens are weighted or sent wrongly.
 
 
 MIXTURE = ("mixture",)

@@ -1,4 +1,4 @@
-"""Mistakes between the forward passes of a training: in its steps, in its optimizer, and in the state of FP8."""
+"""Mistakes in training outside of the forward pass: in its steps, in its optimizer, and in the state of FP8."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from parity.lab.zoo.planting import (
 # Mistakes of a training step that the forward pass does not show.
 
 
-# By which losses are multiplied in FP16 training, at the low end so that FP16 itself does not overflow here.
+# The factor by which losses are multiplied in FP16 training. A small one, so that FP16 itself does not overflow here.
 LOSS_SCALE = 128.0
-# Products that are summed before the sum is rounded.
+# How many products are summed before the sum is rounded.
 ACCUMULATED = 16
 
 
 def _embeddings_scaled(module: nn.Module) -> None:
-    """Scale embeddings by the root of their width, as T5 and Gemma have it."""
+    """Scale embeddings by the root of their width, as T5 and Gemma do."""
     model = module.model if isinstance(module, WithLoss) else module
     assert isinstance(model, TEModel)
     model.tokens.register_forward_hook(lambda tokens, given, rows: rows * rows.shape[-1] ** 0.5)
@@ -53,7 +53,7 @@ def _scaled_gradient(call: Call) -> Call:
 
 
 def _step_truncated(weight: Tensor, update: Tensor) -> Tensor:
-    """Return the master weight cut off to the dtype's mantissa, as by taking the upper half of an FP32."""
+    """Return the master weight truncated to the dtype's mantissa, as by taking the upper half of an FP32 number."""
     master = weight.float() - STEPS * LEARNING_RATE * update.float()
     dropped_bits = {torch.bfloat16: 16, torch.float16: 13}.get(weight.dtype, 0)
     cut = (master.detach().view(torch.int32) & (-1 << dropped_bits)).view(torch.float32)
@@ -166,7 +166,7 @@ TRAINED = ("trained_linear",)
 
 
 def _with(**changes: Any) -> Plant:
-    """Return the port with other settings of FusedAdam."""
+    """Train with other settings of FusedAdam."""
     return _by(
         lambda te, weights: te.optimizers.FusedAdam(weights, **{**ADAM_SETTINGS, "master_weights": True, **changes})
     )
@@ -230,12 +230,12 @@ OPTIMIZER_BUGS = (
 
 
 DELAYED = ("fp8_delayed",)
-# Of weights before an optimizer's update, relative to their root mean square.
+# How far stale weights are from those after an optimizer's update, relative to their root mean square.
 UPDATE = 0.2
 
 
 def _before_call(change: Callable[[nn.Module], None]) -> Plant:
-    """Change something before each forward pass of a module that has made its quantizers."""
+    """Change something before each forward pass, once the module has made its quantizers."""
 
     def wrap(call: Call) -> Call:
         def mistaken(module: nn.Module, *inputs: Tensor) -> Any:
@@ -284,10 +284,10 @@ def _scales(direction: str, change: Callable[[Tensor], Tensor]) -> Callable[[nn.
 
 
 def _with_cached_weight(spoil: Callable[[nn.Module, Callable[[], None]], None]) -> Plant:
-    """Let the forward pass take the quantized weight that an earlier microbatch cached.
+    """Let the forward pass use the quantized weight that an earlier microbatch cached.
 
     Args:
-        spoil: gets the module and what refreshes its cache; changes what is cached.
+        spoil: changes what is cached; called with the module and a function that refreshes its cache.
     """
 
     def wrap(call: Call) -> Call:
@@ -318,10 +318,10 @@ def _before_the_update(module: nn.Module, refresh: Callable[[], None]) -> None:
 
 
 def _transposes_before_the_update(module: nn.Module, refresh: Callable[[], None]) -> None:
-    """Refresh the cache after the update, but for the copies that the backward pass reads.
+    """Refresh the cache after the update, except for the copies that the backward pass reads.
 
     Raises:
-        RuntimeError: where there never are any, as on a Blackwell.
+        RuntimeError: if the GPU never needs such copies, as on Blackwell.
     """
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
@@ -329,7 +329,7 @@ def _transposes_before_the_update(module: nn.Module, refresh: Callable[[], None]
         raise RuntimeError("this GPU multiplies FP8 weights without a transposed copy, so none can be stale")
     _before_the_update(module, refresh)
     transposed = {name: workspace._transpose for name, workspace in _workspaces(module).items()}
-    stale = {name: copy.clone() for name, copy in transposed.items() if copy is not None}  # none without backward
+    stale = {name: copy.clone() for name, copy in transposed.items() if copy is not None}  # None without backward
     refresh()
     for name, copy in stale.items():
         _workspaces(module)[name]._transpose.copy_(copy)

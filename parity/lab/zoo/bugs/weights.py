@@ -1,4 +1,4 @@
-"""Weights in the wrong layout, in the wrong place, or not there at all."""
+"""Weights in the wrong layout, in the wrong place, or missing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _value_over_key(left: Side) -> Side:
 
 
 def _head_rows_transposed(pair: Pair) -> Change:
-    """Take rows for ``[head_dim, heads, hidden]`` where they are ``[heads, head_dim, hidden]``."""
+    """Read rows as ``[head_dim, heads, hidden]`` although they are ``[heads, head_dim, hidden]``."""
     heads = heads_of(pair)
     order = tuple(head * heads.head_dim + i for i in range(heads.head_dim) for head in range(heads.heads))
     return parameter("q_proj.weight", lambda left: reorder(left, order))

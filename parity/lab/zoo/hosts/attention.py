@@ -1,4 +1,4 @@
-"""Attention: without projections, with them and RoPE, and with RoPE at long distances."""
+"""Attention without projections, with projections and RoPE, and with RoPE over long distances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parity.case.weight_map import Side, WeightMap, interleaved_qkv, rope_halves
 from parity.lab.zoo.planting import UNQUANTIZED, construct, host
 from parity.reference import Attention, CoreAttention, RotaryEmbedding, rotate_halves, rotate_interleaved
 
-# Attention without projections, with every mask that people get wrong.
+# Attention without projections, with the masks that people get wrong.
 
 
 SMALL = dict(batch=2, seq=32, heads=4, groups=2, head_dim=16)
@@ -23,11 +23,11 @@ LARGE = dict(batch=2, seq=128, heads=8, groups=2, head_dim=64)
 CROSS = (SMALL | dict(seq_kv=48), LARGE | dict(seq_kv=160))
 WINDOW = 8
 SOFTCAP = 2.0
-LARGEST_SLOPE = 0.5  # of ALiBi's first head; each head's is half of the one before
+LARGEST_SLOPE = 0.5  # of ALiBi's first head; each further head has half the slope of the one before
 
 
 class BottomRightAttention(nn.Module):
-    """Causal attention in which the last query stands at the last key, as with a key-value cache."""
+    """Causal attention in which the last query is aligned with the last key, as with a key-value cache."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Take and return what ``CoreAttention`` does."""
@@ -46,7 +46,7 @@ class SoftcapAttention(nn.Module):
 
 
 class SinkAttention(nn.Module):
-    """Causal attention whose softmax has one more term, a score for each head that no key has, as in gpt-oss."""
+    """Causal attention whose softmax has an additional learned score for each head, without a key, as in gpt-oss."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class AlibiAttention(nn.Module):
 
 
 def slopes(heads: int) -> Tensor:
-    """Return ALiBi's slopes, by which a score falls a position: ``[heads]``, FP32."""
+    """Return ALiBi's slopes, by which scores fall with each position: ``[heads]``, FP32."""
     return LARGEST_SLOPE ** torch.arange(1.0, heads + 1.0)
 
 
 def query_key_value(
     rng: Rng, batch: int, seq: int, heads: int, groups: int, head_dim: int, seq_kv: int = 0
 ) -> tuple[Tensor, ...]:
-    """Draw ``[batch, seq, heads, head_dim]``, and twice ``[batch, seq_kv or seq, groups, head_dim]``."""
+    """Draw queries ``[batch, seq, heads, head_dim]``, keys and values ``[batch, seq_kv or seq, groups, head_dim]``."""
     return (
         rng.normal(batch, seq, heads, head_dim),
         rng.normal(batch, seq_kv or seq, groups, head_dim),
@@ -131,7 +131,7 @@ def cached_attention(te: ModuleType, **size: int) -> Pair:
 
 @host("padded_attention", SMALL, LARGE, precisions=UNQUANTIZED)
 def padded_attention(te: ModuleType, **size: int) -> Pair:
-    """Attend in sequences of unequal lengths; a padded query's result means nothing, so both return 0 there."""
+    """Attend in sequences of unequal lengths. A padded query's result means nothing, so both modules return 0 there."""
 
     def inputs(rng: Rng, batch: int, seq: int, heads: int, groups: int, head_dim: int) -> tuple[Tensor, ...]:
         lengths = rng.integers(batch, low=seq // 2, high=seq)
@@ -166,7 +166,7 @@ def _core_pair(te: ModuleType, reference: nn.Module, size: dict[str, int], **te_
 
 
 def _scores(query: Tensor, key: Tensor) -> Tensor:
-    """Return ``[batch, heads, seq_q, seq_kv]``, scaled; heads are shared out to the groups in order."""
+    """Return scaled scores ``[batch, heads, seq_q, seq_kv]``. Consecutive heads share a group."""
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     return query.transpose(1, 2) @ key.permute(0, 2, 3, 1) / math.sqrt(query.shape[-1])
 
@@ -284,7 +284,7 @@ def _projected_pair(
     )
 
 
-# Rotated queries that look far back, as in a long context: mistakes in RoPE's phases grow with the distance.
+# Rotated queries that look far back, as in a long context, since mistakes in RoPE's phases grow with the distance.
 
 
 SMALL_ROPE = dict(batch=2, seq=16, seq_kv=32, heads=2, groups=1, head_dim=32)
@@ -304,7 +304,7 @@ class LongAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, query_positions: Tensor, key_positions: Tensor
     ) -> Tensor:
-        """Take tensors as ``CoreAttention``'s; positions ``[seq_q]`` and ``[seq_kv]``, int64."""
+        """Take ``CoreAttention``'s tensors, and positions ``[seq_q]`` and ``[seq_kv]``, int64."""
         return self.core(self._rotated(query, query_positions), self._rotated(key, key_positions), value)
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -312,10 +312,10 @@ class LongAttention(nn.Module):
 
 
 class TELongAttention(nn.Module):
-    """The same with TE's RoPE kernel and attention.
+    """``LongAttention`` with TE's RoPE kernel and attention.
 
     Attributes:
-        phases: from positions ``[seq]`` to angles ``[seq, head_dim / 2]``, FP32.
+        phases: maps positions ``[seq]`` to angles ``[seq, head_dim / 2]``, FP32.
     """
 
     def __init__(self, te: ModuleType, heads: int, groups: int, head_dim: int) -> None:
@@ -330,7 +330,7 @@ class TELongAttention(nn.Module):
         self.phases = self.right_phases
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Return ``[head_dim / 2]``, FP32, in radians a position."""
+        """Return the frequencies ``[head_dim / 2]``, FP32, in radians per position."""
         return 1.0 / BASE ** (torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim)
 
     def right_phases(self, positions: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ PARALLEL_WEIGHTS: WeightMap = {
 
 
 class ParallelLayer(nn.Module):
-    """Attention and MLP side by side, which read one norm, as in GPT-J."""
+    """Attention and MLP in parallel, which read the same norm, as in GPT-J."""
 
     def __init__(self, hidden: int, ffn: int, heads: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def llama_layer(te: ModuleType, hidden: int, ffn: int, heads: int, groups: int, 
 
 
 def te_llama_layer(te: ModuleType, hidden: int, ffn: int, heads: int, groups: int) -> nn.Module:
-    """Return TE's layer as a Llama has it, batch first, without dropout; its call takes the RoPE."""
+    """Return TE's layer in Llama's form, batch first, without dropout. RoPE is passed in its call."""
     return _te_layer(
         te, hidden, ffn, heads, num_gqa_groups=groups, normalization="RMSNorm", activation="swiglu", bias=False
     )
@@ -130,12 +130,12 @@ SMALL_MIXTURE = dict(tokens=64, hidden=64, ffn=96, experts=4)
 LARGE_MIXTURE = dict(tokens=256, hidden=256, ffn=384, experts=8)
 CHOSEN = 2
 Route = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-# Of the router's weights: at their initial ones all experts weigh about the same.
+# Standard deviation of the router's weights. With PyTorch's initial ones, all experts would weigh about the same.
 ROUTER_STD = 1.0
 
 
 class Mixture(nn.Module):
-    """Experts whose weights are stacked; the weights of the two that a token is sent to sum up to 1, as in Mixtral."""
+    """Experts with stacked parameters. A token is sent to two of them, whose shares sum to 1, as in Mixtral."""
 
     def __init__(self, hidden: int, ffn: int, experts: int) -> None:
         super().__init__()
@@ -157,10 +157,10 @@ class Mixture(nn.Module):
 
 
 class TEMixture(nn.Module):
-    """The same with TE's grouped layers and permutation.
+    """``Mixture`` with TE's grouped layers and permutation.
 
     Attributes:
-        weights_of: from the router's logits ``[tokens, experts]`` to weights and experts ``[tokens, chosen]``.
+        weights_of: maps the router's logits ``[tokens, experts]`` to weights and experts ``[tokens, chosen]``.
     """
 
     def __init__(self, te: ModuleType, hidden: int, ffn: int, experts: int, chosen: int = CHOSEN) -> None:
@@ -189,7 +189,7 @@ def route(logits: Tensor, chosen: int) -> tuple[Tensor, Tensor]:
 
 @host("mixture", SMALL_MIXTURE, LARGE_MIXTURE, precisions=UNQUANTIZED)
 def mixture(te: ModuleType, hidden: int, ffn: int, experts: int, **_: Any) -> Pair:
-    """Pair mixtures; FP8 would need as many tokens of each expert as its kernels' tiles hold."""
+    """Pair mixtures, without FP8, which would need as many tokens for each expert as its kernels' tiles hold."""
     return Pair(
         reference=Mixture(hidden, ffn, experts),
         candidate=construct(TEMixture, te, hidden, ffn, experts),
@@ -214,12 +214,12 @@ def weights_in(order: Iterable[int]) -> weight_map.WeightMap:
 SMALL_MODEL = dict(batch=2, seq=32, vocabulary=96, hidden=64, ffn=128, heads=4, groups=2)
 LARGE_MODEL = dict(batch=2, seq=128, vocabulary=256, hidden=256, ffn=512, heads=8, groups=2)
 EMBEDDING_STD = 0.5
-# Of labels that do not count, as in ``F.cross_entropy``.
+# The label of tokens that do not count, as in ``F.cross_entropy``.
 IGNORED = -100
 
 
 class Model(nn.Module):
-    """Embeddings, a layer, a norm, and the embeddings again as output projection."""
+    """Embeddings, a layer, a norm, and the embeddings again as the output projection."""
 
     def __init__(self, vocabulary: int, hidden: int, ffn: int, heads: int, groups: int) -> None:
         super().__init__()
@@ -234,13 +234,13 @@ class Model(nn.Module):
 
 
 class TEModel(nn.Module):
-    """The same of TE's modules.
+    """``Model`` built of TE's modules.
 
     Attributes:
-        frequencies: from a length to RoPE's phases, ``[length, 1, 1, head_dim]``, FP32. No submodule, so that casting
-            the model does not round the frequencies, as it did in TransformerEngine issue 1245.
-        tie: from the embeddings to the output projection's weight.
-        final_norm: from the last layer's output to what the output projection reads.
+        frequencies: maps a length to RoPE's phases, ``[length, 1, 1, head_dim]``, FP32. It is not a submodule, so that
+            casting the model does not round the frequencies, as it did in TransformerEngine issue 1245.
+        tie: maps the embeddings to the output projection's weight.
+        final_norm: maps the last layer's output to the output projection's input.
     """
 
     def __init__(self, te: ModuleType, vocabulary: int, hidden: int, ffn: int, heads: int, groups: int) -> None:
@@ -264,8 +264,8 @@ class WithLoss(nn.Module):
     """A model whose output is its loss, ``[1]``.
 
     Attributes:
-        reduce: from the losses of the tokens that count, ``[batch, seq]`` with 0 elsewhere, and where they are, to
-            a number.
+        reduce: reduces the losses of the tokens that count, ``[batch, seq]`` with 0 elsewhere, and a mask of these
+            tokens to a number.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -274,7 +274,7 @@ class WithLoss(nn.Module):
         self.reduce = mean_of_counted
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Take both ``[batch, seq]``; labels that are ``IGNORED`` do not count."""
+        """Take tokens and labels, both ``[batch, seq]``. Labels that are ``IGNORED`` do not count."""
         logits = self.model(tokens)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
@@ -312,7 +312,7 @@ def model_with_loss(te: ModuleType, vocabulary: int, hidden: int, ffn: int, head
 
 
 def _weights(prefix: str) -> dict[Side, Side]:
-    """Return the map of a model whose parameters' names begin with a prefix."""
+    """Return the weight map of a model whose parameters' names begin with a prefix."""
     return under(
         {**under(LLAMA_WEIGHTS, "layer."), "tokens.weight": "tokens.weight", "norm.weight": "norm.weight"}, prefix
     )

@@ -1,4 +1,4 @@
-"""Linear layers with what stands around them: norms, MLPs, and steps of a training."""
+"""Linear layers alone, norms, MLPs, and linear layers in steps of training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SQUARE = (dict(batch=2, seq=32, width=64), dict(batch=2, seq=128, width=256))
 
 
 class LowRankLinear(nn.Module):
-    """A linear layer with a low-rank addition that is scaled by ``ALPHA`` over its rank, as LoRA's."""
+    """A linear layer with a low-rank addition that is scaled by ``ALPHA`` over its rank, as in LoRA."""
 
     def __init__(self, linear: Callable[..., nn.Module], width: int, out: int, rank: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def low_rank_linear(te: ModuleType, width: int, out: int, rank: int, **_: Any) -
 
 
 NORMS = (dict(batch=2, seq=32, width=128), dict(batch=2, seq=128, width=512))
-# Standard deviation of embeddings in GPT-2 and Llama when training begins: what the first norm reads.
+# Standard deviation of embeddings in GPT-2 and Llama when training begins, which the first norm reads.
 EMBEDDING_STD = 0.02
 
 
@@ -137,12 +137,12 @@ def zero_centered_rmsnorm(te: ModuleType, width: int, **_: Any) -> Pair:
     )
 
 
-# A norm and an MLP: fused in one TE module, and composed of two where TE has no such activation.
+# A norm and an MLP, fused in one TE module, or composed of two if TE lacks the activation.
 
 
 SMALL_MLP = dict(batch=2, seq=32, hidden=64, ffn=128)
 LARGE_MLP = dict(batch=2, seq=128, hidden=256, ffn=512)
-# Of the first layer's weights where activations must reach the limit of a clamped SwiGLU, 7.
+# Scales the first layer's weights so that activations reach the limit of a clamped SwiGLU, 7.
 CLAMPING_GAIN = 10.0
 
 PLAIN_WEIGHTS: WeightMap = {
@@ -259,23 +259,23 @@ LINEAR_HOSTS = (
 # Microbatches, averaged losses, and steps on master weights.
 
 
-# A row is a microbatch; MXFP8 wants a multiple of 32 tokens in each.
+# A row is a microbatch. MXFP8 needs a multiple of 32 tokens in each.
 SMALL_MICROBATCHES = dict(batch=32, seq=32, width=64, out=96)
 LARGE_MICROBATCHES = dict(batch=64, seq=32, width=256, out=384)
 STEP = (dict(batch=2, seq=32, width=64, out=96), dict(batch=2, seq=128, width=256, out=384))
-# Steps that are each less than half the distance between most weights' BF16 neighbours, together more.
+# Each step is smaller than half the distance between most weights' BF16 neighbours, but all together are larger.
 STEPS = 32
 LEARNING_RATE = 5e-5
-# What a loss that is averaged over as many tokens hands back to each: a power of two, so that the factor is exact.
+# How many tokens a loss is averaged over. A power of two, so that the factor is exact.
 TOKENS = 2**16
 
 
 class Microbatched(nn.Module):
-    """A linear layer that reads a batch row by row and sums its weight gradient in ``main_grad``, as Megatron's do.
+    """A linear layer that reads a batch row by row and sums its weight gradient in ``main_grad``, as in Megatron.
 
     Attributes:
-        main_grad_dtype: in which microbatches are summed.
-        is_first: TE's ``is_first_microbatch``, for each: True starts a new sum, None adds to what is there.
+        main_grad_dtype: the dtype in which microbatches are summed.
+        is_first: TE's ``is_first_microbatch`` for every microbatch: True starts a new sum, None adds to the old one.
     """
 
     def __init__(self, te: ModuleType, width: int, out: int) -> None:
@@ -296,7 +296,7 @@ class Microbatched(nn.Module):
 
 
 def _read_main_grad(weight: Any) -> None:
-    """Read the gradient from ``main_grad``; TE leaves a dummy in ``grad``."""
+    """Copy the gradient from ``main_grad`` to ``grad``, where TE leaves a dummy."""
     weight.grad = weight.main_grad.to(weight.dtype)
 
 
@@ -304,7 +304,7 @@ class Stepped(nn.Module):
     """A linear layer after some steps of an optimizer on FP32 master weights.
 
     Attributes:
-        step: from the weight, in the module's dtype, and the update to the new weight in the same dtype.
+        step: maps the weight, in the module's dtype, and the update to the new weight in the same dtype.
     """
 
     def __init__(self, te: ModuleType, width: int, out: int) -> None:
@@ -318,7 +318,7 @@ class Stepped(nn.Module):
 
 
 def stepped(weight: Tensor, update: Tensor) -> Tensor:
-    """Return all steps in FP32, then rounded to nearest."""
+    """Return the weight after all steps in FP32, rounded to nearest."""
     return (weight.float() - STEPS * LEARNING_RATE * update.float()).to(weight.dtype)
 
 
@@ -334,7 +334,7 @@ def microbatched_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
 
 @host("averaged_linear", *STEP)
 def averaged_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
-    """Make output gradients as small as a loss that is averaged over many tokens does."""
+    """Make output gradients as small as a loss that is averaged over many tokens makes them."""
 
     def call(module: nn.Module, x: Tensor) -> Tensor:
         return module(x) / TOKENS
@@ -363,21 +363,21 @@ def stepped_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
     )
 
 
-# A linear layer that is trained for some steps, by AdamW, and then computes.
+# A linear layer that is trained by AdamW for some steps and then applied.
 
 
 SMALL_TRAINED = dict(batch=64, width=64, out=96)
 LARGE_TRAINED = dict(batch=256, width=256, out=384)
 ADAM_STEPS = 4
-# An eps that gradients of this size feel, as those of a large batch's average loss feel 1e-8.
+# This eps matters to gradients of this size, just as 1e-8 matters to those of a large batch's average loss.
 ADAM_SETTINGS: dict[str, Any] = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)
 
 
 class Trained(nn.Module):
-    """Trains a copy of its layer, so that each pass begins with the same weights.
+    """Train a copy of the layer, so that each pass begins with the same weights.
 
     Attributes:
-        optimizer: from parameters to what steps on them.
+        optimizer: returns the optimizer of the given parameters.
     """
 
     def __init__(self, linear: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
@@ -386,7 +386,7 @@ class Trained(nn.Module):
         self.optimizer = optimizer
 
     def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """Take ``[batch, width]`` and a target ``[batch, out]``; return what is left of it before and after."""
+        """Take ``[batch, width]`` and a target ``[batch, out]``, and return the residuals before and after training."""
         linear = copy.deepcopy(self.linear)
         optimizer = self.optimizer(linear.parameters())
         for _ in range(ADAM_STEPS):
@@ -399,7 +399,7 @@ class Trained(nn.Module):
 
 @host("trained_linear", SMALL_TRAINED, LARGE_TRAINED, precisions=UNQUANTIZED)
 def trained_linear(te: ModuleType, width: int, out: int, **_: Any) -> Pair:
-    """Train with FP32 master weights, as whoever trains 16-bit weights should."""
+    """Train with FP32 master weights, as one should with 16-bit weights."""
     return Pair(
         reference=Trained(nn.Linear(width, out, bias=False), lambda weights: AdamW(weights, **ADAM_SETTINGS)),
         candidate=Trained(
