@@ -1,5 +1,5 @@
-"""Compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel; the command ``parity kernels``.
+"""``parity kernels``: compare the CPU kernels with TransformerEngine's compiled ones, kernel by kernel.
 
 Two processes make the same calls on the same seeded inputs, one on each kind of kernels, since a process can load
-TransformerEngine for one of them only. A third compares what they wrote (``table.py``).
+TransformerEngine for only one of them. A third compares their results (``table.py``).
 """

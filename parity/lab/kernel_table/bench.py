@@ -1,4 +1,4 @@
-"""Make one kernel call: TransformerEngine on one kind of kernels, seeded inputs, and results as plain tensors."""
+"""Make one call of a kernel, on one kind of kernels and seeded inputs, and return its results as plain tensors."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from torch import Tensor
 from parity.cpu import float8, formats
 from parity.te import Kernels
 
-# What is called: one kernel on one set of inputs.
+# A call: one kernel on one set of inputs.
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One row, or one for each result, of the table.
+    """A kernel call, which gives one row of the table for each result.
 
     Attributes:
-        family: the section that it belongs to.
-        kernel: its name in ``transformer_engine_torch``.
+        family: the section of the table that it belongs to.
+        kernel: the kernel's name in ``transformer_engine_torch``.
         variant: dtypes and options, in words.
-        shapes: of the inputs, in words.
-        run: makes inputs on a bench and calls the kernel; results by name, plain or quantized tensors, or None.
-        quantizer: the one of ``bench.QUANTIZERS`` whose format the GPU must have, or None.
+        shapes: the inputs' shapes, in words.
+        run: makes inputs on a bench, calls the kernel and returns its results by name: plain or quantized tensors, or
+            None.
+        quantizer: the one of ``bench.QUANTIZERS`` whose format the GPU must support, or None.
     """
 
     family: str
@@ -40,11 +41,11 @@ class KernelCall:
 
     @property
     def name(self) -> str:
-        """Return what distinguishes the call from all others."""
+        """Return a name that distinguishes the call from all others."""
         return f"{self.kernel}: {self.variant}"
 
 
-# The plain tensors that a kernel's results consist of, on the CPU; the dtype of each is the format of its numbers.
+# The plain tensors that a kernel's results consist of, on the CPU, each with the dtype of the numbers in it.
 
 
 _SCALE_DTYPES = {"MXFP8Tensor": torch.float8_e8m0fnu, "NVFP4Tensor": torch.float8_e4m3fn}
@@ -53,8 +54,8 @@ _SCALE_DTYPES = {"MXFP8Tensor": torch.float8_e8m0fnu, "NVFP4Tensor": torch.float
 def unpack(results: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return every buffer of every result, by name.
 
-    FP8 codes and scales have their own dtype; FP4 codes, of which torch's kernels know nothing, are int8 numbers from
-    -7 to 7 in the order of the values that they stand for, one for each value.
+    FP8 codes and scales have their own dtypes. FP4 codes, which torch's kernels do not support, become int8 numbers
+    from -7 to 7, one for each value and in the order of the values that they stand for.
 
     Args:
         results: plain tensors, TE quantized tensors, or None, by name.
@@ -95,12 +96,12 @@ def _block_scaled(entry: formats.Format, value: Any) -> Iterator[tuple[str, Tens
 
 
 def _fp4(packed: Tensor) -> Tensor:
-    """Unpack two codes a byte, the first in the lower half: a sign, and 3 bits that grow with the magnitude."""
+    """Unpack two codes from each byte, the lower half first: a sign, and 3 bits that grow with the magnitude."""
     codes = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
     return torch.where(codes < 8, codes, 8 - codes)
 
 
-# A call's inputs, kept so that the call can be made again on them, without drawing them, to be timed.
+# A call's inputs, kept so that the call can be timed on them without drawing them again.
 
 
 @dataclass
@@ -108,15 +109,15 @@ class Tape:
     """The tensors that a call drew, in their order.
 
     Attributes:
-        kept: copies of what was drawn.
-        again: what the next call gets in place of drawing; None while drawing.
+        kept: copies of the tensors that were drawn.
+        again: the tensors that the next call gets instead of drawing; None while drawing.
     """
 
     kept: list[Tensor] = field(default_factory=list)
     again: list[Tensor] | None = None
 
     def next(self, draw: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor of the call's own, which it may write to: drawn, or what was drawn in this place before."""
+        """Return a tensor that the call may write to: a new one, or a copy of the one drawn in this place before."""
         if self.again is not None:
             return self.again.pop(0)
         drawn = draw()
@@ -124,30 +125,30 @@ class Tape:
         return drawn
 
     def rewind(self) -> None:
-        """Let the next call have copies of all that was drawn."""
+        """Give the next call copies of all tensors that were drawn."""
         self.again = [tensor.clone() for tensor in self.kept]
 
 
-# What a kernel call finds: TransformerEngine on one kind of kernels, seeded inputs, and quantizers.
+# The bench of a kernel call: TransformerEngine on one kind of kernels, seeded inputs, and quantizers.
 
 
-# By their names in the table.
+# Dtypes by their names in the table.
 HALF = {"BF16": torch.bfloat16, "FP16": torch.float16}
 DTYPES = {"FP32": torch.float32, **HALF}
 E4M3, E5M2 = "kFloat8E4M3", "kFloat8E5M2"
-_DELAYED_SCALE = 37.5  # no power of two, so that products round
+_DELAYED_SCALE = 37.5  # not a power of two, so that products are rounded
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Say where one kernel call is made.
+    """The surroundings of one kernel call.
 
     Attributes:
         te: ``transformer_engine.pytorch``.
         tex: ``transformer_engine_torch``, the kernels.
-        device: where they run.
-        generator: on the CPU, whatever the device is, so that inputs are the same on all.
-        tape: of what was drawn.
+        device: the device on which they run.
+        generator: a generator on the CPU, whatever the device is, so that inputs are the same on all.
+        tape: the tensors that were drawn.
     """
 
     te: ModuleType
@@ -161,7 +162,7 @@ class Bench:
         return self._drawn(lambda: (torch.randn(*shape, generator=self.generator) * scale).to(dtype))
 
     def wide(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Draw normal values times powers of two from 2**-6 to 2**5, another each: blocks get scales of their own."""
+        """Draw normal values, each times its own power of two from 2**-6 to 2**5, so that scales of blocks differ."""
 
         def draw() -> Tensor:
             exponents = torch.randint(-6, 6, shape, generator=self.generator)
@@ -178,7 +179,7 @@ class Bench:
         return self._drawn(lambda: torch.randint(high, shape, generator=self.generator).to(dtype))
 
     def orders(self, rows: int, count: int) -> Tensor:
-        """Return INT64 ``[rows, count]``: 0 to ``count`` - 1, in another order in each row, on the device."""
+        """Return INT64 ``[rows, count]``: 0 to ``count`` - 1 in a random order in each row, on the device."""
         return self._drawn(lambda: torch.rand(rows, count, generator=self.generator).argsort(1))
 
     def fixed(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -193,7 +194,7 @@ class Bench:
         return self.tape.next(lambda: draw().to(self.device))
 
     def angles(self, positions: int, features: int) -> Tensor:
-        """Return RoPE's angles, ``[positions, 1, 1, features]``, made on the CPU: no two devices need agree."""
+        """Return RoPE's angles, ``[positions, 1, 1, features]``, computed on the CPU because devices may differ."""
 
         def draw() -> Tensor:
             half = torch.arange(0, features, 2).double()
@@ -203,7 +204,7 @@ class Bench:
         return self._drawn(draw)
 
     def dtype(self, dtype: torch.dtype) -> Any:
-        """Return TE's name of a torch dtype."""
+        """Return TE's name for a torch dtype."""
         return importlib.import_module("transformer_engine.pytorch.constants").TE_DType[dtype]
 
     def quantizer(self, name: str, codes: str = E4M3) -> Any:
@@ -211,20 +212,20 @@ class Bench:
         return QUANTIZERS[name].make(self, getattr(self.tex.DType, codes))
 
     def why_unavailable(self, quantizer: str) -> str | None:
-        """Return TE's reason why this GPU has not the format of a quantizer, or None if it has it."""
+        """Return TE's reason why this GPU does not support a quantizer's format, or None if it does."""
         available, reason = getattr(self.te, QUANTIZERS[quantizer].available)(return_reason=True)
         return None if available else reason
 
 
 def bench(kernels: Kernels, seed: int) -> Bench:
-    """Return a bench on these kernels; the same seed makes the same inputs on all."""
+    """Return a bench on these kernels. The same seed gives the same inputs on all kernels."""
     tex = importlib.import_module("transformer_engine_torch")
     return Bench(kernels.te, tex, kernels.device, torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
 class QuantizerKind:
-    """Make a quantizer for given codes, and name TE's function that says if the GPU has its format."""
+    """How to make a quantizer for given codes, and TE's function that says if the GPU supports its format."""
 
     make: Callable[[Bench, Any], Any]
     available: str

@@ -1,4 +1,4 @@
-"""Make the calls of attention and of what surrounds it: softmaxes, RoPE, packed sequences, the cache of keys."""
+"""Define the calls of attention and related kernels: softmaxes, RoPE, packed sequences, the key-value cache."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _scores(softmax: str) -> tuple[int, ...]:
 
 
 def _softmax(bench: Bench, softmax: str, dtype: torch.dtype, direction: str) -> Mapping[str, Any]:
-    """Call a softmax; the backward pass takes probabilities of the same kernels' forward."""
+    """Call a softmax. The backward pass takes the probabilities from the forward pass of the same kernels."""
     scores = bench.normal(*_scores(softmax), dtype=dtype, scale=4.0)
     mask = (bench.coin(_BATCH, 1, _SEQUENCE, _SEQUENCE),) if softmax == "scaled_masked" else ()
     probabilities = getattr(bench.tex, f"{softmax}_softmax_forward")(scores, *mask, _SCALE)
@@ -86,8 +86,8 @@ def _joint_rope(bench: Bench, direction: str, dtype: torch.dtype, layout: str) -
 
 # Attention by TE's unfused and by cuDNN's fused kernels, forward and backward, through ``DotProductAttention``.
 #
-# What a padded query gets means nothing and is taken as 0 on both sides. Flash-attention is a package of its own, of
-# which there are no CPU kernels.
+# The results of padded queries mean nothing and are set to 0 on both sides. Flash-attention is a separate package,
+# which the CPU kernels do not cover.
 
 
 _HEADS = 8
@@ -96,7 +96,7 @@ _BACKENDS: dict[AttentionBackend, tuple[str, ...]] = {"unfused": ("FP32", "BF16"
 
 @dataclass(frozen=True)
 class _Mask:
-    """Hold what TE is told; ``options`` go into its call."""
+    """How TE is told of a mask. ``options`` are passed in its call."""
 
     groups: int = _HEADS
     name: str = "no_mask"
@@ -151,7 +151,7 @@ def _attend(bench: Bench, backend: AttentionBackend, dtype: torch.dtype, mask: _
     }
 
 
-# Kernels that move numbers and compute none: transposes, packed sequences, the cache of keys and values.
+# Kernels that only move numbers: transposes, packed sequences, the key-value cache.
 
 
 _SEQUENCES, _LONGEST, _PACKED_HEADS, _PACKED_FEATURES = 3, 64, 4, 32
@@ -270,7 +270,7 @@ def _merge_gradients(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _merge(bench: Bench, dtype: torch.dtype, is_packed: bool) -> Mapping[str, Any]:
-    """Merge a step of whole sequences, then one of second halves alone."""
+    """Merge a step with whole sequences, then one with only their second halves."""
     ends, total, longest = _cumulative(bench, _CP_LENGTHS), sum(_CP_LENGTHS), max(_CP_LENGTHS)
     sums = [
         bench.normal(*((_PACKED_HEADS, tokens) if is_packed else (len(_CP_LENGTHS), _PACKED_HEADS, columns)))

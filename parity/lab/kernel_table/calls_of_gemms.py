@@ -1,7 +1,7 @@
-"""Make the calls of GEMMs, one by one and grouped, and of the casts that make their operands.
+"""Define the calls of GEMMs, single and grouped, and of the casts that make their operands.
 
-GEMMs are asked for through TE's ``general_gemm``, which all versions have with the same parameters. Operands of
-quantized GEMMs are cast by the kernels under test themselves; the calls of casts say how far these agree.
+GEMMs are called through TE's ``general_gemm``, which has the same parameters in all versions. Operands of quantized
+GEMMs are cast by the kernels under test themselves. The calls of casts show how far these agree.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from parity.lab.kernel_table.bench import DTYPES, E4M3, E5M2, HALF, QUANTIZERS, 
 
 _TOKENS, _INNER, _OUTER = 256, 512, 384
 _BF16 = torch.bfloat16
-# By layout: what TE uses it for, and the shapes of A and B.
+# For each layout: what TE uses it for, and the shapes of A and B.
 _LAYOUTS = {
     "TN": ("forward", (_OUTER, _INNER), (_TOKENS, _INNER)),
     "NN": ("input gradient", (_OUTER, _INNER), (_TOKENS, _OUTER)),
     "NT": ("weight gradient", (_TOKENS, _INNER), (_TOKENS, _OUTER)),
 }
-# By name in the table: quantizers of weights, of activations and gradients, and codes of gradients.
+# For each name in the table: the quantizers of weights and of activations and gradients, and the codes of gradients.
 _QUANTIZERS_OF = {
     "fp8_delayed": ("fp8_delayed", "fp8_delayed", E5M2),
     "fp8_current": ("fp8_current", "fp8_current", E5M2),
@@ -107,7 +107,7 @@ def _quantized(bench: Bench, name: str, layout: str, split: bool) -> Mapping[str
     return _general_gemm(a, b, out_dtype=_BF16, layout=layout, grad=layout != "TN", use_split_accumulator=split)
 
 
-# Several products or casts by one call, as the experts of a mixture need them.
+# Several products or casts in one call, as needed by the experts of a mixture.
 
 
 _SPLITS, _GROUPED_INNER, _GROUPED_OUTER = (128, 256, 128), 256, 384
@@ -156,9 +156,9 @@ def _split_quantize(bench: Bench, name: str) -> Mapping[str, Any]:
     return {f"part {i}": part for i, part in enumerate(parts)}
 
 
-# Casts to FP8 and FP4 and back, amaxes, and delayed scaling's step between two iterations.
+# Casts to FP8 and FP4 and back, amaxes, and the step of delayed scaling between two iterations.
 #
-# Shapes are multiples of 512, so that no scale is padding, which a kernel may leave unwritten.
+# Shapes are multiples of 512, so that no scales are padding, which a kernel may leave unwritten.
 
 
 _ROWS, _COLUMNS = 512, 1024
@@ -170,7 +170,7 @@ _TENSORS, _HISTORY = 6, 16
 def casts() -> Iterator[KernelCall]:
     for name in QUANTIZERS:
         for code_text, codes in ({"E2M1": E4M3} if name.startswith("nvfp4") else _CODES).items():
-            # TE's Hadamard transform reads BF16 only.
+            # TE's Hadamard transform only reads BF16.
             for text, dtype in ({"BF16": torch.bfloat16} if "Hadamard" in name else DTYPES).items():
                 variant = f"{text} to {name} {code_text}"
                 run = partial(_quantize, name=name, codes=codes, dtype=dtype)
@@ -213,7 +213,7 @@ def _amax(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _scale_update(bench: Bench, algorithm: str, codes: str) -> Mapping[str, Any]:
-    """Update scales; one tensor has taken no part: its amax is 0."""
+    """Update scales. One tensor has an amax of 0, as if it had not been used."""
     history, reduced = bench.wide(_HISTORY, _TENSORS).abs(), bench.wide(_TENSORS).abs()
     history[0, -1] = reduced[-1] = 0.0
     scale = bench.wide(_TENSORS).abs()
@@ -222,11 +222,11 @@ def _scale_update(bench: Bench, algorithm: str, codes: str) -> Mapping[str, Any]
     return {"amax history": history, "scale": scale}
 
 
-# Casts of a part of a weight, as an optimizer whose master weights are sharded makes them.
+# Casts of a part of a weight, as made by an optimizer whose master weights are sharded.
 
 
 _WEIGHT_ROWS, _WEIGHT_COLUMNS, _BLOCK = 256, 384, 128
-_BEGIN, _END = 1000, 70001  # cut where no row, block or vector ends
+_BEGIN, _END = 1000, 70001  # neither is the end of a row, block or vector
 _SHARD_SHAPES = f"elements {_BEGIN} to {_END} of [{_WEIGHT_ROWS}, {_WEIGHT_COLUMNS}]"
 _SHARD_QUANTIZER = "fp8_block 128x128"
 _SHARD_DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}

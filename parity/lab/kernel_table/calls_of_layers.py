@@ -1,4 +1,4 @@
-"""Make the calls of what stands beside a layer's GEMMs: norms, activations, mixtures, optimizers, losses, streams."""
+"""Define the calls of a layer's other kernels: norms, activations, mixtures, optimizers, losses, hyper-connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parity.lab.kernel_table.bench import DTYPES, E5M2, Bench, KernelCall
 
-# LayerNorm and RMSNorm, forward and backward; the backward pass takes the statistics of the same kernels' forward.
+# LayerNorm and RMSNorm, forward and backward. The backward pass takes the statistics of the same kernels' forward pass.
 
 
 _NORM_ROWS, _NORM_COLUMNS, _EPSILON = 256, 1024, 1e-5
@@ -77,13 +77,13 @@ def _normalize(
     return kernel(*taken, _EPSILON, None, quantizer, bench.dtype(dtype), 0, centered)
 
 
-# Activations and their gradients, plain and gated, in each dtype; to FP8, and with a bias gradient, for some.
+# Activations and their gradients, plain and gated, in each dtype; some also to FP8, or with a bias gradient.
 
 
 _ROWS, _COLUMNS = 256, 512
 _PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 _GATED = ("glu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu", "situglu")
-_SCALED = {"srelu": 1, "swiglu": 2, "situglu": 2, "clamped_swiglu": 2}  # by name, how wide the input is
+_SCALED = {"srelu": 1, "swiglu": 2, "situglu": 2, "clamped_swiglu": 2}  # the input's width over the result's
 _TO_FP8 = ("gelu", "swiglu")
 _WITH_BIAS = ("gelu", "silu", "relu", "qgelu", "srelu")
 
@@ -129,7 +129,7 @@ def _backward(bench: Bench, name: str, dtype: torch.dtype, quantizer: str | None
 
 
 def _scaled(bench: Bench, name: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Return each row's result times a number of its own, such as its router's probability; forward and backward."""
+    """Call an activation that scales each row, such as by its router's probability, forward and backward."""
     x, grad = bench.normal(_ROWS, _SCALED[name] * _COLUMNS, dtype=dtype), bench.normal(_ROWS, _COLUMNS, dtype=dtype)
     scales = bench.normal(_ROWS).abs()
     result = getattr(bench.tex, f"scaled_{name}")(x, scales, None)
@@ -144,7 +144,7 @@ def _with_bias(bench: Bench, name: str, quantizer: str) -> Mapping[str, Any]:
     return {"bias gradient": bias_gradient, "gradient": gradient}
 
 
-# Mixtures of experts: routing, moving tokens to experts and back, padding, and the loss that balances experts.
+# Mixtures of experts: routing, moving tokens to experts and back, padding, and the loss that balances the experts.
 
 
 _TOKENS, _EXPERTS, _CHOSEN, _HIDDEN = 256, 16, 4, 128
@@ -182,7 +182,7 @@ def mixtures() -> Iterator[KernelCall]:
 
 
 def _choices(bench: Bench) -> Tensor:
-    """Return INT64 ``[tokens, chosen]``: experts, no two alike for a token."""
+    """Return INT64 ``[tokens, chosen]``: for each token, different experts."""
     return bench.orders(_TOKENS, _EXPERTS)[:, :_CHOSEN].contiguous()
 
 
@@ -192,7 +192,7 @@ def _mask(choices: Tensor) -> Tensor:
 
 
 def _permute(bench: Bench, kind: str, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Send tokens to experts and back, with probabilities that merge a token's rows."""
+    """Send tokens to experts and back, merging a token's rows by probabilities."""
     choices = _choices(bench)
     x, grad = (bench.normal(_TOKENS, _HIDDEN, dtype=dtype) for _ in range(2))
     x.requires_grad_()
@@ -239,7 +239,7 @@ def _router() -> Any:
 
 
 def _logits(bench: Bench, dtype: torch.dtype) -> Tensor:
-    """Return logits, no two alike for a token in any dtype, so that who is chosen does not hang on the last bit."""
+    """Return logits that differ for each token in any dtype, so that the choice does not depend on the last bit."""
     return (bench.orders(_TOKENS, _EXPERTS) / 4 - 2).to(dtype).requires_grad_()
 
 
@@ -267,10 +267,10 @@ def _auxiliary_loss(bench: Bench, dtype: torch.dtype, graph_safe: bool) -> Mappi
     return {"loss": loss.detach(), "gradient": gradient}
 
 
-# Fused optimizers over three steps, and the kernels on lists of tensors that gradient clipping and scaling use.
+# Fused optimizers over three steps, and the kernels on lists of tensors that are used to clip and scale gradients.
 
 
-_LENGTHS = (5000, 33, 70000)  # more than one chunk, and less than one vector
+_LENGTHS = (5000, 33, 70000)  # one is longer than a chunk, one shorter than a vector
 _STEPS, _CHUNK = 3, 2048 * 32
 _SHAPES = f"tensors of {', '.join(map(str, _LENGTHS))}"
 _BF16 = torch.bfloat16
@@ -327,7 +327,7 @@ def _step(bench: Bench, optimizer: str, dtype: torch.dtype, options: Mapping[str
         made.step()
     results: dict[str, Any] = {"parameter": torch.cat([parameter.detach() for parameter in parameters])}
     states = [made.state[parameter] for parameter in parameters]
-    for name in states[0] if options.get("momentum") != 0.0 else ():  # without momentum its buffer is not written
+    for name in states[0] if options.get("momentum") != 0.0 else ():  # without momentum, the buffer is not written
         values = [state[name] for state in states]
         if all(isinstance(value, Tensor) and value.numel() > 1 for value in values):
             results[name] = torch.cat([value.flatten() for value in values])
@@ -369,7 +369,7 @@ def _scales(bench: Bench, power: bool) -> Mapping[str, Any]:
     return {"scale": torch.cat(scales), "scale_inv": torch.cat(inverses)}
 
 
-# Cross-entropy by TE's Triton kernels, which overwrite the logits by their gradient.
+# Cross-entropy by TE's Triton kernels, which overwrite the logits with their gradient.
 
 
 _BATCH, _SEQUENCE, _VOCABULARY = 2, 64, 1000
@@ -393,7 +393,7 @@ def _cross_entropy(bench: Bench, dtype: torch.dtype, smoothing: float) -> Mappin
     return {"loss": loss.detach(), "gradient": gradient}
 
 
-# TE's manifold hyper-connections, which are Triton kernels: forward, and back to each input.
+# TE's manifold hyper-connections, which are Triton kernels: forward, and backward to each input.
 
 
 _MHC_SEQUENCE, _MHC_BATCH, _CHANNELS, _STREAMS = 64, 2, 96, 4

@@ -1,6 +1,6 @@
-"""``parity kernels``: make calls on both kinds of kernels, and draw how far the CPU's are from the compiled ones.
+"""``parity kernels``: make the calls on both kinds of kernels, and report how far the CPU's are from the compiled ones.
 
-Run as a module, it makes the calls on one kind of kernels, in its own process.
+Run as a module, this makes the calls on one kind of kernels, in a process of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from parity.te import Backend
 from parity.te.devices import cuda_works
 from parity.user_error import UserError
 
-# Kernels of the CPU's that no call of the table makes, each with the reason.
+# CPU kernels that no call in the table uses, each with the reason.
 
 
 _QUERIES = "it computes nothing, but tells of the machine or makes room"
@@ -107,7 +107,7 @@ NOT_CALLED: dict[str, str] = {
 }
 
 
-# All calls of the table, in its order, and the choice of some.
+# All calls of the table, in its order, and the selection of some.
 
 
 CALLS: tuple[KernelCall, ...] = (
@@ -128,10 +128,10 @@ CALLS: tuple[KernelCall, ...] = (
 
 
 def select(keyword: str) -> tuple[KernelCall, ...]:
-    """Return the calls whose name contains the keyword; an empty one is in all.
+    """Return the calls whose names contain the keyword. An empty keyword selects all.
 
     Raises:
-        UserError: if it is in none.
+        UserError: if no name contains it.
     """
     chosen = tuple(call for call in CALLS if keyword in call.name)
     if not chosen:
@@ -139,8 +139,8 @@ def select(keyword: str) -> tuple[KernelCall, ...]:
     return chosen
 
 
-# The calls on one kind of kernels, in a process of their own. Each result is a file of its own, written at once: a
-# kernel that ends the process loses no result but its own.
+# The calls on one kind of kernels, in a process of their own. Each outcome is written to its own file at once, so that
+# a kernel that kills the process loses only its own result.
 
 
 GPU_LOST = 3  # exit code
@@ -150,12 +150,12 @@ _SLEEP_CYCLES = 4_000_000  # about 2 ms
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold what one call made.
+    """The outcome of one call.
 
     Attributes:
-        buffers: its results' plain tensors, on the CPU, by name.
+        buffers: the plain tensors of its results, on the CPU, by name.
         error: why there are none, in one line, or None.
-        seconds: of the GPU for the call on its inputs; None on the CPU.
+        seconds: the GPU's time for the call; None on the CPU.
     """
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Outcome:
 
 
 def make_call(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
-    """Make the call; an exception becomes its outcome. Inputs depend on the seed and on the call's name alone."""
+    """Make the call and return its outcome, even if it raises. Inputs depend only on the seed and the call's name."""
     where = bench(kernels, zlib.crc32(call.name.encode()) ^ seed)
     reason = where.why_unavailable(call.quantizer) if call.quantizer is not None else None
     if reason is not None:
@@ -177,7 +177,7 @@ def make_call(call: KernelCall, kernels: te.Kernels, seed: int) -> Outcome:
 
 
 def gpu_seconds(call: KernelCall, where: Bench) -> float | None:
-    """Return the median time of the GPU for the call on the inputs that it had; None on the CPU.
+    """Return the GPU's median time for the call, made again on the same inputs, or None on the CPU.
 
     The GPU sleeps until the host has launched the call, so that small kernels follow each other without gaps.
     """
@@ -197,10 +197,10 @@ def gpu_seconds(call: KernelCall, where: Bench) -> float | None:
 
 
 def make_all(calls: Sequence[KernelCall], first: int, kernels: te.Kernels, seed: int, folder: Path) -> bool:
-    """Make the calls from an index on, and write each outcome into the folder; stops where the GPU is lost.
+    """Make the calls from an index on, and write each outcome into the folder, until the GPU is lost.
 
     Returns:
-        Whether it came to the end: after an illegal access the GPU fails every call of the process.
+        Whether all calls were made. After an illegal access, the GPU fails every further call of the process.
     """
     for index in range(first, len(calls)):
         outcome = make_call(calls[index], kernels, seed)
@@ -211,12 +211,12 @@ def make_all(calls: Sequence[KernelCall], first: int, kernels: te.Kernels, seed:
 
 
 def outcome_file(index: int, folder: Path) -> Path:
-    """Return where the outcome of the call with this index is."""
+    """Return the file for the outcome of the call with this index."""
     return folder / f"{index}.pt"
 
 
 def keep(outcome: Outcome, index: int, folder: Path) -> None:
-    """Write an outcome whole or not at all, whenever the process is ended."""
+    """Write an outcome completely or not at all, even if the process is killed."""
     draft = folder / "draft"
     torch.save(vars(outcome), draft)
     draft.replace(outcome_file(index, folder))
@@ -229,15 +229,16 @@ def kept(index: int, folder: Path) -> Outcome | None:
     return Outcome(**torch.load(outcome_file(index, folder), weights_only=True))
 
 
-# All calls on one kind of kernels, by processes that replace each other where a kernel ends one or loses the GPU.
+# All calls on one kind of kernels, by processes of which each replaces one that a kernel has killed or that has lost
+# the GPU.
 
 
 ENDED = Outcome(error="the process ended in this call")
 TIME_OVER = Outcome(error="the time for all calls was over")
 _NEVER_BEGUN = Outcome(error="no process came to this call")
-_MOST_IN_VAIN = 3  # processes in succession that end in their first call
-# Seconds from one outcome to the next after which a kernel is taken to hang. The first takes the import of TE, and some
-# the compilation of a Triton kernel.
+_MOST_IN_VAIN = 3  # how many processes in succession may die in their first call
+# Seconds without a new outcome after which a kernel is taken to hang. They must allow for the import of TE before the
+# first outcome, and for compiling Triton kernels.
 LONGEST_CALL = 120.0
 
 
@@ -246,10 +247,10 @@ def outcomes_of(start: Callable[[int], int | None], count: int, folder: Path) ->
 
     Args:
         start: ``start(first)`` runs a process that makes the calls from this index on, writes each outcome into the
-            folder, and returns its exit code: ``GPU_LOST`` if the GPU fails every call after the last one. None
-            where the time for all calls is over.
-        count: of calls.
-        folder: of the outcomes.
+            folder, and returns its exit code: ``GPU_LOST`` if the GPU fails every call after the last one, or None
+            if the time for all calls is over.
+        count: the number of calls.
+        folder: the folder of the outcomes.
     """
     first = in_vain = 0
     missing = _NEVER_BEGUN
@@ -270,14 +271,14 @@ def outcomes_of(start: Callable[[int], int | None], count: int, folder: Path) ->
 def run(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, ends: float, longest: float = LONGEST_CALL
 ) -> int | None:
-    """Run one process; its exit code, or None if the time for all calls was over before it ended.
+    """Run one process, and return its exit code, or None if the time for all calls was over before it ended.
 
     Args:
-        command: of the process.
-        environment: of the process.
-        folder: of the outcomes that it writes.
-        ends: ``time.monotonic()`` at which it is ended.
-        longest: seconds without a new outcome after which it is ended.
+        command: the command of the process.
+        environment: the environment of the process.
+        folder: the folder of the outcomes that it writes.
+        ends: the ``time.monotonic()`` at which it is stopped.
+        longest: seconds without a new outcome after which it is stopped.
     """
     with subprocess.Popen(command, env=environment) as process, ended_with_this(process):
         made, since = _made(folder), time.monotonic()
@@ -297,7 +298,7 @@ def _made(folder: Path) -> int:
     return sum(1 for _ in folder.iterdir())
 
 
-# How far two tensors of one dtype are apart: elements that differ in a bit, numbers in between, and in norm.
+# How far two tensors of one dtype are apart: differing elements, representable numbers in between, and the norm.
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -305,14 +306,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Distance:
-    """
+    """The distance between two tensors.
+
     Attributes:
-        elements: of either tensor.
-        different: how many of them differ in a bit.
+        elements: the number of elements of either tensor.
+        different: how many of them differ in any bit.
         max_ulps: the largest distance of two elements, counted in representable numbers: neighbours are 1 apart, both
             zeros are one number, and so are all NaNs. Infinite where one element is NaN and the other is not.
         relative: the Euclidean norm of the difference over that of the first tensor, where both are finite; 0 for equal
-            tensors, infinite if only the first is all zero, NaN for integers, which may be names and not amounts.
+            tensors, infinite if only the first is all zero, NaN for integers, which may be codes and not amounts.
     """
 
     elements: int
@@ -322,8 +324,7 @@ class Distance:
 
 
 def distance_of(x: Tensor, y: Tensor) -> Distance:
-    """Return the distance of two tensors of the same shape and dtype: floating-point, FP8 and E8M0 included, or
-    integers.
+    """Return the distance of two tensors of the same shape and dtype: any floating-point one, or integers.
 
     Raises:
         ValueError: if shapes or dtypes differ.
@@ -348,7 +349,7 @@ def _relative(x: Tensor, y: Tensor) -> float:
 
 
 def ordinal(values: Tensor) -> Tensor:
-    """Return INT64: each number's place among those of its dtype; zeros have 0, the smallest positive number has 1."""
+    """Return INT64: each number's place among those of its dtype, with 0 for zeros and 1 for the smallest positive."""
     bits = _bits(values).long()
     if values.dtype is torch.float8_e8m0fnu or not values.dtype.is_floating_point:
         return bits
@@ -366,18 +367,18 @@ def _is_nan(values: Tensor) -> Tensor:
     return values.float().isnan()
 
 
-# The table as JSON lines, a line a result, for those who want to compute with it.
+# The table as JSON lines, with a line for each result, for further computations.
 
 
 Entry = dict[str, Any]
 
 
 def lines_of(comparisons: Iterable[Comparison], environment: Environment, emulated_gpu: str) -> str:
-    """Return the record: the environment's line, then one for each result, or for each call that made none.
+    """Return the record: the environment's line, then a line for each result, or for a call without results.
 
     Args:
         comparisons: the table.
-        environment: of the process with the reference's kernels.
+        environment: the environment of the process with the reference's kernels.
         emulated_gpu: the GPU that the CPU kernels emulated.
     """
     lines: list[Entry] = [{"environment": to_json(environment), "emulated_gpu": emulated_gpu}]
@@ -386,10 +387,10 @@ def lines_of(comparisons: Iterable[Comparison], environment: Environment, emulat
 
 
 def read_lines(file: Path) -> list[Entry]:
-    """Return the results' lines; a distance that is infinite or no number is None.
+    """Return the results' lines, with None for a distance that is infinite or NaN.
 
     Raises:
-        UserError: if the file cannot be read, or one of its lines is not of such a table.
+        UserError: if the file cannot be read, or if any of its lines does not belong to such a table.
     """
     found = reading.lines(file, _entry)
     if found.left_out:
@@ -401,12 +402,12 @@ def _entry(line: Any) -> Entry:
     if not isinstance(line, dict):
         raise NotReadableError("it is no object")
     if "kernel" in line:
-        verdict([line])  # which looks at all that is read of it
+        verdict([line])  # raises if anything that is read from the line is missing
     return line
 
 
 def verdict(entries: Sequence[Entry]) -> str:
-    """Return how many results are equal to the bit, the farthest of the others, and what could not be compared."""
+    """Return how many results are bit-equal, the farthest of the others, and what could not be compared."""
     compared = [entry for entry in entries if entry["why_none"] is None]
     equal = sum(entry["different"] == 0 for entry in compared)
     parts = [f"{equal} of {len(compared)} results equal to the bit"]
@@ -441,7 +442,7 @@ def _figures(distance: Distance) -> Entry:
     }
 
 
-# Draws the table: for each result of each call, how far the CPU kernels are from the real ones.
+# The report: for each result of each call, how far the CPU kernels are from the real ones.
 
 
 _HEADERS = ("kernel", "variant", "shapes", "result", "equal to the bit", "max ulps", "relative", "GPU µs")
@@ -453,9 +454,9 @@ class Comparison:
     """One call on both kinds of kernels.
 
     Attributes:
-        distances: by the name of a buffer, how far the two are apart, or why that cannot be said.
+        distances: for each buffer, by name, how far the two are apart, or why they cannot be compared.
         why_none: why there are no distances at all, or None.
-        seconds: of the GPU for the call, or None.
+        seconds: the GPU's time for the call, or None.
     """
 
     call: KernelCall
@@ -488,7 +489,7 @@ def draw(comparisons: Iterable[Comparison], environment: Environment, emulated_g
     """Return the report, markdown.
 
     Args:
-        environment: of the process with the real kernels.
+        environment: the environment of the process with the real kernels.
         emulated_gpu: the GPU that the CPU kernels emulated.
     """
     made = list(comparisons)
@@ -524,7 +525,7 @@ def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 
 def fraction(distance: Distance) -> str:
-    """Return the fraction of equal elements, in percent; only what is wholly equal shows as 100."""
+    """Return the fraction of equal elements in percent, which is 100 only if all are equal."""
     if distance.different == 0:
         return "100 %"
     percent = 100 * (1 - distance.different / distance.elements)
@@ -535,22 +536,22 @@ def ulps(distance: Distance) -> str:
     return "NaN on one side" if math.isinf(distance.max_ulps) else f"{distance.max_ulps:.0f}"
 
 
-# ``parity kernels``: the whole table, by one process for each kind of kernels.
+# ``parity kernels``: make the whole table, with one process for each kind of kernels.
 
 
 def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu", minutes: float | None = None) -> None:
-    """Compare the kernels whose calls contain the keyword with the reference's, and write the report and its record.
+    """Compare the CPU kernels with the reference's in the selected calls, and write the report and its record.
 
     Args:
-        keyword: of the calls.
-        seed: of the inputs.
-        report: markdown; the record has its name with ``.jsonl``.
-        reference: ``gpu``; ``cpu`` tries the table without a GPU: both sides are the CPU kernels.
-        minutes: after which calls that were not made are left out, with this reason; None for no limit.
+        keyword: selects the calls, see ``select``.
+        seed: the seed of the inputs.
+        report: the report, markdown; the record has the same name with ``.jsonl``.
+        reference: ``gpu``, or ``cpu`` to try the table without a GPU, with the CPU kernels on both sides.
+        minutes: the time after which no more calls are made, and the others are left out; None for no limit.
 
     Raises:
-        UserError: if there are no compiled kernels or no GPU here, no such calls, the report cannot be written, or
-            another run writes it.
+        UserError: if there are no compiled kernels or no GPU here, no call is selected, the report cannot be written,
+            or another run writes it.
     """
     reason = te.why_no_gpu() if reference == "gpu" else None
     if reason is not None:
@@ -572,7 +573,7 @@ def make_table(keyword: str, seed: int, report: Path, reference: Backend = "gpu"
 
 
 def nearest_gpu(major: int, minor: int) -> str:
-    """Return the newest GPU in ``cuda.GPUS`` of at most this compute capability; the oldest if all are newer."""
+    """Return the newest GPU in ``cuda.GPUS`` of at most this compute capability, or the oldest if all are newer."""
     by_age = sorted(cuda.GPUS, key=_capability)
     older = [name for name in by_age if _capability(name) <= (major, minor)]
     return older[-1] if older else by_age[0]
@@ -590,9 +591,9 @@ def compare_backends(
     Args:
         reference: ``gpu``; ``cpu`` compares the CPU kernels with themselves in another process.
         emulated_gpu: a name in ``cuda.GPUS``.
-        keyword: of the calls.
-        seed: of the inputs.
-        ends: ``time.monotonic()`` after which no more calls are made.
+        keyword: selects the calls, see ``select``.
+        seed: the seed of the inputs.
+        ends: the ``time.monotonic()`` after which no more calls are made.
     """
     calls = select(keyword)
     with tempfile.TemporaryDirectory() as folder:
@@ -615,11 +616,11 @@ def compare_backends(
 
 
 def _run(backend: str, emulated_gpu: str, keyword: str, seed: int, place: Path, first: int, ends: float) -> int | None:
-    """Run a process that makes the calls from the first on; see ``run``."""
+    """Run a process that makes the calls from ``first`` on, see ``run``."""
     command = [sys.executable, "-m", __name__, backend, keyword, str(seed), str(place), str(first)]
     environment = {**os.environ, cuda.GPU_VARIABLE: emulated_gpu}
     if backend == "cpu":
-        environment[CUDA_VISIBLE_DEVICES] = ""  # the GPU and its memory are the other process's
+        environment[CUDA_VISIBLE_DEVICES] = ""  # the GPU and its memory belong to the other process
     return run(command, environment, place, ends)
 
 
