@@ -19,7 +19,7 @@ _ASSIGNED = re.compile(r"(?:export +|: *\$\{)?(\w+)(?::?=)(.*?)\}?$")
 _RUNS_PYTEST = re.compile(r"^\s*((?:\w+=\S* +)*)(?:python3? -m )?pytest (.*?)\s*(?:\|\||&|$)")
 _RUNS_SCRIPT = re.compile(r"^python3? (\$TE_PATH/tests/\S+\.py) (-.*?)\s*\|\|")
 _PLACE = re.compile(r"\$\{?(\w+)\}?")
-# What a command line of NVIDIA's says of a GPU's number or of where its results go.
+# Parts of NVIDIA's command lines that do not matter here: the GPU's number, verbosity, and where results go.
 _NO_MATTER = re.compile(r"--junitxml=\S+|--tb=\S+|(?<=\s)-[vs](?=\s)|CUDA_VISIBLE_DEVICES=\S+")
 
 
@@ -28,11 +28,11 @@ class Job:
     """Say how NVIDIA runs one file of tests.
 
     Attributes:
-        file: below ``tests/pytorch``.
-        variables: of the environment, sorted.
-        arguments: pytest's own.
-        before: arguments of the file itself, which NVIDIA's script runs first.
-        variant: what tells this way to run the file from the first one; empty for that.
+        file: its path below ``tests/pytorch``.
+        variables: environment variables, sorted.
+        arguments: pytest's arguments.
+        before: arguments with which NVIDIA's script first runs the file itself.
+        variant: how this way to run the file differs from the first one, for which it is empty.
     """
 
     file: str
@@ -50,7 +50,7 @@ def find(place: str | None) -> Path:
     """Return the checkout's folder.
 
     Raises:
-        UserError: if none is named, or it holds no tests.
+        UserError: if no folder is named, or it holds no tests.
     """
     if not place:
         raise UserError(
@@ -65,7 +65,7 @@ def find(place: str | None) -> Path:
 
 
 def version(root: Path) -> str:
-    """Return the commit and its date, or an empty text if the folder is no git checkout."""
+    """Return the commit and its date, or an empty text if the folder is not a git checkout."""
     command = ["git", "-C", str(root), "log", "-1", "--format=%h of %cs"]
     asked = subprocess.run(command, capture_output=True, text=True, check=False)
     return asked.stdout.strip()
@@ -75,8 +75,8 @@ def jobs(root: Path, engine: Path) -> list[Job]:
     """Return how NVIDIA's scripts run each file, in their order.
 
     Args:
-        root: of the checkout.
-        engine: the folder of the installed package ``transformer_engine``, which stands for the checkout's.
+        root: the checkout's folder.
+        engine: the folder of the installed package ``transformer_engine``, which replaces the checkout's.
     """
     found: dict[str, list[Job]] = {}
     for script in sorted(root.glob(_SCRIPTS), key=lambda path: ("debug" in path.parent.name, path)):
@@ -88,7 +88,7 @@ def jobs(root: Path, engine: Path) -> list[Job]:
 
 
 def unnamed(root: Path, known: list[Job]) -> list[str]:
-    """Return the files of tests that no script of NVIDIA's runs."""
+    """Return the test files that none of NVIDIA's scripts runs."""
     files = {path.relative_to(root / TESTS).as_posix() for path in (root / TESTS).rglob("test_*.py")}
     return sorted(files - {job.file for job in known})
 
@@ -129,6 +129,6 @@ def _files(path: Path) -> list[Path]:
 
 
 def _filled(text: str, known: Mapping[str, str], engine: Path) -> str:
-    """Return the text with a script's variables in it; TE's own files are those of the installed package."""
+    """Return the text with a script's variables filled in, and with TE's own files from the installed package."""
     filled = _PLACE.sub(lambda place: known.get(place[1], ""), text)
     return filled.replace(f"{known['TE_PATH']}/transformer_engine", str(engine))

@@ -1,4 +1,4 @@
-"""Collect NVIDIA's tests, draw a sample of them or take all, run it, and write the report."""
+"""Collect NVIDIA's tests, run all of them or a sample, and write the report."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def run(
     on_gpu: Mapping[str, Path],
     report_only: bool = False,
 ) -> str:
-    """Return the table of passed and failed tests; the report is in ``to``.
+    """Run the tests, write the report, and return its table of passed and failed tests.
 
     Args:
-        place: of a checkout of TransformerEngine.
-        folder: where outcomes are kept, so that a run that was killed goes on.
+        place: a checkout of TransformerEngine.
+        folder: where outcomes are kept, so that a run that was killed can resume.
         to: the report.
-        gpus: emulated ones.
-        sample: how many tests that are not skipped; None for all.
-        seed: of the sample.
-        workers: processes.
-        limits: of a test.
-        only: files whose names match this regular expression.
-        on_gpu: by emulated GPU, a file of what ``pytest -v`` printed on a real one of its kind.
-        report_only: whether to run nothing more, and to report what has been run.
+        gpus: the GPUs to emulate.
+        sample: how many tests to run, not counting skipped ones; None for all.
+        seed: the seed of the sample.
+        workers: how many processes to use.
+        limits: the limits of a test.
+        only: a regular expression; only files whose names match it are run.
+        on_gpu: for each emulated GPU, a file with the output of ``pytest -v`` on a real one of its kind.
+        report_only: whether to report what has been run, without running anything more.
     """
     root = checkout.find(place)
     specification = importlib.util.find_spec("transformer_engine")
@@ -57,7 +57,7 @@ def run(
     version = checkout.version(root)
 
     def complete(name: str, result: Any, work: Sequence[Any], make: Callable[..., Any]) -> list[Any]:
-        """Return all results, of which the folder keeps those that are there."""
+        """Return all results, and keep each in the folder, from which those that exist are read."""
         campaign: Campaign[Any, Any] = Campaign(
             folder / f"{name}.jsonl", result, lambda job: {"checkout": version, **dataclasses.asdict(job)}
         )
@@ -78,7 +78,7 @@ def run(
     return text.split("\n\n")[2]
 
 
-# The report: what became of NVIDIA's tests by file, by cause of failure, by reason of not running.
+# The report: the outcomes of NVIDIA's tests by file, by cause of failure, and by reason for not running.
 
 
 _COLUMNS = ("passed", "failed", "skipped", "beyond")
@@ -96,7 +96,7 @@ def rules() -> dict[str, list[dict[str, str]]]:
 
 
 def deselected(collected: Sequence[Collected], table: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], str]:
-    """Return why no CPU can run a test, by job and test; a row with ``unless`` holds where a package is missing."""
+    """Return why no CPU can run a test, by job and test. A row with ``unless`` applies if that package is missing."""
     holding = [row for row in table if "unless" not in row or importlib.util.find_spec(row["unless"]) is None]
     found = {}
     for each in collected:
@@ -108,7 +108,7 @@ def deselected(collected: Sequence[Collected], table: Sequence[Mapping[str, str]
 
 
 def cause_of(outcome: Outcome, table: Sequence[Mapping[str, str]]) -> str:
-    """Return the first row's cause whose patterns match the test and what it said, with TE's line that settles it."""
+    """Return the cause in the first row whose patterns match the test and its message, with the row's source."""
     for row in table:
         if re.search(row["tests"], f"{outcome.gpu} {outcome.job} {outcome.test}") and re.search(
             row.get("said", ""), outcome.why
@@ -118,7 +118,7 @@ def cause_of(outcome: Outcome, table: Sequence[Mapping[str, str]]) -> str:
 
 
 def outcomes_on_gpu(text: str) -> dict[str, str]:
-    """Return the outcomes by test that ``pytest -v`` printed on a real GPU."""
+    """Return the outcomes, by test, that ``pytest -v`` printed on a real GPU."""
     return {
         test: outcome.lower() for test, outcome in re.findall(r"^(\S+\.py::.+) (PASSED|FAILED|SKIPPED)\b", text, re.M)
     }
@@ -138,15 +138,15 @@ def draw(
     """Return the report, markdown.
 
     Args:
-        version: of the checkout.
+        version: the checkout's version.
         collected: the tests of all files.
         left_out: by job and test, why no CPU can run it.
-        outcomes: of the tests that were run.
-        unnamed: files that no script of NVIDIA's runs.
-        limits: of a test.
+        outcomes: the outcomes of the tests that were run.
+        unnamed: files that none of NVIDIA's scripts runs.
+        limits: the limits of a test.
         sample: how many tests were drawn; None for all.
         missing: how many processes, each with tests of one file, have not been run.
-        real: by emulated GPU, what became of tests on a real one of its kind.
+        real: for each emulated GPU, the outcomes of tests on a real one of its kind.
     """
     causes = rules()["causes"]
     unread = [
@@ -214,7 +214,7 @@ def draw(
 
 
 def _on_real(one: Outcome, real: Mapping[str, Mapping[str, str]]) -> str:
-    is_usual = one.job == one.test.partition("::")[0]  # not another way in which NVIDIA runs the file
+    is_usual = one.job == one.test.partition("::")[0]  # rather than a variant in which NVIDIA runs the file
     return real.get(one.gpu, {}).get(one.test, "") if is_usual else ""
 
 

@@ -1,11 +1,11 @@
 """Import TransformerEngine on the CPU kernels once, and fork a process for each program that is asked for.
 
-Two ask. ``measure`` writes an order for pytest, a line of JSON, to the standard input, and reads two lines: the
-process's number, and its exit code when it has ended. Python programs that tests start, ranks too, ask at a socket:
-they get the same two lines, and their own standard streams. All processes are children of this one, so that its times
-and those of its children are those of a test.
+Requests come from two sides. ``measure`` writes an order for pytest, a line of JSON, to the standard input, and reads
+two lines: the process's number, and its exit code when it has ended. Python programs that tests start, including
+ranks, ask at a socket. They get the same two lines, and keep their own standard streams. All processes are children of
+this one, so that its times and those of its children are those of a test.
 
-Run as a module, this is the host; with a program and its arguments, it is one that asks.
+Run as a module without arguments, this is the host. With a program and its arguments, it asks the host to run it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Where the host listens, for the processes that it forks and those that they start.
+# The variable with the address at which the host listens, for the processes that it forks and those that they start.
 ADDRESS = "PARITY_NVIDIA_TESTS_HOST"
-# What PyTorch's and TE's modules (2.20.2) read while they are imported; the other variables are set later.
+# The variables that PyTorch's and TE's modules (2.20.2) read while they are imported. All others are set later.
 READ_AT_IMPORT = (
     *("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_CPU_OFFLOAD_V1", "NVTE_FLASH_ATTN", "NVTE_TORCH_COMPILE"),
     *("OMP_NUM_THREADS", "PARITY_EMULATED_GPU", "PYTORCH_JIT"),
@@ -34,7 +34,7 @@ READ_AT_IMPORT = (
 
 
 def main(*arguments: str) -> None:
-    """Ask for a program that a test starts; without one, be the host."""
+    """Ask the host to run a program that a test starts or, without arguments, be the host."""
     if arguments:
         _ask_for(arguments)
     else:
@@ -59,11 +59,11 @@ class _Host:
     def __init__(self, listening: socket.socket) -> None:
         self._listening = listening
         self._waiting = selectors.DefaultSelector()
-        self._orders = os.fdopen(os.dup(0), "rb")  # programs have a standard input of their own
+        self._orders = os.fdopen(os.dup(0), "rb")  # forked programs get a standard input of their own
         self._is_done = False
 
     def serve(self) -> None:
-        """Fork what is asked for, until the standard input ends."""
+        """Fork a process for each request, until the standard input ends."""
         self._wait_for(self._orders, self._order)
         self._wait_for(self._listening, self._ask)
         while not self._is_done:
@@ -83,7 +83,7 @@ class _Host:
             print(number, flush=True)
 
     def _ask(self) -> None:
-        """Fork a program for the process that asks, and end it where that process is killed."""
+        """Fork a program for the process that asks, and kill it if that process is killed."""
         asking = self._listening.accept()[0]
         streams = socket.recv_fds(asking, 1, 3)[1]
         with asking.makefile("rb") as read:
@@ -110,7 +110,7 @@ class _Host:
         self._wait_for(asking, gone)
 
     def _fork(self, run: Callable[[], None], streams: Sequence[int], ended: Callable[[int], None]) -> int:
-        """Return the number of a process that runs something with these standard streams, which are closed here."""
+        """Fork a process that calls ``run`` with these standard streams, close them here, and return its number."""
         number = os.fork()
         if number == 0:
             self._orders.close()
@@ -146,7 +146,7 @@ def _program(order: Mapping[str, Any]) -> None:
 
 
 def run_program(first: str, *rest: str) -> None:
-    """Run ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS`` in this process, which has the CPU for CUDA."""
+    """Run ``-m MODULE ARGUMENTS`` or ``FILE ARGUMENTS`` in this process, with the CPU in place of CUDA."""
     from parity.cpu.loading import script
     from parity.lab.nvidia_tests import plugin
 
@@ -182,12 +182,12 @@ def _run_and_end(run: Callable[[], None], streams: Sequence[int]) -> None:
         os._exit(1 if isinstance(code, str) else code or 0)
 
 
-# The process that a test starts for a program, as ``parity exec`` runs one. The host forks the program where it can;
-# this process then passes signals on and waits, and so imports neither PyTorch nor TE.
+# The process that a test starts for a program, as ``parity exec`` runs one. If the host can fork the program, this
+# process only passes signals on and waits, and so imports neither PyTorch nor TE.
 
 
 def _ask_for(arguments: tuple[str, ...]) -> None:
-    """Run a program so that it computes as the test's own process does, and end as it ends."""
+    """Run a program so that it computes as the test's own process does, and exit as it does."""
     code = _forked_by_host(os.environ[ADDRESS], arguments) if ADDRESS in os.environ else None
     if code is None:
         from parity import te
@@ -202,7 +202,7 @@ def _ask_for(arguments: tuple[str, ...]) -> None:
 
 
 def _forked_by_host(address: str, arguments: tuple[str, ...]) -> int | None:
-    """Return the exit code, negative of a signal; None if the host has imported TE under other variables."""
+    """Return the exit code, or minus the number of a signal; None if the host imported TE under other variables."""
     with socket.socket(socket.AF_UNIX) as host:
         host.connect(address)
         socket.send_fds(host, [b"\n"], [0, 1, 2])

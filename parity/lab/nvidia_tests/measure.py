@@ -1,4 +1,4 @@
-"""Collect NVIDIA's tests, draw some, and run them: a file in a process of its own, and each test within limits."""
+"""Collect NVIDIA's tests, draw a sample, and run it: each file in a process of its own, and each test within limits."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from parity.lab.nvidia_tests.checkout import TESTS, Job
 from parity.lab.nvidia_tests.host import READ_AT_IMPORT
 from parity.machine.process import ended_with_this
 
-# Tests that one process runs when all are run: a file's tests are to have more than one processor.
+# How many tests one process runs when all are run. A file with more is split, so that several processors can share it.
 _PORTION = 60
-# How many tests of a file are tried for each that a sample is to have of it, before the rest is taken for skipped.
+# How many tests of a file are tried for each one wanted in a sample, before the rest is taken to be skipped.
 _TRIES = 25
-# A process that is not at a test imports, collects or ends.
+# Limit in seconds for a process between tests, while it imports, collects or ends.
 _BETWEEN_TESTS = 300.0
 _LOOK_EVERY = 0.2
-# Processor time in which a process does more than wait for others: a launcher that polls its ranks takes less.
+# Processor time that shows that a process does more than wait for others. A launcher that polls its ranks takes less.
 _MOVES = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Say what a test may take, with all processes that it starts.
+    """The limits of a test, including all processes that it starts.
 
     Attributes:
-        seconds: of processor time, or of standing still.
-        gibibytes: of resident memory.
+        seconds: how much processor time it may take, and how long it may stand still.
+        gibibytes: how much resident memory it may take.
     """
 
     seconds: float = 120.0
@@ -50,17 +50,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Say what became of a test.
+    """The outcome of a test.
 
     Attributes:
-        gpu: the emulated one.
-        job: name of the file, and of the way in which NVIDIA runs it.
-        test: pytest's name; the file's where it could not be read.
+        gpu: the emulated GPU.
+        job: the name of the file and of the way in which NVIDIA runs it.
+        test: pytest's name for the test; the file's name if the file could not be read.
         outcome: ``passed``, ``failed``, ``skipped`` or ``beyond`` (a limit).
-        why: it did not pass.
-        seconds: of processor time that it took, with all processes that it started.
-        smaller: which sizes were made smaller.
-        after_others: why it failed after other tests, where it passed by itself.
+        why: why it did not pass.
+        seconds: the processor time of the test and of all processes that it started.
+        smaller: which sizes were reduced.
+        after_others: why it failed after other tests, if it passed by itself.
     """
 
     gpu: str
@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Collected:
-    """Hold the tests of a file on a GPU, or what kept pytest from collecting it."""
+    """The tests of a file on a GPU, or why pytest could not collect it."""
 
     gpu: str
     job: Job
@@ -85,7 +85,7 @@ class Collected:
 
 @dataclass(frozen=True)
 class File:
-    """Name a file whose tests a process collects on a GPU."""
+    """A file whose tests a process collects on a GPU."""
 
     gpu: str
     job: Job
@@ -93,14 +93,14 @@ class File:
 
 @dataclass(frozen=True)
 class Portion:
-    """Name tests of a file that a process runs on a GPU.
+    """The tests of a file that a process runs on a GPU.
 
     Attributes:
-        gpu: the emulated one.
+        gpu: the emulated GPU.
         job: how NVIDIA runs the file.
-        tests: in the order in which they are run.
-        wanted: how many of them are to run; those that TE's tests skip do not count.
-        limits: of a test.
+        tests: the tests, in the order in which they are run.
+        wanted: how many of them to run, not counting those that TE's tests skip.
+        limits: the limits of a test.
     """
 
     gpu: str
@@ -111,7 +111,7 @@ class Portion:
 
 
 def files_of(jobs: Sequence[Job], gpus: Sequence[str]) -> list[File]:
-    """Return what to collect, in the order in which processes that have imported TE can be kept."""
+    """Return the files to collect, in an order in which processes that have imported TE can be reused."""
     return sorted((File(gpu, job) for gpu in gpus for job in jobs), key=lambda file: _host_of(file.gpu, file.job))
 
 
@@ -122,15 +122,15 @@ def drawn(
     seed: int,
     limits: Limits,
 ) -> list[Portion]:
-    """Return which tests to run, in an order that keeps processes that have imported TE.
+    """Return which tests to run, in an order in which processes that have imported TE can be reused.
 
     Args:
-        collected: on all GPUs.
+        collected: the tests on all GPUs.
         deselected: by job and test, why no CPU can run it.
-        sample: how many; None for all. Each file gives one, and more in proportion to how many it has. They are drawn
-            by their names; instead of one that is skipped, the file's next one is run.
-        seed: of the sample.
-        limits: of a test.
+        sample: how many tests to draw; None for all. Each file contributes one, and more in proportion to its number
+            of tests. They are drawn by hashes of their names. If one is skipped, the file's next one is run instead.
+        seed: the seed of the sample.
+        limits: the limits of a test.
     """
     left = {
         (each.gpu, each.job): [test for test in each.tests if (each.job.name, test) not in deselected]
@@ -152,7 +152,7 @@ def drawn(
 
 
 def _starts_ranks(job: Job) -> bool:
-    """Return whether the tests of a file start processes that import TE: they take longest, and so come last."""
+    """Return whether the tests of a file start processes that import TE. These take longest, and so come last."""
     return "distributed/" in job.file or "with_cp" in job.file
 
 
@@ -161,7 +161,7 @@ def _hashed(*words: object) -> str:
 
 
 def collect(root: Path, folder: Path, file: File) -> Collected:
-    """Return the tests of a file of a checkout; ``folder`` is for what pytest says."""
+    """Return the tests of a file of a checkout. ``folder`` is for pytest's output."""
     gpu, job = file.gpu, file.job
     lines = _Lines(_new_file(folder))
     with _hosts(root).begun(gpu, job, lines.path, [job.file], ("--collect-only", *job.arguments)) as process:
@@ -174,9 +174,9 @@ def collect(root: Path, folder: Path, file: File) -> Collected:
 
 
 def run(root: Path, folder: Path, portion: Portion) -> list[Outcome]:
-    """Run tests of a checkout; where one takes its process down, another process goes on with the others.
+    """Run tests of a checkout. If one kills its process, another process goes on with the remaining tests.
 
-    A test that fails after others is run again by itself: tests leave state behind, and NVIDIA's order is another one.
+    A test that fails after others is run again by itself, since tests leave state behind and NVIDIA's order differs.
     """
     gpu, job = portion.gpu, portion.job
     _prepare(root, folder, gpu, job)
@@ -210,7 +210,7 @@ def _not_skipped(outcomes: Iterable[Outcome]) -> int:
 
 
 def _prepare(root: Path, folder: Path, gpu: str, job: Job) -> None:
-    """Make what NVIDIA's script makes before it runs the file, once for a GPU."""
+    """Run what NVIDIA's script runs before the file's tests, once for each GPU."""
     done = folder / f"prepared-{gpu}-{Path(job.file).stem}.txt"
     if job.before and not done.exists():
         command = [sys.executable, "-m", "parity", "exec", job.file, *job.before]
@@ -227,13 +227,13 @@ def _host_of(gpu: str, job: Job) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 
 def environment_of(root: Path, gpu: str, variables: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return the variables of a process that runs tests of the checkout on an emulated GPU."""
+    """Return the environment of a process that runs tests of the checkout on an emulated GPU."""
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("NVTE_", "PYTEST_"))},
         "OMP_NUM_THREADS": "1",
         "PARITY_EMULATED_GPU": gpu,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTEST_ADDOPTS": "-p no:cacheprovider",  # of pytest that tests start
+        "PYTEST_ADDOPTS": "-p no:cacheprovider",  # for any pytest that tests start
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(parity.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
         "TE_PATH": str(root),
@@ -243,9 +243,7 @@ def environment_of(root: Path, gpu: str, variables: Iterable[tuple[str, str]]) -
 
 
 class _Hosts:
-    """Keep a process that has imported TE, of which each file's is forked; begin another one for another GPU or other
-    variables.
-    """
+    """Keep a host, which has imported TE and forks a process for each file; replace it for another GPU or variables."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -280,7 +278,7 @@ class _Hosts:
     def _new(self, gpu: str, variables: Iterable[tuple[str, str]]) -> subprocess.Popen[bytes]:
         environment = environment_of(self._root, gpu, variables)
         command = [sys.executable, "-m", "parity.lab.nvidia_tests.host"]
-        # Without a buffer, in which an answer could lie where ``select`` does not see it.
+        # Unbuffered, because ``select`` would not see an answer that lies in a buffer.
         process = subprocess.Popen(
             *(command, 0), env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -288,7 +286,7 @@ class _Hosts:
         return process
 
     def _end(self) -> None:
-        """End the host; it has no process of a file any more."""
+        """End the host, all of whose processes have ended."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -298,12 +296,12 @@ class _Hosts:
 
 @functools.cache
 def _hosts(root: Path) -> _Hosts:
-    """Return those of this process, which runs one portion at a time."""
+    """Return the hosts of this process, which runs one portion at a time."""
     return _Hosts(root)
 
 
 class _Running:
-    """Tell when a process of a host has ended, as the host says."""
+    """A process that the host has forked, and that has ended when the host says so."""
 
     def __init__(self, number: int, host: subprocess.Popen[bytes]) -> None:
         assert host.stdout is not None
@@ -328,7 +326,7 @@ def _new_file(folder: Path) -> Path:
 
 
 class _Lines:
-    """Read a file of JSON lines that others add to; one that is cut short is left out."""
+    """A file of JSON lines that other processes add to. A line that is cut short is left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -344,13 +342,13 @@ class _Lines:
         return found
 
 
-# A process is watched from outside, since a test that hangs in a kernel, or takes all memory, cannot watch itself.
+# Watching a process from outside, since a test that hangs in a kernel or takes all memory cannot watch itself.
 
 
 def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str, float]:
-    """Wait for the end of a process, and end it where a test of it takes more than the limits.
+    """Wait until a process ends, and kill it if one of its tests exceeds the limits.
 
-    The host's times have those of its children that have ended, of this file or of others.
+    The host's times include those of its children that have ended, whether of this file or of others.
 
     Returns:
         The outcome of a test that the process did not finish, why, and its processor time in seconds.
@@ -374,7 +372,7 @@ def _watch(process: _Running, lines: _Lines, limits: Limits) -> tuple[str, str, 
             why = f"more than {allowed:g} s of processor time"
         elif time.monotonic() - moved > allowed:
             why = f"stood still for {allowed:g} s"
-    for each in _tree(process.host):  # ended or not: it may have left others behind
+    for each in _tree(process.host):  # even if the process has ended, since it may have left others behind
         if each.number != process.host:
             with suppress(ProcessLookupError):
                 os.kill(each.number, signal.SIGKILL)
@@ -401,13 +399,13 @@ class _Process:
 
 
 def _tree(root: int) -> Iterator[_Process]:
-    """Yield a process and all that it started, as Linux's ``/proc`` has them: processor time and resident memory."""
+    """Yield a process and all that it started, with processor time and resident memory from Linux's ``/proc``."""
     tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
     parents, found = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         number = int(folder.name)
         parents[number] = int(words[1])

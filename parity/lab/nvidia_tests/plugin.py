@@ -1,7 +1,7 @@
-"""Choose NVIDIA's tests, shrink and record them, and compute as its container does: pytest's plugin in their process.
+"""The pytest plugin for NVIDIA's tests: choose, shrink and record them, and compute as NVIDIA's container does.
 
-Each line that it adds to the file of ``--nvidia-record`` is an object: tests that were ``collected``, what kept a file
-from it (``unread``), a test that is ``begun``, or a test's ``outcome``.
+Each line that it adds to the file of ``--nvidia-record`` is an object: tests that were ``collected``, why a file could
+not be collected (``unread``), a test that has ``begun``, or a test's ``outcome``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def compute_as_on_a_gpu() -> None:
-    """Let what this process leaves to PyTorch be rounded as in NVIDIA's container, from now on."""
+    """Make PyTorch's own operations round as they do in NVIDIA's container, from now on."""
     _compute_products_as_a_gpu()
     _library.impl("native_layer_norm", _layer_norm, "CPU")
     _library.impl("native_layer_norm_backward", _layer_norm_backward, "CPU")
@@ -63,7 +63,7 @@ def compute_as_on_a_gpu() -> None:
 
 
 class _Recorder:
-    """Chooses the tests, and writes down what becomes of each."""
+    """Choose the tests, and record the outcome of each."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._file = Path(config.getoption("--nvidia-record"))
@@ -83,7 +83,7 @@ class _Recorder:
             self._write(unread=report.nodeid, outcome=report.outcome, why=_last_line(report))
 
     def pytest_pycollect_makeitem(self, name: str, obj: object) -> list[pytest.Item] | None:
-        """Leave out functions of which no test is chosen: some have ten thousand, which take long to collect."""
+        """Leave out functions without a chosen test, since some have ten thousand tests, which take long to collect."""
         is_left_out = self._chosen is not None and inspect.isfunction(obj) and name.startswith("test")
         return [] if is_left_out and name not in self._functions else None
 
@@ -124,13 +124,13 @@ class _Recorder:
 
 
 def _processor_time() -> float:
-    """Return that of this process, and of those that it started or had the host fork, and that have ended."""
+    """Return the processor time of this process and of all that it started or had the host fork and that have ended."""
     host = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     return sum(os.times()[:4]) + sum(map(int, host[13:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _outcome(reports: Sequence[pytest.TestReport]) -> tuple[str, str]:
-    """Return what became of a test, and why if it did not pass."""
+    """Return a test's outcome, and why it did not pass."""
     for report in reports:
         if report.failed:
             return "failed", _last_line(report)
@@ -141,9 +141,9 @@ def _outcome(reports: Sequence[pytest.TestReport]) -> tuple[str, str]:
 
 
 def _last_line(report: pytest.CollectReport | pytest.TestReport) -> str:
-    """Return what was raised, and where."""
+    """Return what a test raised, and where."""
     said = report.longrepr
-    if isinstance(said, tuple):  # of a skip: file, line, reason
+    if isinstance(said, tuple):  # for a skipped test: file, line, reason
         return said[2].removeprefix("Skipped: ")
     crash = getattr(said, "reprcrash", None)
     if crash is None:
@@ -152,15 +152,15 @@ def _last_line(report: pytest.CollectReport | pytest.TestReport) -> str:
     return f"{' '.join(lines)[:_LONGEST]} ({Path(crash.path).name}:{crash.lineno})"
 
 
-# Sizes. A table of NVIDIA's attention tests names sizes that a GPU's memory holds. Where a matrix of all scores would
-# have more than 2^24 elements (64 MiB in FP32), heads are halved with their groups first, then batch, then lengths.
+# Sizes. NVIDIA's attention tests have a table of sizes that suit a GPU's memory. If a matrix of all scores would have
+# more than 2^24 elements (64 MiB in FP32), first the heads and their groups are halved, then the batch, then lengths.
 
 MOST_SCORES = 1 << 24
 _FEWEST_TOKENS = 256
 
 
 def shrink(names: dict[str, Any]) -> dict[str, str]:
-    """Make the too large configurations in a module's tables smaller, and return by name what was done to them."""
+    """Reduce the configurations in a module's tables that are too large, and return by name how they changed."""
     done: dict[str, str] = {}
     for table in [value for value in names.values() if isinstance(value, dict)]:
         for name, config in table.items():
@@ -185,7 +185,7 @@ def _sizes(config: Any) -> str:
 
 
 def _halve(config: Any) -> bool:
-    """Halve what comes first in the order above, and return whether anything could be halved."""
+    """Halve the first size that can be halved, in the order above, and return whether there was one."""
     ratio = config.num_heads // config.num_gqa_groups
     if config.num_heads % 2 == 0 and config.num_heads > max(4, 2 * ratio):
         config.num_heads //= 2
@@ -206,10 +206,10 @@ def _halve(config: Any) -> bool:
     return True
 
 
-# Products outside of TE. NVIDIA's container sets TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, so that PyTorch's own
-# products of two FP32 tensors use TF32, forward and backward, as TE's do; a test that sets ``allow_tf32`` to False has
-# FP32. Products of FP16 are added in FP32 and rounded once, as on a GPU; a CPU's own FP16 products take up to 60 times
-# as long.
+# Products outside of TE. NVIDIA's container sets TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, so that PyTorch's own products of
+# two FP32 tensors use TF32, forward and backward, as TE's do. A test that sets ``allow_tf32`` to False gets FP32.
+# Products of FP16 are added in FP32 and rounded once, as on a GPU. A CPU's own FP16 products take up to 60 times as
+# long.
 
 _Products = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 _library = torch.library.Library("aten", "IMPL")
@@ -233,9 +233,9 @@ def _scaled_product(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Multiply FP8 tensors as PyTorch does: on a GPU by cuBLAS, with one scale a tensor as TE's GEMM does.
+    """Multiply FP8 tensors with one scale per tensor as TE's GEMM does, since PyTorch uses cuBLAS for them on a GPU.
 
-    What has a scale a row is multiplied by a product of FP32 tensors, which is not one of the test's.
+    Tensors with a scale per row are multiplied in FP32, by a product that does not count as one of the test's.
     """
     if scale_a.numel() == scale_b.numel() == 1 and scale_result is None:
         left, right = _te_tensor(second.t(), scale_b), _te_tensor(first, scale_a)
@@ -251,7 +251,7 @@ def _scaled_product(
 
 
 def _te_tensor(codes: Tensor, scale: Tensor) -> Any:
-    """Return FP8 codes with a scale as TE's GEMM takes them."""
+    """Return FP8 codes with a scale in the form that TE's GEMM takes."""
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     data = codes.contiguous().view(torch.uint8)
@@ -278,7 +278,7 @@ def _uses_tf32() -> bool:
 
 
 def _is_called_by_kernel() -> bool:
-    """Return whether one of the CPU kernels, or ``_scaled_product``, asks for the product."""
+    """Return whether the product is computed for one of the CPU kernels or for ``_scaled_product``."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
         frame = frame.f_back
@@ -286,16 +286,16 @@ def _is_called_by_kernel() -> bool:
     return file.is_relative_to(_KERNELS) or file == Path(__file__)
 
 
-# Layer norms outside of TE. A CPU's adds the gradients of weight and bias row by row, in their own dtype: 4096 rows
-# of FP32 are off by 1e-6, 256 of BF16 by a tenth, beyond the limits of NVIDIA's tests. A GPU's kernels have FP32
-# statistics and sums, and add by blocks (PyTorch 2.13, aten/src/ATen/native/cpu/layer_norm_kernel.cpp and
-# cuda/layer_norm_kernel.cu).
+# Layer norms outside of TE. A CPU adds the gradients of weight and bias row by row, in their own dtype. The sums of
+# 4096 rows of FP32 are off by 1e-6, and of 256 rows of BF16 by a tenth, beyond the limits of NVIDIA's tests. A GPU's
+# kernels have FP32 statistics and sums, and add by blocks (PyTorch 2.13,
+# aten/src/ATen/native/cpu/layer_norm_kernel.cpp and cuda/layer_norm_kernel.cu).
 
 
 def _layer_norm(
     values: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normed values, and each row's mean and reciprocal standard deviation, at least FP32."""
+    """Return the normed values, and each row's mean and reciprocal standard deviation in at least FP32."""
     last = tuple(range(-len(shape), 0))
     exact = _widened(values)
     variance, mean = torch.var_mean(exact, last, correction=0, keepdim=True)
@@ -318,7 +318,7 @@ def _layer_norm_backward(
     bias: Tensor | None,
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of values, weight and bias, those that are needed."""
+    """Return the gradients of values, weight and bias, as far as they are needed."""
     last, exact = tuple(range(-len(shape), 0)), _widened(grad)
     normed = (values - mean) * factor
     scaled = exact if weight is None else exact * weight
@@ -336,8 +336,8 @@ def _widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-# Attention outside of TE. A GPU's kernels keep the scores and the sums of FP16 and BF16 attention in FP32; a CPU's
-# round more of them, so that the gradients of test_mha_accuracy in BF16 miss NVIDIA's limits without any part of TE's.
+# Attention outside of TE. A GPU's kernels keep the scores and the sums of FP16 and BF16 attention in FP32. A CPU's
+# kernels round more of them, so that the gradients of test_mha_accuracy in BF16 exceed NVIDIA's limits even without TE.
 
 
 def _keep_scores_in_fp32() -> None:
@@ -353,12 +353,12 @@ def _keep_scores_in_fp32() -> None:
     torch.nn.functional.scaled_dot_product_attention = attended
 
 
-# Cross entropy outside of TE. A CPU adds the losses of a batch in their dtype, a GPU in FP32 (PyTorch 2.13,
+# Cross-entropy outside of TE. A CPU adds the losses of a batch in their dtype, a GPU in FP32 (PyTorch 2.13,
 # aten/src/ATen/native/LossNLL.cpp and cuda/Loss.cu).
 
 
 def _loss(values: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return the negative log-likelihood, and the weight of all targets."""
+    """Return the negative log-likelihood, and the total weight of all targets."""
     exact = _widened(values)
     loss, total = exact.new_empty(0), exact.new_empty(0)
     weights = None if weight is None else _widened(weight)
@@ -379,15 +379,15 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the norm, added in FP64 and rounded."""
+    """Return the norm, summed in FP64 and then rounded."""
     exact = values.to(torch.promote_types(values.dtype, torch.float64))
     out = exact.real.new_empty(0)
     norm: Tensor = torch.ops.aten.linalg_vector_norm.out(exact, order, dim, keepdim, out=out)
     return norm.to(dtype or values.real.dtype)
 
 
-# Autocast. On a CPU it knows FP16 and BF16 and is off for other dtypes; on a GPU it takes FP32 as well (PyTorch 2.13,
-# torch/amp/autocast_mode.py:297).
+# Autocast. On a CPU it supports FP16 and BF16 and is off for other dtypes. On a GPU it supports FP32 as well
+# (PyTorch 2.13, torch/amp/autocast_mode.py:297).
 
 
 def _allow_autocast_to_fp32() -> None:
@@ -400,13 +400,13 @@ def _allow_autocast_to_fp32() -> None:
     torch.autocast.__init__ = begun  # type: ignore[method-assign]
 
 
-# The GPU's memory. What is allocated is what those tensors hold that a test has made; where it has others ask, those
-# since they first asked. The most is that at operations outside of kernels, whose temporary memory is not a GPU's.
-# Pinned tensors lie in the host's memory.
+# The GPU's memory. The allocated memory is that of the tensors that a test has made or, if other code asks for it on
+# the test's behalf, of those made since it first asked. The peak is taken at operations outside of kernels, since a
+# GPU's kernels would not need the same temporary memory. Pinned tensors lie in the host's memory.
 
 
 class _Memory(TorchDispatchMode):
-    """Knows the tensors that have been made since it began."""
+    """Track the tensors that have been made since it began."""
 
     _running: _Memory | None = None
 
@@ -441,13 +441,13 @@ class _Memory(TorchDispatchMode):
         return result
 
     def leave_out(self, tensor: Any) -> None:
-        """Do not count what the last operation has made."""
+        """Stop counting a tensor that the last operation has made."""
         self._made.difference_update(_storages(tensor))
         self.most = max(self._most_before, self.now)
 
 
 def _storages(values: Any) -> set[torch.UntypedStorage]:
-    """Return the memory of the tensors among the values, and of those of which a quantized tensor consists."""
+    """Return the storages of the tensors among the values, including those that quantized tensors consist of."""
     found: set[torch.UntypedStorage] = set()
     for value in tree_leaves(values):
         if hasattr(value, "get_metadata"):
@@ -480,7 +480,7 @@ def _pinned(x: Any, is_asked: bool = True) -> Any:
     return _as_ever(x, is_asked)
 
 
-# TE's debug features are loaded by nvdlfw-inspect, by their files: they, too, are to be read with the CPU for CUDA.
+# TE's debug features, which nvdlfw-inspect loads from their files, must also be read with the CPU in place of CUDA.
 
 
 def _read_debug_features_as_te() -> None:
@@ -516,7 +516,7 @@ def _run_children_on_the_cpu() -> None:
 
 
 def on_the_cpu(command: Sequence[Any]) -> list[str]:
-    """Return a command that starts Python, by ``torchrun`` or not, so that it does on the CPU kernels what it says."""
+    """Return a command that starts Python, by ``torchrun`` or not, changed so that it runs on the CPU kernels."""
     words = list(map(str, command))
     if words[0] == "torchrun":
         words[:1] = [sys.executable, "-m", "torch.distributed.run"]
