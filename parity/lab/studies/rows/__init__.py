@@ -1,1 +1,1 @@
-"""Build wrong ports and right ones, for the studies that count what is detected and named."""
+"""Build wrong ports and right ones, for the studies that count which mistakes are detected and named."""

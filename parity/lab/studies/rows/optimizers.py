@@ -1,4 +1,4 @@
-"""Trainings whose port has an optimizer of its own, or whose weights are quantized or written by something else."""
+"""Trainings whose port has its own optimizer, or whose weights are quantized or written by other code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from parity.case.training import ADAM, Model
 
 
 class Lion(Optimizer):
-    """Steps by the sign of a moving average of gradients; keeps FP32 copies of weights in 16 bits, under its own name.
+    """Step by the sign of a moving average of gradients, with FP32 copies of 16-bit weights under a name of its own.
 
     The algorithm is that of Chen et al., *Symbolic Discovery of Optimization Algorithms*, 2023.
     """
 
     def __init__(self, parameters: Iterable[Any], **settings: Any) -> None:
-        """Step these parameters, or groups of them, with ``lr``, ``betas`` and ``weight_decay``."""
+        """Take the parameters, or groups of them, and ``lr``, ``betas`` and ``weight_decay``."""
         super().__init__(parameters, dict(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1) | settings)
 
     @torch.no_grad()
@@ -55,14 +55,14 @@ def lion(**settings: Any) -> Callable[[ModuleType], Training]:
 
 
 class Muon(Optimizer):
-    """Steps matrices along the orthogonal matrix that is nearest to a moving sum of gradients, and vectors by that sum.
+    """Step matrices by the orthogonal matrix nearest to a moving sum of gradients, and vectors by that sum.
 
     The algorithm is that of Jordan et al., *Muon: An optimizer for hidden layers in neural networks*, 2024, with a
-    singular value decomposition in the place of its iteration. Weights in 16 bits have FP32 copies.
+    singular value decomposition instead of its iteration. 16-bit weights have FP32 copies.
     """
 
     def __init__(self, parameters: Iterable[Any], **settings: Any) -> None:
-        """Step these parameters, or groups of them, with ``lr``, ``momentum`` and ``weight_decay``."""
+        """Take the parameters, or groups of them, and ``lr``, ``momentum`` and ``weight_decay``."""
         super().__init__(parameters, dict(lr=1e-2, momentum=0.9, weight_decay=0.1) | settings)
 
     @torch.no_grad()
@@ -85,17 +85,17 @@ class Muon(Optimizer):
 
 
 def muon(te: ModuleType) -> Training:
-    """Return a training of which both sides step matrices as a whole."""
+    """Return a training in which both sides step each matrix as a whole."""
     return Training(lambda model: Muon(model.parameters()), lambda model: Muon(model.parameters()))
 
 
 def adagrad(te: ModuleType) -> Training:
-    """Return a training by an optimizer that makes its state of the parameters' shapes before its first step."""
+    """Return a training by an optimizer that makes its state, in the parameters' shapes, before its first step."""
     return Training(lambda model: torch.optim.Adagrad(model.parameters(), lr=1e-2), None)
 
 
 def remainders(te: ModuleType) -> Training:
-    """Return a training by TE's FusedAdam that keeps of master weights only the bits that BF16 leaves out."""
+    """Return a training by TE's FusedAdam that only keeps those bits of master weights that BF16 drops."""
 
     def make(model: nn.Module) -> Optimizer:
         narrow = next(model.parameters()).dtype is not torch.float32
@@ -108,7 +108,7 @@ def remainders(te: ModuleType) -> Training:
 
 
 def groups_exchanged(te: ModuleType) -> Training:
-    """Decay the norms and biases, and not the matrices."""
+    """Decay the norms and biases instead of the matrices."""
 
     def groups(model: nn.Module, of_matrices: float, of_others: float) -> list[dict[str, Any]]:
         matrices = [one for one in model.parameters() if one.dim() > 1]
@@ -124,7 +124,7 @@ def groups_exchanged(te: ModuleType) -> Training:
 
 
 class Averaging:
-    """Trains on with moving averages of the weights, which were meant for evaluation."""
+    """Continue training with moving averages of the weights, which are meant for evaluation."""
 
     def __init__(self) -> None:
         self.averages: list[Tensor] = []
@@ -142,7 +142,7 @@ class Averaging:
         return loss
 
 
-# A port that holds its weight matrices quantized, by ``te.quantized_model_init``.
+# A port whose weight matrices are held quantized, by ``te.quantized_model_init``.
 
 
 RECIPES = {
@@ -156,14 +156,14 @@ RECIPES = {
 
 
 def quantized(precision: str, pair: Pair, te: ModuleType, make: Callable[[], nn.Module]) -> Pair:
-    """Return the pair with another candidate, which is made with quantized parameters."""
+    """Return the pair with a new candidate, which is made with quantized parameters."""
     recipe = getattr(importlib.import_module("transformer_engine.common.recipe"), RECIPES[precision])
     with te.quantized_model_init(enabled=True, recipe=recipe()):
         return dataclasses.replace(pair, candidate=make())
 
 
 def fused_adam(te: ModuleType) -> Callable[[nn.Module], Optimizer]:
-    """Return what makes TE's Adam with FP32 master weights."""
+    """Return a function that makes TE's Adam with FP32 master weights."""
 
     def make(model: nn.Module) -> Optimizer:
         made: Optimizer = te.optimizers.FusedAdam(model.parameters(), **ADAM, master_weights=True)
@@ -178,7 +178,7 @@ def with_caches(te: ModuleType) -> Training:
 
 
 def caches_reset(te: ModuleType, by: str = "_reset_caches") -> Training:
-    """Step FP8 parameters by TE's Adam, and have their transposes made again by one of their methods."""
+    """Step FP8 parameters by TE's Adam, and renew their transposes by one of their methods."""
 
     def step(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -195,10 +195,10 @@ def caches_reset(te: ModuleType, by: str = "_reset_caches") -> Training:
 
 
 class Copies:
-    """Steps FP32 copies of quantized parameters.
+    """Step FP32 copies of quantized parameters.
 
     Attributes:
-        copies: in the order of the module's parameters.
+        copies: the copies, in the order of the module's parameters.
         is_written: which copies are written to their parameters after each step.
     """
 
@@ -232,7 +232,7 @@ class Copies:
 
 
 def copied(is_written: Callable[[nn.Parameter], bool] = lambda one: True) -> Callable[[ModuleType], Training]:
-    """Return a training of copies, which are written to parameters where ``is_written`` says so."""
+    """Return a training of copies, which are written to the parameters for which ``is_written`` is true."""
 
     def training(te: ModuleType) -> Training:
         own = Copies(is_written)

@@ -1,4 +1,4 @@
-"""Write a few models twice, in plain PyTorch and with TE, and make mistakes in the second, everywhere or at a place."""
+"""Write a few models in plain PyTorch and with TE, and make mistakes in the latter, everywhere or in one place."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from parity.case.case import Case, Pair, Rng
 from parity.case.weight_map import Side
 
-# What a model computes beside its weights, and what may be mistaken in its port.
+# The settings of a model, and mistakes in the settings of its port.
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A model's numbers and choices; a mistake is another value of some of them.
+    """A model's numbers and choices. A mistake changes some of them.
 
-    The first fields are what references have. Those from ``norm_variance`` on no reference has: each is a way in which
-    ports go wrong.
+    The first fields are those of references. No reference changes those from ``norm_variance`` on, each of which is a
+    way in which ports go wrong.
     """
 
     norm: str = "rms"
@@ -98,14 +98,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Mistake:
-    """Other settings in a port.
+    """Wrong settings in a port.
 
     Attributes:
-        changes: of the settings.
-        layers: in which they are made; empty for all.
-        at: by axis, which elements are computed with them: ``batch``, ``position``, ``channel`` of activations,
+        changes: the settings that differ, with their values.
+        layers: the layers in which they differ; empty for all.
+        at: by axis, the elements that are computed with them: ``batch``, ``position``, ``channel`` of activations,
             ``head`` of queries, ``group`` of keys and values, ``expert`` of routing weights; empty for all. A step
-            whose result has none of these axes stays right.
+            whose result has none of these axes remains right.
     """
 
     changes: Mapping[str, Any]
@@ -113,14 +113,14 @@ class Mistake:
     at: Mapping[str, slice] = field(default_factory=dict)
 
     def in_layer(self, number: int) -> Mistake | None:
-        """Return the mistake as a layer has it."""
+        """Return the mistake if a layer has it."""
         return self if not self.layers or number in self.layers else None
 
 
 HIDDEN, FFN, HEADS, GROUPS, EXPERTS, VOCABULARY = 64, 96, 4, 2, 4, 96
 HEAD_DIM = HIDDEN // HEADS
 BATCH, SEQ = 2, 32
-# Of the projections to queries, keys and the router's logits, so that a softmax is far from flat.
+# Standard deviation of the projections to queries, keys and router logits, so that a softmax is far from flat.
 SHARP = 0.2
 
 
@@ -152,7 +152,7 @@ def frequencies(settings: Settings) -> Tensor:
 
 
 class Rotation(nn.Module):
-    """Rotate the first channels of each head, in halves."""
+    """RoPE of the first channels of each head, in halves."""
 
     frequencies: Tensor
 
@@ -235,7 +235,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture in which each expert computes every token, and a token's weights are 0 but for the chosen."""
+    """A mixture in which each expert computes every token, and a token's weights are 0 for all experts not chosen."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -311,11 +311,11 @@ class Loss(nn.Module):
         return (loss + self.settings.z_loss * logits.logsumexp(-1).square().mean()).view(1)
 
 
-# The ports: TE's modules, with what TE leaves to PyTorch written otherwise than above.
+# The ports: TE's modules, with all that TE leaves to PyTorch written in another way than above.
 
 
 class Steps(nn.Module):
-    """A module whose steps are computed by right settings or, at the mistake's place, by wrong ones."""
+    """A module whose steps are computed with right settings or, at the mistake's place, with wrong ones."""
 
     def __init__(self, settings: Settings, mistake: Mistake | None) -> None:
         super().__init__()
@@ -325,9 +325,9 @@ class Steps(nn.Module):
         """Compute a step.
 
         Args:
-            axes: of the result, by name.
-            fields: of the settings that it depends on.
-            compute: from settings.
+            axes: the names of the result's axes.
+            fields: the settings that the result depends on.
+            compute: computes the result with given settings.
         """
         mistake, names = self.mistake, axes.split()
         if mistake is None or not set(mistake.changes) & set(fields.split()):
@@ -346,12 +346,12 @@ class Steps(nn.Module):
 TOKENS = "batch position channel"
 
 
-# Mistakes of a norm that TE's own cannot make.
+# Mistakes of a norm that TE's own norm cannot make.
 _WRITTEN_OUT = "norm_variance eps_inside centred gain normed gain_shift"
 
 
 class TENorm(Steps):
-    """TE's norm, or a plain one where TE has none that makes the mistake."""
+    """TE's norm, or a plain one if TE has none that makes the mistake."""
 
     def __init__(self, te: ModuleType, settings: Settings, mistake: Mistake | None) -> None:
         super().__init__(settings, mistake)
@@ -383,7 +383,7 @@ class TENorm(Steps):
 
 
 class TEAttention(Steps):
-    """TE's projections and attention; softcaps and sinks are written out."""
+    """TE's projections and attention. Softcaps and sinks are written out."""
 
     def __init__(self, te: ModuleType, settings: Settings, mistake: Mistake | None) -> None:
         super().__init__(settings, mistake)
@@ -470,7 +470,7 @@ def _core_name(settings: Settings) -> str:
 
 
 def _turned(settings: Settings, x: Tensor, which: str) -> Tensor:
-    """Return queries, keys or values as they are rotated: pair by pair, in FP32."""
+    """Return queries, keys or values after RoPE, computed pair by pair in FP32."""
     rotates = {"q": settings.rotates_queries, "k": settings.rotates_keys, "v": settings.rotates_values}[which]
     if not rotates:
         return x
@@ -490,7 +490,7 @@ def _turned(settings: Settings, x: Tensor, which: str) -> Tensor:
 
 
 def _port_frequencies(settings: Settings) -> Tensor:
-    """Return RoPE's frequencies as Meta's code computes them: one by one, by ranges of wavelengths."""
+    """Return RoPE's frequencies as Meta's code computes them: one by one, with ranges of wavelengths."""
     width = int(HEAD_DIM * settings.rotated)
     found = []
     for pair in range(width // 2):
@@ -507,7 +507,7 @@ def _port_frequencies(settings: Settings) -> Tensor:
 
 
 def _biased(settings: Settings, output: Tensor, linear: Any) -> Tensor:
-    """Return a Linear's output as it is without its bias, or with it twice."""
+    """Return a Linear's output, without its bias or with it twice if the settings say so."""
     if settings.bias_twice:
         return output + linear.bias.to(output.dtype)
     return output if settings.has_bias else output - linear.bias.to(output.dtype)
@@ -609,7 +609,7 @@ class TEExperts(Steps):
 
 
 def _routed(settings: Settings, logits: Tensor) -> Tensor:
-    """Return each expert's weight: the softmax over the chosen is the softmax over all, renormalised."""
+    """Return each expert's weight. The softmax over the chosen experts equals that over all, renormalised."""
     best = logits.topk(settings.chosen, dim=-1).indices
     chosen = F.one_hot(best, EXPERTS).sum(-2).bool()
     if settings.renormalised:
@@ -620,7 +620,7 @@ def _routed(settings: Settings, logits: Tensor) -> Tensor:
 
 
 class TEResidual(Steps):
-    """A norm, what reads it, and the sum."""
+    """A norm, the module that reads it, and the residual sum."""
 
     def __init__(self, te: ModuleType, settings: Settings, mistake: Mistake | None, inner: nn.Module) -> None:
         super().__init__(settings, mistake)
@@ -640,7 +640,7 @@ def _summed(settings: Settings, x: Tensor, normed: Tensor, branch: Tensor) -> Te
 
 
 class TEModel(Steps):
-    """The model of the same parts."""
+    """The model, built of the same parts."""
 
     def __init__(self, te: ModuleType, settings: Settings, mistake: Mistake | None, layers: int) -> None:
         super().__init__(settings, mistake)
@@ -709,7 +709,7 @@ class TELoss(Steps):
         return each.mean().view(1)
 
 
-# The hosts: what is written twice, with which settings, and how many layers a model has.
+# The hosts: the models and modules that are written twice, with their settings and numbers of layers.
 
 
 HOSTS: Mapping[str, Settings] = {
@@ -735,7 +735,7 @@ LAYERS = {"llama": 4, "granite": 2, "gemma": 2, "gpt": 2}
 
 
 def port(host: str, mistake: Mistake | None) -> Case:
-    """Return a host's pair as a case, with a mistake in its port or without."""
+    """Return a host's pair as a case, with or without a mistake in its port."""
 
     def factory(te: ModuleType) -> Pair:
         reference, candidate = modules(te, host, mistake)
@@ -747,7 +747,7 @@ def port(host: str, mistake: Mistake | None) -> Case:
 
 
 def names_in_port(names: Sequence[str], candidate: nn.Module) -> dict[str, str]:
-    """Return the reference's names of parameters by the port's; ``names`` are the reference's."""
+    """Return the reference's parameter names by the port's names. ``names`` are the reference's."""
     theirs = dict(candidate.named_parameters())
     inside = {
         name: name.replace("norm.weight", "norm.norm.weight").replace("norm.bias", "norm.norm.bias") for name in names

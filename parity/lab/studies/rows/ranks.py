@@ -1,4 +1,4 @@
-"""Pairs over ranks: right ones, and the same with a mistake, each built by its name in every rank."""
+"""Pairs over ranks, right ones and the same with a mistake, each built by its name on every rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HIDDEN, FFN, HEADS, GROUPS = 64, 128, 4, 2
 SEQ, BATCH = 32, 4
 EXPERTS, TOKENS = 4, 32
 
-# What a port does between ranks, with its gradient.
+# The operations of a port between ranks, with their gradients.
 
 
 class _Reduce(torch.autograd.Function):
-    """Adds up over ranks; the gradient, which all of them have, stays."""
+    """Reduce over ranks. The gradient, which all ranks have, is passed on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, op: Any) -> Tensor:
@@ -41,7 +41,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Joins the ranks' parts along a dimension in an order; each has its part of the gradient."""
+    """Join the ranks' parts along a dimension in a given order. Each rank gets its part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, dim: int, order: Sequence[int]) -> Tensor:
@@ -56,13 +56,13 @@ class _Gather(torch.autograd.Function):
 
 
 def reduced(x: Tensor, group: Any, op: Any = ReduceOp.SUM) -> Tensor:
-    """Return the sum of what all ranks of the group have."""
+    """Return the sum (or another reduction) of the tensors of all ranks in the group."""
     result: Tensor = _Reduce.apply(x, group, op) if group is not None else x
     return result
 
 
 def gathered(x: Tensor, group: Any, dim: int, backwards: bool = False) -> Tensor:
-    """Return what all ranks of the group have, one after the other."""
+    """Return the tensors of all ranks in the group, joined one after the other."""
     if group is None:
         return x
     order = list(range(distributed.get_world_size(group)))
@@ -71,13 +71,13 @@ def gathered(x: Tensor, group: Any, dim: int, backwards: bool = False) -> Tensor
 
 
 def add_up(parameters: Sequence[Tensor], group: Any, op: Any = ReduceOp.SUM, times: int = 1) -> None:
-    """Reduce gradients over a group, so many times."""
+    """Reduce gradients over a group, a number of times."""
     for parameter in parameters:
         for _ in range(times if parameter.grad is not None else 0):
             distributed.all_reduce(parameter.grad, op, group=group)
 
 
-# Layers whose weights tensor parallel ranks divide.
+# Layers whose weights are divided over tensor parallel ranks.
 
 
 def _tp(ranks: Ranks, **more: Any) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _sequence(ranks: Ranks) -> list[Over]:
 
 
 def column(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a linear layer whose outputs the ranks divide."""
+    """Return a linear layer whose outputs are divided over ranks."""
     weights: dict[str, Sequence[Over]] = {}
     output = [over("tp", -1)]
     call = None
@@ -115,7 +115,7 @@ def column(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def row(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a linear layer whose inputs the ranks divide."""
+    """Return a linear layer whose inputs are divided over ranks."""
     own = {
         "output not reduced": lambda y: y,
         "bias on every rank": lambda y: reduced(y, ranks.tp.group),
@@ -174,7 +174,7 @@ _NORM: dict[str, dict[str, Any]] = {
 
 
 def te_mlp(te: ModuleType, ranks: Ranks) -> nn.Module:
-    """Return TE's gated MLP with its norm, whose weights tensor parallel ranks divide."""
+    """Return TE's gated MLP with its norm, whose weights are divided over tensor parallel ranks."""
     settings: dict[str, Any] = dict(normalization="RMSNorm", activation="swiglu", bias=False, set_parallel_mode=True)
     mlp: nn.Module = te.LayerNormMLP(HIDDEN, FFN, **settings, **_tp(ranks))
     return mlp
@@ -207,7 +207,7 @@ def mlp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def _norm_of(ranks: Ranks, mistake: str, module: nn.Module) -> float:
-    """Return the norm of all gradients, with weights that each rank holds counted once, or as the mistake says."""
+    """Return the norm of all gradients, counting weights that each rank holds once, or computed as the mistake says."""
     own, shared = torch.zeros(()), torch.zeros(())
     for name, one in module.named_parameters():
         if one.grad is not None:
@@ -220,7 +220,7 @@ def _norm_of(ranks: Ranks, mistake: str, module: nn.Module) -> float:
 
 
 def _load(reference: Swiglu, candidate: nn.Module, ranks: Ranks, mistake: str) -> None:
-    """Give a rank its parts of the reference's weights, as a port's loader does."""
+    """Load a rank's parts of the reference's weights, as a port's own loader does."""
     count = ranks.tp.size
     mine = count - 1 - ranks.tp.rank if mistake == "ranks' parts exchanged" else ranks.tp.rank
     gate, up = reference.gate.weight, reference.up.weight
@@ -236,7 +236,7 @@ def _load(reference: Swiglu, candidate: nn.Module, ranks: Ranks, mistake: str) -
 
 
 def norm_column(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a norm and a linear layer whose outputs the ranks divide."""
+    """Return a norm and a linear layer whose outputs are divided over ranks."""
 
     def finish(module: nn.Module) -> None:
         if ranks.sequence_parallel:
@@ -253,7 +253,7 @@ def norm_column(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def self_attention(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return grouped-query self-attention with RoPE, whose heads the ranks divide."""
+    """Return grouped-query self-attention with RoPE, whose heads are divided over ranks."""
     rope = te.RotaryPositionEmbedding(HIDDEN // HEADS)
     candidate = te.MultiheadAttention(
         HIDDEN,
@@ -344,11 +344,11 @@ def _of_layer(i: int) -> dict[Any, Any]:
 
 _QKV = (("q", "query"), ("k", "key"), ("v", "value"))
 
-# Batches that data parallel ranks divide, and experts.
+# Batches that are divided over data parallel ranks, and experts.
 
 
 def batches(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a gated MLP that every rank has whole, for its part of the batch."""
+    """Return a gated MLP that every rank holds completely, for its part of the batch."""
     averages = mistake in ("averages", "averaged twice")
 
     def finish(module: nn.Module) -> None:
@@ -373,7 +373,7 @@ def batches(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def fsdp(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a gated MLP whose weights FSDP2 divides over data parallel ranks."""
+    """Return a gated MLP whose weights FSDP2 shards over data parallel ranks."""
     candidate = te.LayerNormMLP(HIDDEN, FFN, normalization="RMSNorm", activation="swiglu", bias=False)
     if ranks.dp.size > 1:
         from torch.distributed.device_mesh import init_device_mesh
@@ -425,7 +425,7 @@ def experts(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     )
 
 
-# Sequences that context parallel ranks divide.
+# Sequences that are divided over context parallel ranks.
 
 
 class _Attention(nn.Module):
@@ -437,7 +437,7 @@ class _Attention(nn.Module):
 
 
 def attention(te: ModuleType, ranks: Ranks, mistake: str = "p2p") -> Pair:
-    """Return causal grouped-query attention; ``mistake`` may name how ranks exchange keys and values as well."""
+    """Return causal grouped-query attention. ``mistake`` may also name how ranks exchange keys and values."""
     candidate = te.DotProductAttention(
         HEADS, 16, num_gqa_groups=GROUPS, qkv_format="bshd", attn_mask_type="causal", attention_dropout=0.0
     )
@@ -479,12 +479,12 @@ class _RotatedAttention(_Attention):
 
 
 class _RotatedPart(nn.Module):
-    """Rotates a rank's queries and keys by given positions, and attends by TE."""
+    """Rotate a rank's queries and keys by given positions, and attend with TE."""
 
     def __init__(self, core: nn.Module, positions: Tensor) -> None:
         super().__init__()
         self.core = core
-        self.angles = positions[:, None] * RotaryEmbedding(16).inv_freq  # no buffer, which would be rounded to BF16
+        self.angles = positions[:, None] * RotaryEmbedding(16).inv_freq  # not a buffer, which would be rounded to BF16
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         angles = self.angles.to(q.device)
@@ -494,7 +494,7 @@ class _RotatedPart(nn.Module):
 
 
 def rotated(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return attention whose queries and keys the port rotates, each rank its part of the sequence."""
+    """Return attention whose queries and keys the port rotates, on each rank for its part of the sequence."""
     plain, split, seq = attention(te, ranks), over("cp", 0, balanced=mistake != "positions in plain order"), 64
     positions = part(torch.arange(seq), [split], Degrees(cp=ranks.cp.size), {"cp": ranks.cp.rank})
     if mistake == "positions from 0":
@@ -503,11 +503,11 @@ def rotated(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
     return dataclasses.replace(plain, reference=_RotatedAttention(), candidate=candidate, call_candidate=None)
 
 
-# Dropout, which ranks draw from generators of their own or from one that is seeded alike.
+# Dropout, drawn from generators that differ between ranks or from one that all ranks seed alike.
 
 
 def dropping(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return two layers with dropout of attention's probabilities and of hidden states, seeded as Megatron does."""
+    """Return two layers with dropout of attention probabilities and of hidden states, seeded as in Megatron."""
     seed, mine = 1234, ranks.tp.rank
     torch.manual_seed(seed + (mine if mistake == "one generator for all, seeded by rank" else 0))
     tracker = te.CudaRNGStatesTracker()
@@ -547,7 +547,7 @@ HOSTS: dict[str, Callable[..., Pair]] = {
 
 
 def case_of(host: str, mistake: str = "") -> Case:
-    """Return the case of a host, with a mistake or without."""
+    """Return the case of a host, with or without a mistake."""
     return Case(f"{host} over ranks", partial(HOSTS[host], mistake=mistake), sizes=({},))
 
 
@@ -563,11 +563,11 @@ class Row:
     """A port over ranks.
 
     Attributes:
-        host: of ``HOSTS``.
-        variant: what its function is told: a mistake, or which right port it is.
-        ranks: over which it is compared.
-        titles: of the findings that name its mistake; none for a right port.
-        precisions: at which TE runs it; empty for all.
+        host: its name in ``HOSTS``.
+        variant: the argument of its function: a mistake, or the name of a right port.
+        ranks: the ranks over which it is compared.
+        titles: the titles of the findings that name its mistake; empty for a right port.
+        precisions: the precisions at which TE runs it; empty for all.
     """
 
     host: str

@@ -1,4 +1,4 @@
-"""Pairs over the stages of a pipeline: right ones, and the same with a mistake."""
+"""Pairs over the stages of a pipeline, right ones and the same with a mistake."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Stage(nn.Module):
             self.head.weight = self.embedding.weight  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ids, or what an earlier stage returned."""
+        """Map ids, or the output of the stage before."""
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
@@ -61,7 +61,7 @@ class _Stage(nn.Module):
 
 
 def staged(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return the model in as many stages as there are pipeline parallel ranks."""
+    """Return the model, divided into as many stages as there are pipeline parallel ranks."""
     mine, count = ranks.pp.rank, LAYERS // ranks.pp.size
     place = ranks.pp.size - 1 - mine if mistake == "stages in another order" else mine
     layers = list(range(place * count, (place + 1) * count))
@@ -111,7 +111,7 @@ def _in_layer(i: int, side: Any) -> Any:
 
 
 def _load(reference: _Whole, candidate: _Stage, first: int) -> None:
-    """Give a stage the reference's weights, layers counted from ``first``."""
+    """Load the reference's weights into a stage whose first layer is ``first``."""
     with torch.no_grad():
         for one in (candidate.embedding, candidate.head):
             if one is not None:
@@ -124,7 +124,7 @@ def _load(reference: _Whole, candidate: _Stage, first: int) -> None:
             layer.get_parameter("fc2_weight").copy_(of.get_parameter("down.weight"))
 
 
-# Schedules of a port's own.
+# Schedules that a port brings along.
 
 MICRO_BATCHES = 2
 
@@ -132,7 +132,7 @@ MICRO_BATCHES = 2
 def _of_torch(
     ranks: Ranks, module: nn.Module, x: Tensor, *, target: Tensor, loss: Callable[..., Tensor], scaled: bool = False
 ) -> Tensor | None:
-    """Run PyTorch's schedule, which divides gradients by the number of micro-batches unless it is told not to."""
+    """Run PyTorch's schedule, which divides gradients by the number of micro-batches if ``scaled``."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
     from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
@@ -141,7 +141,7 @@ def _of_torch(
     schedule = ScheduleGPipe(
         stage,
         MICRO_BATCHES,
-        loss_fn=lambda y, part: loss(y, part.transpose(0, 1)),  # it divides targets along their first dimension alone
+        loss_fn=lambda y, part: loss(y, part.transpose(0, 1)),  # it only splits targets along their first dimension
         args_chunk_spec=(along,) if ranks.pp.rank == 0 else None,
         output_merge_spec=(along,),
         scale_grads=scaled,
@@ -155,7 +155,7 @@ def _of_torch(
 def _losing(
     ranks: Ranks, module: nn.Module, x: Tensor, *, target: Tensor, loss: Callable[..., Tensor]
 ) -> Tensor | None:
-    """Run all micro-batches, and take the loss of all but the last."""
+    """Run all micro-batches, but leave the last one out of the loss."""
     stage = Stage(Pipeline(MICRO_BATCHES, dim=1), ranks.pp)
     y: Tensor | None = stage.forward(None, module, x)
     if y is not None:
@@ -175,12 +175,12 @@ HOSTS: dict[str, Callable[..., Pair]] = {"stages": staged}
 
 
 def case_of(host: str, mistake: str = "") -> Case:
-    """Return the case of a host, with a mistake or without."""
+    """Return the case of a host, with or without a mistake."""
     return Case(f"{host} over ranks", partial(HOSTS[host], mistake=mistake), sizes=({},))
 
 
 PP, PP_4, PP_DP = dict(pp=2), dict(pp=4), dict(dp=2, pp=2)
-# PyTorch finds out what stages exchange by passes over uninitialised numbers, whose amaxes delayed scaling keeps.
+# PyTorch finds the shapes that stages exchange by passes over uninitialised memory, whose amaxes delayed scaling keeps.
 WITHOUT_HISTORY = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block")
 _STAGES, _TIED, _BATCHES = ("stages",), ("tied-over-stages",), ("micro-batches",)
 

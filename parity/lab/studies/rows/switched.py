@@ -1,4 +1,4 @@
-"""Trainings that capture graphs, offload activations, or are compiled: right ones, and ones that go wrong by it."""
+"""Trainings that capture graphs, offload activations, or are compiled: right ones, and ones that this makes wrong."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from parity.case.case import Training
 from parity.case.training import ADAM, Model
 from parity.te.state import slots
 
-# CUDA graphs: what a capture has right, and what breaks it on a GPU.
+# CUDA graphs: right captures, and those that break on a GPU.
 
 
 Step = Callable[..., Tensor]
 
 
 class Passes:
-    """Captures the forward and the backward pass of a step; the optimizer's step stays outside."""
+    """Capture the forward and backward passes of a step, but not the optimizer's step."""
 
     def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
         """Warm up, capture, and return the step that replays."""
@@ -49,10 +49,10 @@ class Passes:
         return step
 
     def prepare(self, device: torch.device) -> None:
-        """Put what the graph reads on the device."""
+        """Put everything that the graph reads on the device."""
 
     def passes(self, model: Model) -> Tensor:
-        """Compute what is captured."""
+        """Compute the captured part of a step."""
         loss = model.loss(self.static)
         loss.backward()
         return loss
@@ -68,23 +68,23 @@ class Passes:
 
 
 class NotCopied(Passes):
-    """Leaves the first batch in the graph's memory."""
+    """Leave the first batch in the graph's memory."""
 
     def fill(self, x: Tensor) -> None:
         """Copy nothing."""
 
 
 class LetGo(Passes):
-    """Lets the gradients go that the graph writes."""
+    """Free the gradients that the graph writes."""
 
     def update(self, model: Model, optimizer: Optimizer) -> None:
-        """Step, and let the gradients go."""
+        """Step, and free the gradients."""
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
 
 class Read(Passes):
-    """Reads the loss to print it."""
+    """Read the loss on the host, as if to print it."""
 
     def passes(self, model: Model) -> Tensor:
         """Read the loss before it is differentiated."""
@@ -96,37 +96,37 @@ class Read(Passes):
 
 
 class Trains(Passes):
-    """Makes real steps to warm up."""
+    """Make a real step to warm up."""
 
     def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
-        """Train on the first batch before."""
+        """Train on the first batch before the capture."""
         model.loss(x).backward()
         optimizer.step()
         return super().capture(model, optimizer, x)
 
 
 class LeavesAmaxes(Passes):
-    """Warms up with other batches, and leaves their amaxes."""
+    """Warm up with another batch, and leave its amaxes behind."""
 
     def capture(self, model: Model, optimizer: Optimizer, x: Tensor) -> Step:
-        """Run the first batch, 16 times as large, before."""
+        """Run the first batch, multiplied by 16, before the capture."""
         model.loss(16.0 * x).backward()
         return super().capture(model, optimizer, x)
 
 
 class Scaled(Passes):
-    """Scales the loss by a number that doubles in each step, and undoes that where gradients are used.
+    """Scale the loss by a number that doubles in each step, and unscale the gradients before they are used.
 
     Attributes:
-        scale: a number, or a tensor.
-        is_in_place: whether a tensor keeps its memory.
+        scale: a number or a tensor.
+        is_in_place: whether the scale, a tensor, keeps its memory.
     """
 
     def __init__(self, scale: float | Tensor = 8.0, is_in_place: bool = False) -> None:
         self.scale, self.is_in_place = scale, is_in_place
 
     def prepare(self, device: torch.device) -> None:
-        """Put a scale that is a tensor on the device: a graph would keep a number of the CPU's as it was."""
+        """Put a scale that is a tensor on the device, since a graph would keep the old value of one on the CPU."""
         if isinstance(self.scale, Tensor):
             self.scale = self.scale.to(device)
 
@@ -137,7 +137,7 @@ class Scaled(Passes):
         return loss
 
     def update(self, model: Model, optimizer: Optimizer) -> None:
-        """Undo the scale, step, and scale more the next time."""
+        """Unscale the gradients, step, and double the scale for the next step."""
         for one in model.parameters():
             if one.grad is not None:
                 one.grad.div_(self.scale)
@@ -157,7 +157,7 @@ class Scaled(Passes):
 
 
 class MovedWeights:
-    """Steps FP32 copies of the weights, and puts new tensors into the module afterwards."""
+    """Step FP32 copies of the weights, and put new tensors into the module afterwards."""
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """Make the copies and their optimizer."""
@@ -179,12 +179,12 @@ class MovedWeights:
 
 
 def capturing(passes: Callable[[], Passes], **options: Any) -> Callable[[ModuleType], Training]:
-    """Return a training that captures its passes like this."""
+    """Return a training that captures its passes in this way."""
     return lambda te: Training(graph=passes().capture, **options)
 
 
 def scaling(**options: Any) -> Callable[[ModuleType], Training]:
-    """Return a training whose scale changes, with a graph and without."""
+    """Return a training whose scale changes, both with a graph and without."""
 
     def training(te: ModuleType) -> Training:
         scale = options.get("scale", 8.0)
@@ -195,7 +195,7 @@ def scaling(**options: Any) -> Callable[[ModuleType], Training]:
 
 
 def moved_weights(te: ModuleType) -> Training:
-    """Return a training whose weights lie in other memory after each step."""
+    """Return a training whose weights move to other memory in each step."""
     own = MovedWeights()
     return Training(
         optimizer=lambda model: AdamW(model.parameters(), **ADAM),
@@ -214,7 +214,7 @@ def without_recipe(te: ModuleType) -> Training:
 
 
 def cached_weights(te: ModuleType) -> Training:
-    """Return a training whose graph quantizes its weights in the first step alone."""
+    """Return a training whose graph quantizes its weights only in the first step."""
 
     def capture(model: Model, optimizer: Optimizer, x: Tensor) -> None:
         sample = x.detach().clone().requires_grad_()
@@ -232,10 +232,10 @@ def cached_weights(te: ModuleType) -> Training:
 
 
 class WholeStep(Passes):
-    """Captures the optimizer's step as well."""
+    """Capture the optimizer's step as well."""
 
     def passes(self, model: Model) -> Tensor:
-        """Compute the gradients, and step unless this warms up."""
+        """Compute the gradients, and step unless this is a warm-up."""
         loss = super().passes(model)
         if model.cuda.is_current_stream_capturing():
             self.own.step()
@@ -247,22 +247,22 @@ class WholeStep(Passes):
         return super().capture(model, optimizer, x)
 
     def update(self, model: Model, optimizer: Optimizer) -> None:
-        """Do nothing, since the graph has."""
+        """Do nothing, since the graph has made the step."""
 
 
 def plain_sgd(model: nn.Module) -> Optimizer:
-    """Make an optimizer that keeps nothing of each weight."""
+    """Make an optimizer that keeps no state."""
     return SGD(model.parameters(), lr=0.05)
 
 
-# A port whose PyTorch code between TE's modules is compiled, and what ``torch.compile`` may keep of it.
+# A port whose PyTorch code between TE's modules is compiled, and values that ``torch.compile`` may take for constants.
 
 
 class Glued(nn.Module):
     """An MLP whose activation is plain PyTorch, between two modules of TE.
 
     Attributes:
-        scale: by what the activations are multiplied, and divided again; a power of two.
+        scale: a power of two by which activations are multiplied and then divided again.
     """
 
     def __init__(self, te: ModuleType, width: int, ffn: int) -> None:
@@ -271,7 +271,7 @@ class Glued(nn.Module):
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
     def known(self) -> float:
-        """Return the scale, which is told to be the same at all times."""
+        """Return the scale, which is declared constant to the compiler."""
         return self.scale
 
     @torch.compiler.disable
@@ -284,16 +284,16 @@ class Glued(nn.Module):
         return self.second(self.unscaled(self.known() * F.gelu(self.first(x), approximate="tanh")))
 
 
-# Offloaded activations, and what reads back something else.
+# Offloaded activations, and mistakes by which something else is read back.
 
 
-# TE's context around the two TE modules of a port, as its documentation has it: a loop over layers.
+# TE's context around the two TE modules of a port, in a loop over layers as in TE's documentation.
 
 Synchronize = Callable[[Tensor], Tensor]
 
 
 def in_order(layers: list[Callable[[Tensor], Tensor]], x: Tensor, context: Any, synchronize: Synchronize) -> Tensor:
-    """Call the layers as one should."""
+    """Call the layers in the right way."""
     for layer in layers:
         with context:
             x = layer(x)
@@ -310,12 +310,12 @@ def never(layers: list[Callable[[Tensor], Tensor]], x: Tensor, context: Any, syn
 
 
 def at_the_end(layers: list[Callable[[Tensor], Tensor]], x: Tensor, context: Any, synchronize: Synchronize) -> Tensor:
-    """Synchronize once, what the last layer returns."""
+    """Synchronize only the output of the last layer."""
     return synchronize(never(layers, x, context, synchronize))
 
 
 def too_late(layers: list[Callable[[Tensor], Tensor]], x: Tensor, context: Any, synchronize: Synchronize) -> Tensor:
-    """Synchronize what each layer returns once the next one has run."""
+    """Synchronize each layer's output only after the next layer has run."""
     returned = []
     for layer in layers:
         with context:
@@ -329,7 +329,7 @@ def too_late(layers: list[Callable[[Tensor], Tensor]], x: Tensor, context: Any, 
 def looping(
     loop: Callable[..., Tensor] = in_order, model_layers: int = 2, **options: Any
 ) -> Callable[[ModuleType], Training]:
-    """Return a training that calls the two TE modules of the host ``glued`` like this."""
+    """Return a training that calls the two TE modules of the host ``glued`` in this loop."""
 
     def training(te: ModuleType) -> Training:
         def offload(module: Any) -> Callable[..., Tensor]:
@@ -350,7 +350,7 @@ def looping(
 
 
 class Host:
-    """Keeps what is saved for the backward pass on the host, as PyTorch's ``save_on_cpu`` does.
+    """Keep tensors that are saved for the backward pass on the host, as PyTorch's ``save_on_cpu`` does.
 
     Attributes:
         saved: how many tensors have been saved since the forward pass began.
@@ -365,7 +365,7 @@ class Host:
 
     @contextmanager
     def offloading(self) -> Iterator[None]:
-        """Within the context, offload what is saved."""
+        """Offload tensors that are saved within the context."""
         self.saved = 0
 
         def pack(x: Tensor) -> Any:
@@ -384,11 +384,11 @@ class Host:
             yield
 
     def stays(self, x: Tensor) -> bool:
-        """Return whether a tensor is left on the device: TE asks parameters for more than their numbers."""
+        """Return whether a tensor is left on the device, like parameters, of which TE reads more than their values."""
         return isinstance(x, nn.Parameter)
 
     def __call__(self, module: nn.Module) -> None:
-        """Offload what the candidate saves from now on."""
+        """Offload the tensors that the candidate saves from now on."""
         forward = module.forward
 
         def offloaded(*args: Any, **kwargs: Any) -> Any:
@@ -399,29 +399,29 @@ class Host:
 
 
 class In16Bits(Host):
-    """Halves the traffic by rounding what is saved in FP32."""
+    """Halve the traffic by rounding saved FP32 tensors."""
 
     def copy(self, x: Tensor) -> Tensor:
-        """Round it to BF16."""
+        """Copy a tensor to the host, rounding FP32 to BF16."""
         return super().copy(x.to(torch.bfloat16) if x.dtype is torch.float32 else x)
 
 
 class FilledOnce(Host):
-    """Keeps its buffers from step to step, and fills each once."""
+    """Keep the buffers from step to step, but fill each only once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.buffers: dict[int, Tensor] = {}
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return the buffer."""
+        """Return the buffer for the tensor, which is filled only once."""
         if self.saved not in self.buffers:
             self.buffers[self.saved] = super().copy(x)
         return self.buffers[self.saved]
 
 
 class WithWeights(Host):
-    """Offloads weights as well."""
+    """Offload weights as well."""
 
     def stays(self, x: Tensor) -> bool:
         """Keep nothing on the device."""
@@ -429,21 +429,21 @@ class WithWeights(Host):
 
 
 class WeightsOnce(WithWeights):
-    """Offloads weights as well, and copies these to the host in the first step alone."""
+    """Offload weights as well, but copy them to the host only in the first step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: dict[int, Tensor] = {}
 
     def copy(self, x: Tensor) -> Tensor:
-        """Return the copy of a weight that there is."""
+        """Return the first copy of a weight, or a new copy of any other tensor."""
         if not isinstance(x, nn.Parameter):
             return super().copy(x)
         return self.copies.setdefault(id(x), super().copy(x))
 
 
 def perturbed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Move the weights between the forward and the backward pass, unseen by autograd."""
+    """Change the weights between the forward and the backward pass without autograd noticing."""
     optimizer.zero_grad()
     loss = model.loss(x)
     before = [one.data.clone() for one in model.parameters()]

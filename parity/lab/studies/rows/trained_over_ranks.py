@@ -1,4 +1,4 @@
-"""Trainings over ranks: right ones, and the same with a mistake between ranks and steps."""
+"""Trainings over ranks, right ones and the same with a mistake between ranks and steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from parity.result import Switch
 
 STEPS = 3
 CLIP = 0.1
-WEIGHT = 0.5  # of a loss beside the usual one
+WEIGHT = 0.5  # of an auxiliary loss
 
 
 def trained(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a gated MLP that data parallel ranks train, each with its part of the batch."""
+    """Return a gated MLP that is trained by data parallel ranks, each with its part of the batch."""
     pair = rows.batches(te, ranks)
     counted: list[int] = []
 
@@ -65,16 +65,16 @@ def _load(pair: Pair) -> None:
 
 
 def clipped(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a gated MLP whose weights tensor parallel ranks divide, and whose gradients are clipped."""
+    """Return a gated MLP whose weights are divided over tensor parallel ranks, and whose gradients are clipped."""
     pair = rows.mlp(te, ranks, mistake or "norm of all gradients")
     parallel = pair.parallel
-    if mistake == "each rank by its own norm":  # what clip_grad_norm_ does on a rank
+    if mistake == "each rank by its own norm":  # as by clip_grad_norm_ on each rank
         parallel = dataclasses.replace(parallel, gradient_norm=None)
     return dataclasses.replace(pair, parallel=parallel, training=Training(clip=CLIP))
 
 
 def counted_tokens(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return the MLP with a loss over tokens that count, of which data parallel ranks have different numbers."""
+    """Return the MLP with a loss over only some tokens, of which data parallel ranks have different numbers."""
     pair = with_dp(rows.mlp, te, ranks) if ranks.tp.size > 1 else rows.batches(te, ranks)
 
     def loss(returned: Tensor, x: Tensor) -> Tensor:
@@ -93,9 +93,9 @@ def counted_tokens(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def balanced(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return the MLP with a loss beside the usual one, of the squared means of features over all tokens.
+    """Return the MLP with an auxiliary loss, the squared means of features over all tokens.
 
-    A router's balance over experts is of that kind: no sum of what ranks have of it by themselves.
+    Like the loss that balances a router's experts, this is not a sum of losses that each rank can compute by itself.
     """
     pair = rows.batches(te, ranks)
     reduces = ranks.dp.size > 1 and mistake != "means of each rank alone"
@@ -107,7 +107,7 @@ def balanced(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
         means = own.detach().clone()
         if reduces:
             distributed.all_reduce(means, group=ranks.dp.group)
-        # The gradient flows through a rank's own part of the means; all ranks' losses are added up.
+        # The gradient flows only through a rank's own part of the means, and the losses of all ranks are added up.
         aside = means.square().sum() + 2 * (means * (own - own.detach())).sum() * (ranks.dp.size if reduces else 1)
         counts = ranks.dp.size if mistake == "counted on each rank" else 1
         return share * ((wide - 0.5).square().mean() + counts * WEIGHT * aside)
@@ -116,7 +116,7 @@ def balanced(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def fully_sharded(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return the MLP whose weights FSDP2 divides; ``mistake`` may have it reduce gradients in BF16."""
+    """Return the MLP whose weights FSDP2 shards. ``mistake`` may make it reduce gradients in BF16."""
     pair = rows.fsdp(te, dataclasses.replace(ranks, dp=dataclasses.replace(ranks.dp, size=1)))
     if ranks.dp.size > 1:
         from torch.distributed.device_mesh import init_device_mesh
@@ -129,7 +129,7 @@ def fully_sharded(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 class Zero(Optimizer):
-    """AdamW whose state data parallel ranks divide: each steps its part of every weight in FP32, and all gather it."""
+    """AdamW with sharded state: each data parallel rank steps its part of every weight in FP32, and all gather it."""
 
     def __init__(self, module: nn.Module, ranks: Ranks, mistake: str) -> None:
         """Take this rank's part of each parameter."""
@@ -143,7 +143,7 @@ class Zero(Optimizer):
         return x.detach().flatten().chunk(self.ranks.dp.size)[of]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the module's gradients."""
+        """Drop the module's gradients."""
         for one in self.whole:
             one.grad = None
 
@@ -172,7 +172,7 @@ class Zero(Optimizer):
 
 
 def divided_optimizer(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return the MLP with an optimizer whose state data parallel ranks divide."""
+    """Return the MLP with an optimizer whose state is divided over data parallel ranks."""
     training = Training(candidate_optimizer=lambda model: Zero(model, ranks, mistake))
     return dataclasses.replace(rows.batches(te, ranks), training=training)
 
@@ -194,7 +194,7 @@ def of_torch(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def saved(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return the MLP that tensor parallel ranks train, save and load, each its own part."""
+    """Return the MLP that tensor parallel ranks train, save and load, each rank its own part."""
 
     def save(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
         own = [optimizer.state_dict()]
@@ -224,7 +224,7 @@ def amaxes(te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
 
 
 def with_dp(make: Callable[..., Pair], te: ModuleType, ranks: Ranks, mistake: str = "") -> Pair:
-    """Return a pair of tensor parallel ranks, of which data parallel ranks have parts of the batch as well."""
+    """Return a pair over tensor parallel ranks, whose batch is also divided over data parallel ranks."""
     pair = make(te, ranks, mistake)
     along, inner = [over("dp", 1)], pair.parallel.finish
 
@@ -258,7 +258,7 @@ SWITCHES: dict[str, Switch] = {"saved": "resume"}
 
 
 def case_of(host: str, mistake: str = "") -> Case:
-    """Return the case of a host, with a mistake or without."""
+    """Return the case of a host, with or without a mistake."""
     return Case(f"{host} over ranks", partial(HOSTS[host], mistake=mistake), sizes=({},))
 
 

@@ -1,4 +1,4 @@
-"""Trainings that are wrong on purpose, each with the finding that it should get, and trainings that are right."""
+"""Trainings that are wrong on purpose, each with the findings that should name it, and trainings that are right."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from parity.te.state import slots, state_manager
 
 Declared = Callable[[ModuleType], Training]
 
-# What is trained: an MLP, and a Llama layer with grouped keys.
+# The hosts that are trained: an MLP, and a Llama layer with grouped keys.
 
 
 BATCH, SEQ, WIDTH, FFN, HEADS, GROUPS = 4, 32, 64, 128, 4, 2
 
 
 def plain(te: ModuleType) -> Training:
-    """Return what a pair has that says nothing of its training."""
+    """Return the training of a pair that declares none."""
     return Training()
 
 
 def mlp(te: ModuleType, training: Declared = plain) -> Pair:
-    """Return a norm and a two-layer MLP, and TE's module for them."""
+    """Return a pair of a norm with a two-layer MLP, and TE's module for both."""
     return Pair(
         reference=nn.Sequential(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, FFN), nn.GELU(approximate="tanh"), nn.Linear(FFN, WIDTH)
@@ -56,7 +56,7 @@ def mlp(te: ModuleType, training: Declared = plain) -> Pair:
 
 
 def llama(te: ModuleType, training: Declared = plain) -> Pair:
-    """Return a Llama layer and TE's."""
+    """Return a pair of a Llama layer and TE's layer."""
     rope = te.RotaryPositionEmbedding(WIDTH // HEADS)
     candidate = te.TransformerLayer(
         WIDTH,
@@ -91,7 +91,7 @@ def llama(te: ModuleType, training: Declared = plain) -> Pair:
 
 
 def glued(te: ModuleType, training: Declared = plain) -> Pair:
-    """Return the MLP, and a port whose activation PyTorch may compile."""
+    """Return a pair of the MLP and a port whose activation PyTorch may compile."""
     parts = {"0.{}": "first.layer_norm_{}", "1.{}": "first.{}", "3.{}": "second.{}"}
     return dataclasses.replace(
         mlp(te, training),
@@ -101,7 +101,7 @@ def glued(te: ModuleType, training: Declared = plain) -> Pair:
 
 
 def quantized(precision: str, te: ModuleType, training: Declared = plain) -> Pair:
-    """Return the MLP, and TE's with weights that are held as the precision's recipe quantizes them."""
+    """Return a pair of the MLP and TE's module with weights held quantized by the precision's recipe."""
     make = partial(te.LayerNormMLP, WIDTH, FFN, params_dtype=torch.bfloat16)
     return optimizers.quantized(precision, mlp(te, training), te, make)
 
@@ -116,7 +116,7 @@ QUANTIZED: dict[str, Callable[..., Pair]] = {
 
 
 def case_of(host: str, training: Declared = plain) -> Case:
-    """Return the case of a host that is trained like this."""
+    """Return the case of a host with a training."""
     return Case(f"trained_{host}", lambda te: (HOSTS | COMPILED | QUANTIZED)[host](te, training), sizes=({},))
 
 
@@ -126,7 +126,7 @@ def case_of(host: str, training: Declared = plain) -> Case:
 def step(
     model: Model, optimizer: Optimizer, x: Tensor, with_gradients: Callable[[Model], object] = lambda model: None
 ) -> Tensor:
-    """Make a right step, unless something is done to the gradients before the optimizer reads them."""
+    """Make a step, which is right unless ``with_gradients`` changes the gradients before the optimizer reads them."""
     optimizer.zero_grad()
     loss = model.loss(x)
     loss.backward()
@@ -150,7 +150,7 @@ def _over(model: Model, optimizer: Optimizer, parts: Any, factor: float) -> Tens
 
 
 def summed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Add up the losses of four micro-batches where a mean is meant."""
+    """Sum the losses of four micro-batches instead of averaging them."""
     return _over(model, optimizer, x.chunk(4), 1.0) / 4
 
 
@@ -160,7 +160,7 @@ def divided_twice(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def mean_of_means(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Average micro-batches of 1 and of 3 sequences alike."""
+    """Average micro-batches of 1 and 3 sequences with equal weights."""
     return _over(model, optimizer, x.split([1, BATCH - 1]), 0.5)
 
 
@@ -188,7 +188,7 @@ def one_halved(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def norms_zeroed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Make a step that norms take no part in."""
+    """Make a step with zero gradients for the norms and biases."""
     return step(model, optimizer, x, lambda model: [grad.zero_() for grad in _gradients(model) if grad.dim() == 1])
 
 
@@ -197,7 +197,7 @@ def _gradients(model: Model) -> list[Tensor]:
 
 
 def not_zeroed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Add to the gradients of the steps before."""
+    """Add to the gradients of earlier steps."""
     loss = model.loss(x)
     loss.backward()
     optimizer.step()
@@ -205,7 +205,7 @@ def not_zeroed(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def scaled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Scale the loss, and forget to undo it."""
+    """Scale the loss, and forget to unscale the gradients."""
     optimizer.zero_grad()
     loss = model.loss(x)
     (128.0 * loss).backward()
@@ -214,7 +214,7 @@ def scaled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def clipped_while_scaled(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Clip gradients of a scaled loss, and undo the scale afterwards."""
+    """Clip the gradients of a scaled loss, and unscale them only afterwards."""
 
     def clip(model: Model) -> None:
         _multiply(model, 128.0)
@@ -266,23 +266,23 @@ def frozen(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 class OneBatchBehind:
-    """Reads each batch one step late, as a graph does whose buffers are filled after its replay."""
+    """Read each batch one step late, like a graph whose buffers are filled after its replay."""
 
     def __init__(self) -> None:
         self.buffer: Tensor | None = None
 
     def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-        """Make a step with the batch before."""
+        """Make a step with the previous batch."""
         read = x if self.buffer is None else self.buffer
         self.buffer = x.detach().clone()
         return step(model, optimizer, read)
 
 
 class OldCopy:
-    """Computes with copies of the weights that get new values one step late.
+    """Compute with copies of the weights that are updated one step late.
 
     Attributes:
-        is_kept: which parameters have such copies.
+        is_kept: says which parameters have such copies.
     """
 
     def __init__(self, is_kept: Callable[[Tensor], bool] = lambda weight: True) -> None:
@@ -290,7 +290,7 @@ class OldCopy:
         self.old: dict[str, Tensor] = {}
 
     def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-        """Compute with the old values, and step the new ones."""
+        """Compute with the old values, and update the new ones."""
         now = {name: one.detach().clone() for name, one in model.module.named_parameters() if self.is_kept(one)}
         self._fill(model.module, self.old or now)
         self.old = now
@@ -304,7 +304,7 @@ class OldCopy:
 
 
 class Cached:
-    """Lets TE keep its FP8 weights after the first step, as if all later steps were micro-batches of one."""
+    """Let TE keep its FP8 weights after the first step, as if all later steps were micro-batches of the same step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -323,7 +323,7 @@ class Cached:
 
 
 def adam(**settings: Any) -> Declared:
-    """Return a training whose candidate's optimizer has other settings than the reference's."""
+    """Return a training in which the candidate's optimizer has other settings than the reference's."""
 
     def training(te: ModuleType) -> Training:
         def make(model: nn.Module) -> Optimizer:
@@ -339,7 +339,7 @@ def adam(**settings: Any) -> Declared:
 
 
 def sgd(**settings: Any) -> Declared:
-    """Return a training by SGD whose candidate has other settings, and FP32 master weights."""
+    """Return a training by SGD in which the candidate has other settings, and FP32 master weights."""
     own: dict[str, Any] = dict(lr=0.05, momentum=0.9, weight_decay=0.01)
 
     def training(te: ModuleType) -> Training:
@@ -352,7 +352,7 @@ def sgd(**settings: Any) -> Declared:
 
 
 def only_matrices_decay(model: nn.Module) -> Optimizer:
-    """Make an AdamW that decays no norms and biases."""
+    """Make an AdamW that does not decay norms and biases."""
     matrices = [one for one in model.parameters() if one.dim() > 1]
     others = [one for one in model.parameters() if one.dim() < 2]
     groups: list[dict[str, Any]] = [dict(params=matrices), dict(params=others, weight_decay=0.0)]
@@ -360,7 +360,7 @@ def only_matrices_decay(model: nn.Module) -> Optimizer:
 
 
 def no_vectors(te: ModuleType) -> Training:
-    """Give the optimizer matrices alone."""
+    """Give the optimizer only the matrices."""
 
     def make(model: nn.Module) -> Optimizer:
         some = [one for one in model.parameters() if one.dim() > 1]
@@ -384,12 +384,12 @@ def one_ahead(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def stepping(own: Callable[..., Tensor] | type, **options: Any) -> Declared:
-    """Return a training with the port's own step; of a class, with a new object each time."""
+    """Return a training with the port's own step, which is a function, or a class to make a new step of each time."""
     return lambda te: Training(candidate_step=own() if isinstance(own, type) else own, **options)
 
 
 def only_matrices_of_both(te: ModuleType) -> Training:
-    """Decay no norms and biases on either side, with FP32 master weights."""
+    """Leave norms and biases out of weight decay on both sides, with FP32 master weights."""
 
     def make(model: nn.Module) -> Optimizer:
         narrow = next(model.parameters()).dtype is not torch.float32
@@ -402,22 +402,22 @@ def only_matrices_of_both(te: ModuleType) -> Training:
 
 
 def all_decay(te: ModuleType) -> Training:
-    """Decay norms and biases, which the reference does not."""
+    """Decay norms and biases, unlike the reference."""
     return Training(only_matrices_decay, adam()(te).candidate_optimizer)
 
 
 def adam_for_adamw(te: ModuleType) -> Training:
-    """Take ``torch.optim.Adam`` for ``AdamW``."""
+    """Use ``torch.optim.Adam`` instead of ``AdamW``."""
     return Training(lambda model: AdamW(model.parameters(), **ADAM), lambda model: Adam(model.parameters(), **ADAM))
 
 
 def old_matrices(te: ModuleType) -> Training:
-    """Keep copies of weight matrices alone."""
+    """Compute with late copies of only the weight matrices."""
     return Training(candidate_step=OldCopy(lambda weight: weight.dim() > 1))
 
 
 def cached(te: ModuleType) -> Training:
-    """Let TE keep its FP8 weights, and the weights move fast."""
+    """Let TE keep its FP8 weights while the weights change quickly."""
     return Training(optimizer=lambda model: SGD(model.parameters(), lr=0.5), candidate_step=Cached())
 
 
@@ -427,7 +427,7 @@ def forwards_first(te: ModuleType) -> Training:
 
 
 def moved_while_offloaded(te: ModuleType) -> Training:
-    """Offload weights as well, and move them before they are read back."""
+    """Offload weights as well, and change them before they are read back."""
     return switched.hosted(switched.WithWeights, candidate_step=switched.perturbed)(te)
 
 
@@ -449,12 +449,12 @@ def too_fast(te: ModuleType) -> Training:
 
 
 def unwritten(te: ModuleType) -> Training:
-    """Step FP32 copies, and write those of vectors alone to the parameters."""
+    """Step FP32 copies, and write only those of vectors to the parameters."""
     return optimizers.copied(lambda copy: copy.dim() < 2)(te)
 
 
 def loading(load: Callable[[nn.Module, Optimizer, BinaryIO], None]) -> Declared:
-    """Return a training that loads its checkpoints like this."""
+    """Return a training that loads its checkpoints by this function."""
     return lambda te: Training(load=load)
 
 
@@ -462,7 +462,7 @@ def loading(load: Callable[[nn.Module, Optimizer, BinaryIO], None]) -> Declared:
 
 
 def without_fp8_scales(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Load the module's weights alone."""
+    """Load only the module's weights."""
     states = torch.load(file, weights_only=False)
     weights = {name: x for name, x in states["model"].items() if "_extra_state" not in name}
     module.load_state_dict(weights, strict=False)
@@ -470,38 +470,38 @@ def without_fp8_scales(module: nn.Module, optimizer: Optimizer, file: BinaryIO) 
 
 
 def without_moments(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Load the module, and begin with a new optimizer."""
+    """Load the module, and start with a new optimizer."""
     module.load_state_dict(torch.load(file, weights_only=False)["model"])
 
 
 def without_weights(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Load the optimizer alone."""
+    """Load only the optimizer."""
     optimizer.load_state_dict(torch.load(file, weights_only=False)["optimizer"])
 
 
 def without_master_weights(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Make the FP32 master weights of the 16-bit weights again."""
+    """Recreate the FP32 master weights from the 16-bit weights."""
     load(module, optimizer, file)
     for parameter in module.parameters():
         optimizer.set_scaled_state(parameter, "master_param", parameter.detach().float())  # type: ignore[attr-defined]
 
 
 def without_count(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Let the optimizer count its steps from the beginning."""
+    """Let the optimizer count its steps from 0 again."""
     load(module, optimizer, file)
     for group in optimizer.param_groups:
         group["step"] = torch.zeros_like(group["step"]) if isinstance(group["step"], Tensor) else 0
 
 
 def without_histories(module: nn.Module, optimizer: Optimizer, file: BinaryIO) -> None:
-    """Load everything, and begin new amax histories, as code does that writes the scales alone."""
+    """Load everything but the amax histories, like code that only saves the scales."""
     load(module, optimizer, file)
     for slot in slots(module):
         slot.history.zero_()
 
 
 def without_extra_state(te: ModuleType) -> Training:
-    """Take ``_extra_state`` out of what a module saves, and put a new one's in the place of what is missing."""
+    """Leave ``_extra_state`` out of a module's checkpoint, and load a new module's instead."""
     name = "_extra_state"
 
     def make(model: nn.Module) -> Optimizer:
@@ -521,7 +521,7 @@ def without_extra_state(te: ModuleType) -> Training:
 
 
 class QuantizedByValidation:
-    """Quantizes the weights in a validation pass after each update, and trains on with what that has cached."""
+    """Quantize the weights in a validation pass after each update, and train on with the weights cached there."""
 
     def __call__(self, model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
         """Make a step with the cached weights, and a validation pass that caches the new ones."""
@@ -543,7 +543,7 @@ def quantized_by_validation(te: ModuleType) -> Training:
     return Training(candidate_step=QuantizedByValidation())
 
 
-# Delayed scaling that is not left alone.
+# Delayed scaling whose state is tampered with.
 
 
 def scales_reset(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
@@ -558,14 +558,14 @@ def scales_reset(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
 
 
 def histories_reset(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Begin new amax histories before each step."""
+    """Clear the amax histories before each step."""
     for slot in slots(model.module):
         slot.history.zero_()
     return step(model, optimizer, x)
 
 
 def forgotten(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
-    """Reset TE's global state before each step, which no longer knows of the module then."""
+    """Reset TE's global state before each step, so that it no longer knows the module."""
     state_manager().reset()
     return step(model, optimizer, x)
 
@@ -591,13 +591,13 @@ class Row:
     """A wrong training.
 
     Attributes:
-        name: of the row.
-        training: makes it.
-        titles: of the findings that name it.
-        told: a text that the message has to have; empty for none.
+        name: the row's name.
+        training: makes the training.
+        titles: the titles of the findings that name it.
+        told: a text that the message must contain; empty for none.
         switch: how the candidate is trained.
-        precisions: at which the mistake exists; empty for all.
-        host: of ``HOSTS``, ``COMPILED`` or ``QUANTIZED``.
+        precisions: the precisions at which the mistake exists; empty for all.
+        host: a name in ``HOSTS``, ``COMPILED`` or ``QUANTIZED``.
     """
 
     name: str
@@ -613,7 +613,7 @@ NARROW = ("bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "n
 FP8 = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8")
 DELAYED = ("fp8_delayed",)
 BARE = ("fp32", "bf16", "fp16")
-# A scale that doubles saturates what delayed scaling quantizes.
+# Without delayed scaling, which saturates when a scale doubles.
 SCALED = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block", "mxfp8", "nvfp4")
 DIVERGING = ("fp32", "bf16", "fp16", "fp8_current", "fp8_block")
 BF16 = torch.bfloat16
@@ -723,7 +723,7 @@ WRONG = (
     *(
         Row(f"FP8 weights not written ({name})", unwritten, ("master-weights",), "_weight", "", (name,), host)
         for name, host in zip(optimizers.RECIPES, QUANTIZED, strict=True)
-        if name != "nvfp4"  # what FP4 rounds hides four steps
+        if name != "nvfp4"  # FP4's rounding is coarser than four steps
     ),
     Row("a layer's amax histories reset", stepping(histories_reset), ("amax-history-lost",), "", "", DELAYED, "llama"),
     Row("gradients of a layer not set to zero", stepping(not_zeroed), ("gradient-not-zeroed",), host="llama"),
@@ -735,12 +735,12 @@ WRONG = (
 
 
 def reference_adamw(model: nn.Module) -> Optimizer:
-    """Make the optimizer that a reference has if its pair names none."""
+    """Make the optimizer that a reference has if its pair declares none."""
     return AdamW(model.parameters(), **ADAM)
 
 
 class OwnMasters:
-    """Steps FP32 copies of the weights with torch's AdamW, as many trainers do, under a loss scale that is undone.
+    """Step FP32 copies of the weights with torch's AdamW, as many trainers do, under a loss scale that is undone.
 
     Attributes:
         masters: the copies, in the order of the module's parameters.
@@ -770,7 +770,7 @@ class OwnMasters:
 
 
 def own_masters(te: ModuleType) -> Training:
-    """Return a training with FP32 copies of the port's own."""
+    """Return a training in which the port keeps its own FP32 copies."""
     own = OwnMasters()
     return Training(
         candidate_optimizer=own.optimizer, candidate_step=own, optimizer=lambda model: AdamW(model.parameters(), **ADAM)
