@@ -173,7 +173,7 @@ def checksum(tree: ast.Module) -> str:
 
 
 def without_report(tree: ast.Module) -> ast.Module:
-    """Return a study's module without ``write`` and the code that only ``write`` uses, and any other module as it is."""
+    """Return a study's module without ``write`` and all that only ``write`` uses, and any other module as it is."""
     if not {"measured", "write"} <= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
         return tree
     statements = [each for node in tree.body for each in _apart(node)]

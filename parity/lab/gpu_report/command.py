@@ -328,7 +328,7 @@ _MARKS = {"done": "✅", "failed": "❌", "broken": "💥", "out of time": "⌛"
 def write(
     claim: Claim, steps: Sequence[Step], outcomes: Sequence[Outcome], machine: Environment, why_no_gpu: str
 ) -> None:
-    """Write the claimed ``steps.jsonl``, and ``index.md`` beside it, which shows steps without an outcome as pending."""
+    """Write the claimed ``steps.jsonl``, and ``index.md`` beside it. Steps without an outcome are still to come."""
     lines = [json.dumps(dataclasses.asdict(outcome), ensure_ascii=False) for outcome in outcomes]
     claim.replace(("\n".join(lines) + "\n").encode())
     folder = claim.path.parent

@@ -276,7 +276,7 @@ def _sums(product: Product, shape: tuple[int, int, int], device: torch.device, r
 
 
 def _kept_bits(product: Product, shape: tuple[int, int, int], device: torch.device) -> tuple[int, int]:
-    """Add ever smaller terms to a large one, in its own instruction (place 2) and in the last one, until they are lost."""
+    """Add ever smaller terms to a large one, in its own instruction (place 2) and in the last, until they are lost."""
     inner, found = shape[1], []
     for place in (2, inner - 1):
         kept = 0
@@ -329,7 +329,7 @@ def _step(product: Product, shape: tuple[int, int, int], device: torch.device, b
 
 
 def _promoted(product: Product, shape: tuple[int, int, int], device: torch.device, bits: int) -> str:
-    """Move a small term ever further from a large one. Where it survives, it is added to a sum without the large one."""
+    """Move a small term away from a large one. Where it survives, it is added to a sum without the large one."""
     inner = shape[1]
     rows = torch.zeros(inner - 2, inner)
     rows[:, 0] = 1.0

@@ -1,4 +1,4 @@
-"""``parity throughput``: measure each workload in a process that is replaced if a kernel kills it, and write a report."""
+"""``parity throughput``: measure each workload, in a process that is replaced if a kernel kills it, and report."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def gpu_state(uuid: str, ask: Callable[[Sequence[str]], str | None] = devices.as
 
 
 def parse_state(answer: str) -> GpuState | None:
-    """Return the state from a line such as ``1980, 2619, 45, 310.20, 0x0000000000000004``, or None for anything else."""
+    """Return the state from a text such as ``1980, 2619, 45, 310.20, 0x0000000000000004``, or None if it is not one."""
     cells = [cell.strip() for cell in answer.strip().split(",")]
     if len(cells) != len(_FIELDS) + 1:
         return None

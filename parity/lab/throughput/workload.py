@@ -133,7 +133,7 @@ def declared(cases: Iterable[Case]) -> list[Workload]:
 
 
 def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
-    """Return the workloads whose names contain one of the keyword's comma-separated words. An empty keyword selects all.
+    """Return the workloads whose names contain one of the keyword's comma-separated words; an empty one selects all.
 
     Raises:
         UserError: if no name does.
