@@ -197,7 +197,7 @@ def _pack(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
 
 
 def _cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
-    """Add new tokens, packed, behind those that each sequence has in a cache without pages."""
+    """Add new tokens, packed, after those that each sequence already has in a cache without pages."""
     fresh = [bench.normal(sum(_NEW), _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
     caches = [bench.normal(_SEQUENCES, _CACHE, _PACKED_HEADS, _PACKED_FEATURES, dtype=dtype) for _ in range(2)]
     ends = tuple(old + new for old, new in zip(_CACHED, _NEW, strict=True))
@@ -210,7 +210,7 @@ def _cache(bench: Bench, dtype: torch.dtype) -> Mapping[str, Any]:
     return {"keys": caches[0], "values": caches[1]}
 
 
-# Packed sequences under context parallelism: what a rank holds, and how what each step computes is merged.
+# Packed sequences under context parallelism: selecting a rank's tokens, and merging the results of its steps.
 
 
 _CP_LENGTHS, _RANKS = (64, 16, 40), 2
