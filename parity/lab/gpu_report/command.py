@@ -307,7 +307,7 @@ def _throughput(small: bool, minutes: float) -> tuple[str, ...]:
 def _calibration(folder: Path, small: bool) -> tuple[str, ...]:
     """Return the options. A law needs eight different tensors, so the small part is the file that has the most."""
     cases = built_in.folder()
-    # This many processes keep a GPU busy with small modules. More would only take more of its memory.
+    # Enough processes to keep a GPU busy with small modules. Each takes GPU memory of its own.
     all_cases = (str(cases), "-n", str(min(6, devices.cores())))
     files = (str(cases / "mlp.py"), "-p", "bf16", "-n", "1") if small else all_cases
     table = ("-o", str(folder / "calibration.json"), "--report", str(folder / "calibration.md"))
