@@ -55,7 +55,7 @@ from parity.trace.effects import RandomState, kept
 from parity.user_error import UserError
 
 FOR_PASSES = (*IMPORTED_BEFORE, __name__)
-"""Modules that ``launch`` should import before it forks ranks: importing them takes ten times as long as a small pass."""
+"""Modules to import before ranks are forked: importing them takes a rank ten times as long as a small pass."""
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ def version(distribution: str) -> str | None:
 
 def distribution(package: str) -> str:
     """Return the distribution that installed an import package. Their names may differ."""
-    # One small file declares a distribution's packages. Looking through all files of all distributions takes far longer.
+    # A small file declares a distribution's packages. Looking through the files of all distributions takes far longer.
     declared = (one for one in metadata.distributions() if package in (one.read_text("top_level.txt") or "").split())
     names = (one.metadata["Name"] for one in declared)
     return next(names, None) or next(iter(metadata.packages_distributions().get(package, ())), package)
