@@ -1,4 +1,4 @@
-"""``parity.Decoding``: the loop over tokens returns what one pass does, in every format, and says what it cannot do."""
+"""``parity.Decoding``: the loop over tokens returns the same as one pass, in every format, and names its limits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_decoded_tokens_are_those_of_one_pass(qkv_format: Any, page_size, prompt
         decoded = decode(attention(qkv_format), x, None if lengths is None else ends, rotary_pos_emb=rope)
         expected = whole(x) * (torch.arange(SEQ) < ends[:, None])[..., None]
     assert decoded.shape == expected.shape
-    assert (decoded - expected).norm() <= 2.0**-11 * expected.norm()  # TF32 products of other sizes
+    assert (decoded - expected).norm() <= 2.0**-11 * expected.norm()  # TF32 products of different sizes
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_module_that_takes_no_cache_is_told_how_to_be_called():
         parity.Decoding(GROUPS, HEAD_DIM)(nn.Linear(HIDDEN, HIDDEN), torch.zeros(BATCH, SEQ, HIDDEN))
 
 
-# The example, and what TE's cache shows if it is used wrongly.
+# The example passes, and wrong uses of TE's cache are found.
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "decoding" / "llama.py"
 

@@ -1,4 +1,4 @@
-"""Mistakes in a weight map are all told at once, each with its entry, parameters and shapes."""
+"""All mistakes in a weight map are reported at once, each with its entry, parameters and shapes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def problems(
 def problem(
     entries: dict[Side, Side], reference: Shapes = REFERENCE, candidate: Shapes = CANDIDATE, *others: OtherNames
 ) -> str:
-    """Return the one line that there is."""
+    """Return the only problem, as one line."""
     (line,) = problems(entries, reference, candidate, *others)
     return line
 
@@ -214,7 +214,7 @@ def test_a_term_of_wrong_arguments_cannot_be_built(build, complaint):
         build()
 
 
-# What is wrong in each layer alike is told once, and advice once for all that it serves.
+# A problem that all layers share is reported once, and so is advice that applies to several problems.
 
 
 LAYERS = 12
@@ -319,7 +319,7 @@ def test_unknown_names_within_one_entry_are_told_once():
     assert 'there is no reference parameter "experts.0..7.w1"; did you mean "experts.0..7.w1.weight"' in found[0]
 
 
-# A norm that has a bias in one module alone brings the other kind of norm to mind.
+# A norm with a bias in only one of the modules suggests that the two norms are of different kinds.
 
 
 RMS_NORM = 'normalization="RMSNorm"'
@@ -371,7 +371,7 @@ def test_a_bias_that_was_forgotten_is_not_the_kind_of_norm():
     assert not any("Norm" in line for line in problems({"norm.weight": "norm.weight"}, norm, norm))
 
 
-# A parameter that one module ties, and the other has twice, is told with what to do.
+# A parameter that one module ties and the other has twice is reported together with what to do.
 
 
 TOKENS, HEAD = "tokens.weight", "lm_head.weight"
@@ -425,7 +425,7 @@ def test_a_head_that_both_tie_needs_no_entry():
     assert told == (f'"{HEAD}": "{HEAD}": both modules tie this to "{TOKENS}", which has an entry: leave this one out')
 
 
-# Parameters that one module ties and the other does not: each way is told, or refused.
+# Parameters that only the reference ties are noted; those that only the candidate ties are refused.
 
 
 te = parity.te.kernels("cpu").te
@@ -433,7 +433,7 @@ VOCABULARY, WIDTH = 96, 64
 
 
 class Model(nn.Module):
-    """Looks up tokens, runs a layer, and multiplies by the head."""
+    """A language model of an embedding, one layer and a head."""
 
     def __init__(self, kind: Any, ties: str = "") -> None:
         super().__init__()
@@ -518,7 +518,7 @@ def test_two_parameters_that_the_candidate_keeps_in_one_memory_are_refused(preci
 
 
 class Parallel(nn.Module):
-    """Two layers after one norm."""
+    """Two parallel layers after one norm."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Entries of a weight map that stand for those of all layers: what is written short is the same as in full."""
+"""Patterns in a weight map stand for the entries of all layers, and mean the same as the map in full."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def names_of(weights: WeightMap) -> tuple[list[str], list[str]]:
     ]
 
 
-# What each entry stands for: the short map, and the long one, which says what parameters there are.
+# Each short map, and the long map that it stands for. The long map also tells which parameters exist.
 
 SHORT_AND_LONG = {
     "layers": (

@@ -1,4 +1,4 @@
-"""Declaring pairs, telling mistakes in a declaration by file and line, and finding pairs in files and packages."""
+"""Declaring pairs, reporting mistakes in a declaration by file and line, and finding pairs in files and packages."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def test_a_path_without_pairs_is_told(write, tmp_path, name, complaint):
 
 @pytest.fixture
 def announce(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path], tmp_path: Path) -> Callable[[str], None]:
-    """Installs a distribution ``my-ports`` whose entry point in ``parity.pairs`` names a module."""
+    """Return a function that installs a distribution ``my-ports`` with a module as its ``parity.pairs`` entry point."""
     monkeypatch.syspath_prepend(str(tmp_path))
     own = metadata.entry_points
 
@@ -373,7 +373,7 @@ def test_a_broken_entry_point_is_told_with_its_package_and_module(announce, writ
     assert "the package my-ports announces pairs in the module my_broken_ports" in str(caught.value)
 
 
-# Which files use parity is told from their syntax, in whatever form they import it.
+# The syntax of a file tells whether it uses parity, however it imports it.
 
 
 def uses_parity(folder: Path, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Cases are checked before anything runs: built without memory, with mistakes told by case, place and size."""
+"""Cases are checked before anything runs: they are built without memory, and mistakes name case, place and size."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_a_reference_and_a_candidate_that_are_exchanged_are_told():
     assert "its 0 is TransformerEngine's Linear; are reference and candidate exchanged?" in told
 
 
-# Modules whose weights could not be compared are refused when their pair is checked, with what to do instead.
+# Modules whose weights cannot be compared are refused when their pair is checked, with advice what to do instead.
 
 
 class Rotated(nn.Module):
@@ -320,7 +320,7 @@ def test_a_lazy_module_that_was_called_once_is_accepted():
     check_module("reference", module)
 
 
-# What a port leaves to plain PyTorch layers is told from what TE's modules hold.
+# Parameters that a port leaves to plain PyTorch layers are distinguished from those in TE's modules.
 
 
 FP8 = Rounding(torch.bfloat16, e4m3, e4m3, e5m2)
@@ -338,7 +338,7 @@ def test_parameters_of_te_s_modules_of_their_parts_and_of_classes_derived_from_t
     modules = te.kernels("cpu").te
 
     class Derived(modules.Linear):
-        """A user's own."""
+        """A user's own subclass."""
 
     candidate = nn.ModuleDict({
         "layer": modules.TransformerLayer(32, 64, 2, fuse_qkv_params=True),

@@ -1,4 +1,4 @@
-"""Weight maps: layouts as TE stores them, exact both ways, and gradients by the same map."""
+"""Weight maps: they produce TE's layouts, are exact both ways, and also map gradients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def divisors(n: int) -> list[int]:
 
 @st.composite
 def sides(draw: st.DrawFn, shape: Shape, shapes: Shapes, options: frozenset[str], depth: int = 3) -> Side:
-    """A random side that packs to ``shape``; the shapes of its parameters are entered in ``shapes``."""
+    """Draw a random side that packs to ``shape``, and add the shapes of its parameters to ``shapes``."""
 
     def part(of_shape: Shape) -> Side:
         return draw(sides(of_shape, shapes, options, depth - 1))
@@ -105,7 +105,7 @@ MOVES = frozenset({"name", "transpose", "experts", "stack", "reorder", "qkv", "s
 
 @st.composite
 def maps(draw: st.DrawFn, extra: frozenset[str] = frozenset()) -> tuple[WeightMap, Shapes, Shapes]:
-    """A random map of one to three entries, with the shapes of both sides' parameters."""
+    """Draw a random map of one to three entries, with the shapes of both sides' parameters."""
     reference: Shapes = {}
     candidate: Shapes = {}
     entries = {}
@@ -117,7 +117,7 @@ def maps(draw: st.DrawFn, extra: frozenset[str] = frozenset()) -> tuple[WeightMa
 
 
 def random_tensors(shapes: Shapes, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Multiples of 1/16 between -4 and 4: exact in every dtype, and so are their sums and products in FP64."""
+    """Return random multiples of 1/16 from -4 to 4: exact in every dtype, with exact sums and products in FP64."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randint(-64, 65, s, generator=generator).to(dtype) / 16 for name, s in shapes.items()}
 
@@ -199,7 +199,7 @@ def test_a_shift_loses_bits_of_fp32_values_below_its_stated_limit():
 
 
 def packed(term: Side, **tensors: Tensor) -> Tensor:
-    """Return what TE gets from a term as the left side of a map."""
+    """Return the tensor that TE gets from a term on the left side of a map."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     shape = shape_of(term, shapes)
     return transfer.to_candidate({term: "te"}, tensors, {"te": shape})["te"]
@@ -348,7 +348,7 @@ def test_a_gradient_that_lacks_its_sibling_is_an_error():
         transfer.gradients_to_reference({"a": stack("x", "z")}, {"x": torch.ones(2)}, {"a": (4,)})
 
 
-# A norm that TE has several times is computed, and differentiated, as often.
+# A norm of which TE has several copies is computed and differentiated once for each of them.
 
 
 WEIGHTS = {
@@ -360,7 +360,7 @@ WEIGHTS = {
 
 
 class Noting(nn.Linear):
-    """Keeps what it was given."""
+    """A linear layer that keeps its last input."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.given = x
@@ -377,7 +377,7 @@ class Parallel(nn.Module):
 
     @property
     def read(self) -> list[Tensor]:
-        """Return what the layers were given last."""
+        """Return the last input of each layer."""
         return [self.query.given, self.gate.given, self.up.given]
 
     def forward(self, x: Tensor) -> Tensor:

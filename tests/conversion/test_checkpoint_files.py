@@ -1,4 +1,4 @@
-"""Files of checkpoints: those that others write are read, and what is written is whole or not there."""
+"""Checkpoint files: those of other programs can be read, and each file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def with_a_key_too_many(folder: Path) -> Path:
 
 
 def with_a_broken_program(folder: Path) -> Path:
-    """Have the pickle take an object of a list that has none."""
+    """Write a file whose pickle sets an item on an empty stack."""
     file = folder / "model.pt"
     with zipfile.ZipFile(saved(TENSORS)(folder)) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}

@@ -1,4 +1,4 @@
-"""Checkpoints that are converted by a pair's map: exact both ways, loadable strictly, and refused with a reason."""
+"""Conversion of checkpoints by a pair's map: exact both ways, loadable strictly, and refused with a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def built(case: Case, size=None) -> Pair:
 
 
 def of_random_bits(module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return every number that the dtype has, subnormal ones and NaN too."""
+    """Return a state dict of random bits, which may be any number of the dtype, subnormals and NaN included."""
     info = torch.iinfo(INTEGERS[dtype])
     return {
         name: torch.randint(info.min, info.max, x.shape, dtype=INTEGERS[dtype]).view(dtype)
@@ -46,7 +46,7 @@ def alike(module: nn.Module):
     return {name: name for name, _ in module.named_parameters()}
 
 
-# What is right: every bit, both ways, into TE's own modules.
+# Right conversions keep every bit, both ways, with TE's own modules.
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
@@ -195,7 +195,7 @@ def test_the_state_of_fp8_scaling_is_empty_in_a_new_checkpoint_and_left_out_on_t
 
 
 class Stateful(nn.Linear):
-    """A linear layer with a state that is no tensor."""
+    """A linear layer whose extra state is not a tensor."""
 
     def get_extra_state(self):
         return {"steps": 3}
@@ -248,7 +248,7 @@ def test_a_module_may_hold_the_model_under_a_name():
     assert list(parity.convert(pair, made, to="reference", prefix="=0.")) == ["weight", "bias"]
 
 
-# What is wrong, and what it says.
+# Checkpoints and modules that do not fit, and the messages.
 
 
 def biased() -> Pair:

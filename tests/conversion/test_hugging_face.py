@@ -1,4 +1,4 @@
-"""A model of transformers from its checkpoint to TE's, as docs/hugging-face.md goes through it."""
+"""Conversion of a transformers model's checkpoint to TE's and back, as docs/hugging-face.md describes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE = ROOT / "examples" / "hugging_face" / "llama_model.py"
 
 @pytest.fixture(scope="module")
 def example():
-    """Return what the example's file has, by name."""
+    """Yield the global names of the example's file."""
     declared = registry.cases()
     (case,) = registry.load_file(FILE)
     yield case.factory.__globals__
@@ -33,7 +33,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def files(example, tmp_path_factory):
-    """A checkpoint in shards of BF16, what the command makes of it, and of that again."""
+    """Return a folder with a sharded BF16 checkpoint, its conversion to TE's, and the conversion of that back."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
     model = example["LlamaForCausalLM"](example["config_of"](**{**example["TINY"], "layers": 3}))
