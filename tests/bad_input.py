@@ -1,4 +1,4 @@
-"""Pairs of one layer whose inputs, weights or modules are unlike others, and what their results say."""
+"""Build one-layer pairs with unusual inputs, weights or modules, and check what their results say."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def mlp(inputs) -> parity.Pair:
 
 
 def both(call) -> dict:
-    """The same function around the reference and the candidate."""
+    """Return the fields of a pair that calls both modules through the same function."""
     return {"call_reference": call, "call_candidate": call}
 
 
@@ -70,7 +70,7 @@ def assert_says(result: Result, status: str, *words: str) -> None:
 
 
 class Wrapped(nn.Module):
-    """A layer under the name ``layer``, for modules of which it is a part."""
+    """A base class of modules that contain a layer under the name ``layer``."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -12,26 +12,26 @@ from hypothesis import settings
 
 from parity.settings import VARIABLE
 
-# One thread for each process, also for those that tests start; PyTorch reads it when it is imported. Threads that wait
-# for each other's part of a small product take ten times the processor time that the product itself takes.
+# Use one thread in each process, including those that tests start; PyTorch reads the variable when it is imported. In
+# small products, threads that wait for each other take ten times the processor time of the product itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Byte code is kept for the next process also where none may be written beside the sources, as in many containers: else
-# each of the hundreds of processes that tests start compiles what it imports again.
+# Keep byte code for the next process even where none may be written beside the sources, as in many containers.
+# Otherwise each of the hundreds of processes that tests start would compile all its imports again.
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     kept = Path(__file__).parents[1] / ".pytest_cache" / "d" / "bytecode"
     sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(kept))
     sys.dont_write_bytecode = False
 
-# Ctrl-C counts as in a terminal, also for the tests' own processes, where this one was started without it (nohup).
+# Make Ctrl-C work as in a terminal, also for the tests' own processes, if this one was started to ignore it (nohup).
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test asserts a time.
+# No test fails because it is slow.
 settings.register_profile("parity", deadline=None)
 settings.load_profile("parity")
 
-# No finding depends on how fast the machine is: where a test says nothing else, a search ends by what it has computed.
+# Findings must not depend on the machine's speed: unless a test says otherwise, real time does not limit a search.
 os.environ[VARIABLE] = "0"
 
 
@@ -74,7 +74,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The plugin compares nothing, and what is declared meanwhile is forgotten."""
+    """Replace the plugin's comparison with a stand-in, and forget the pairs that the test declares."""
     import fakes
 
     from parity.case import registry

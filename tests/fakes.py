@@ -1,4 +1,4 @@
-"""Results that no kernel computed, and stand-ins for what computes them: the plugin and the report need no TE."""
+"""Made-up results, and stand-ins for the comparison, so that the plugin and the report can be tested without TE."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GATE_UP_SWAPPED = Finding("PAR101", "gate-up-swapped", "fc1_weight matches with 
 
 
 def errors(relative_l2: float, **counts: Any) -> Errors:
-    """The errors of a tensor whose root mean square is 1."""
+    """Return the errors of a tensor whose root mean square is 1."""
     return Errors(
         relative_l2=relative_l2,
         max_abs=4 * relative_l2,
@@ -64,7 +64,7 @@ def errors(relative_l2: float, **counts: Any) -> Errors:
 
 
 def tensor(name: str = "output", kind: Kind = "output", margin: float = 0.43, **counts: Any) -> TensorResult:
-    """A tensor with an expected relative L2 error of 1e-3 and a tolerance three times that."""
+    """Return a tensor with an expected relative L2 error of 1e-3 and a tolerance of three times that."""
     tolerance = 3e-3
     return TensorResult(
         name=name,
@@ -80,7 +80,7 @@ def tensor(name: str = "output", kind: Kind = "output", margin: float = 0.43, **
 
 
 def result(case: str = "mlp", precision: str = "bf16", seed: int = 0, margin: float = 0.43, **fields: Any) -> Result:
-    """A result with an output and a weight gradient, which is the better of the two."""
+    """Return a result with an output and a weight gradient, which is the better of the two."""
     complete = Result(
         case=case,
         precision=precision,
@@ -105,9 +105,9 @@ def _break_the_device() -> None:
 
 
 def _use_the_device(seconds: float = 0.3, alone: bool = False) -> None:
-    """Be seen on the device by other processes for a while; one that needs it alone runs out of memory beside them.
+    """Use the device for a while, visibly to other processes. With ``alone``, run out of memory beside others.
 
-    It waits until there is another, in its first run, so that it does run out.
+    In its first run, such a process waits for another one, so that it is sure to run out.
     """
     began = time.monotonic()
     used = Path("used-" + os.environ.get("CUDA_VISIBLE_DEVICES", "cpu"))
@@ -128,7 +128,7 @@ def _use_the_device(seconds: float = 0.3, alone: bool = False) -> None:
 
 
 def _hold_the_interpreter() -> None:
-    """Hang as C code does that does not let Python's other threads run."""
+    """Hang like C code that does not let Python's other threads run."""
     ctypes.PyDLL(None).sleep(1000)
 
 
@@ -150,7 +150,7 @@ def _exit_in_c_in_a_thread() -> None:
 
 
 def _fork(name: str, seconds: float) -> None:
-    """Fork a process that goes on after so many seconds."""
+    """Fork a process that sleeps for so many seconds and then continues."""
     child = os.fork()
     if child == 0:
         time.sleep(seconds)
@@ -240,7 +240,7 @@ DURING_THE_SEARCH: dict[str, Callable[[], None]] = {
 }
 
 
-# Each fails at first look; what happens in the second is here, or after it if that lets it pass.
+# These cases fail at first. The functions say what happens during the second look; a case that passes it may still die.
 DURING_A_SECOND_LOOK: dict[str, Callable[[], None]] = {
     "looks_again_and_dies": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "looks_again_and_exits": lambda: os._exit(3),
@@ -253,14 +253,14 @@ DURING_A_SECOND_LOOK: dict[str, Callable[[], None]] = {
 
 @dataclass(frozen=True)
 class Judged:
-    """As the comparison's, of which the plugin reads these; ``unexplained`` is the case's name."""
+    """The comparison's class with only the fields that the plugin reads; ``unexplained`` is the case's name."""
 
     result: Result
     unexplained: str | None = None
 
 
 def explain_at(judged: Judged, diagnosis: float | None) -> Result:
-    """The result with its findings; the case's name says what happens meanwhile."""
+    """Return the result with its findings; the case's name chooses what happens meanwhile."""
     if judged.unexplained is None:
         return judged.result
     if diagnosis is None:
@@ -281,7 +281,7 @@ def judge_at(
     determinism: bool = False,
     noted: Noted = unnoted,
 ) -> Judged:
-    """The case's name says what comes out; FP8 is not available here."""
+    """Return the result that the case's name chooses; FP8 is not available here."""
     device = os.environ.get("CUDA_VISIBLE_DEVICES", "cpu")
     notes = (f"computed on {device}",) if device.startswith("GPU") else ()
     chosen = result(case.name, precision.name, seed, size_label=checked.label, path=str(case.path), notes=notes)
@@ -310,7 +310,7 @@ def judge_at(
 
 
 def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
-    """Every size fits, but for one case."""
+    """Accept every size of every case but one."""
     if case.name == "misfits":
         raise UserError("pair 'misfits': fc1.weight is 128x64, but fc1_weight is 64x128")
     has_attention = "attention" in case.name
@@ -318,7 +318,7 @@ def check_case(case: Case, te: ModuleType) -> list[CheckedSize]:
 
 
 def kernels(backend: str = "auto") -> Kernels:
-    """As many as the fakes above need."""
+    """Return the CPU's kernels without TE's modules, which the fakes above do not need."""
     return Kernels("cpu", torch.device("cpu"), ModuleType("transformer_engine.pytorch"))
 
 
@@ -329,7 +329,7 @@ GPUS = [
 
 
 def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS) -> None:
-    """A machine with these GPUs, and TE's kernels installed, in the eyes of what distributes the work."""
+    """Make the code that distributes work see a machine with these GPUs and TE's kernels."""
     monkeypatch.setattr("parity.machine.devices.list_devices", lambda: list(gpus))
     monkeypatch.setattr("parity.machine.devices.is_installed", lambda: True)
     monkeypatch.setattr("parity.machine.devices.cores", lambda: 64)
@@ -338,7 +338,7 @@ def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the stand-ins in the place of what they stand for."""
+    """Replace the comparison's functions with the stand-ins above."""
     monkeypatch.setattr("parity.plugin.ending.GRACE_SECONDS", 2.0)
     monkeypatch.setattr(comparison, "judge_at", judge_at)
     monkeypatch.setattr(comparison, "explain_at", explain_at)

@@ -1,7 +1,6 @@
-"""Processes that have imported PyTorch, TE and parity when they begin, since a server forks them that has.
+"""Processes that start with PyTorch, TE and parity imported, because they are forked from a server that imported them.
 
-A new process takes seconds for these imports. What tests look at here comes after them; a test of the imports
-themselves starts a process of its own.
+A new process takes seconds for these imports. Tests that are not about the imports themselves can save this time.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import Any
 
 _SERVER = "PARITY_TESTS_FORK_SERVER"  # the path of its socket
 STARTER = "PARITY_TESTS_STARTER"  # the id of the process that asked for this one, which is not its parent
-_started: list[subprocess.Popen[bytes]] = []  # the server, which ends when this process does, as its input does then
+_started: list[subprocess.Popen[bytes]] = []  # the server, which ends with this process, because its input does
 
-# Who asks.
+# The client.
 
 
 def is_running(pid: int) -> bool:
-    """Return whether a process runs, and has not ended and waits to be collected."""
+    """Return whether a process is running; one that has ended but was not waited for is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -37,7 +36,7 @@ def is_running(pid: int) -> bool:
 
 
 class Process:
-    """As ``subprocess.Popen([sys.executable, *arguments])`` with these file descriptors as its streams."""
+    """A process like ``subprocess.Popen([sys.executable, *arguments])`` with these file descriptors as its streams."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Process:
 
 
 def begun(command: Sequence[str], folder: Path, output: str, **environment: str) -> Process:
-    """Begin a process outside of pytest, all of whose output goes to a file in its folder."""
+    """Start a process outside of pytest, and write all its output to a file in its folder."""
     outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     with (folder / output).open("wb") as file, open(os.devnull, "rb") as nothing:
         return Process(command, [nothing.fileno(), file.fileno(), file.fileno()], folder, outside | environment)
@@ -95,7 +94,7 @@ def run(
 
 
 def begin_worker(self: Any, arguments: Sequence[str], execmodel: Any) -> None:
-    """Begin a worker of pytest-xdist in place of ``execnet.gateway_io.Popen2IOMaster.__init__``."""
+    """Start a worker of pytest-xdist, in place of ``execnet.gateway_io.Popen2IOMaster.__init__``."""
     from execnet.gateway_base import Popen2IO
 
     (read, to_worker), (from_worker, write) = os.pipe(), os.pipe()
@@ -106,7 +105,7 @@ def begin_worker(self: Any, arguments: Sequence[str], execmodel: Any) -> None:
 
 
 def _socket() -> str:
-    """Return the server's address; the first process that asks for it starts the server, which ends with it."""
+    """Return the server's address. The first process that asks for it starts the server, which ends with it."""
     if _SERVER not in os.environ:
         address = str(Path(tempfile.mkdtemp()) / "server")
         with socket.socket(socket.AF_UNIX) as listener:
@@ -138,7 +137,7 @@ def _bytes(connection: socket.socket, length: int) -> bytes:
 
 
 def _serve(listener: socket.socket) -> None:
-    """Fork a process for each order, until who started the server ends."""
+    """Fork a process for each order, until the process that started the server ends."""
     import execnet.gateway_io
     import fakes  # noqa: F401 - imports PyTorch, and the comparison
     import xdist.remote  # noqa: F401
@@ -168,7 +167,7 @@ def _serve(listener: socket.socket) -> None:
 
 
 def _watch(order: socket.socket) -> None:
-    """Fork the process, and tell its id and how it ends."""
+    """Fork the ordered process, and report its id and how it ends."""
     length, streams, *_ = socket.recv_fds(order, 8, 3)
     arguments, folder, environment = json.loads(_bytes(order, int.from_bytes(length, "big")))
     process = os.fork()
@@ -183,12 +182,12 @@ def _watch(order: socket.socket) -> None:
 
 
 def _become(arguments: list[str], folder: str, environment: dict[str, str], streams: list[int]) -> None:
-    """Run Python's ``-m`` or ``-c`` in this process, and end it."""
+    """Run Python's ``-m`` or ``-c`` in this process, and end the process."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, 1, closefd=False) for number, mode in enumerate("rww"))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it runs in the background ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background processes ignore it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -1,4 +1,4 @@
-"""Small layers whose parameters are named and laid out as in well-known models; nothing else of those is copied."""
+"""Small layers whose parameters are named and laid out as in well-known models, and which copy nothing else of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GPT2Layer(nn.Module):
 
 
 class FalconLayer(nn.Module):
-    """A fused projection by group: queries, key, value of each; as many groups as heads is GPT-NeoX."""
+    """Falcon's layer, with a projection fused by group: queries, key, value of each. One group per head is GPT-NeoX."""
 
     def __init__(self, hidden: int, ffn: int, heads: int, groups: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class FalconLayer(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Hugging Face's names; ``fused`` as in Phi-3, ``meta`` as Meta's own code names and rotates."""
+    """Llama's layer with Hugging Face's names; ``fused`` as in Phi-3, ``meta`` with Meta's own names and rotation."""
 
     def __init__(self, hidden: int, ffn: int, heads: int, groups: int, fused: bool = False, meta: bool = False) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class LlamaLayer(nn.Module):
 
 
 class MixtralBlock(nn.Module):
-    """A mixture in which every expert sees every token, weighted by the router."""
+    """A mixture of experts in which every expert sees every token, weighted by the router."""
 
     def __init__(self, hidden: int, ffn: int, experts: int) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class MixtralBlock(nn.Module):
 
 
 class FusedMixtralBlock(nn.Module):
-    """The same with one weight ``[experts, out, in]`` for all experts."""
+    """The same mixture with one weight ``[experts, out, in]`` for all experts."""
 
     def __init__(self, hidden: int, ffn: int, experts: int) -> None:
         super().__init__()
@@ -156,5 +156,5 @@ class FusedMixtralBlock(nn.Module):
 
 
 def linear(features_in: int, features_out: int) -> nn.Linear:
-    """Without bias."""
+    """Return a linear layer without bias."""
     return nn.Linear(features_in, features_out, bias=False)

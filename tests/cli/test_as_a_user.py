@@ -1,4 +1,4 @@
-"""parity as a user meets it: installed, in a folder of their own, and in the examples."""
+"""parity as users meet it: installed, in a folder of their own, and in the examples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity.case import registry
 ROOT = Path(__file__).parents[2]
 
 
-# The names of ``parity`` are loaded late, and can be listed at once.
+# The names of ``parity`` are loaded lazily, but can be listed at any time.
 
 
 def test_every_public_name_is_listed():
@@ -35,7 +35,7 @@ def test_listing_the_names_loads_no_torch():
     assert done.stdout == "False\n"
 
 
-# A user's own file of pairs, on TE itself, in a folder of its own.
+# A user's own file of pairs, in a folder of its own, run on TE itself.
 
 
 MODEL = """
@@ -122,7 +122,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "issue_407.py"
 
 @pytest.fixture
 def issue_407():
-    """At a smaller size than the report's, which the built-in case has."""
+    """Yield the issue's cases at a smaller size than in its report; the built-in case has the report's size."""
     before, size = registry.cases(), dict(batch=2, seq=64, hidden=128, ffn=192)
     yield {case.name: dataclasses.replace(case, sizes=(size,)) for case in registry.load_file(EXAMPLE)}
     registry.restore(before)
@@ -142,7 +142,7 @@ def test_the_swapped_split_fails_in_fp32_by_a_margin_of_more_than_100(issue_407)
     assert result.margin > 100
 
 
-# The examples port layers of transformers as they are, and rightly.
+# The examples port unchanged layers of transformers, correctly.
 
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "hugging_face").glob("*.py"))

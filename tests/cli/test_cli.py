@@ -1,6 +1,6 @@
 """The command line: what it prints and the codes it exits with.
 
-Most commands run in this process; in a process of its own runs what is about one, and what a user does most.
+Most commands run in this process. Tests about processes, and of the commands that users run most, start new ones.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def write(folder: Path, text: str, name: str = "my_pairs.py") -> Path:
 
 
 class Here:
-    """Runs pairs in this process, on stand-ins for the comparison; each test has a file name of its own."""
+    """A runner of pairs in this process, with a stand-in for the comparison and a file name that only one test has."""
 
     def __init__(self, folder: Path, file: str, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.file, self._capsys = folder, file, capsys
@@ -370,7 +370,7 @@ def test_a_terminal_that_lacks_a_character_gets_its_code(report: Command, monkey
 
 @pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/full")
 def test_a_full_disk_behind_the_output_ends_in_a_sentence_and_code_2() -> None:
-    """Python writes what is left of the output when the process ends, so this is one of its own."""
+    """Use a process of its own, because Python flushes the rest of its output when the process ends."""
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "parity", "--help"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Test what every command has: examples in its help, ``--color``, ``--quiet``, and completion in the shell."""
+"""Test what all commands have: examples in their help, ``--color``, ``--quiet``, and completion in the shell."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_shell_is_answered_without_torch(tmp_path: Path, typed: str, offered: 
     asked = {
         "PYTHONPATH": str(Path(shared.__file__).parents[2]),
         "_PARITY_COMPLETE": f"complete_{shell}",
-        # What bash gives, and what zsh and fish do.
+        # Bash sets the first two variables, zsh and fish the others.
         "COMP_WORDS": typed,
         "COMP_CWORD": str(len(typed.split()) - 1),
         "_TYPER_COMPLETE_ARGS": typed,
@@ -161,7 +161,7 @@ def test_a_shell_is_answered_without_torch(tmp_path: Path, typed: str, offered: 
 
 
 def _offers(answer: str, shell: str) -> set[str]:
-    """Return what a shell offers: a line each, up to a tab before the description; zsh is told what to run."""
+    """Return the completions in an answer: code to run for zsh, lines of ``name TAB description`` for other shells."""
     if shell == "zsh":
         return {offer.replace("\\", "") for offer in re.findall(r'(?m)(?:^|\(\()"([^"]*)"', answer)}
     return {line.partition("\t")[0] for line in answer.splitlines()}

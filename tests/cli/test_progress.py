@@ -1,4 +1,4 @@
-"""Test what is shown of how far something is: a bar on a terminal, lines elsewhere, or nothing."""
+"""Test how progress is shown: by a bar on a terminal, by lines elsewhere, or not at all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def shown_of(parts: int, seconds: float, clock: Clock, total: int | None) -> lis
 @pytest.mark.parametrize(
     ("parts", "seconds", "total", "told"),
     [
-        (3, 1.0, 3, []),  # it is over before anybody asks
+        (3, 1.0, 3, []),  # it is over before the first line is due
         (4, 20.0, 4, ["comparing: 2 of 4 after 40 s, about 40 s left", "comparing: 4 of 4 after 80 s"]),
         (2, 600.0, 10, ["comparing: 1 of 10 after 10 min, about 90 min left",
                         "comparing: 2 of 10 after 20 min, about 80 min left"]),
@@ -97,7 +97,7 @@ def test_a_terminal_gets_a_bar_with_colours_unless_they_are_unwanted(
         monkeypatch.setenv(name, value)
     shown = on_a_terminal("comparing [bold]mlp[bf16-2x64]")
     assert ("2/4" in shown) is bar
-    assert ("comparing [bold]mlp[bf16-2x64]" in shown) is bar  # what others have named is no markup
+    assert ("comparing [bold]mlp[bf16-2x64]" in shown) is bar  # names chosen by users are not markup
     assert (f"{CONTROL}[3" in shown) is colours
 
 

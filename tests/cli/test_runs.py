@@ -13,7 +13,7 @@ from parity.cli.suite import train
 from parity.report import record
 from parity.user_error import UserError
 
-# ``parity run`` without workers: a case cannot end it as if all had passed, and who debugs it finds one process.
+# ``parity run`` without workers: a case cannot end it as if all had passed, and a debugger finds only one process.
 
 
 PAIRS = """
@@ -87,7 +87,7 @@ def test_a_run_is_supervised_that_has_neither_workers_nor_a_debugger(
     assert bool(begun) == is_supervised
 
 
-# `parity train`: a table, a report, and the band that it asks for.
+# ``parity train``: a table, a report, and the band that the user asks for.
 
 
 TRAINED = """
