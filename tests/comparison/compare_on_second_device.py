@@ -1,7 +1,7 @@
-"""Compares some pairs on a device that is not the CPU, and writes a line of JSON for each result.
+"""Compare some pairs on a device that is not the CPU, and write one line of JSON for each result.
 
-Everything but TransformerEngine's module is there, whose CPU kernels stay on the CPU: its inputs are fetched, and its
-results placed, as the emulation of kernels ends where those of a GPU would begin.
+Only TransformerEngine's module stays on the CPU, because its CPU kernels stand for the kernels that a GPU would run.
+Its inputs are copied from the device, and its results back to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parity.passes import all_passes, prepare
 from parity.passes.one_pass import Pass
 from parity.passes.prepare import Cache
 
-# Built-in cases at sizes as small as their recipes allow: an operator that is on the wrong device is so at any size.
+# Built-in cases at sizes as small as their recipes allow: an operator on the wrong device fails at any size.
 BUILT_IN = {
     "layernorm_mlp_swiglu": dict(batch=2, seq=16, hidden=64, ffn=96),
     "attention_padding_gqa": dict(batch=2, seq=16, head_dim=16, heads=4, groups=2),
@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 
 def up_over_gate(te: Any, **_: int) -> Pair:
-    """A bug, so that its search runs there too."""
+    """Return a wrong pair, so that the search for its mistake runs on the device, too."""
     return Pair(
         reference.SwiGLUMLP(64, 128),
         te.LayerNormMLP(64, 128, normalization="RMSNorm", activation="swiglu", bias=False),
@@ -53,7 +53,7 @@ def up_over_gate(te: Any, **_: int) -> Pair:
 
 
 def swapped_in_a_part(te: Any, **_: int) -> Pair:
-    """A bug in one sequence of two, for which mistakes are tried in parts of their places."""
+    """Return a pair that is wrong in one of two sequences, so that mistakes are tried in parts of their places."""
     hidden, ffn = 64, 128
 
     class Port(nn.Module):
@@ -94,7 +94,7 @@ def moved(tensors: Any, device: torch.device) -> Any:
 
 
 def install(device: torch.device, cpu: te.Kernels) -> None:
-    """Parity's kernels are on the device; TE's modules compute on the CPU."""
+    """Put parity's kernels on the device, and leave the computations of TE's modules on the CPU."""
     run_candidate = all_passes.run_candidate
 
     def run_there(
@@ -112,12 +112,12 @@ def install(device: torch.device, cpu: te.Kernels) -> None:
         assert kernels.device == device
         names = ("inputs", "candidate_weights", "cotangents", "probe")
         fetched = {name: moved(getattr(prepared, name), CPU) for name in names}
-        there = dataclasses.replace(prepared, **fetched, cache=Cache())  # the pair that is built is on the device
+        there = dataclasses.replace(prepared, **fetched, cache=Cache())  # the cached pair is on the device
         tensors, unreached = run_candidate(case, checked, there, precision, seed, cpu, change, seen, *rest, **how)
         return moved(tensors, device), unreached
 
     comparison.run_candidate = run_there
-    asked.run_candidate = run_there  # which runs it again
+    asked.run_candidate = run_there  # asked runs the candidate again
     te.kernels = lambda backend="auto": te.Kernels("cpu", device, cpu.te)
 
 

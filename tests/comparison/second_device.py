@@ -1,7 +1,7 @@
-"""A device that PyTorch takes for an accelerator: what is there may not be mixed with what is on the CPU.
+"""A device that PyTorch takes for an accelerator: its tensors cannot be mixed with tensors on the CPU.
 
-It computes on the CPU, tensor for tensor, so that code which was only ever run there shows whether it would run on a
-GPU: whether all that it makes is on the device of what it was given. A process that installs it keeps it.
+It computes on the CPU, tensor for tensor. So it shows whether code that only ever ran on the CPU would run on a GPU:
+all tensors that the code makes must be on the device of its inputs. A process cannot remove the device again.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "second"
-# PyTorch lets these have tensors of two devices: copies, and indices on the CPU.
+# PyTorch allows tensors on two devices in these operators: copies, and indexing with indices on the CPU.
 _MAY_MIX = ("aten::copy_", "aten::_copy_from", "aten::_to_copy", "aten::index", "aten::_index_put_impl_")
 _VIEWS = ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias")
-# They share the storage of what they are given, in PyTorch's own implementation.
+# PyTorch's own implementations of these share the storage of their argument.
 _ALIASES = ("detach", "alias", "lift", "lift_fresh")
 _COMPOSITE = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 
-# The CPU's tensor for each storage on the device. None is dropped: PyTorch makes aliases that Python does not see.
+# The CPU tensor for each storage on the device. None is ever dropped: PyTorch makes aliases that Python cannot see.
 _on_cpu: dict[int, Tensor] = {}
-_libraries: list[torch.library.Library] = []  # what one registered ends with it
+_libraries: list[torch.library.Library] = []  # a library's kernels are removed when it is freed
 
 
 class _Module:
-    """Answer what PyTorch asks of a device's module."""
+    """The module from which PyTorch learns about the device."""
 
     def is_available(self) -> bool:
         return True
@@ -53,7 +53,7 @@ _CpuGenerator = torch.Generator
 
 
 class _Generator(_CpuGenerator):
-    """The CPU's, whatever device it is asked for."""
+    """A generator on the CPU, whatever device is asked for."""
 
     def __new__(cls, device: Any = "cpu") -> _Generator:
         return _CpuGenerator.__new__(cls, "cpu")
@@ -78,8 +78,10 @@ def install() -> torch.device:
 
 
 def _composites() -> Iterator[tuple[str, Any]]:
-    """Operators, by name, that PyTorch would compute from others, into an empty tensor that it then gives its shape:
-    on this device no tensor's shape can change."""
+    """Yield, by name, the operators that PyTorch would compute from others into an empty tensor that it then resizes.
+
+    They need kernels here, because no tensor on this device can change its shape.
+    """
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
         packet, _, overload = name.partition(".")
@@ -104,10 +106,10 @@ def _placed(raw: Tensor) -> Tensor:
 
 
 def _compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operator on the CPU's tensors, its results placed on the device.
+    """Compute the operator on the CPU's tensors, and place its results on the device.
 
     Raises:
-        RuntimeError: in PyTorch's words if its operands are on two devices.
+        RuntimeError: with PyTorch's message if its operands are on two devices.
     """
     name = operator._schema.name
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
@@ -121,12 +123,12 @@ def _compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
     if asked is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     raw_args, raw_kwargs = tree_map(_fetched, args), tree_map(_fetched, kwargs)
-    if name in _VIEWS and not raw_args[0].is_contiguous():  # here every tensor passes for contiguous
+    if name in _VIEWS and not raw_args[0].is_contiguous():  # tensors on the device claim to be contiguous
         raw_args = (raw_args[0].contiguous(), *raw_args[1:])
     result = operator(*raw_args, **raw_kwargs)
     if asked is not None and torch.device(asked).type == "cpu":
         return result
-    own = {id(_fetched(tensor)): tensor for tensor in there}  # what it wrote to is returned as it came
+    own = {id(_fetched(tensor)): tensor for tensor in there}  # a tensor written to is returned as the same object
 
     def returned(value: Any) -> Any:
         return _placed(value) if isinstance(value, Tensor) else value
@@ -135,7 +137,7 @@ def _compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _tell_addresses() -> None:
-    """Addresses of storages and tensors become those of the CPU's: on the device all would be 0."""
+    """Make storages and tensors return the addresses of those on the CPU; on the device all would be 0."""
     of_storage, of_tensor = torch.UntypedStorage.data_ptr, Tensor.data_ptr
 
     def storage_address(storage: torch.UntypedStorage) -> int:

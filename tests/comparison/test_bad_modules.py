@@ -1,4 +1,4 @@
-"""Modules that leave nothing to compare, or less than it seems, or that do more than return, are told."""
+"""Modules that leave nothing to compare, or less than it seems, or that have side effects, are reported."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_outputs_that_are_not_contiguous_are_compared(precision):
     assert_says(result_of(linear(**both(lambda module, x: module(x).t())), precision), "passed")
 
 
-# What modules do besides
+# Side effects of modules
 
 
 @every_precision
@@ -244,7 +244,7 @@ def test_a_parameter_that_only_the_reference_shares_is_an_error_of_the_map():
         parity.compare(pair, ["fp32"])
 
 
-# Gradients that are not wanted, or not there
+# Gradients that are not wanted, or missing
 
 
 @pytest.mark.parametrize("precision", FP8)

@@ -1,4 +1,4 @@
-"""Inputs and weights that leave nothing to compare, or less than it seems, are told; they never just pass."""
+"""Inputs and weights that leave nothing to compare, or less than it seems, are reported and never just pass."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_an_overflow_inside_an_fp16_computation_is_the_precisions_own():
 
 
 def normed_squares(module: nn.Module, x: Tensor) -> Tensor:
-    """A step between two layers that overflows FP16 from 256 on where its squares are stored."""
+    """Return a layer norm of a layer's squares, which overflow FP16 from 256 on where they are stored."""
     return functional.layer_norm(module(x).square(), (WIDTH,))
 
 
@@ -181,7 +181,7 @@ def test_an_output_that_rounding_loses_among_others_is_noted():
 
 
 def norm_of(name: str, value: float) -> parity.Pair:
-    """A norm of rows that all hold one number."""
+    """Return a pair of norms whose input is the same number everywhere."""
     reference = nn.LayerNorm(WIDTH) if name == "LayerNorm" else nn.RMSNorm(WIDTH, eps=1e-5)
     reference.weight.data.uniform_(0.5, 1.5)
     return linear(
@@ -298,7 +298,7 @@ def test_gradients_that_an_embedding_stores_sparsely_are_compared():
     assert "d 0.weight" in [tensor.label for tensor in result.tensors]
 
 
-# What leaves nothing to compare is told on the command line and in the report.
+# The command line and the report say that there was nothing to compare.
 
 
 PAIRS = """

@@ -1,4 +1,4 @@
-"""One case at one precision: verdicts that hold for right ports and fail for wrong ones, and arguments are told."""
+"""One case at one precision: right ports pass, wrong ones fail, and wrong arguments are reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import parity
 from parity import reference
 from parity.te import PRECISIONS, why_unavailable
 
-# One case at one precision: verdicts that hold for right ports, and fail for wrong ones.
+# Right ports pass, and wrong ones fail.
 
 
 SIZE = dict(batch=2, seq=64, hidden=128, ffn=256)
@@ -165,7 +165,7 @@ def test_a_norm_weight_that_is_never_copied_shows():
         )
 
     class Keeping(nn.Module):
-        """Takes the copied weight and does not use it."""
+        """A norm that takes the copied weight but does not use it."""
 
         def __init__(self, norm, copied):
             super().__init__()
@@ -297,7 +297,7 @@ def test_a_zero_centered_gamma_is_compared_on_the_numbers_that_te_stores():
 
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_layer_outside_of_the_recipe_is_noted(outside):
-    """Its error is smaller than the recipe's: no mistake in the numbers, but perhaps none that was meant."""
+    """Expect a note only: the layer's error is smaller than the recipe's, but perhaps its user wants the recipe."""
 
     def factory(te, hidden, **_):
         class Candidate(nn.Module):
@@ -322,7 +322,7 @@ def test_a_layer_outside_of_the_recipe_is_noted(outside):
     assert [note for note in result.notes if "PAR308" in note and "d 1.weight" in note] == list(result.notes) * outside
 
 
-# ``parity.compare`` tells a wrong argument; a call that compares nothing is one, since nothing in it could fail.
+# ``parity.compare`` reports wrong arguments. A call that compares nothing is wrong, since nothing in it could fail.
 
 
 @pytest.mark.parametrize(

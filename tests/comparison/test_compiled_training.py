@@ -1,4 +1,4 @@
-"""Trainings by ``torch.compile``: what it makes wrong is told, and a candidate that is not compiled is not compared."""
+"""Trainings with ``torch.compile``: its mistakes are reported, and a candidate that is not compiled is skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings that replay CUDA graphs: each step is that of the same training without, and what a graph keeps is told."""
+"""Trainings that replay CUDA graphs: each step is the same as without graphs, and stale values in a graph are found."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_transposes_of_fp8_weights_that_a_graph_finds_made_are_right(gpu, by):
 
 
 class Sum(nn.Module):
-    """Adds two inputs after a linear layer, and scales the result if it is told to."""
+    """A linear layer, optionally scaled, to whose output a second input is added."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_arguments_that_are_no_tensors_are_captured_as_they_are():
     assert graphed(sums()).passed
 
 
-# What a graph cannot hold, and what it keeps; the rows of the study are tested beside all others.
+# What a graph cannot hold, and what it keeps. The study's rows of this are tested in test_training.py with all others.
 
 
 def test_the_one_input_is_named_that_is_not_copied():

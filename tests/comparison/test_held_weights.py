@@ -1,4 +1,4 @@
-"""A pair that is handed over holds its weights: it is judged by them, and told where they are not what its map says."""
+"""Pairs passed to ``compare`` are judged by the weights they hold; weights that contradict the map are reported."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def operations(**fields: Any) -> parity.Pair:
 
 
 def loaded(pair: parity.Pair, weights: Mapping[Any, Any] | None = None, without: tuple[str, ...] = ()) -> parity.Pair:
-    """The pair, its norms trained and its candidate filled by another map, or but for some parameters."""
+    """Perturb the reference's weights and fill the candidate through ``weights``, except for ``without``."""
     candidate = dict(pair.candidate.named_parameters())
     with torch.no_grad():
         for parameter in pair.reference.parameters():

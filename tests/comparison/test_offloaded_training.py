@@ -1,4 +1,4 @@
-"""Trainings that offload activations: each step is that of the same training without, and what differs is told."""
+"""Trainings that offload activations: each step is the same as without offloading, and differences are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parity.lab.studies.rows.trainings import (
 from parity.passes.switches import Journal
 from parity.result import Result
 
-pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, of two layers
+pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, about two layers
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "fp8_block")
 
@@ -40,7 +40,7 @@ def trained(training: Declared, precision: str = "fp32", host: str = "mlp") -> R
 
 @pytest.fixture
 def journals(monkeypatch):
-    """Return the journals of all candidates that are made."""
+    """Return the list to which the journal of each new candidate is added."""
     found: list[Journal] = []
     original = Journal.__init__
 
@@ -58,7 +58,7 @@ def test_te_s_offloading_changes_no_bit_of_any_step(host, precision, journals):
     result = trained(plain, precision, host)
     assert (result.status, result.findings, result.notes, len(result.steps)) == ("passed", (), (), 3)
     assert result.item.endswith("-steps3-offload]")
-    assert sorted(one.offloaded > 0 for one in journals) == [False, True]  # small tensors, too, and one training alone
+    assert sorted(one.offloaded > 0 for one in journals) == [False, True]  # small tensors, too, in only one training
 
 
 @pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current", "fp8_block"])

@@ -1,4 +1,4 @@
-"""Comparisons on a device other than the CPU: all that parity computes is on the device of what it is given."""
+"""Comparisons on a device other than the CPU: everything that parity computes is on the device of its inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_right_ports_pass_there_and_a_bug_is_found() -> None:
-    """In one process, which a device stays in for good."""
+    """Compare all pairs in one process of their own, because the device cannot be removed from a process."""
     ran = run_python("-m", "compare_on_second_device")
     assert ran.returncode == 0, ran.stderr
     results = [json.loads(line) for line in ran.stdout.splitlines()]

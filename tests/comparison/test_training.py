@@ -1,4 +1,4 @@
-"""Trainings: right ones pass at each step, and what goes wrong between steps is told at the step where it shows."""
+"""Trainings: right ones pass at every step, and a mistake between steps is reported at the step where it shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from parity.lab.studies.rows.trainings import (
 from parity.result import Result, from_json, to_json
 from parity.search.steps import Guess, diverging, gradients_explained, guesses_of_any_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, of two layers
+pytestmark = pytest.mark.filterwarnings("ignore:Offloading num_layers == model_layers - 1")  # TE's, about two layers
 
 KEPT = ("resume", "resume-dcp", "resume-safetensors", "rollback")
 BLACKWELLS = ("mxfp8", "nvfp4")
@@ -159,7 +159,7 @@ def untouched(parameters: list[Tensor]) -> None:
 
 
 def clipping(each, last, scale: float = 1.0, is_closure: bool = False):
-    """Return a step over four micro-batches that does something to gradients after each, and after all of them."""
+    """Return a step over four micro-batches that changes gradients after each one, and after all of them."""
 
     def own(model: Model, optimizer: Optimizer, x: Tensor) -> Tensor:
         def gradients() -> Tensor:
@@ -367,7 +367,7 @@ def test_a_pair_s_own_checkpoints_are_those_of_resume_and_of_rollback():
 
 
 class Tied(torch.nn.Module):
-    """Embeds tokens, and has one weight for that and for its head."""
+    """A model whose embedding and head share one weight."""
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()
@@ -419,7 +419,7 @@ def test_a_load_may_replace_parameters_if_the_optimizer_steps_the_new_ones(own, 
 
 
 class Normed(torch.nn.Module):
-    """Normalizes what a layer returns over the batch, and counts its calls in a buffer that it does not save."""
+    """A layer followed by a batch norm, which counts its calls in a buffer that is not saved."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ def test_running_statistics_are_restored(own, switch):
 
 
 class Scaled(torch.nn.Module):
-    """Divides what it is given by a running mean, which it then moves, in place or not."""
+    """A layer that divides its input by a running mean and then updates the mean, in place or not."""
 
     def __init__(
         self, layer: torch.nn.Module, momentum: float = 0.5, in_place: bool = True, name: str = "mean"
@@ -483,7 +483,7 @@ class Scaled(torch.nn.Module):
 
 
 class Counting(torch.nn.Module):
-    """Divides what it returns by how often it was called."""
+    """A layer that divides its output by the number of its calls so far."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -496,7 +496,7 @@ class Counting(torch.nn.Module):
 
 
 class Normalized(torch.nn.Module):
-    """Normalizes what it returns over the batch."""
+    """A layer followed by a batch norm without parameters."""
 
     def __init__(self, layer: torch.nn.Module, momentum: float = 0.1) -> None:
         super().__init__()
@@ -507,7 +507,7 @@ class Normalized(torch.nn.Module):
 
 
 def with_buffers(reference: Any, candidate: Any, **training: Any) -> parity.Case:
-    """Return the case of a linear layer in a module with buffers, one for each side."""
+    """Return the case of a linear layer that each side wraps in a module with buffers."""
 
     def factory(te):
         return parity.Pair(
@@ -536,7 +536,7 @@ def test_buffers_that_a_forward_pass_changes_are_so_in_other_ways_of_training(sw
 
 
 class Centered(torch.nn.Module):
-    """Subtracts an average that its training step moves."""
+    """A layer that subtracts an average, which its training step updates."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -630,7 +630,7 @@ def test_the_tensors_of_a_result_are_the_worst_of_all_steps():
 
 
 def test_a_training_leaves_no_tensor_to_the_garbage_collector():
-    """What a step computed is freed with the step, so that memory does not grow until a collection."""
+    """Check that a step's tensors are freed with the step, so that memory does not grow until the next collection."""
     trained(plain)  # imports
     gc.collect()
     debug = gc.get_debug()
@@ -648,7 +648,7 @@ def test_a_loss_in_fp32_is_no_remark():
     assert trained(plain, "bf16", steps=1).notes == ()
 
 
-# What goes wrong, and what is said of it.
+# Mistakes, and what is said about them.
 
 
 TOLD = [(row, "fp32" if not row.precisions or "fp32" in row.precisions else row.precisions[0]) for row in WRONG]
@@ -737,7 +737,7 @@ def test_an_optimizer_whose_step_calls_that_of_its_base_steps_once():
     def make(kind):
         return lambda model: kind(model.parameters(), lr=0.01)
 
-    # PyTorch calls an optimizer's hooks for each class of which there has been one.
+    # PyTorch wraps ``step`` of each class that was ever instantiated, so that hooks run in both classes' steps.
     declared = Training(optimizer=make(torch.optim.SGD), candidate_optimizer=make(Own))
     result = trained(lambda te: declared)
     assert (result.status, result.reason) == ("passed", "")
@@ -809,7 +809,7 @@ def test_a_schedule_has_steps(returned):
 
 
 class Both(torch.optim.Optimizer):
-    """Steps matrices by one optimizer and all others by another."""
+    """An optimizer that steps matrices with one optimizer and all other parameters with another."""
 
     def __init__(self, make: Any, module: torch.nn.Module) -> None:
         self.parts = [
@@ -891,7 +891,7 @@ def test_what_changes_steps_beside_the_optimizer_is_not_called_a_setting_of_it(t
 
 
 def stepping_in_a_hook(ahead: int, lr: float = 1e-3) -> Any:
-    """Return what makes an optimizer that steps its own schedule, which warms up and is some steps ahead."""
+    """Return a factory of optimizers that step their own schedule, which warms up and is ``ahead`` steps ahead."""
 
     def make(model: torch.nn.Module) -> Optimizer:
         optimizer = torch.optim.AdamW(model.parameters(), lr)

@@ -17,7 +17,7 @@ from parity.report import record
 
 
 class Mute(Exception):
-    """Cannot say what it is, in any way."""
+    """An exception that has no text and cannot be pickled."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")
@@ -29,7 +29,7 @@ class Mute(Exception):
 
 
 class Foreign(BaseException):
-    """As libraries have for cancelled tasks: nobody who catches ``Exception`` catches it."""
+    """An exception that ``except Exception`` does not catch, as libraries use for cancelled tasks."""
 
 
 def recurse(depth: int = 0) -> int:
@@ -54,7 +54,7 @@ RAISING: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def from_call(number: int, run: Callable[[], Any], factor: float = 1.0) -> Callable[..., Tensor]:
-    """A call whose numbers are ``factor`` times the right ones, until it raises from this call on."""
+    """Return a call whose output is ``factor`` times the right one, and which raises from call ``number`` on."""
     calls = itertools.count(1)
 
     def call(module: nn.Module, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_ctrl_c_ends_a_comparison() -> None:
 
 
 class Evil:
-    """Has no attribute that can be read."""
+    """An object none of whose attributes can be read."""
 
     def __getattribute__(self, name: str) -> NoReturn:
         raise RuntimeError("hands off")
@@ -150,7 +150,7 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.parametrize("name", RETURNED)
 def test_what_cannot_be_compared_is_an_error_that_says_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Near the end of the stack, a finaliser of whatever ran before may fail as well, which pytest would call an error.
+    # Near the end of the stack, an earlier object's finaliser may fail as well, which pytest would report as an error.
     monkeypatch.setattr(sys, "unraisablehook", lambda *_: None)
     returned, told = RETURNED[name]
     assert_says(result_of(linear(call_candidate=lambda module, x: returned(module(x)))), "error", told)
