@@ -1,4 +1,4 @@
-"""Attention in FP64 from its formula, differentiable, and how far off kernels of half precision and of FP8 may be."""
+"""Differentiable attention in FP64 from its formula, and bounds of the errors of half-precision and FP8 kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def attend(
     sink: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
-    """``softmax(q k^T / sqrt(features) + bias) v``, 0 where nothing is visible.
+    """Return ``softmax(q k^T / sqrt(features) + bias) v``, with 0 for queries that see nothing.
 
     Args:
         query: ``[batch, seq, heads, features]`` FP64.
-        key: with GQA groups for heads; as value.
+        key: like ``query``, with GQA groups in the place of heads. So is ``value``.
         visible: ``[batch or 1, 1, queries, keys]``, True where a query attends to a key.
         bias: broadcasts to ``[batch, heads, queries, keys]``.
         sink: ``[heads]``; ``exp`` of it is added to the denominator.
@@ -50,7 +50,7 @@ def attend(
 def visible(
     queries: int, keys: int, left: int | None = None, right: int | None = None, offset: Tensor | int = 0
 ) -> Tensor:
-    """``[batch or 1, 1, queries, keys]``: keys ``i + offset - left`` to ``i + offset + right`` of query i.
+    """Return ``[batch or 1, 1, queries, keys]``: query i sees keys ``i + offset - left`` to ``i + offset + right``.
 
     Args:
         offset: one number, or one for each entry of the batch.
@@ -63,12 +63,12 @@ def visible(
 
 
 def tokens(lengths: Iterable[int], size: int) -> Tensor:
-    """``[batch, size]``, True for a token and False for padding."""
+    """Return ``[batch, size]``, True for a token and False for padding."""
     return torch.arange(size) < torch.tensor(list(lengths))[:, None]
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over the norm of the exact one, in units of the actual dtype's eps."""
+    """Return the norm of the difference over the norm of ``exact``, in units of the actual dtype's eps."""
     error = (actual.double() - exact).norm() / exact.norm()
     return error.item() / torch.finfo(actual.dtype).eps
 
@@ -79,11 +79,11 @@ HALF_SUBNORMAL = {torch.float8_e4m3fn: 2.0**-10, torch.float8_e5m2: 2.0**-17}
 
 @dataclass(frozen=True)
 class Exact:
-    """FP64 values and, element by element, how far off casts of the intermediate tensor may bring them.
+    """FP64 values and, for each element, a bound of the error that casting the intermediate tensor may cause.
 
     Attributes:
-        values: by name; ``[batch, heads, seq, features]``.
-        bounds: of the errors, shaped as the values.
+        values: by name, each ``[batch, heads, seq, features]``.
+        bounds: of the errors, in the values' shapes.
         amax: of the tensor that is cast.
     """
 
@@ -93,12 +93,12 @@ class Exact:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, s_scale: float) -> Exact:
-    """O.
+    """Return O.
 
     Args:
         q: ``[batch, heads, queries, features]``; k and v as ``[batch, groups, keys, features]``.
         visible: ``[batch or 1, 1, queries, keys]``.
-        s_scale: what P is multiplied by before its cast to E4M3; small enough that nothing saturates.
+        s_scale: multiplies P before its cast to E4M3; small enough that nothing saturates.
     """
     p = probabilities(q, k, visible, scale)
     values = _for_heads(v, q)
@@ -116,7 +116,7 @@ def backward(
     s_scale: float,
     dp_scale: float,
 ) -> Exact:
-    """dQ, dK and dV; ``o`` is what the kernel reads, and dO is cast to E5M2 before it comes in."""
+    """Return dQ, dK and dV. ``o`` is the output that the kernel reads, and ``do`` has been cast to E5M2."""
     q, k, v, o, do = (tensor.double() for tensor in (q, k, v, o, do))
     p = probabilities(q, k, visible, scale)
     dp = do @ _for_heads(v, q).mT
@@ -136,7 +136,7 @@ def backward(
 
 
 def probabilities(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """``[batch, heads, queries, keys]`` FP64; rows of queries that see nothing are 0."""
+    """Return ``[batch, heads, queries, keys]`` in FP64; rows of queries that see nothing are 0."""
     scores = q.double() @ _for_heads(k, q).mT * scale
     return scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
 

@@ -13,6 +13,6 @@ from parity.cpu import cuda
 
 @pytest.fixture(scope="module")
 def blackwell() -> Iterator[ModuleType]:
-    """Yield ``transformer_engine.pytorch`` on a Blackwell, on which it stays until the module's last test."""
+    """Yield ``transformer_engine.pytorch`` on an emulated Blackwell until the module's last test."""
     with emulated(cuda.BLACKWELL) as module:
         yield module

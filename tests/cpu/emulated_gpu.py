@@ -1,4 +1,4 @@
-"""TE on a GPU other than the process's own for as long as a test needs it, and its attention chosen again."""
+"""Put TE on another emulated GPU for as long as a test needs it, and make TE choose its attention backend again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parity.cpu import cuda
 
 @contextmanager
 def emulated(gpu: cuda.DeviceProperties, cublaslt_version: int | None = None) -> Iterator[ModuleType]:
-    """``transformer_engine.pytorch``, which within the context finds itself on ``gpu``, and with this cuBLASLt."""
+    """Yield ``transformer_engine.pytorch``, which finds ``gpu`` and this version of cuBLASLt within the context."""
     module = te.kernels("cpu").te
     version = cublaslt_version or cuda.cublaslt_version()
     with mock.patch.object(cuda, "cublaslt_version", return_value=version), cuda.emulated(gpu):
@@ -21,7 +21,7 @@ def emulated(gpu: cuda.DeviceProperties, cublaslt_version: int | None = None) ->
 
 
 def choose_again() -> None:
-    """TE keeps its choice until an argument changes, and would not read the environment again."""
+    """Make TE read the environment again, because it keeps its choice until an argument changes."""
     from transformer_engine.pytorch.attention import dot_product_attention
 
     for module in (dot_product_attention, dot_product_attention.dot_product_attention):

@@ -21,7 +21,7 @@ TE_DTYPE = {
 
 
 def run(a: Any, b: Any, layout: str = "TN", dtype: torch.dtype | None = None, **options: Any) -> list[Any]:
-    """Return all that ``generic_gemm`` returns, the product first."""
+    """Return everything that ``generic_gemm`` returns, the product first."""
     arguments: dict[str, Any] = dict(
         D=None,
         quantizer=None,
@@ -41,7 +41,7 @@ def run(a: Any, b: Any, layout: str = "TN", dtype: torch.dtype | None = None, **
 
 
 def product(a: Any, b: Any, layout: str = "TN", dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """Return the product alone: by default ``b a^T``, ``[n, m]`` of ``[m, k]`` and ``[n, k]``."""
+    """Return only the product: by default ``b a^T``, ``[n, m]`` from ``[m, k]`` and ``[n, k]``."""
     return run(a, b, layout, dtype, **options)[0]
 
 
@@ -58,7 +58,7 @@ def operands(layout: str, n: int, m: int, k: int, dtype: torch.dtype = torch.flo
 
 
 def exponent(value: Fraction, lowest: int = -1000) -> int:
-    """Return the power of two of a number's leading bit, at least ``lowest``; far below for 0."""
+    """Return the exponent of a number's leading bit, at least ``lowest``, or far below that for 0."""
     if value == 0:
         return -10_000
     size = abs(value)
@@ -72,11 +72,11 @@ def cut(value: Fraction, unit: Fraction) -> Fraction:
 
 
 def added_one_by_one(core: TensorCore, a: Tensor, b: Tensor, lowest: Sequence[int], interval: int) -> Tensor:
-    """Return ``b a^T`` of FP8 numbers, each product cut and added by itself, all of it exact in FP64.
+    """Return ``b a^T`` of FP8 numbers, with each product cut and added by itself, which is exact in FP64.
 
     Args:
-        lowest: the exponents of the subnormal numbers of each.
-        interval: products after which FP32 takes over.
+        lowest: the exponent of the subnormal numbers of each operand.
+        interval: the number of products after which FP32 takes over.
     """
 
     def exponents(values: Tensor, lowest: int) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-# Where it has been from 2.14 on, the oldest last.
+# The modules that have contained it since TE 2.14, newest first.
 _MODULES = ("reference_nvfp4", "quantization_ref_nvfp4", "quantization_nvfp4")
 
 
 def module() -> ModuleType:
-    """The module that defines ``NVFP4QuantizerRef``."""
+    """Return the module that defines ``NVFP4QuantizerRef``."""
     for name in _MODULES:
         try:
             return importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{name}")
@@ -24,12 +24,12 @@ def module() -> ModuleType:
 
 
 def knows(function: Any, *parameters: str) -> bool:
-    """Return whether this version of TE has these parameters."""
+    """Return whether the function has these parameters in this version of TE."""
     return set(parameters) <= set(inspect.signature(function).parameters)
 
 
 def quantizer(**options: Any) -> Any:
-    """``NVFP4QuantizerRef``; ``with_2d_quantization`` is spelled as in ``NVFP4Quantizer``."""
+    """Return an ``NVFP4QuantizerRef``, with ``with_2d_quantization`` spelled as in ``NVFP4Quantizer``."""
     square = options.pop("with_2d_quantization", False)
     reference = module()
     formats = getattr(reference, "reference_utils", None) or reference.utils

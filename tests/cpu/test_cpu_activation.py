@@ -64,7 +64,7 @@ problems = st.tuples(
 
 
 def draw(problem: tuple, name: str) -> tuple[Tensor, Tensor]:
-    """An input without values on a kink, and the gradient of the result."""
+    """Return an input without values on a kink, and a gradient of the output."""
     dtype, rows, columns, spread, seed = problem
     rng = torch.Generator().manual_seed(seed)
     x = (torch.randn(rows, columns, generator=rng) * spread).to(dtype)
@@ -73,7 +73,7 @@ def draw(problem: tuple, name: str) -> tuple[Tensor, Tensor]:
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor, fp32_scale: Tensor) -> None:
-    """Half an ulp of the result's dtype, plus a few ulps of FP32 of what the arithmetic went through."""
+    """Assert an error of at most half an ulp of the result's dtype plus a few FP32 ulps of ``fp32_scale``."""
     info = torch.finfo(actual.dtype)
     bound = info.eps / 2 * exact.abs() + 8 * EPS32 * fp32_scale + info.smallest_normal * info.eps
     excess = ((actual.double() - exact).abs() / bound).max().item()
@@ -81,7 +81,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, fp32_scale: Tensor) -> No
 
 
 def fp32_scale(name: str, x: Tensor, gradient: Tensor | None = None) -> Tensor:
-    """Return what a relative error of exp's argument, of about |x| eps, can do to the function, for rows of ``x``."""
+    """Return, for each row of ``x``, how many eps the relative error of exp, about |x| eps, can move the function."""
     largest = x.double().abs().amax(-1, keepdim=True)
     scale = (1 + largest) ** (3 if name in GATED or name.startswith("s") else 2)
     return scale if gradient is None else scale * gradient.double().abs().amax(-1, keepdim=True)
@@ -256,5 +256,5 @@ def test_te_layernorm_mlp_agrees_with_fp64_for_every_activation(name: str) -> No
     exact.backward(gradient.double())
     pairs = [(y, exact), (leaf.grad, x64.grad), *((q.grad, p[key].grad) for key, q in module.named_parameters())]
     for actual, expected in pairs:
-        # TE's FP32 products round their operands to TF32, by at most 2^-11 of each.
+        # TE's FP32 products round each operand to TF32, by at most 2^-11 of its value.
         assert (actual.double() - expected).norm() <= 3 * 2.0**-11 * expected.norm()

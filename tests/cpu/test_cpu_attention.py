@@ -1,4 +1,4 @@
-"""Fused attention as TE's extension: what cuDNN serves, layouts, pages, FP8, and the tensors between its two passes."""
+"""Fused attention of TE's extension: what cuDNN supports, layouts, pages, FP8, and tensors for the backward pass."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def configuration(**changes: Any) -> dict[str, Any]:
 
 
 def answer(**changes: Any) -> tuple[NVTE_Fused_Attn_Backend, str]:
-    """As TE 2.20 asks."""
+    """Return the backend and the reason, which TE 2.20 asks for with one configuration object."""
     result = attention.get_fused_attn_backend(SimpleNamespace(**configuration(**changes)))
     assert isinstance(result, tuple)
     return result
@@ -250,27 +250,27 @@ def backward(layout: NVTE_QKV_Layout, qkv: list[Any], o: Any, do: Any, aux: list
 
 
 def leaves() -> list[Tensor]:
-    """Query, key, value and output gradient, ``[batch, seq, heads, features]``."""
+    """Return query, key, value and output gradient, each ``[batch, seq, heads, features]``."""
     rng = torch.Generator().manual_seed(0)
     return [torch.randn(BATCH, SEQ, HEADS, FEATURES, generator=rng).to(BF16) for _ in range(4)]
 
 
 def to(name: str, tensor: Tensor) -> Tensor:
-    """A ``bshd`` tensor in another format."""
+    """Return a ``bshd`` tensor in another format."""
     if name == "thd":
         return tensor[IS_TOKEN]
     return (tensor.transpose(0, 1) if name == "sbhd" else tensor).contiguous()
 
 
 def back(name: str, tensor: Tensor) -> Tensor:
-    """A tensor of that format as ``bshd``."""
+    """Return a tensor of that format as ``bshd``."""
     if name == "thd":
         return tensor.new_zeros(BATCH, SEQ, *tensor.shape[1:]).masked_scatter_(IS_TOKEN[:, :, None, None], tensor)
     return tensor.transpose(0, 1) if name == "sbhd" else tensor
 
 
 def packed(layout: attention_problem.Layout, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Q, K and V in memory as the layout says."""
+    """Return Q, K and V arranged in memory as the layout says."""
     axis = -3 if layout.shared.endswith("hd") else -2
     if "3" in layout.shared:
         return list(torch.stack([q, k, v], axis).unbind(axis))
@@ -404,7 +404,7 @@ SCALES = {"qkv": 64.0, "s": 300.0, "o": 150.0, "do": 1000.0, "dp": 2000.0, "dqkv
 
 
 def delayed_quantizer(name: str, kind: DType | None = None) -> Any:
-    """Delayed scaling with a scale of its own, and an amax of 0 so far."""
+    """Return a quantizer for delayed scaling with a scale of its own and an amax of 0 so far."""
     default = DType.kFloat8E5M2 if name.startswith("d") else DType.kFloat8E4M3
     scale = torch.tensor([SCALES[name]])
     return TE.Float8Quantizer(scale, torch.zeros(1), kind or default, rowwise=True, columnwise=False)
@@ -415,7 +415,7 @@ def current_quantizer() -> Any:
 
 
 def fp8(name: str, *tensors: Tensor) -> list[Any]:
-    """FP8 tensors that lie as the high-precision ones do."""
+    """Return FP8 tensors with the memory layout of the high-precision ones."""
     result = []
     for tensor in tensors:
         codes = cast.quantize(tensor.contiguous(), delayed_quantizer(name))._data
@@ -433,7 +433,7 @@ def fp8(name: str, *tensors: Tensor) -> list[Any]:
 
 
 def fp8_pass(layout: NVTE_QKV_Layout) -> tuple[list[Any], dict[str, Any]]:
-    """O, dQ, dK and dV with delayed scaling throughout, and the quantizers that took part."""
+    """Return O, dQ, dK and dV with delayed scaling throughout, and the quantizers used."""
     parsed = attention_problem.parse_layout(layout)
     q, k, v, do = leaves()
     qkv = fp8("qkv", *packed(parsed, to(parsed.query, q), to(parsed.key, k), to(parsed.key, v)))
@@ -473,12 +473,12 @@ def test_results_are_codes_with_the_reciprocals_of_their_scales() -> None:
 
 
 def in_fp64(tensor: Any) -> Tensor:
-    """``[batch, heads, seq, features]``."""
+    """Return the values as ``[batch, heads, seq, features]``."""
     return tensor.dequantize(dtype=torch.float32).double().transpose(1, 2)
 
 
 def exact_pass(lengths: Tensor) -> tuple[oracle.Exact, oracle.Exact]:
-    """Forward and backward in FP64 from what the codes stand for; all sequences are causal and of these lengths."""
+    """Return both passes in FP64 from the values of the FP8 codes, with causal sequences of these lengths."""
     (output, *_), _ = fp8_pass(PLAIN)
     q, k, v = (in_fp64(tensor) for tensor in fp8("qkv", *leaves()[:3]))
     do = in_fp64(fp8("do", leaves()[3])[0])
@@ -498,7 +498,7 @@ def test_results_are_off_by_no_more_than_their_casts_and_amaxes_are_those_of_fp6
         kind = torch.float8_e5m2 if name.startswith("d") else torch.float8_e4m3fn
         own = (exact[name].abs() * oracle.HALF_PLACE[kind]).clamp(min=oracle.HALF_SUBNORMAL[kind] * tensor._scale_inv)
         error = (in_fp64(tensor) - exact[name]).abs()
-        # The result is cast after the error of what it was computed from, which it may scale up a little.
+        # The cast of the result may enlarge the errors made before it a little.
         assert (error <= (own + bounds[name]) * (1 + oracle.HALF_PLACE[kind]) + 1e-5).all()
     for name, exact_amax in (("s", fwd.amax), ("dp", bwd.amax)):
         assert quantizers[name].amax.item() == pytest.approx(exact_amax.item(), rel=1e-4)

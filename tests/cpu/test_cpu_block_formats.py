@@ -1,4 +1,4 @@
-"""Float8BlockQuantizer, MXFP8Quantizer and their tensors, as TE's own objects ask for them, block by block."""
+"""Float8BlockQuantizer, MXFP8Quantizer and their tensors, used through TE's own objects, block by block."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quantizer_of(dtype: Any = DType.kFloat8E4M3, **options: Any) -> Any:
 
 
 def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Values whose magnitude differs from block to block, with a row of zeros."""
+    """Return values whose magnitude differs from block to block, with a row of zeros."""
     torch.manual_seed(0)
     values = torch.randn(shape) * torch.exp(4 * torch.randn(shape))
     values[0] = 0
@@ -43,7 +43,7 @@ def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 def encoded(
     values: np.ndarray, dtype: DType, power_of_two: bool, epsilon: float = 0.0
 ) -> tuple[np.ndarray, np.float32]:
-    """The codes of one block, and its scale_inv, by NumPy's FP32 and ``ml_dtypes``' rounding."""
+    """Return the codes of one block and its scale_inv, computed with NumPy's FP32 and ``ml_dtypes``' rounding."""
     amax = max(np.float32(np.abs(values).max()), np.float32(epsilon))
     scale = np.float32(LIMIT[dtype]) / amax if amax else np.float32(1)
     if power_of_two:
@@ -55,7 +55,7 @@ def encoded(
 def by_blocks(
     values: Tensor, block: tuple[int, int], dtype: DType, power_of_two: bool, epsilon: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of a matrix and one scale_inv a block, block by block."""
+    """Return the codes of a matrix and a scale_inv for each block, computed block by block."""
     matrix = values.float().numpy()
     down, across = (-(-size // length) for size, length in zip(matrix.shape, block, strict=True))
     codes, scale_inv = np.zeros(matrix.shape, np.uint8), np.zeros((down, across), np.float32)
@@ -67,7 +67,7 @@ def by_blocks(
 
 
 def assert_stored(stored: Tensor, scale_inv: np.ndarray) -> None:
-    """Scales stand at the top left; what pads their rows to a multiple of 4 is 0."""
+    """Assert that the scales are at the top left, in rows padded with zeros to a multiple of 4."""
     down, across = scale_inv.shape
     assert stored.shape == (down, -(-across // 4) * 4)
     assert np.array_equal(stored[:, :across].numpy(), scale_inv)
@@ -157,7 +157,7 @@ def test_a_decoded_value_is_within_the_spacing_of_e4m3(numbers: list[float], pow
     quantizer = quantizer_of(block_scaling_dim=1, columnwise=False, force_pow_2_scales=power_of_two)
     decoded = quantizer(values).dequantize()
     amax = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in values.split(128, dim=1)], 1)
-    # Half a spacing: 2**-4 of the value, or that of the subnormals, of which amax is at least 224 * 2**9.
+    # Half a spacing: 2**-4 of the value, or half of a subnormal step, where amax is at least 224 * 2**9 such steps.
     bound = torch.maximum(values.abs() * 2.0**-4, amax * 2.0**-16) * 1.0001 + 1e-37
     assert ((decoded - values).abs() <= bound).all()
 
@@ -219,7 +219,7 @@ def mxfp8_values(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def exponent_of(amax: float, limit: float) -> int:
-    """The E8M0 byte of ``amax / limit``, a product in FP32, rounded up."""
+    """Return the E8M0 byte of ``amax / limit``, which is computed as a product in FP32 and rounded up."""
     quotient = float(np.float32(amax) * np.float32(1 / limit))
     if quotient == 0:
         return 0
@@ -228,7 +228,7 @@ def exponent_of(amax: float, limit: float) -> int:
 
 
 def mxfp8_blocks(values: Tensor, block: tuple[int, int], dtype: DType) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of a matrix and the E8M0 byte of each block, block by block in FP64."""
+    """Return the codes of a matrix and the E8M0 byte of each block, computed block by block in FP64."""
     matrix = values.double().numpy()
     down, across = (size // length for size, length in zip(matrix.shape, block, strict=True))
     codes, exponents = np.zeros(matrix.shape, np.uint8), np.zeros((down, across), np.uint8)
@@ -363,7 +363,7 @@ def test_the_gemm_reads_a_tensor_that_te_asked_to_swizzle_for_it(blackwell: Modu
     assert torch.equal(product(swizzled, quantizer(values), dtype=FP32), plain)
 
 
-# What both formats have in common.
+# Both formats.
 
 
 FORMATS = {

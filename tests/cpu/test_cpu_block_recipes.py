@@ -1,4 +1,4 @@
-"""TE's modules under the block-scaled recipes, forward and backward, through TE's public API alone."""
+"""TE's modules under the block-scaled recipes, forward and backward, through TE's public API only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("blackwell")
 BF16 = torch.bfloat16
 TOKENS, IN, OUT = 64, 128, 256
 RECIPES = ("Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
-# The norm of the error against the plain BF16 module, relative: E4M3 keeps 3 bits after the leading one, E2M1 one.
+# The relative norm of the error against the plain BF16 module. E4M3 keeps 3 bits after the leading one, E2M1 keeps 1.
 ERROR = {"Float8BlockScaling": (0.02, 0.1), "MXFP8BlockScaling": (0.02, 0.1), "NVFP4BlockScaling": (0.1, 0.45)}
 
 
@@ -32,7 +32,7 @@ def recipe_of(name: str, **options: Any) -> Any:
 
 
 def step(module: Any, recipe: Any, x: Tensor, grad: Tensor, *arguments: Any) -> dict[str, Tensor]:
-    """Output and gradients of one forward and backward pass."""
+    """Return the output and gradients of one forward and backward pass."""
     x = x.detach().requires_grad_()
     module.zero_grad()
     with TE.autocast(enabled=recipe is not None, recipe=recipe):
@@ -56,7 +56,7 @@ def make(kind: str, **options: Any) -> Any:
 
 
 def quantizers(name: str) -> tuple[Any, Any]:
-    """For activations and gradients, and for weights, as the recipe has them."""
+    """Return the recipe's quantizers: one for activations and gradients, and one for weights."""
     if name == "MXFP8BlockScaling":
         return TE.MXFP8Quantizer(DType.kFloat8E4M3), TE.MXFP8Quantizer(DType.kFloat8E4M3)
     options = {"rowwise": True, "columnwise": True}
@@ -95,11 +95,11 @@ def test_nvfp4_modules_equal_te_s_reference_recipe(kind: str) -> None:
     reference = nvfp4_reference.module()
     factory = next(getattr(reference, name) for name in vars(reference) if name.startswith("nvfp4_ref_rht_2d"))
     x, dy = inputs()
-    nearest = recipe_of("NVFP4BlockScaling", disable_stochastic_rounding=True)  # the reference has nothing else
+    nearest = recipe_of("NVFP4BlockScaling", disable_stochastic_rounding=True)  # the only rounding of the reference
     ours = step(make(kind, bias=False), nearest, x, dy)
     theirs = step(make(kind, bias=False), recipe_of("CustomRecipe", qfactory=factory), x, dy)
     for what, tensor in ours.items():
-        # The reference adds FP32 block by block, so that a few sums fall on the other side of a BF16 boundary.
+        # The reference adds FP32 sums block by block, so that a few of them round to the other BF16 neighbour.
         assert (tensor == theirs[what]).float().mean() > 0.99, what
         torch.testing.assert_close(tensor, theirs[what], rtol=2.0**-7, atol=1e-3, msg=what)
 

@@ -1,4 +1,4 @@
-"""Casts with one scale a tensor, FP8's bit fields, and weights cast from a distributed optimizer's parts of them."""
+"""Casts with one scale per tensor, FP8's bit fields, and weights cast from a distributed optimizer's parts of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parity import te
 from parity.cpu import cast, float8, nvfp4, partial_cast
 from parity.cpu.enums import DType
 
-# Casts with one scale a tensor: FP8's bit fields (OCP 8-bit floating point, 2023), delayed and current scaling.
+# Casts with one scale per tensor: FP8's bit fields (OCP 8-bit floating point, 2023), delayed and current scaling.
 
 
 TE = te.kernels("cpu").te
@@ -47,7 +47,7 @@ def finite_codes(dtype: torch.dtype) -> list[int]:
 
 
 def nearest_code(value: float, dtype: torch.dtype) -> int:
-    """The code nearest to ``value``, the one with an even code in a tie, the largest one beyond the range."""
+    """Return the code nearest to ``value``: the even one in a tie, and the largest one beyond the range."""
     sign = 0x80 if np.signbit(value) else 0
     magnitudes = [code for code in finite_codes(dtype) if code < 0x80]
     size = min(abs(value), value_of(magnitudes[-1], dtype))
@@ -314,7 +314,7 @@ def test_store_without_a_quantizer_rounds_once() -> None:
 
 
 def test_store_with_delayed_scaling_casts_the_unrounded_values() -> None:
-    values = torch.tensor([[17.0 + 2**-10, 1.0]])  # above the tie between 16 and 18; rounded to BF16 it is the tie
+    values = torch.tensor([[17.0 + 2**-10, 1.0]])  # just above the tie between 16 and 18; BF16 rounds it to the tie
     quantizer = delayed()
     stored = cast.store(values, quantizer, torch.bfloat16)
     assert stored.dequantize(dtype=torch.float32)[0, 0].item() == 18.0
@@ -336,7 +336,7 @@ def test_store_with_current_scaling_can_take_the_amax_before_rounding(before_rou
     assert stored._scale_inv.item() == scale.reciprocal().item()
 
 
-# Quantized weights from a distributed optimizer's master weights: whole, and part by part.
+# Quantized weights cast from a distributed optimizer's master weights, as a whole or part by part.
 
 
 BF16 = torch.bfloat16
@@ -379,7 +379,7 @@ def buffers_of(tensor: Any) -> dict[str, Tensor]:
 
 
 def weight_from_master(quantizer: Any, master: Tensor, group: Any) -> Any:
-    """A weight that held other values before."""
+    """Cast the master weights into a quantized weight that held other values before, and return it."""
     from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
 
     weight = quantizer(values_of(seed=0).to(BF16))
@@ -392,7 +392,7 @@ def weight_from_master(quantizer: Any, master: Tensor, group: Any) -> Any:
 def test_a_weight_from_its_whole_master_is_the_master_quantized(
     blackwell: ModuleType, one_process: Any, name: str
 ) -> None:
-    """TE casts the master to the weight's dtype first."""
+    """Expect the codes of the master in the weight's dtype, because TE casts it to that dtype first."""
     quantizer, master = quantizer_of(name), values_of(seed=1)
     actual = buffers_of(weight_from_master(quantizer, master, one_process))
     expected = buffers_of(quantizer(master.to(BF16)))
@@ -417,7 +417,7 @@ SPLITS = [0, 1000, 1001, 1001 + 32 * COLUMNS, ROWS * COLUMNS]
 
 
 def parts_of(values: Tensor) -> list[tuple[int, Tensor]]:
-    """Consecutive elements, not cut where blocks or bytes end, with the index of the first."""
+    """Return parts of the flat values, each with the index of its first element, cut within blocks and bytes."""
     flat = values.flatten()
     return [(begin, flat[begin:end]) for begin, end in itertools.pairwise(SPLITS)]
 

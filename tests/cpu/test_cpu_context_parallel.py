@@ -1,7 +1,7 @@
-"""TE's attention with a sequence spread over ranks is the same attention on one rank.
+"""TE's attention over a sequence that is spread over ranks equals the attention on one rank.
 
-Causal load balancing gives each rank two chunks of every sequence. What ranks compute is gathered and put back in
-order here, and compared with what one rank computes of the whole.
+Causal load balancing gives each rank two chunks of every sequence. The tests gather the results of all ranks, put them
+back in order, and compare them with what one rank computes from whole sequences.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEAD = 16
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention; packed sequences have ``lengths`` tokens, of which ``valid`` are none of padding."""
+    """A configuration of attention. Sequences have ``lengths`` tokens, of which ``valid`` are not padding."""
 
     communication: str
     format: str = "bshd"
@@ -49,7 +49,7 @@ class Attention:
         return " ".join((self.communication, *others))
 
 
-# The chunks of sequences.
+# Chunks of sequences.
 
 
 def _of_rank(whole: Tensor, rank: int, ranks: int, dim: int, lengths: Sequence[int]) -> Tensor:
@@ -82,7 +82,7 @@ def test_chunks_of_all_ranks_are_the_sequences(ranks: int) -> None:
     assert torch.equal(_whole(parts, 0, lengths), whole)
 
 
-# On ranks.
+# Computations on ranks.
 
 
 def _compute(case: Attention, on_ranks: bool, tensors: Sequence[Tensor], output_gradient: Tensor) -> list[Tensor]:
@@ -158,7 +158,7 @@ def _draw(case: Attention) -> list[Tensor]:
 
 
 def _errors(case: Attention) -> dict[str, float]:
-    """Return the relative L2 distance of what all ranks computed from what one does."""
+    """Return the relative L2 distances between the results of all ranks together and those of one rank."""
     dim = case.format.index("t" if case.format == "thd" else "s")
     lengths = case.lengths if case.format == "thd" else case.lengths[:1]
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -180,7 +180,7 @@ def _errors(case: Attention) -> dict[str, float]:
 
 
 def _answers(cases: Sequence[Attention]) -> list[dict[str, float] | str]:
-    """Return each case's errors, or what TE refuses it with on ranks."""
+    """Return each case's errors, or the message with which TE refuses it."""
     answers: list[dict[str, float] | str] = []
     for case in cases:
         try:
@@ -191,7 +191,7 @@ def _answers(cases: Sequence[Attention]) -> list[dict[str, float] | str]:
 
 
 def _layer(communication: str) -> dict[str, float]:
-    """Return the errors of a layer with RoPE, whose weights' gradients are summed over ranks."""
+    """Return the errors of a layer with RoPE, with its weights' gradients summed over ranks."""
     te = parity_te.kernels("cpu").te
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def _layer(communication: str) -> dict[str, float]:
     }
 
 
-# What TE computes.
+# The results of TE.
 
 PACKED = dict(format="thd", mask="padding_causal", lengths=(32, 64, 16))
 FP8 = dict(heads=2, groups=2, head=128, recipe="DelayedScaling")  # Hopper's FP8 attention is for heads of 128
@@ -254,7 +254,8 @@ FOUR = [
     Attention("a2a+p2p", format="sbhd"),
     Attention("a2a+p2p", mask="no_mask"),
 ]
-# TE 2.20.2 finds no backend (``dot_product_attention/utils.py``), or asserts something (``context_parallel.py``).
+# TE 2.20.2 finds no backend for these (``dot_product_attention/utils.py``), or an assertion fails
+# (``context_parallel.py``).
 REFUSED = [
     *(Attention(how, dtype=torch.float32) for how in ("p2p", "all_gather", "a2a")),
     *(Attention(how, mask="causal_bottom_right") for how in ("p2p", "all_gather", "a2a")),
@@ -275,10 +276,10 @@ def _computed(ranks: int) -> dict[Attention, Any]:
 
 
 def _limit(case: Attention, ranks: int, name: str) -> float:
-    """Return how far rounding may take a tensor from that of one rank.
+    """Return how far rounding may move a tensor from that of one rank.
 
-    An all-to-all moves heads, and nothing is computed otherwise. An all-gather adds the gradients of keys and values
-    that ranks have rounded. Ranks that pass keys on round each step's share, and what it is added to.
+    An all-to-all moves heads but changes no computation. An all-gather adds gradients of keys and values after ranks
+    have rounded them. Ranks that pass keys on round each step's contribution, and the sum to which they add it.
     """
     unit = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}[case.dtype]
     steps = {"a2a": 0, "all_gather": ranks if name in NAMES[2:] else 0, "a2a+p2p": ranks // 2, "p2p": ranks}
@@ -305,7 +306,7 @@ def test_what_te_does_not_spread_over_ranks_is_refused(case: Attention) -> None:
 
 @pytest.mark.parametrize("case", WRONG, ids=str)
 def test_keys_and_values_get_wrong_gradients_of_te_in_fp8_where_ranks_pass_them_on(case: Attention) -> None:
-    """Show what docs/te-api.md tells: TE adds what each rank computed for others, and not what others did for it."""
+    """Show the error described in docs/te-api.md: a rank adds what it computed for others, not what they did for it."""
     errors = _computed(2)[case]
     few_percent = 2.0**-4  # E4M3's unit roundoff; E5M2's is twice that
     assert errors["output"] < few_percent
@@ -316,5 +317,5 @@ def test_keys_and_values_get_wrong_gradients_of_te_in_fp8_where_ranks_pass_them_
 @pytest.mark.parametrize("communication", ["p2p", "all_gather", "a2a"])
 def test_a_layer_rotates_tokens_by_their_places_in_the_whole_sequence(communication: str) -> None:
     errors = launch(_layer, 2, (communication,))[0]
-    # The layer rounds its input, projections and context in either case, and adds products of half the tokens each.
+    # Both ways round the layer's input, projections and context; ranks add the products of half of the tokens each.
     assert {name: error for name, error in errors.items() if not error <= 8 * 2.0**-9} == {}

@@ -19,13 +19,13 @@ TE = te.kernels("cpu").te
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 BATCH, HEADS, FEATURES = 2, 4, 16
 BOTH_PASSES = ["fused_attn_fwd", "fused_attn_bwd"]
-# Operands, P, dS and the result are rounded; each costs at most half an eps, most of them much less in norm.
+# Operands, P, dS and the result are rounded. Each rounding costs at most half an eps, and most cost much less in norm.
 TOLERANCE = 0.6
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One configuration: what TE is told (``call``, ``build``), and what it means (``visible``, ``formula``)."""
+    """One configuration: TE's arguments (``call``, ``build``), and their meaning (``visible``, ``formula``)."""
 
     visible: Tensor
     call: dict[str, Any]
@@ -40,7 +40,7 @@ class Setting:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the fused kernels in the order in which TE called them."""
+    """Return the names of the fused kernels in the order in which TE called them."""
     import transformer_engine_torch as tex
 
     emulated_gpu.choose_again()
@@ -59,7 +59,7 @@ def recorded(name: str, kernel: Callable[..., Any], calls: list[str]) -> Callabl
 
 
 def padded(kind: str, queries: tuple[int, ...], keys: tuple[int, ...], **band: Any) -> Setting:
-    """A setting whose sequences have these lengths, out of 48 queries and 48 keys."""
+    """Return a setting whose sequences have these lengths, out of 48 queries and 48 keys."""
     in_sequence = oracle.tokens(queries, 48)[:, None, :, None] & oracle.tokens(keys, 48)[:, None, None, :]
     masks = [~oracle.tokens(lengths, 48)[:, None, None, :] for lengths in (queries, keys)]
     same = queries == keys
@@ -107,7 +107,7 @@ SETTINGS = {
 
 
 def leaves(setting: Setting, dtype: torch.dtype) -> list[Tensor]:
-    """Query, key, value and the output's gradient, which is 0 for padding."""
+    """Return query, key, value and the output's gradient, which is 0 for padding."""
     rng = torch.Generator().manual_seed(0)
     shapes = [
         (BATCH, setting.queries, HEADS, FEATURES),
@@ -175,7 +175,7 @@ def test_a_bias_is_added_to_scaled_scores_and_gets_a_gradient(fused_calls: list[
 
 
 def alibi(slopes: list[Any] | None, size: int) -> Tensor:
-    """Return the bias of ALiBi: a slope of each head, the paper's by default, times the distance."""
+    """Return the bias of ALiBi: the distance times minus a slope for each head, by default the paper's."""
     slope = torch.tensor(slopes or [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).double().view(-1, HEADS, 1, 1)
     return -slope * (torch.arange(size)[:, None] - torch.arange(size)).abs()
 
@@ -193,7 +193,7 @@ def test_alibi_takes_slopes_times_the_distance_from_scores_for_each_head_or_each
     bias = alibi(slopes, 48)
     if slopes is not None:
         call["alibi_slopes"] = torch.tensor(slopes)
-        bias = bias.to(BF16).double()  # as TE makes it of slopes of one's own
+        bias = bias.to(BF16).double()  # as TE rounds it for the user's slopes
     assert_near(passed(setting, tensors, **call), exact(setting, tensors, bias=bias))
     assert fused_calls == BOTH_PASSES
 
@@ -321,7 +321,7 @@ def test_backward_of_dropout_uses_the_mask_of_the_forward() -> None:
     torch.manual_seed(5)
     output = attention(*tensors[:2], value, **setting.call)
     (gradient,) = torch.autograd.grad(output, value, tensors[3].view_as(output))
-    # The output is linear in the value, whose gradient therefore gives the same inner product as the output.
+    # The output is linear in V, so that V and its gradient have the same inner product as the output and its gradient.
     by_output = (output.double() * tensors[3].view_as(output).double()).sum()
     by_value = (gradient.double() * tensors[2].double()).sum()
     torch.testing.assert_close(by_output, by_value, rtol=0, atol=0.05)
@@ -418,7 +418,7 @@ UNFUSED = {
     },
     "softcap": Setting(call=CAUSAL_CALL, build={"softcap": 0.5}, formula={"softcap": 0.5}, **SEQ_CAUSAL),
 }
-# Scores, probabilities and their gradients are stored, each rounded.
+# Scores, probabilities and their gradients are stored, and each is rounded.
 STORED = {BF16: 2.0, FP32: 16.0}
 
 unfused = pytest.mark.usefixtures("_unfused")

@@ -18,7 +18,7 @@ probabilities = st.floats(0, 0.99)
 
 
 def bits(mask: Tensor) -> list[bool]:
-    """Bit i of byte j is entry 8 j + i."""
+    """Return the entries of a mask: bit i of byte j is entry 8 j + i."""
     return [bool(byte >> place & 1) for byte in mask.tolist() for place in range(8)]
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of fused attention, block by block: its masks, and in FP8 what is cast with which scale."""
+"""The arithmetic of fused attention, block by block: its masks and, in FP8, its casts and their scales."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ bands = st.builds(Band, sides, sides, st.booleans())
 def draw(
     dtype: torch.dtype, batch: int, heads: int, groups: int, queries: int, keys: int, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and output gradient, ``[batch, heads or groups, seq, 16 or 24]``."""
+    """Return query, key, value and output gradient, each ``[batch, heads or groups, seq, 16 or 24]``."""
     rng = torch.Generator().manual_seed(seed)
     shapes = [(heads, queries, 16), (groups, keys, 16), (groups, keys, 24), (heads, queries, 24)]
     query, key, value, gradient = (torch.randn(batch, *shape, generator=rng).to(dtype) for shape in shapes)
@@ -82,7 +82,7 @@ def test_forward_and_backward_agree_with_fp64_in_blocks_of_any_size(
     pairs = zip((gradients.query, gradients.key, gradients.value), exact_gradients, strict=False)
     for actual, expected in [(output, exact), *pairs]:
         error = (actual.double() - expected.transpose(1, 2)).norm()
-        # A gradient that nearly cancels is as wrong as what it is the sum of.
+        # A gradient whose terms nearly cancel has the error of its terms.
         assert error <= eps * (expected.norm() + exact.norm())
     assert gradients.sink is not None
     size = (tensors[3].double().abs() * exact.transpose(1, 2).abs()).sum((0, 2, 3))
@@ -124,8 +124,8 @@ def test_weights_are_rounded_before_they_multiply_values_and_their_sum_is_not() 
 def test_gradients_of_a_shared_key_are_rounded_for_each_head_and_summed_in_fp32(
     dtype: torch.dtype, groups: int
 ) -> None:
-    """As in cuDNN's graph (cudnn-frontend 1.23.0, scaled_dot_product_flash_attention.h: dK_fullhead, dV_fullhead)."""
-    # Quarters, of which FP32 adds up products without rounding: the order of a matrix product's sums plays no part.
+    """Follow cuDNN's graph (cudnn-frontend 1.23.0, scaled_dot_product_flash_attention.h: dK_fullhead, dV_fullhead)."""
+    # FP32 adds products of quarters without rounding, so that the order of a matrix product's sums does not matter.
     query, key, value, gradient = ((4 * tensor).round() / 4 for tensor in draw(dtype, 2, 4, groups, 20, 20))
     attention = Attention(scale=0.25, band=Band(None, 0, False))
     output, lse, _ = flash.forward(query, key, value, attention)
@@ -185,14 +185,14 @@ def test_a_mask_type_tells_whether_it_is_causal_and_whether_it_pads() -> None:
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALE = 0.25
-# Sums of at most 64 products in FP32, in units of what is summed.
+# The relative error of FP32 sums of at most 64 products.
 FP32_SUM = 64 * 2.0**-24
 
 powers = st.integers(-6, 8).map(lambda exponent: 2.0**exponent)
 
 
 def operand(dtype: torch.dtype, shape: tuple[int, ...], seed: int, descale: float) -> Operand:
-    """Normal deviates as codes, which stand for ``descale`` times as much."""
+    """Return normal deviates as codes, which stand for ``descale`` times their values."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return Operand(float8.rounded(values / descale, dtype), descale)
 
@@ -242,7 +242,7 @@ def test_results_are_off_by_no_more_than_the_casts_of_p_and_ds(
 
 
 def two_keys(score: float) -> tuple[Operand, Operand]:
-    """A query whose scores are 0 and ``score``."""
+    """Return a query, and two keys that give it the scores 0 and ``score``."""
     query = Operand(torch.ones(1, 1, 1, 1), 1.0)
     return query, Operand(torch.tensor([0.0, score]).view(1, 1, 2, 1), 1.0)
 
@@ -309,6 +309,6 @@ def test_backward_of_dropout_uses_the_mask_of_the_forward() -> None:
     gradients, _ = flash_fp8.backward(
         q, k, v, Operand(result.output, 1.0), do, result.lse, attention, cast, Cast(E5M2, 1.0)
     )
-    # The output is linear in the value, whose gradient therefore gives the same inner product as the output.
+    # The output is linear in V, so that V and its gradient have the same inner product as the output and its gradient.
     by_output = (result.output.double() * value(do)).sum().item()
     assert (gradients.value.double() * value(v)).sum().item() == pytest.approx(by_output, rel=1e-4)

@@ -17,12 +17,12 @@ from parity.cpu import cuda, float8, versions
 TE = te.kernels("cpu").te
 BF16 = torch.bfloat16
 BATCH, SEQ, HEADS, FEATURES = 2, 32, 4, 16
-# The features of a head with which a Hopper trains in FP8.
+# A Hopper trains in FP8 with heads of 128 features.
 FUSED_HEADS, FUSED_FEATURES = 2, 128
-# The error of a cast relative to its element, which is spread evenly over half a place, as a root mean square.
+# The root mean square of a cast's error relative to its element; the error is spread evenly over half a place.
 E4M3_ERROR, E5M2_ERROR = 2.0**-4 / 3**0.5, 2.0**-3 / 3**0.5
 GPUS = {"Hopper": cuda.HOPPER, "Blackwell": cuda.BLACKWELL}
-# (GPU, recipe): TE runs current scaling in fused attention from Blackwell on.
+# (GPU, recipe): TE runs current scaling in fused attention only from Blackwell on.
 FUSED = [("Hopper", "delayed"), ("Blackwell", "delayed"), ("Blackwell", "current")]
 RECIPES = {
     "delayed": ("DelayedScaling", {"fp8_dpa": True}),
@@ -41,7 +41,7 @@ def recipe(name: str) -> Any:
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """The fused kernels that TE called, and whether with FP8 tensors."""
+    """Return the fused kernels that TE called, each with whether it got FP8 tensors."""
     import transformer_engine_torch as tex
 
     monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
@@ -60,13 +60,13 @@ def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 
 def leaves(heads: int, features: int) -> list[Tensor]:
-    """Query, key, value and output gradient, ``[batch, seq, heads, features]``."""
+    """Return query, key, value and output gradient, each ``[batch, seq, heads, features]``."""
     rng = torch.Generator().manual_seed(0)
     return [torch.randn(BATCH, SEQ, heads, features, generator=rng).to(BF16) for _ in range(4)]
 
 
 def steps(attention: Any, tensors: list[Tensor], name: str, **call: Any) -> list[Tensor]:
-    """Output and gradients of the third step: the first ones of delayed scaling fill the history of amaxes."""
+    """Return output and gradients of the third step, since the first steps of delayed scaling fill its amax history."""
     results: list[Tensor] = []
     for _ in range(3):
         inputs = [tensor.clone().requires_grad_() for tensor in tensors[:3]]
@@ -83,14 +83,14 @@ def exact(tensors: list[Tensor], visible: Tensor) -> list[Tensor]:
 
 
 def errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
-    """Norms of the differences over norms of the exact ones."""
+    """Return the norms of the differences over the norms of the exact tensors."""
     return [
         oracle.relative_error(got, wanted) * torch.finfo(BF16).eps for got, wanted in zip(actual, expected, strict=True)
     ]
 
 
 def norm(*contributions: float) -> float:
-    """Return the norm of independent errors together."""
+    """Return the norm of the sum of independent errors."""
     return sum(contribution**2 for contribution in contributions) ** 0.5
 
 
@@ -119,7 +119,7 @@ def test_te_takes_its_fp8_backend_which_errs_by_the_casts_it_makes(
         attention = TE.DotProductAttention(FUSED_HEADS, FUSED_FEATURES, attention_dropout=0.0, qkv_format="bshd")
         actual = steps(attention, tensors, name, attn_mask_type=mask, **call)
     assert fused_calls == 3 * [("fused_attn_fwd", True), ("fused_attn_bwd", True)]
-    # Scores are of unit variance: casts of Q and K move them, and so log P, by E4M3_ERROR each.
+    # Scores have unit variance. The casts of Q and K move them, and with them log P, by E4M3_ERROR each.
     p = norm(E4M3_ERROR, E4M3_ERROR)
     output = norm(p, E4M3_ERROR, E4M3_ERROR, E4M3_ERROR)  # P, V and the result are cast
     dv = norm(p, E4M3_ERROR, E5M2_ERROR, E5M2_ERROR)  # P, dO and the result
@@ -153,7 +153,7 @@ def test_scales_follow_the_amaxes_that_attention_keeps(fused_calls: list[tuple[s
             output.backward(torch.randn_like(output))
     from transformer_engine.pytorch.cpp_extensions import fused_attn
 
-    # The output projection casts dO, with a quantizer of its own.
+    # dO is left out, because the output projection casts it with its own quantizer.
     forward = (fused_attn.META_QKV, fused_attn.META_S, fused_attn.META_O)
     backward = (fused_attn.META_DP, fused_attn.META_DQKV)
     states = layer.core_attention.fp8_meta
@@ -162,7 +162,7 @@ def test_scales_follow_the_amaxes_that_attention_keeps(fused_calls: list[tuple[s
             history, scale = states[direction].amax_history[:, place], states[direction].scale[place]
             assert (history > 0).sum() == 2
             assert scale.item() == pytest.approx(largest / history.amax().item(), rel=1e-6)
-    # The first query sees itself alone.
+    # The first query sees only itself, so that its probability is 1.
     assert states["scaling_fwd"].amax_history[:, int(fused_attn.META_S)].amax() == 1
 
 
@@ -187,12 +187,12 @@ def test_attention_in_fp8_is_as_near_to_fp64_as_e4m3_and_e5m2_allow(monkeypatch:
     attention = TE.DotProductAttention(HEADS, FEATURES, attention_dropout=0.0, qkv_format="bshd")
     actual = steps(attention, tensors, name, attn_mask_type="causal")
     for error in errors(actual, exact(tensors, oracle.visible(SEQ, SEQ, right=0))):
-        # One rounding to E4M3 costs about 2^-5.5 in norm, to E5M2 2^-4.5; a handful of them take part.
+        # One rounding to E4M3 costs about 2^-5.5 in norm, one to E5M2 2^-4.5, and each result has a handful of them.
         assert 2**-6 < error < 2**-2.5
 
 
 def losses(fp8_recipe: Any, hidden: int = 64, heads: int = 4) -> list[float]:
-    """Return the losses of a layer that learns one output by heart, in FP8 or, without a recipe, in BF16."""
+    """Return the losses of a layer that learns a single output, in FP8 or, without a recipe, in BF16."""
     torch.manual_seed(0)
     layer = TE.TransformerLayer(
         hidden, 2 * hidden, heads, params_dtype=BF16, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"

@@ -1,4 +1,4 @@
-"""Test what TE compiles for a GPU computes here as the compiled code does: in FP32, and rounded where it is stored."""
+"""Test that functions that TE compiles for a GPU compute the same here: in FP32, rounded where a value is stored."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""TransformerEngine's own Triton wrappers and kernels, run by Triton's interpreter: an oracle for what replaces them.
+"""TransformerEngine's own Triton wrappers and kernels, run by Triton's interpreter: an oracle for their replacements.
 
 The interpreter must be chosen before Triton is imported, so a process of its own runs the kernels::
 
     python triton_oracle.py calls.pt results.pt
 
-reads ``{module: [(function, arguments), ...]}`` and writes each call's result, with gradients if arguments require any.
+It reads ``{module: [(function, arguments), ...]}`` and writes each call's result, with gradients if any are required.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def run(calls: dict[str, list[Call]], folder: Path) -> dict[str, list[Any]]:
 def result_and_gradients(
     function: Callable[..., Any], args: tuple[Any, ...], grads: Sequence[torch.Tensor] | None = None
 ) -> Any:
-    """Call a function, and return its result, or, if arguments require gradients, its outputs and their gradients.
+    """Call a function, and return its result or, if arguments require gradients, its outputs and these gradients.
 
     Args:
-        grads: those of the outputs, in their order. Default: the outputs themselves.
+        grads: the outputs' gradients, in the outputs' order. Default: the outputs themselves.
     """
     leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
     result = function(*args)
@@ -59,7 +59,7 @@ def result_and_gradients(
 
 
 def te_root() -> Path:
-    """The folder of the installed package, which is not imported."""
+    """Return the folder of the installed package without importing it."""
     spec = importlib.util.find_spec("transformer_engine")
     assert spec is not None
     assert spec.origin is not None
@@ -67,20 +67,20 @@ def te_root() -> Path:
 
 
 def _package(name: str, folder: Path) -> None:
-    """A package whose own ``__init__`` is not run."""
+    """Add a package to ``sys.modules`` without running its ``__init__``."""
     package = types.ModuleType(name)
     package.__path__ = [str(folder)]
     sys.modules[name] = package
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype, layout: str) -> tuple[torch.Tensor]:
-    """Stand in for TE's GEMM, which is no Triton kernel: FP32, in the one layout that is asked for here."""
+    """Stand in for TE's GEMM, which is not a Triton kernel: it computes in FP32, in the only layout needed here."""
     assert layout == "NT"
     return ((b.float().t() @ a.float()).to(out_dtype),)
 
 
 def _load(module: str, root: Path) -> dict[str, Any]:
-    """The wrappers of ``module``, on the CPU; block sizes are not searched for but the smallest that TE tries."""
+    """Return the wrappers of ``module`` on the CPU, with the smallest block sizes that TE tries and without tuning."""
     import triton
 
     class Tuned:
