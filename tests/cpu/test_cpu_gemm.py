@@ -1,4 +1,4 @@
-"""``generic_gemm`` against FP64 with bounds from the error analysis of sums, and FP8 sums as tensor cores make them."""
+"""``generic_gemm`` against FP64 with bounds from the error analysis of sums, and FP8 sums as tensor cores add them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL, LARGE = 16, 64  # sides of squares that PyTorch multiplies with different
 
 
 def tf32_oracle(values: np.ndarray) -> np.ndarray:
-    """FP64 arithmetic on the significand: 11 bits with the leading one, nearest even; FP32 normal numbers only."""
+    """Round FP32 normal numbers to an 11-bit significand, leading bit included, nearest even, by FP64 arithmetic."""
     significand, exponent = np.frexp(values.astype(np.float64))
     return np.ldexp(np.rint(significand * 2**11) / 2**11, exponent)
 
@@ -314,7 +314,7 @@ def test_operands_of_two_dtypes_are_refused() -> None:
         run(codes(torch.ones(16, 16)), torch.ones(16, 16, dtype=BF16), dtype=BF16)
 
 
-# Sums of FP8 products as a Hopper's tensor cores make them, against exact rational arithmetic.
+# Sums of FP8 products as a Hopper's tensor cores add them, against exact rational arithmetic.
 
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -335,7 +335,7 @@ def fp8(*shape: int, dtype: torch.dtype = E4M3, seed: int = 0) -> Tensor:
 
 
 def oracle(core: TensorCore, a: list[float], b: list[float], split: bool, lowest: int) -> Fraction:
-    """One dot product, term by term, in exact arithmetic; FP32 sums of promoted parts by PyTorch."""
+    """Return one dot product, summed term by term in exact arithmetic; PyTorch adds promoted parts in FP32."""
     promoted, running = torch.zeros(()), Fraction(0)
     for start in range(0, len(a), core.products):
         if split and start % core.promote_every == 0:
@@ -385,7 +385,7 @@ def test_matrices_are_multiplied_as_one_product_after_the_other(
     tile: int,
     at_once: int,
 ) -> None:
-    """Small magnitudes among large ones (``spread`` binary orders), of both signs or of one, in tiles of any size."""
+    """Multiply magnitudes that differ by up to ``spread`` powers of two, of both signs or one, in tiles of any size."""
     m, n, k = shape
     a, b = (
         ((torch.randn(rows, k) + mean) * 8 * 2.0 ** -torch.randint(spread + 1, (rows, k))).to(dtype).float()
@@ -442,7 +442,7 @@ def test_the_error_stays_below_the_sum_of_the_units_cut(seed: int, inner: int, s
     result = tensor_cores.product(HOPPER, Factor(a, E4M3), Factor(b, E4M3), split)
     exact, sizes = b.double() @ a.double().t(), b.double().abs() @ a.double().abs().t()
     instructions = -(-inner // HOPPER.products)
-    unit = 2.0**-13  # of the largest term, which is no larger than the sum of all magnitudes
+    unit = 2.0**-13  # relative to the largest term, which does not exceed the sum of all magnitudes
     assert ((result - exact).abs() <= instructions * (HOPPER.products + 2) * unit * sizes).all()
 
 
@@ -526,7 +526,7 @@ def test_it_is_off_unless_asked_for_in_this_thread_and_off_again_after_an_except
 
 
 def linear_pass(split_forward: bool, core: TensorCore | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, input gradient and weight gradient of ``te.Linear`` under current scaling, in FP32."""
+    """Return output, input gradient and weight gradient of ``te.Linear`` under current scaling, in FP32."""
     recipe = importlib.import_module("transformer_engine.common.recipe")
     chosen = recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=split_forward))
     torch.manual_seed(0)
@@ -560,7 +560,7 @@ def test_te_asks_for_fast_sums_forward_and_for_split_ones_backward() -> None:
 def test_a_recipe_can_ask_for_split_sums_forward() -> None:
     exact = linear_pass(True, None)[0]
     fast, split = (linear_pass(flag, HOPPER)[0] for flag in (False, True))
-    # Terms of random sign: a partial sum of 128 is about sqrt(128 / 1024) of the whole, and so is what it loses.
+    # Terms have random signs: a partial sum of 128 is about sqrt(128 / 1024) of the whole, and so is its error.
     assert (split - exact).norm() < 0.5 * (fast - exact).norm()
 
 

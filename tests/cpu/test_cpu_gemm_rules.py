@@ -1,4 +1,4 @@
-"""Products that TE and cuBLAS refuse, and products that they take although they look unpadded, on each GPU."""
+"""GEMMs that TE and cuBLAS refuse, and GEMMs that they accept although they look unpadded, on each GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def blocks(*shape: int, dtype: DType = E4M3, dimensions: int = 1) -> Any:
     return cast.quantize(torch.ones(*shape), TE.Float8BlockQuantizer(dtype, **arguments))
 
 
-# op(A), op(B), layout, and what is refused: None for nothing.
+# op(A), op(B), layout, and the error on each GPU, or None if it accepts the GEMM.
 UNPADDED: dict[str, tuple[tuple[int, int], tuple[int, int], str, dict[str, str | None]]] = {
     "24 tokens in a weight's gradient": (
         (24, 32), (24, 16), "NT",
@@ -105,7 +105,7 @@ REFUSED_BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], 
 
 
 def refuse_or_multiply(a: dict[str, Any], b: dict[str, Any], options: dict[str, Any], message: str | None) -> None:
-    """Multiply 128 x 16 ones by 8 x 128 ones, or others of these, in blocks; expect ``message`` if there is one."""
+    """Multiply block-scaled ones, 16 x 128 and 8 x 128 unless ``a`` or ``b`` differ, and expect any ``message``."""
     left, right = ({"rows": rows, "inner": 128} | given for rows, given in ((16, a), (8, b)))
     factors = [blocks(each.pop("rows"), each.pop("inner"), **each) for each in (left, right)]
     if message is None:
@@ -152,7 +152,7 @@ def test_a_linear_layer_trains_on_a_blackwell_with_few_tokens(recipe: str, token
     x = torch.randn(tokens, 32, dtype=BF16, requires_grad=True)
     with blackwell.autocast(recipe=getattr(recipes, recipe)()):
         layer(x).sum().backward()
-    # The gradient of the sum is the sum of x, which FP8 knows to 1/16.
+    # The weight's gradient is the sum of x over tokens, each of which FP8 holds to 1/16.
     torch.testing.assert_close(layer.weight.grad, x.detach().sum(0).expand(16, 32), rtol=0, atol=tokens**0.5 / 4)
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs on the CPU kernels: a replay computes what TE computes without, and what a graph cannot hold shows."""
+"""CUDA graphs on the CPU kernels: a replay computes the same as TE without graphs, and a graph's limits show."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def layer() -> nn.Module:
     return TE.TransformerLayer(WIDTH, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16)
 
 
-# cuDNN's attention in a graph wants keys in multiples of 128; with fewer, TE takes another kernel, which rounds
-# otherwise.
+# In a graph, cuDNN's attention needs a multiple of 128 keys. Otherwise TE takes another kernel with other rounding.
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Linear": (lambda: TE.Linear(WIDTH, 96, params_dtype=BF16), (32, WIDTH)),
     "LayerNormLinear": (lambda: TE.LayerNormLinear(WIDTH, 96, params_dtype=BF16), (32, WIDTH)),
@@ -53,7 +52,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def trained(name: str, recipe: str | None, is_graphed: bool, steps: int = 3) -> list[Tensor]:
-    """Return outputs, gradients and weights of a few steps, each with a batch of its own."""
+    """Return outputs, gradients and weights of a few steps, each with its own batch."""
     make, shape = MODULES[name]
     with fresh_caches(), fresh_quantization():
         torch.manual_seed(0)
@@ -106,7 +105,7 @@ def captured(function: Callable[[], Any]) -> tuple[CUDAGraph, Any]:
     return made, result
 
 
-# What Python must know while a graph is captured.
+# Operations that a capture refuses or accepts.
 
 X = torch.tensor([1.0, 0.0, 3.0])
 WAITING: dict[str, Callable[[], Any]] = {
@@ -161,11 +160,11 @@ def test_a_capture_takes_what_no_stream_waits_for(function: Callable[[], Any]) -
     assert torch.equal(result, expected)
 
 
-# What a replay reads.
+# The memory that a replay reads.
 
 
 class Scaled(nn.Module):
-    """Holds a factor in several ways."""
+    """A module that multiplies by factors kept in several ways."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A mixture's experts: TE's ``GroupedLinear``, its padding, and grouped tensors; each is what it is alone."""
+"""Experts: TE's ``GroupedLinear``, its padding, and grouped tensors, whose groups equal the same tensors alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_recipe(name: str | None) -> Any:
 
 
 def make_experts(dtype: torch.dtype, experts: int, **options: Any) -> tuple[Any, list[Any]]:
-    """A ``GroupedLinear``, and one ``Linear`` with the same weights for each expert."""
+    """Return a ``GroupedLinear``, and a ``Linear`` with the same weights for each expert."""
     torch.manual_seed(0)
     grouped = TE.GroupedLinear(experts, IN, OUT, params_dtype=dtype, device="cpu", **options)
     options.pop("delay_wgrad_compute", None)
@@ -50,7 +50,7 @@ def make_experts(dtype: torch.dtype, experts: int, **options: Any) -> tuple[Any,
 
 
 def run(module: Any, x: Tensor, grad: Tensor, recipe: Any, *splits: Any) -> tuple[Tensor, Tensor]:
-    """Output and input gradient."""
+    """Return the output and the input gradient."""
     x = x.clone().requires_grad_()
     with TE.autocast(enabled=recipe is not None, recipe=recipe):
         y = module(x, *splits)
@@ -174,7 +174,7 @@ def test_te_pads_experts_for_fp8_and_drops_the_padding_again() -> None:
 
 GROUPS, WIDTH = [128, 0, 256], 256
 ROWS = sum(GROUPS)
-# The first cuBLASLt with which TE 2.20 takes the grouped path for every recipe that has one.
+# The oldest cuBLASLt with which TE 2.20 takes the grouped path for every recipe that has one.
 NEW_CUBLASLT = 130600
 BUFFERS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 AMAXES = ("amax_rowwise", "amax_columnwise")
@@ -215,7 +215,7 @@ def values_of(rows: int = ROWS, columns: int = WIDTH) -> Tensor:
 
 
 def assert_same(member: Any, alone: Any) -> None:
-    """A group's part of the buffers holds what casting it alone gives."""
+    """Assert that a group's part of the buffers holds the same as a cast of that group alone."""
     for name in ("_data", "_transpose", "_scale_inv", *(f"_{name}" for name in (*BUFFERS, *AMAXES))):
         one, other = getattr(member, name, None), getattr(alone, name, None)
         assert (one is None) == (other is None), name
@@ -265,7 +265,7 @@ def test_groups_of_several_widths_lie_one_after_another(
 
 @NEW_IN_2_18
 def test_columns_alone_are_cast_with_current_scaling_too() -> None:
-    """``quantize`` does not do that, nor does TE's kernel for a single tensor."""
+    """Cast only columns, which neither ``quantize`` nor TE's kernel for a single tensor does."""
     with emulated(cuda.HOPPER):
         values, sizes = values_of(), torch.tensor(GROUPS)
         both, columnwise = (
@@ -296,7 +296,7 @@ def test_offsets_that_are_known_are_kept(blackwell: ModuleType) -> None:
 
 
 def test_a_graph_holds_a_cast_of_groups(each_gpu: ModuleType) -> None:
-    """TE's Python refuses to make such a tensor within a capture, where its extension makes it without Python."""
+    """Make a grouped tensor within a capture: TE's extension allows it, though TE's Python refuses it."""
     quantizer, values, sizes = quantizer_of("current", columnwise=False), values_of(), torch.tensor(GROUPS)
     captured = CUDAGraph()
     with graph(captured):
@@ -366,7 +366,7 @@ def test_known_amaxes_stand_in_for_the_values_own(blackwell: ModuleType) -> None
     assert_same(cast.nvfp4_quantize_with_amax(values, quantizer, *amaxes), own)
     doubled = cast.nvfp4_quantize_with_amax(values, quantizer, 2 * amaxes[0], 2 * amaxes[1])
     assert torch.equal(doubled._amax_columnwise, 2 * amaxes[1])
-    # Twice the amax halves what a block scale of 1 stands for, and the block scales double: E4M3 has room for it.
+    # Twice the amax halves the meaning of a block scale of 1, so that the block scales double; E4M3 has room for it.
     assert torch.equal(doubled._rowwise_data, cast.quantize(values, quantizer)._rowwise_data)
     two = cast.nvfp4_group_quantize_with_amax(
         values.repeat(2, 1), quantizer, 2, None, rowwise_amax=amaxes[0].repeat(2), columnwise_amax=amaxes[1].repeat(2)
@@ -408,7 +408,7 @@ GPU_RECIPES = {
 def nearest_recipe(name: str | None) -> Any:
     from transformer_engine.common import recipe
 
-    # Random roundings would differ from one pass to the next.
+    # Stochastic roundings would differ from one pass to the next.
     return name and getattr(recipe, name)(**({"disable_stochastic_rounding": True} if name[0] == "N" else {}))
 
 

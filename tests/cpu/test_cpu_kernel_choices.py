@@ -1,4 +1,4 @@
-"""Test the CPU kernels' options for what a GPU's kernels may do otherwise, against slow loops in exact arithmetic."""
+"""Test the CPU kernels' options for arithmetic that differs among GPU kernels, against slow, exact loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_choices_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def to_bits(value: Fraction, bits: int) -> Fraction:
-    """A number cut to a significand of so many bits, toward zero."""
+    """Cut a number to a significand of so many bits, toward zero."""
     return cut(value, Fraction(2) ** (exponent(value) - bits + 1)) if value else value
 
 
@@ -184,7 +184,7 @@ def test_k_is_split_into_at_most_four_parts_of_at_least_32(inner: int, lengths: 
 
 
 def split_sum(a: list[float], b: list[float], lengths: list[int], dtype: torch.dtype, scale: float = 1.0) -> float:
-    """One dot product of numbers whose sums of parts FP32 holds exactly."""
+    """Return one dot product of numbers for which FP32 holds the sum of each part exactly."""
     total, start = 0.0, 0
     for length in lengths:
         part = slice(start, start + length)
@@ -220,7 +220,7 @@ def test_a_scale_multiplies_each_part_before_it_is_rounded() -> None:
     values = [tensor.dequantize(dtype=FP32) for tensor in (a, b)]
     with choosing("split-k-in-output-type"):
         result = product(a, b, dtype=BF16)
-    # The values are the codes times a scale that is no power of two, so that a sum may be off by FP32's rounding.
+    # The values are the codes times a scale that is not a power of two, so that FP32 may round a sum.
     expected = [[split_sum(x, y, [32] * 4, BF16) for x in values[0].tolist()] for y in values[1].tolist()]
     differ = result != torch.tensor(expected, dtype=BF16)
     assert differ.float().mean() < 0.05
@@ -248,7 +248,7 @@ def test_attention_s_products_and_their_gradients_add_parts_in_16_bits(dtype: to
 
 
 def attention_pass(dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of unfused attention."""
+    """Return the output and gradients of unfused attention."""
     module = TE.DotProductAttention(2, 64, attention_dropout=0.0)
     leaves = [normal(64, 1, 2, 64, seed=seed).to(dtype).requires_grad_() for seed in range(3)]
     output = module(*leaves, attn_mask_type="causal")
@@ -277,7 +277,7 @@ def test_te_s_unfused_attention_follows(dtype: torch.dtype, changes: bool, monke
 
 
 def short_sum(core: tensor_cores.TensorCore, a: list[float], b: list[float], interval: int) -> float:
-    """One dot product in exact arithmetic: 14 bits of a running sum, added in FP32 after each interval."""
+    """Return one dot product by exact arithmetic with a 14-bit running sum, which FP32 adds up after each interval."""
     promoted, running = torch.zeros(()), Fraction(0)
     for start in range(0, len(a), core.products):
         if start and start % interval == 0:
@@ -312,7 +312,7 @@ def test_per_tensor_fp8_adds_14_bits_as_the_gpu_does(
 
 
 def cut_sum(a: list[float], b: list[float], products: int, lowest: int) -> float:
-    """One dot product in exact arithmetic: terms cut to 25 fraction bits of the largest, their sum to 24 bits."""
+    """Return one dot product by exact arithmetic: terms cut to 25 fraction bits of the largest, sums to 24 bits."""
     running = Fraction(0)
     for start in range(0, len(a), products):
         part = slice(start, start + products)
@@ -362,7 +362,7 @@ RECIPES = {"per tensor": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
 
 def linear_pass(recipe: str | None, dtype: torch.dtype = FP32) -> list[Tensor]:
-    """Output, input gradient and weight gradient of ``te.Linear``; the backward pass begins where this is called."""
+    """Return output, input gradient and weight gradient of ``te.Linear``; the caller's choice covers both passes."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
     torch.manual_seed(0)
     module = TE.Linear(128, 128, bias=False, params_dtype=dtype, device="cpu")
@@ -478,7 +478,7 @@ def test_te_s_mx_gemms_differ_by_a_few_last_bits(quantizer: str, columnwise: boo
         arguments = (DType.kFloat8E4M3,) if quantizer == "MXFP8Quantizer" else ()
         make = getattr(TE, quantizer)(*arguments)
         shapes = [(512, 64), (512, 96)] if columnwise else [(64, 512), (96, 512)]
-        size = torch.exp2(torch.arange(512) % 13 - 6.0)  # so that FP32 does not hold the sums
+        size = torch.exp2(torch.arange(512) % 13 - 6.0)  # so that FP32 must round the sums
         size = size[:, None] if columnwise else size
         a, b = (make((normal(*shape, seed=seed).abs() * size).to(BF16)) for seed, shape in enumerate(shapes))
         layout = "NT" if columnwise else "TN"
@@ -491,7 +491,7 @@ def test_te_s_mx_gemms_differ_by_a_few_last_bits(quantizer: str, columnwise: boo
         assert error.mean() < 0  # toward zero
 
 
-# --- what a choice leaves alone ---
+# --- what a choice changes, and what it leaves alone ---
 
 CONCERNS = {
     "tf32-truncated": {(None, FP32)},
@@ -504,7 +504,7 @@ CONCERNS = {
     "mx-25-bit": set(),
     "sums-25-bit": {(None, FP32)},
 }
-# The results' own rounding hides nearly all of it.
+# Rounding the results to BF16 hides nearly all of this change.
 HIDDEN = ("sums-25-bit", None, BF16)
 KINDS = [(None, FP32), (None, BF16), ("Float8CurrentScaling", BF16), ("Float8BlockScaling", BF16)]
 

@@ -132,7 +132,7 @@ EPS_OF_E4M3 = torch.finfo(torch.float8_e4m3fn).eps
 def test_a_finished_sequence_makes_room_for_a_new_one(
     monkeypatch: pytest.MonkeyPatch, qkv_format: str, is_fp8: bool
 ) -> None:
-    """In FP8 too, where TE's own Python emulates it: its other way is FlashAttention 3, a package for CUDA alone."""
+    """Also test FP8, which TE's own Python emulates; TE's other way is FlashAttention 3, a package only for CUDA."""
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", str(int(is_fp8)))
     emulated_gpu.choose_again()
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_a_finished_sequence_makes_room_for_a_new_one(
         rows = sum(len(part) for part in parts)
         inputs = [tensor[None, :rows] for tensor in qkv[sequence]]
         expected = reference(*inputs, attn_mask_type="causal")[0]
-        if is_fp8:  # which rounds Q, K, V and the probabilities, each by half an eps at most
+        if is_fp8:  # FP8 rounds Q, K, V and the probabilities, each by at most half an eps
             error = (torch.cat(parts).double() - expected.double()).norm() / expected.double().norm()
             assert 2**-7 < error < EPS_OF_E4M3
         else:
@@ -211,7 +211,7 @@ def test_te_refuses_a_cache_with_fp8_attention_that_it_does_not_emulate(is_paged
 
 HIDDEN, LAYER_HEADS, GROUPS, HEAD_DIM, LONGEST = 64, 4, 2, 16, 16
 BATCH, SEQ = 2, 8
-# A prompt and single tokens: TE counts one token for each sequence that goes on, however many come.
+# A prompt, then single tokens: TE counts one new token for each continued sequence, however many come.
 CUTS = (0, 5, 6, 7, 8)
 OPTIONS: dict[str, Any] = {"num_gqa_groups": GROUPS, "attention_dropout": 0.0, "layer_number": 1, "device": "cpu"}
 Build = Callable[[ModuleType, torch.dtype, str], nn.Module]
@@ -240,7 +240,7 @@ def mask(build: Build, kind: str) -> dict[str, str]:
 
 
 def laid_out(x: Tensor, format_: str) -> Tensor:
-    """``[batch, seq, hidden]`` in another format; all sequences are equally long."""
+    """Return ``[batch, seq, hidden]`` in another format; all sequences are equally long."""
     if format_ == "thd":
         return x.flatten(0, 1)
     return (x.transpose(0, 1) if format_ == "sbhd" else x).contiguous()
@@ -290,7 +290,7 @@ def generate(
 
 
 def counted_fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Gets an entry whenever TE calls the fused kernel."""
+    """Return a list that gets an entry whenever TE calls the fused kernel."""
     import transformer_engine_torch as tex
 
     calls: list[str] = []
@@ -328,6 +328,6 @@ def test_generated_tokens_are_those_of_the_whole_sequence(
         kernel_calls.clear()
         generated = generate(te, modules[format_], build, x, format_, is_paged, **angles)
     assert len(kernel_calls) == (len(CUTS) - 1 if fused == "1" else 0)
-    # Each value is rounded as in the whole sequence; FP32 sums, in TF32 GEMMs of other sizes, differ in their order.
+    # Each value is rounded as in the whole sequence, but TF32 GEMMs of other sizes add FP32 sums in another order.
     error = (generated.double() - whole.double()).norm() / whole.double().norm()
     assert error <= (torch.finfo(torch.bfloat16).eps if dtype == torch.bfloat16 else 2.0**-11)

@@ -1,4 +1,4 @@
-"""Test how TE's Python, and a user's script, are read so that they compute on the CPU, and which GPU TE believes in."""
+"""Test how TE's Python and users' scripts are rewritten for the CPU, and which GPU TE believes it runs on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parity.cpu.loading.stand_ins import fuse
 from parity.cpu.loading.words import cuda_means_cpu, normalize_devices
 from parity.cpu.versions import UnsupportedTEVersion
 
-# How TE's Python, and a user's script, are read so that they compute on the CPU, and which versions of TE are.
+# How TE's Python and users' scripts are rewritten for the CPU, and for which versions of TE.
 
 
 def rewritten(source):
@@ -146,7 +146,7 @@ SOURCE = b"answer = 42"
 
 
 class Compiler:
-    """Compiles a source and counts how often."""
+    """A compiler of one source that counts its calls."""
 
     def __init__(self, source):
         self.source, self.calls = source, 0
@@ -245,7 +245,7 @@ print(FlashAttentionUtils.is_installed)
 
 @pytest.fixture(scope="module")
 def beside_others(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Load TE on an Ada where FlashAttention is installed, and the newest TE under the number of a later one."""
+    """Load TE on an Ada with FlashAttention installed; the newest TE claims to be a later version."""
     folder = tmp_path_factory.mktemp("installed")
     for name, version in [("flash-attn", "2.8.3"), *[("transformer_engine", "2.99.0")] * IS_NEWEST]:
         installed = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -264,7 +264,7 @@ def test_a_flash_attention_that_is_installed_is_not_called_with_tensors_on_the_c
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
-    """Pretend that a version of TransformerEngine is installed, or none."""
+    """Return a function that pretends that a version of TransformerEngine is installed, or none."""
 
     def pretend(version: str | None) -> None:
         def answer(name: str) -> str:
@@ -420,7 +420,7 @@ def test_arguments_that_look_like_parity_s_own_are_the_script_s(write, tmp_path:
 
 
 def frames(traceback: str) -> list[str]:
-    """Files and lines, as ``fails.py:3``."""
+    """Return the files and lines of a traceback, such as ``fails.py:3``."""
     return [f"{Path(file).name}:{line}" for file, line in re.findall(r'File "(.*)", line (\d+)', traceback)]
 
 
@@ -458,7 +458,7 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert ran.stderr == "parity: there is no script nothing.py\n"
 
 
-# The GPU that TE believes to run on, and what TE says is available there.
+# The GPU that TE believes it runs on, and what TE says is available there.
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 STREAMS, COLUMNS, PADDED = 4, 24, 32
 EPS = torch.finfo(FP32).eps
 SUMS = 2.0**-19
-"""How far FP32 sums of a hundred terms are from exact ones, relative to the largest result."""
+"""The error of FP32 sums of a hundred terms, relative to the largest result."""
 HAS_NORM_WEIGHT = versions.installed_version() >= Version("2.19")
 
 
@@ -76,7 +76,7 @@ def drawn(dtype: torch.dtype, *shape: int, factor: float = 1.0) -> Tensor:
 
 
 def calls(dtype: torch.dtype, of_weights: torch.dtype, use_tf32: bool = False) -> Iterator[triton_oracle.Call]:
-    """Yield a call of each function, with and without what may be left out; 5 x 2 tokens, 37 channels."""
+    """Yield a call of each function, with and without optional arguments, for 5 x 2 tokens and 37 channels."""
     s, b, c, n = 5, 2, 37, STREAMS
     x, h_pre, h_res = drawn(dtype, s, b, c, n), drawn(of_weights, s, b, n), drawn(of_weights, s, b, n, n)
     flat, phi = drawn(dtype, s * b, c * n), drawn(of_weights, COLUMNS, c * n, factor=0.1)
@@ -93,7 +93,7 @@ def calls(dtype: torch.dtype, of_weights: torch.dtype, use_tf32: bool = False) -
 
 
 def assert_near(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], name: str, of_bf16: float) -> None:
-    """Compare each output and gradient, up to its rounding, and a part of the largest: that of sums, or of BF16."""
+    """Compare each output and gradient, allowing its rounding and ``SUMS`` or ``of_bf16`` times the largest value."""
     for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
         absolute = float(e.abs().max()) * (SUMS if a.dtype == FP32 else of_bf16)
         torch.testing.assert_close(
@@ -116,7 +116,7 @@ DTYPES = [
 
 @pytest.fixture(autouse=True)
 def gemm_in_fp32() -> Iterator[None]:
-    """Keep TE's GEMM, which makes the gradient of phi without a norm's weight, from rounding operands to TF32."""
+    """Keep TE's GEMM, which computes phi's gradient if there is no norm weight, from rounding operands to TF32."""
     with kernel_choices.kernel_choices(kernel_choices.FP32_EXACT):
         yield
 
@@ -132,7 +132,7 @@ def test_outputs_and_gradients_are_their_formulas(dtype: torch.dtype, of_weights
 
 
 def test_outputs_and_gradients_are_those_of_te_s_triton_kernels(tmp_path: Path) -> None:
-    # The interpreter multiplies in FP32 whatever is asked for, and cannot multiply BF16.
+    # The interpreter always multiplies in FP32, and cannot multiply BF16.
     pytest.importorskip("triton")
     asked = list(calls(FP32, FP32))
     results = triton_oracle.run({"mhc": asked}, tmp_path)["mhc"]
@@ -147,7 +147,7 @@ def test_use_tf32_cuts_fp32_operands_of_products_to_tf32() -> None:
     with kernel_choices.kernel_choices():
         h, of_x = te_mhc.mhc_fused_projection(x, phi, use_tf32=True)
     assert torch.equal(h, exact)
-    assert not torch.equal(of_x, ms)  # a mean square is no product
+    assert not torch.equal(of_x, ms)  # a mean square is not a product
 
 
 def test_bf16_times_fp32_is_three_products_of_tf32() -> None:
@@ -161,7 +161,7 @@ def test_bf16_times_fp32_is_three_products_of_tf32() -> None:
 
 
 def block(x: Tensor, weights: list[Tensor], buffer: Tensor | None) -> Tensor:
-    """Aggregate the streams, take the result for a layer's output, and expand and combine."""
+    """Aggregate the streams, use the result as a layer's output, and expand and combine."""
     options = {} if buffer is None else {"fused_grad_x_acc_buffer": buffer}
     out, h_post, h_res = te_mhc.mhc_generate_mix_and_aggregate(x, *weights, use_tf32=False, **options)
     mixed = te_mhc.mhc_fused_expand_combine(out, None, h_post, x, h_res, STREAMS, False, **options)
@@ -199,7 +199,7 @@ def test_a_product_is_rounded_before_it_is_added_in_the_buffer_if_both_factors_a
 
 @pytest.mark.skipif(not HAS_NORM_WEIGHT, reason="before 2.19, the backward pass is never deterministic")
 def test_sums_over_tokens_may_be_made_of_those_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, n = 300, STREAMS  # of which a block of 128 has a part
+    rows, n = 300, STREAMS  # not a multiple of a block of 128
     of_scale = (drawn(FP32, rows, PADDED), drawn(FP32, 3), drawn(FP32, 1, COLUMNS), torch.rand(rows) + 0.5, n)
     x, h_pre, h_res = drawn(FP32, 7, 1, 16, n), drawn(FP32, 7, 1, n), drawn(FP32, 7, 1, n, n)
     of_expand = (drawn(FP32, 7, 1, 16), drawn(FP32, 16), h_pre, x, h_res, n)
@@ -222,7 +222,7 @@ def test_a_graph_launches_the_kernels_again() -> None:
 
 
 def test_streams_are_added_in_the_order_in_which_triton_splits_them() -> None:
-    # 2^24 takes up a 1 that follows it, and is taken away by what comes third of the order 0, 2, 1, 3.
+    # In the order 0, 2, 1, 3, the first 1 is lost when added to 2^24, which the third term then cancels.
     x = torch.tensor([2.0**24, -(2.0**24), 1.0, 1.0]).view(1, 1, 1, STREAMS)
     assert te_mhc.mhc_fused_aggregate(x, torch.ones(1, 1, STREAMS), STREAMS).item() == 1.0
 

@@ -25,7 +25,7 @@ TOKENS, EXPERTS, HIDDEN = 11, 4, 16
 
 
 def make_mask(seed: int = 0) -> Tensor:
-    """``[TOKENS, EXPERTS]``; the third token goes nowhere, the last expert gets nothing."""
+    """Return ``[TOKENS, EXPERTS]``; the third token goes to no expert, and the last expert gets no token."""
     mask = torch.rand(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(seed)) < 0.5
     mask[2] = False
     mask[:, -1] = False
@@ -33,7 +33,7 @@ def make_mask(seed: int = 0) -> Tensor:
 
 
 def token_of_row(mask: Tensor) -> Tensor:
-    """Rows are sorted by expert; within an expert they keep the order of the tokens."""
+    """Return each row's token. Rows are sorted by expert, and within an expert they keep the tokens' order."""
     return torch.cat([column.nonzero()[:, 0] for column in mask.t()])
 
 
@@ -157,7 +157,7 @@ def test_an_index_map_sorts_by_expert_and_drops_the_last_rows(dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 def test_an_index_map_rounds_probabilities_products_and_sums_to_the_dtype_of_the_rows(dtype: torch.dtype) -> None:
-    """Follows ``TCompute`` in TE 2.20.2, common/permutation/permutation.cu; a product is added without its rounding."""
+    """Follow ``TCompute`` in TE 2.20.2, common/permutation/permutation.cu; products are added without being rounded."""
     tokens, top_k = 40, 3
     rng = torch.Generator().manual_seed(0)
     rows, grad = (torch.randn(n, HIDDEN, generator=rng).to(dtype) for n in (tokens * top_k, tokens))
@@ -179,8 +179,8 @@ def test_an_index_map_rounds_probabilities_products_and_sums_to_the_dtype_of_the
 
 
 def test_the_gradient_of_a_probability_is_added_up_in_the_order_of_a_warp() -> None:
-    """Follows TE 2.20.2, common/permutation/permutation.cu: lanes load 16 bytes each, and are added up last."""
-    large, lost = 2.0**24, 1.0  # FP32 loses one beside the other
+    """Follow TE 2.20.2, common/permutation/permutation.cu: lanes load 16 bytes each, and their sums are added last."""
+    large, lost = 2.0**24, 1.0  # FP32 loses the second when it is added to the first
     grad, rows = torch.zeros(4, 256), torch.ones(4, 256)
     grad[0, :2] = torch.tensor([large, lost])  # one lane, one load
     grad[1, [0, 128]] = torch.tensor([large, lost])  # one lane, two loads
@@ -239,7 +239,7 @@ def router() -> Any:
 
 
 def distinct_logits(dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """No two alike in a row, in any dtype, and some beyond 20, where softplus is the identity."""
+    """Return logits that differ within a row in any dtype, some of them beyond 20, where softplus is the identity."""
     rng = torch.Generator().manual_seed(seed)
     steps = torch.rand(ROUTED_TOKENS, ROUTED_EXPERTS, generator=rng).argsort(1).double()
     return (steps / 8 - 2).where(steps < ROUTED_EXPERTS - 1, 21.0).to(dtype)
@@ -254,7 +254,7 @@ def fp64_scores(logits: Tensor, score_function: str) -> Tensor:
 def fp64_probs(
     logits: Tensor, topk: int, pre_softmax: bool, scale: float, score_function: str, bias: Tensor | None
 ) -> Tensor:
-    """The table in ``parity/cpu/router.py``."""
+    """Return the probabilities defined by the table in ``parity/cpu/router.py``."""
     scores = logits if score_function == "softmax" and not pre_softmax else fp64_scores(logits, score_function)
     chosen = (scores if bias is None else scores + bias.double()).topk(topk, 1).indices
     values = scores.gather(1, chosen)
@@ -285,7 +285,7 @@ def test_router_agrees_with_its_formula(score_function: str, topk: int, dtype: t
         torch.testing.assert_close(probs.double(), exact, rtol=max(eps, 1e-5), atol=1e-6)
         torch.testing.assert_close(grad_of(x).double(), x64.grad, rtol=max(eps, 1e-4), atol=1e-5)
         if score_function != "softmax" or not pre_softmax:
-            # Zeros, and no negative ones (TE 2.20.2, common/fused_router/fused_topk_with_score_function.cu).
+            # They are 0, never -0 (TE 2.20.2, common/fused_router/fused_topk_with_score_function.cu).
             assert not grad_of(x)[~routing_map].signbit().any()
 
 
@@ -399,7 +399,7 @@ def test_too_many_experts_are_an_error() -> None:
 
 
 def warp_choice(row: list[float], taken: set[int]) -> int:
-    """The column that one round of TE's ``naive_topk_and_mask`` finds."""
+    """Return the column that one round of TE's ``naive_topk_and_mask`` finds."""
     lanes = []
     for lane in range(32):
         best = (-float("inf"), lane)
