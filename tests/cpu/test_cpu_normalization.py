@@ -22,7 +22,7 @@ problems = st.tuples(shapes, st.sampled_from(DTYPES), st.booleans(), st.floats(-
 
 
 def draw(problem: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-    """Input with a mean of its own, gamma, beta, gradient of the result, and whether gamma is zero-centered."""
+    """Return an input with a nonzero mean, gamma, beta, the output's gradient, and whether gamma is zero-centered."""
     (rows, columns), dtype, zero_centered, mean, seed = problem
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=rng) + mean
@@ -36,7 +36,7 @@ def fp64_norm(x: Tensor, gamma: Tensor, beta: Tensor, zero_centered: bool, cente
 
 
 def assert_rounded_once(actual: Tensor, exact: Tensor, fp32_terms: Tensor | float) -> None:
-    """Half an ulp of the result's dtype, plus what FP32 may lose: its eps times the terms that were summed."""
+    """Assert an error of at most half an ulp of the result's dtype plus FP32's eps times ``fp32_terms``."""
     bound = exact.abs() * torch.finfo(actual.dtype).eps / 2 + EPS32 * fp32_terms
     bound += torch.finfo(actual.dtype).smallest_normal * torch.finfo(actual.dtype).eps
     excess = ((actual.double() - exact).abs() / bound).max()
@@ -44,7 +44,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, fp32_terms: Tensor | floa
 
 
 def terms(x: Tensor, gamma: Tensor, zero_centered: bool) -> Tensor:
-    """Return the terms of the norm in units of its result; a sum of n terms passes through log2(n) additions."""
+    """Return the norm's terms relative to its result, times the log2(n) additions that a sum of n terms takes."""
     spread = x.double().std(-1, keepdim=True, correction=0) + 1e-5
     depth = 8 + math.log2(x.shape[-1])
     return depth * (1 + x.double().abs().amax(-1, keepdim=True) / spread) * (1 + (gamma.double() + zero_centered).abs())
@@ -228,5 +228,5 @@ def test_te_layernorm_linear_agrees_with_fp64(normalization: str, zero_centered:
     for actual, expected in pairs:
         assert actual is not None
         assert expected is not None
-        # TE's FP32 products round their operands to TF32, by at most 2^-11 of each.
+        # TE's FP32 products round each operand to TF32, by at most 2^-11 of its value.
         assert (actual.double() - expected).norm() <= 2 * 2.0**-11 * expected.norm()

@@ -128,7 +128,7 @@ ROWS, COLUMNS = 80, 96
 
 
 def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Values whose magnitude differs from block to block, with a row of zeros."""
+    """Return values whose magnitude differs from block to block, with a row of zeros."""
     torch.manual_seed(0)
     values = (torch.randn(shape) * torch.exp(2 * torch.randn(shape))).clamp(-6e4, 6e4)
     values[0] = 0
@@ -136,13 +136,13 @@ def values_of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def without_signed_zeros(packed: Tensor) -> Tensor:
-    """The reference makes 0 of a -0, which the GPU's conversion keeps."""
+    """Return the codes with 0 for -0, as the reference has it; the GPU's conversion keeps -0."""
     codes = nvfp4.unpack(packed)
     return codes.masked_fill(codes == 8, 0)
 
 
 def assert_equal_to_reference(tensor: Any, reference: Any) -> None:
-    """Packed codes, scales (and zeros around them) and amaxes are the reference's, in both directions."""
+    """Assert that packed codes, scales (with zeros around them) and amaxes are the reference's, in both directions."""
     stored = (
         (tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax_rowwise),
         (tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise),
@@ -230,7 +230,7 @@ def test_4over6_takes_the_scale_that_the_reference_takes(
         pytest.skip("this TransformerEngine has no fast errors of 4over6")
     monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", str(int(is_fast)))
     torch.manual_seed(0)
-    values = torch.randn(1024, 256).to(BF16)  # enough blocks for some in which the two ways to add errors disagree
+    values = torch.randn(1024, 256).to(BF16)  # in some blocks, the two ways to add errors disagree
     tensor = TE.NVFP4Quantizer(nvfp4_use_4over6=True, **options)(values)
     reference = nvfp4_reference.quantizer(nvfp4_use_4over6=True, **fast, **options).quantize(values)
     assert_equal_to_reference(tensor, reference)
@@ -278,7 +278,7 @@ def test_the_mean_of_stochastic_roundings_is_the_value() -> None:
     mean = torch.stack([quantizer(values).dequantize(dtype=FP32) for _ in range(draws)]).mean(0)
     error = (mean - values.float()).abs()
     amax = values.float().abs().view(32, 2, 16).amax(-1, keepdim=True).expand(32, 2, 16).reshape(32, 32)
-    # The scale is rounded to E4M3, by at most 1 / 16: that far, the largest code may lie below the amax.
+    # The scale is rounded to E4M3, by at most 1 / 16, so that the largest code may lie below the amax by as much.
     can_be_reached = values.float().abs() < amax * 15 / 16
     widest_step = amax / 3 * 17 / 16
     assert (error <= 5 * 0.5 * widest_step / math.sqrt(draws))[can_be_reached].all()
@@ -353,7 +353,7 @@ def test_the_hadamard_transform_keeps_inner_products() -> None:
 
 
 def quantized_product(layout: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """A GEMM of two quantized tensors, and the product of the values themselves in FP64."""
+    """Return a GEMM of two quantized tensors, and the product of the original values in FP64."""
     a, b = operands(layout, 96, 96, 128, BF16)
     quantizer = TE.NVFP4Quantizer(**options)
     return product(quantizer(a), quantizer(b), layout, FP32, use_split_accumulator=True), in_fp64(a, b, layout)

@@ -32,7 +32,7 @@ def operations() -> ModuleType:
 
 
 def gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """TE gates with the first half of the features."""
+    """Return the gated form of an activation, which TE applies to the first half of the features."""
     return lambda x: activation(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
 
 
@@ -68,11 +68,11 @@ def compare(
     tolerance: float | None = None,
     recipe: Any = None,
 ) -> None:
-    """Run operations and a formula in FP64 on the same numbers; outputs, input and parameter gradients agree.
+    """Assert that operations and a formula in FP64 have the same outputs, input gradients and parameter gradients.
 
     Args:
-        formula: takes the input, the parameters, and extra inputs: those that require a gradient first.
-        tolerance: relative error, in the Euclidean norm, of each output and gradient. Default: that of the dtype.
+        formula: takes the input, the parameters, and the extra inputs, those that require a gradient first.
+        tolerance: of the relative error of each output and gradient in the Euclidean norm. Default: that of the dtype.
     """
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(rows, width, generator=rng).to(dtype).requires_grad_()
@@ -80,7 +80,7 @@ def compare(
     for parameter in model.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=rng) / parameter.shape[-1] ** 0.5)
     leaves = [x, *model.parameters(), *(e for e in extra if e.requires_grad)]
-    # Operations in place write into extra inputs and into gradients: the formula gets what they held before.
+    # In-place operations write into extra inputs and gradients, so the formula gets copies made before.
     copies = [leaf.detach().double().requires_grad_() for leaf in leaves]
     others = [e.detach().clone() for e in extra if not e.requires_grad]
     with te.kernels("cpu").te.autocast(enabled=recipe is not None, recipe=recipe):
@@ -105,10 +105,10 @@ def make_recipe(name: str) -> Any:
 
 
 def fused_sequences(dtype: torch.dtype) -> dict[str, tuple[list[Any], Callable[..., Any], int]]:
-    """Sequences that TE fuses in the forward pass, in the backward pass, or in both.
+    """Return sequences that TE fuses in the forward pass, in the backward pass, or in both.
 
     Returns:
-        By name: operations, formula, and how many extra inputs there are.
+        By name: operations, formula, and the number of extra inputs.
     """
     ops, options = operations(), {"device": "cpu", "dtype": dtype}
 
@@ -173,7 +173,7 @@ WITHOUT_PARAMETERS: dict[str, Callable[[Tensor], Tensor]] = {
     "ClampedSwiGLU": clamped_swiglu,
     "SiTUGLU": situglu,
 }
-# What is scaled: options, and the function that a factor for each row multiplies.
+# Scaled activations: their options, and the function whose rows they multiply by factors.
 SCALED: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
     "ScaledSwiGLU": ({}, gated(silu)),
     "ScaledSReLU": ({}, squared_relu),
@@ -245,7 +245,7 @@ def test_fused_sequences_are_their_formulas(name: str, dtype: torch.dtype) -> No
     compare(ops, formula, dtype, *inputs)
 
 
-# By recipe: the GPU that has it, and what it rounds operands with, as the expected error of a comparison models it.
+# By recipe: the GPU that supports it, and the roundings of operands, as a comparison's expected error models them.
 RECIPES: dict[str, tuple[str, tuple[Callable[[Tensor, int], Tensor], ...]]] = {
     "DelayedScaling": ("HOPPER", (formats.e4m3, formats.e5m2)),
     "Float8CurrentScaling": ("HOPPER", (formats.e4m3, formats.e5m2)),
@@ -262,16 +262,16 @@ NEW_IN_2_18 = pytest.mark.skipif(
     params=[pytest.param(name, marks=NEW_IN_2_18 if name == "Float8BlockScaling" else ()) for name in RECIPES]
 )
 def recipe(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of a recipe, on a GPU that has it."""
+    """Yield the name of a recipe, on an emulated GPU that supports it."""
     with emulated(getattr(cuda, RECIPES[request.param][0])):
         yield request.param
 
 
 def tolerance_of(recipe: str) -> float:
-    """Return what two products in a row may lose, each of two operands.
+    """Return the error allowed after two products in a row, each of two rounded operands.
 
-    Roundings are independent. A weight's gradient gathers most of them: its own two operands, and what two products
-    left in each of these, six in all, of the relative size that a rounding of normal numbers has.
+    Roundings are independent. A weight's gradient has the most, six: those of its own two operands, and two that the
+    products left in each of these. Each has the relative size of a rounding of normally distributed numbers.
     """
     torch.manual_seed(0)
     values = torch.randn(128, 128)
@@ -286,7 +286,7 @@ def test_fused_sequences_err_by_the_rounding_of_the_recipe(name: str, recipe: st
     compare(ops, formula, BF16, *inputs, tolerance=tolerance_of(recipe), recipe=make_recipe(recipe))
 
 
-# By sequence: what TE makes one operation of, forward and backward.
+# By sequence: one of the operations that TE makes of it in the forward pass, and one in the backward pass.
 FUSIONS = {
     "linear bias add": ("ForwardLinearBiasAdd", "BasicLinear"),
     "linear scale add": ("ForwardLinearScaleAdd", "BackwardLinearScale"),
@@ -382,6 +382,6 @@ def test_dropout_drops_the_same_entries_of_output_and_gradient(recipe: str) -> N
     kept = y.detach() != extra.detach()
     assert 0.4 < kept.float().mean() < 0.6
     assert torch.equal(extra.grad, torch.ones_like(extra))
-    # The gradient of the product is 2 where an entry was kept, and no format rounds 0 and 2.
+    # The gradient of the product is 2 where an entry was kept and 0 elsewhere; every format holds 0 and 2 exactly.
     of_weight = (2.0 * kept.float()).t() @ x.detach().float()
     assert (layer.weight.grad.float() - of_weight).norm() < tolerance_of(recipe) * of_weight.norm()

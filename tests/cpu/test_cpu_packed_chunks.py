@@ -1,4 +1,4 @@
-"""The kernels for packed sequences of which a rank has chunks, against loops over sequences."""
+"""The kernels for packed sequences of which each rank has chunks, against loops over sequences."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_sums_of_second_halves_are_read_and_added_to(packed: bool) -> None:
 
 
 def test_ranks_have_two_chunks_of_each_sequence() -> None:
-    """Take TE's own example, of sequences of 8, 8, 8 and 16 tokens on 4 ranks."""
+    """Use TE's own example: sequences of 8, 8, 8 and 16 tokens on 4 ranks."""
     starts = torch.tensor([0, 8, 16, 24, 40], dtype=torch.int32)
     within = torch.cat([torch.arange(8)] * 3 + [torch.arange(16)])
     expected = [

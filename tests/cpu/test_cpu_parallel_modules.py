@@ -1,4 +1,4 @@
-"""TE's modules spread over two ranks compute what one rank computes: tensor and sequence parallel, FSDP2, experts."""
+"""TE's modules on two ranks compute the same as on one: tensor and sequence parallelism, FSDP2, experts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Parallel:
 
     Attributes:
         module: its name in TE.
-        arguments: what the whole one and the one that is spread are built with, and ``options`` as well.
-        spread: what the latter is told besides.
-        split: the dimension by which its input is split, and the one by which its output is; None if each rank has all.
+        arguments: positional arguments of both the whole module and the spread one.
+        options: keyword arguments of both.
+        spread: keyword arguments of the spread module only.
+        split: the dimensions along which its input and its output are split; None if each rank has all of it.
     """
 
     module: str
@@ -71,11 +72,11 @@ def _cases() -> list[Parallel]:
 CASES = _cases()
 
 
-# On ranks.
+# Computations on ranks.
 
 
 def _part(name: str, whole: Tensor, like: Tensor, rank: int) -> Tensor:
-    """Return a rank's part of a parameter; of a gated MLP it has a part of the gate and one of what is gated."""
+    """Return a rank's part of a parameter, which in a gated MLP consists of a part of gate and a part of up."""
     halves = whole.chunk(2) if "fc1" in name and whole.shape != like.shape else (whole,)
     dims = [dim for dim, (a, b) in enumerate(zip(whole.shape, like.shape, strict=True)) if a != b]
     return torch.cat([half.chunk(RANKS, dims[0])[rank] for half in halves]) if dims else whole
@@ -100,7 +101,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _is_reduced_by_the_caller(module: str, name: str, spread: Mapping[str, Any]) -> bool:
-    """Return whether each rank has its own tokens' gradient, as of norms and biases under sequence parallelism."""
+    """Return whether each rank has its own tokens' gradient, as for norms and biases under sequence parallelism."""
     if not spread.get("sequence_parallel"):
         return False
     row_bias = name.endswith(("proj.bias", "fc2_bias")) or (spread.get("parallel_mode") == "row" and name == "bias")
@@ -145,7 +146,7 @@ def _compare_all(cases: Sequence[Parallel]) -> list[dict[str, float]]:
 
 
 def _shard_by_fsdp() -> dict[str, float]:
-    """Return the errors of sharded parameters' gradients, each rank having half of the batch."""
+    """Return the errors of sharded parameters' gradients when each rank has half of the batch."""
     te, rank = parity_te.kernels("cpu").te, dist.get_rank()
     torch.manual_seed(0)
     whole, sharded = (
@@ -161,7 +162,7 @@ def _shard_by_fsdp() -> dict[str, float]:
 
 
 def _spread_experts() -> dict[str, float]:
-    """Return the errors of experts of which each rank has two, and half of the tokens."""
+    """Return the errors of experts when each rank has two of them and half of the tokens."""
     te, rank, experts, top = parity_te.kernels("cpu").te, dist.get_rank(), 4, 2
     torch.manual_seed(0)
     whole = te.GroupedLinear(experts, HIDDEN, FFN, bias=False)
@@ -218,11 +219,11 @@ def _spread_experts() -> dict[str, float]:
     return errors
 
 
-# What holds.
+# The tests.
 
-# Sums in another order differ by 2**-22. A value that they move so far rounds to the other side in TF32 once in 2**11
-# times, by 2**-10, which is 2**-15.5 of the tensor's norm. In BF16 ranks round what is added of them. At most 16
-# products follow one another in a layer, forward and backward.
+# Sums in another order differ by 2**-22. A value moved that far rounds to the other neighbour in TF32 once in 2**11
+# times, by 2**-10, which is 2**-15.5 of the tensor's norm. In BF16, ranks round the terms of the sums over ranks. At
+# most 16 products follow one another in a layer, forward and backward.
 LIMIT = {torch.float32: 16 * 2.0**-15.5, torch.bfloat16: 16 * 2.0**-9}
 
 
@@ -232,7 +233,7 @@ def _errors() -> list[list[dict[str, float]]]:
 
 
 def _above(errors: Mapping[str, float], limit: float) -> dict[str, float]:
-    """Return what errs more; a bias of keys moves no softmax, so that its gradient is rounding and nothing else."""
+    """Return the errors above the limit. Keys' biases move no softmax, so their gradients are rounding and left out."""
     return {name: error for name, error in errors.items() if not error <= limit and not name.endswith("key_bias")}
 
 

@@ -22,7 +22,7 @@ problems = st.tuples(
 
 
 def angles(positions: int, features: int, interleaved: bool) -> Tensor:
-    """The usual angles, ``[positions, 1, 1, features]``: both features of a pair turn alike."""
+    """Return the usual angles, ``[positions, 1, 1, features]``, the same for both features of a pair."""
     speed = 10000.0 ** (-torch.arange(0, features, 2) / features)
     half = torch.arange(positions)[:, None] * speed
     both = half.repeat_interleave(2, -1) if interleaved else torch.cat([half, half], -1)
@@ -30,7 +30,7 @@ def angles(positions: int, features: int, interleaved: bool) -> Tensor:
 
 
 def fp64_rotation(x: Tensor, freqs: Tensor, interleaved: bool) -> Tensor:
-    """Pairs as complex numbers times ``exp(i angle)``; ``x`` is ``[s, b, h, d]``, ``freqs`` one angle a token."""
+    """Multiply pairs of ``x`` ``[s, b, h, d]``, as complex numbers, by ``exp(i angle)``, with one angle per token."""
     rotary = freqs.shape[-1]
     pairs, rest = x[..., :rotary].double(), x[..., rotary:].double()
     pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)

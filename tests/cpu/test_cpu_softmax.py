@@ -28,7 +28,7 @@ problems = st.tuples(
 
 
 def draw(problem: tuple) -> tuple[Tensor, float, Tensor]:
-    """Scores, scale and the gradient of the probabilities."""
+    """Return scores, a scale and the gradient of the probabilities."""
     dtype, shape, scale, seed = problem
     rng = torch.Generator().manual_seed(seed)
     scores, gradient = (torch.randn(shape, generator=rng).to(dtype) for _ in range(2))
@@ -36,7 +36,7 @@ def draw(problem: tuple) -> tuple[Tensor, float, Tensor]:
 
 
 def fp64_softmax(scores: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Return the softmax of scores times the scale in their dtype; rows where all is masked are 0."""
+    """Return the softmax of scores times the scale, which is rounded to their dtype; fully masked rows are 0."""
     scaled = scores.double() * torch.tensor(scale, dtype=scores.dtype).double()
     scaled = scaled if mask is None else scaled.masked_fill(mask, MASKED)
     return scaled.softmax(-1).nan_to_num(0)
@@ -49,7 +49,7 @@ def assert_rounded_once(actual: Tensor, exact: Tensor, relative: float, absolute
 
 
 def largest(scores: Tensor, scale: float) -> float:
-    """The largest exponent in magnitude, whose FP32 rounding the exponential amplifies."""
+    """Return the largest exponent in magnitude, whose FP32 rounding the exponential amplifies."""
     return 1 + 2 * scale * scores.double().abs().max().item()
 
 
@@ -169,7 +169,7 @@ def test_backward_is_fp64_autograd_rounded_once_and_leaves_its_arguments(
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", ["scaled_upper_triang_masked_softmax", "scaled_aligned_causal_masked_softmax"])
 def test_the_gradient_of_a_future_key_is_a_positive_zero_whatever_comes_in(kind: str, dtype: torch.dtype) -> None:
-    """The kernels read no gradient there (TE 2.20.2, common/fused_softmax/scaled_*_masked_softmax.cu)."""
+    """Expect 0: the kernels read no gradient there (TE 2.20.2, common/fused_softmax/scaled_*_masked_softmax.cu)."""
     scores = torch.randn(8, 8, 8)[slice(None) if "triang" in kind else None].to(dtype)
     probabilities = getattr(softmax, f"{kind}_forward")(scores, 0.5)
     future = causal(8, 8, 0).expand_as(scores)
@@ -203,7 +203,7 @@ BATCH, SEQUENCE, HEADS, FEATURES = 2, 32, 2, 16
 
 
 def attention_options(kind: str) -> tuple[dict[str, Any], Tensor]:
-    """Arguments of ``DotProductAttention`` and the mask that they mean, ``[batch, 1, queries, keys]``."""
+    """Return arguments of ``DotProductAttention`` and the mask that they mean, ``[batch, 1, queries, keys]``."""
     future = causal(SEQUENCE, SEQUENCE, 0)
     padding = torch.arange(SEQUENCE) >= torch.tensor([SEQUENCE, 20])[:, None]
     both = padding[:, None, :, None] | padding[:, None, None, :]

@@ -1,4 +1,4 @@
-"""Scales that lie as cuBLAS reads them: their order, and that all kernels read the same values from them."""
+"""Scales in the order that cuBLAS reads: the order itself, and that all kernels read the same values from them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def quantizer_of(engine: ModuleType, name: str, **options: Any) -> Any:
 
 
 def values_of(rows: int = ROWS, columns: int = COLUMNS) -> Tensor:
-    """Values whose magnitude differs from block to block."""
+    """Return values whose magnitude differs from block to block."""
     torch.manual_seed(0)
     return (torch.randn(rows, columns) * torch.exp(torch.randn(rows, columns))).bfloat16()
 
 
 def as_cublas_reads(scales: Tensor) -> Tensor:
-    """Put each scale of ``[outer, blocks]`` at the place that ``gemm_swizzled_scale_idx`` of TE names for it."""
+    """Put each scale of ``[outer, blocks]`` at the place that TE's ``gemm_swizzled_scale_idx`` gives it."""
     outer, blocks = scales.shape
     place = torch.empty(outer * blocks, dtype=scales.dtype)
     for row in range(outer):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-# What scripts for several GPUs do, in the ways in which they do it.
+# A script that does what scripts for several GPUs usually do.
 SCRIPT = """
     import os
     import torch
@@ -205,5 +205,5 @@ def test_a_gpt_of_megatron_trains_alike_however_it_is_spread(tmp_path: Path) -> 
     assert len(found["1"]) == 5
     assert found["1"][-1][0] < found["1"][0][0]
     for arguments in ("2", "2 sp"):
-        # Ranks add TF32 products in another order; five of Adam's steps let that grow to less than it is worth.
+        # Ranks add TF32 products in another order. Over five steps of Adam, the difference stays below TF32's eps.
         assert found[arguments] == [pytest.approx(step, rel=2.0**-10) for step in found["1"]]

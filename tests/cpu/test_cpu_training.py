@@ -1,4 +1,4 @@
-"""Training with TE's modules: their products and casts, recipes, FP8 parameters, checkpoints, recomputation."""
+"""Training with TE's modules: products and casts, recipes, FP8 parameters, checkpoints and recomputation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_linear(dtype: torch.dtype, bias: bool = True) -> Any:
 
 
 def step(module: Any, fp8_recipe: Any = None, gain: float = 1.0) -> tuple[Tensor, ...]:
-    """One forward and backward pass: input, output, output gradient and input gradient."""
+    """Run both passes, and return the input, the output, the output gradient and the input gradient."""
     x = (gain * torch.randn(TOKENS, IN)).to(next(module.parameters()).dtype).requires_grad_()
     with TE.autocast(enabled=fp8_recipe is not None, recipe=fp8_recipe):
         y = module(x)
@@ -50,14 +50,14 @@ def step(module: Any, fp8_recipe: Any = None, gain: float = 1.0) -> tuple[Tensor
 
 
 def fp8(values: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """The FP64 values that a tensor's FP8 codes stand for; its own amax gives the scale if there is none."""
+    """Return the FP64 values of a tensor's FP8 codes; the scale is by default that of its own amax."""
     limit = torch.finfo(dtype).max
     scale = torch.tensor(limit) / values.abs().max().float() if scale is None else scale
     return (values.float() * scale).clamp(-limit, limit).to(dtype).double() / scale.double()
 
 
 def assert_product(result: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, tf32: bool = False) -> None:
-    """``result = left @ right`` up to its own rounding, FP32 sums, and that of both factors to TF32 if so asked."""
+    """Assert ``result = left @ right`` up to its own rounding, FP32 sums and, with ``tf32``, rounding of factors."""
     exact, sizes = left.double() @ right.double(), left.double().abs() @ right.double().abs()
     factors = 2.01 * 2.0**-11 if tf32 else 0.0
     bound = (factors + 2.0**-18) * sizes + 1.01 * UNIT_ROUNDOFF[dtype] * exact.abs() + 1e-6
@@ -142,7 +142,7 @@ def test_fp8_parameters_are_trained(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
 def test_a_module_that_has_inferred_is_trained(name: str) -> None:
-    """Histories and scales that inference mode has made are written to outside of it, as on a GPU."""
+    """Expect that training can write to the histories and scales that inference mode made, as on a GPU."""
     x = torch.randn(TOKENS, IN).to(BF16)
 
     def trained(inferring: Callable[[], Any]) -> tuple[Tensor, ...]:
@@ -172,7 +172,7 @@ def test_gelu_in_the_epilogue_of_the_first_gemm_is_the_tanh_form(
     )
     expected = linear(gelu(hidden, approximate="tanh"), p["fc2_weight"], p["fc2_bias"])
     expected.backward(grad.double())
-    # Each of the two GEMMs in a row moves what it computes by about 2**-11 of its size.
+    # Each of the two consecutive GEMMs is off by about 2**-11 of the size of its result.
     torch.testing.assert_close(y.double(), expected.detach(), rtol=0.0, atol=2.0**-9 * expected.abs().max().item())
     for actual, exact in [(x_grad, x64.grad), *((v.grad, p[n].grad) for n, v in module.named_parameters())]:
         assert (actual.double() - exact).norm() <= 2.0**-9 * exact.norm()
@@ -189,7 +189,7 @@ def update(
     dtype: DType = DType.kFloat8E4M3,
     margin: float = 0,
 ) -> tuple[list[list[float]], list[float]]:
-    """One update of one group of tensors: the new history, rows first, and the new scales."""
+    """Update one group of tensors once, and return the new history, rows first, and the new scales."""
     histories, scales = [torch.tensor(history)], [torch.tensor(scale)]
     fused_amax_and_scale_update_after_reduction(torch.tensor(amax), histories, scales, algorithm, dtype, margin)
     return histories[0].tolist(), scales[0].tolist()
@@ -295,7 +295,7 @@ MODULES = ["Linear", "LayerNormLinear", "LayerNormMLP"]
 
 @pytest.fixture(autouse=True)
 def trusted_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 2.20, TE loads the pickled state of delayed scaling only if told that it may."""
+    """Allow TE to load the pickled state of delayed scaling, which it refuses by default from 2.20 on."""
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
 
@@ -315,7 +315,7 @@ def train_step(module: Any, recipe: Any = None, seed: int = 1) -> Tensor:
 
 
 def weights(module: Any) -> dict[str, torch.nn.Parameter]:
-    """The parameters that a GEMM computes the gradients of."""
+    """Return the parameters whose gradients a GEMM computes."""
     return {name: p for name, p in module.named_parameters() if p.dim() == 2}
 
 
@@ -363,7 +363,7 @@ def test_fp8_parameters_compute_what_casts_of_them_compute(name: str, recipe_nam
         train_step(quantized, make_recipe(recipe_name)),
         train_step(plain, make_recipe(recipe_name)),
     )
-    # A weight that is a cast of codes has these very codes again if its scale is the codes' scale.
+    # A weight decoded from codes is cast to the same codes again if it gets the same scale.
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
     for key, parameter in weights(quantized).items():
         assert parameter.grad is not None
@@ -439,7 +439,7 @@ def make_layer(**options: Any) -> Any:
 
 
 def layer_step(layer: Callable[..., Tensor], **options: Any) -> list[Tensor]:
-    """Output and input gradient of one training step, from the same seed each time."""
+    """Return the output and the input gradient of one training step, with the same seed each time."""
     x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1)).to(BF16).requires_grad_()
     torch.manual_seed(7)
     output = layer(x, **options)
