@@ -1,4 +1,4 @@
-"""Test which GPUs a run may use, on machines that NVML describes and that are not there."""
+"""Test which GPUs a run may use, on imaginary machines that a fake NVML describes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GIB = 2**30
 
 
 class FakeNvml:
-    """The part of NVML that is asked, for GPUs given as (uuid, uuids of its slices); an empty uuid is a gap.
+    """The part of NVML that parity uses, for GPUs given as (uuid, uuids of its slices); an empty uuid is a gap.
 
-    A GPU's uuid also says its mode.
+    A GPU's uuid also tells its mode.
     """
 
     NVMLError = type("NVMLError", (Exception,), {})
@@ -68,7 +68,7 @@ class FakeNvml:
         if uuid.startswith("GPU-unified"):
             raise self.NVMLError("Not Supported")
         if dict(self.gpus).get(uuid):
-            raise self.NVMLError("Insufficient Permissions")  # as in a container that sees slices alone
+            raise self.NVMLError("Insufficient Permissions")  # as in a container that sees only slices
         return SimpleNamespace(free=10 * GIB if uuid.startswith("MIG") else 79 * GIB)
 
 

@@ -1,4 +1,4 @@
-"""Test what a machine has and allows: memory, garbage, processes, forks, files, and what ``parity doctor`` tells."""
+"""Test what a machine has and allows: memory, garbage, processes, forks, files, and the output of ``parity doctor``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parity.plugin.options import check_file, check_folder
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 
-# How much memory a machine has to give, from what Linux tells of it and of the container around the process.
+# How much memory a machine can give, according to Linux and the limits of the container around the process.
 
 
 def write(root: Path, **files: str) -> Path:
@@ -69,7 +69,7 @@ def test_a_system_that_does_not_tell_leaves_it_unknown(tmp_path: Path) -> None:
     assert devices.free_memory(tmp_path) is None
 
 
-# Freed memory is kept for the next tensors, and given back when asked for; pages are large. Each in its process.
+# Freed memory is kept for the next tensors and given back on request, and pages are large. Each test starts a process.
 
 
 MEBIBYTE = 2**20
@@ -98,16 +98,16 @@ print(resident() - before)
 
 
 def grown(**environment: str) -> tuple[bool, int, int, int]:
-    """Return whether memory is kept, and the bytes by which the process grew.
+    """Return whether memory is kept, and three measurements of how many bytes the process has grown by.
 
-    By a tensor that it freed, after giving back, and by a large tensor that it freed.
+    They are made after it freed a tensor, after it gave memory back, and after it freed a large tensor.
     """
     kept, freed, given_back, large = printed(PROGRAM, {**os.environ, **environment})
     return bool(kept), freed, given_back, large
 
 
 def printed(program: str, environment: dict[str, str]) -> list[int]:
-    """The numbers that a program prints in a process of its own."""
+    """Return the numbers that a program prints in a process of its own."""
     command = [sys.executable, "-c", program]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return [int(number) for number in ran.stdout.split()]
@@ -159,7 +159,7 @@ def test_large_tensors_lie_in_huge_pages_unless_the_environment_says_otherwise(
     assert (kibibytes > 32 * 1024) is huge
 
 
-# What lives as long as the process is no matter for the garbage collector.
+# The garbage collector ignores objects that live as long as the process.
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_it_collects_again_after_an_import_that_fails():
     assert gc.isenabled()
 
 
-# Processes that share out work.
+# Processes that share work.
 
 
 INTERRUPTED = """
@@ -282,11 +282,11 @@ def test_what_a_process_has_started_ends_with_it_however_it_is_ended(tmp_path: P
     assert not any(map(forked.is_running, started))
 
 
-# What a process forks does not go on with its work, and holds none of its pipes and locks.
+# A fork of a process does not continue its work, and holds none of its pipes and locks.
 
 
 def fork_that_lives_on() -> int:
-    """Fork a process that lives on."""
+    """Fork a process that keeps running, and return its id."""
     child = os.fork()
     if child == 0:
         time.sleep(1000)
@@ -334,7 +334,7 @@ def test_a_lock_is_free_when_its_process_lets_go_though_a_fork_lives_on(tmp_path
         os.waitpid(child, 0)
 
 
-# Whether files can be written is known before anything is computed, and finding out leaves nothing behind.
+# Whether files can be written is checked before anything is computed, and the check leaves nothing behind.
 
 
 def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:

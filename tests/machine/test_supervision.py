@@ -1,4 +1,4 @@
-"""A process that works, and one that waits for it and owns the exit code."""
+"""A process that does the work, and a parent that waits for it and owns the exit code."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_nothing_is_written_to_a_file_that_took_the_number_of_a_closed_pipe(tmp_
 
 @pytest.fixture
 def begun() -> Iterator[Callable[..., tuple[subprocess.Popen[str], int]]]:
-    """Begin work in a group of its own; the process, and the child's id."""
+    """Yield a function that starts work in its own process group, and returns the process and the child's id."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(work: str, before: Callable[[], object] = os.setpgrp) -> tuple[subprocess.Popen[str], int]:
@@ -126,7 +126,7 @@ def wait_for(condition: Callable[[], bool]) -> bool:
 
 
 def state(pid: int) -> str:
-    """The letter of ps; Z for one that is not there any more."""
+    """Return a process's state as the letter that ps shows; Z if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -195,13 +195,13 @@ def test_the_terminal_is_that_of_the_work_and_ctrl_c_comes_once() -> None:
     os.write(terminal, b"\x03")
     reads("SIGINT")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
-    with suppress(OSError):  # nobody has the terminal any more
+    with suppress(OSError):  # no process has the terminal open any more
         printed += os.read(terminal, 4096).decode()
     os.close(terminal)
     assert printed.count("SIGINT") == 1
 
 
-# Who looks for the work in this process finds it there.
+# A process that is debugged, or has other threads, does the work itself.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Test what is drawn for weights and inputs, and the rows that probe: those that Gaussian inputs never have."""
+"""Test the draws of weights and inputs, and probing inputs, whose rows Gaussian inputs never have."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_draws_stay_in_their_range():
     assert sorted(rng.permutation(16).tolist()) == list(range(16))
 
 
-# What is drawn for weights and inputs, and drawn again.
+# Weights that are drawn, and drawn again.
 
 
 def built(draws: Draws, seed: int) -> tuple[list[Tensor], Tensor]:
-    """Return what modules hold that are built from a seed, and the number that is drawn next."""
+    """Build modules from a seed, and return the tensors that they hold and the number that is drawn next."""
     torch.manual_seed(seed)
     with draws.repeated():
         modules = nn.Linear(64, 128), nn.Embedding(100, 64), nn.Linear(128, 64)
-        scale = torch.randn(8192)  # by no method of a tensor
+        scale = torch.randn(8192)  # not drawn by a method of a tensor
         weight = nn.init.trunc_normal_(torch.empty(128, 64).t(), std=0.02)
     held = [parameter for module in modules for parameter in module.parameters()]
     return [x.detach() for x in (*held, scale, weight)], torch.rand(())
@@ -95,7 +95,7 @@ def test_a_generator_of_its_own_gives_what_its_own_state_does() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Counts what is drawn into tensors."""
+    """A mode that counts the draws into tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Counted(TorchDispatchMode):
 
 def test_what_was_drawn_before_is_copied() -> None:
     draws = Draws()
-    for drawn in (4, 0):  # a bias has fewer elements than are worth a look, and is drawn each time
+    for drawn in (4, 0):  # a bias is too small to be worth a lookup, and is drawn each time
         with Counted() as counted, draws.repeated():
             torch.manual_seed(0)
             for module in (nn.Linear(64, 128), nn.Embedding(100, 64)):
@@ -187,14 +187,14 @@ def test_the_same_seed_gives_the_same_probe():
     assert not torch.equal(probe(INPUTS, Rng(1)), probe(INPUTS, Rng(2)))
 
 
-# Models that are given ids are probed by the rows of their tables.
+# Models that take ids are probed through the rows of their embedding tables.
 
 
 VOCABULARY, WIDTH = 96, 64
 
 
 class Model(nn.Module):
-    """Its table holds normal numbers, far above any eps."""
+    """A small model whose embedding table holds normal deviates, far above any eps."""
 
     def __init__(self, norm: Any, linear: Any, eps: float, table: Any = nn.Embedding) -> None:
         super().__init__()

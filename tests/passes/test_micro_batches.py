@@ -1,4 +1,4 @@
-"""The reference itself tells by what the losses of micro-batches are multiplied."""
+"""The factors by which losses of micro-batches are multiplied are derived from the reference itself."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class Scores(nn.Linear):
 
 
 class Mixing(Scores):
-    """A layer that subtracts the mean of the batch, so that no token is by itself."""
+    """A layer that subtracts the mean of the batch, so that every token depends on all others."""
 
     def forward(self, x):
         return super().forward(x - x.mean((0, 1)))
 
 
 def labels(rng, counts=(8, 4, 4, 0)):
-    """Labels of 4 rows of 8 tokens, of which so many count in each row."""
+    """Return labels for 4 rows of 8 tokens, of which ``counts`` count in each row."""
     drawn = rng.integers(4, 8, high=WIDTH)
     for row, count in zip(drawn, counts, strict=True):
         row[count:] = -100
@@ -97,7 +97,7 @@ def test_a_loss_that_depends_on_the_whole_batch_is_refused():
 
 
 def called_by(first_of_them):
-    """A pair that says itself which of its calls is the first micro-batch of a step of four."""
+    """Return a pair that itself says which of its calls is the first micro-batch of a step of four."""
 
     def factory(te):
         pair, calls = case_of("mlp").factory(te), iter(range(10**6))

@@ -1,4 +1,4 @@
-"""Passes over the same numbers: one pass, what is prepared for all, the modes around them, their time and memory."""
+"""Passes over the same numbers: one pass, preparation for all, the modes around them, their time and memory."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_cast_of_a_module_leaves_its_complex_buffers_alone(dtype):
     assert module.table.tolist() == [1.0 + 2.0j]
 
 
-# Golden and what is computed of it: once for a case, size, dtype and seed, and let go when another case begins.
+# Golden, and all that is made from it, is computed once for a case, size, dtype and seed, and freed with the next case.
 
 
 KERNELS = te.kernels("cpu")
@@ -162,7 +162,7 @@ def nothing_kept() -> None:
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Return how often each was computed."""
+    """Return a counter of how often golden, directions and models were computed."""
     counts: Counter[str] = Counter()
 
     def count(module: Any, name: str) -> None:
@@ -254,7 +254,7 @@ def test_what_is_kept_counts_with_its_bytes() -> None:
         assert one.bytes > one.cache.bytes + 2 * output
 
 
-# A comparison is the same whatever PyTorch's modes are around it, and whatever modes a module leaves behind.
+# A comparison does not depend on PyTorch's modes around it, or on modes that a module leaves behind.
 
 
 ROWS, COLUMNS = 16, 32
@@ -264,7 +264,7 @@ def matmul_setting(backend: str, setting: str) -> None:
     torch._C._set_fp32_precision_setter(backend, "matmul", setting)
 
 
-# What users set, by the older functions and by the newer settings; reading one after setting the other may raise.
+# Settings of users, by older functions and newer attributes. Reading one kind after setting the other may raise.
 REDUCED: dict[str, Callable[[], None]] = {
     "high": lambda: torch.set_float32_matmul_precision("high"),
     "medium": lambda: torch.set_float32_matmul_precision("medium"),
@@ -288,7 +288,7 @@ def products_as_before() -> Iterator[None]:
 
 
 def flags() -> list[str]:
-    """Every flag of FP32 products, convolutions and recurrent layers; of one that cannot be read, that it cannot."""
+    """Return every flag of FP32 products, convolutions and recurrent layers, or a note that it cannot be read."""
 
     def read(flag: Callable[[], object]) -> str:
         try:
@@ -324,7 +324,7 @@ def test_fp32_is_fp32_within_a_comparison_and_afterwards_what_it_was(name: str):
 @pytest.mark.usefixtures("products_as_before")
 @pytest.mark.parametrize("name", ["high", "medium", "oneDNN"])
 def test_reduced_products_around_it_change_no_number(name: str):
-    """In BF16, which CPUs with such instructions multiply by, golden's FP32 neighbours would lose a thousandfold."""
+    """Expect no change: with BF16 products, which some CPUs have, golden's FP32 neighbours would lose thousandfold."""
     torch.manual_seed(0)
     pair = mlp(lambda rng: rng.normal(ROWS, COLUMNS))
     expected = result_of(pair)
@@ -379,7 +379,7 @@ def test_a_map_is_suggested_as_usual_inside_a_mode(mode: AbstractContextManager[
     assert suggestion.settled
 
 
-# What a computation takes on the nominal machine is counted.
+# The cost of a computation on the nominal machine is counted.
 
 
 TOKENS, WIDTH, OUT = 6, 8, 5
@@ -434,7 +434,7 @@ def test_a_limit_of_real_time_ends_with_its_context_and_0_is_none():
             assert not clock.ended
 
 
-# How much memory a comparison needs, as far as that can be known before; and what is given back.
+# The memory that a comparison needs, as far as it can be estimated before, and the memory that is given back.
 
 
 TE = ModuleType("transformer_engine.pytorch")

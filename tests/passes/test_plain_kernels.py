@@ -1,4 +1,4 @@
-"""Test that what a port leaves to PyTorch sums in FP32 without a GPU, as it does on one."""
+"""Test that PyTorch's own layers in a port sum in FP32 without a GPU, as they do on one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         y = self.norm(self.up(self.embedding(ids)))
-        lost = (y * self.norm.bias).sum() * self.bias  # reaches the bias's gradient alone
+        lost = (y * self.norm.bias).sum() * self.bias  # reaches only the bias's gradient
         return self.down(y) + lost - lost.detach()
 
 

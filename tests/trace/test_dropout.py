@@ -1,4 +1,4 @@
-"""Dropout is switched off and on again, and each call that drops is recorded with what it drew from."""
+"""Dropout is switched off and on again, and each call that drops is recorded with its tensor and generator state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test what else a call does than return: it remembers, or detaches what it returns."""
+"""Test side effects of calls: ports that remember something between calls, and outputs that are detached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class FirstOutput(Layer):
-    """Returns what it returned first."""
+    """A layer that always returns its first output."""
 
     kept = None
 
@@ -45,7 +45,7 @@ class FirstOutputDetached(FirstOutput):
 
 
 class FirstMask(Layer):
-    """Drops what its first input had below zero, not its own."""
+    """A layer that drops the elements that were negative in its first input."""
 
     mask = None
 
@@ -60,7 +60,7 @@ class Masked(Layer):
 
 
 class Doubles(Layer):
-    """The second call returns twice as much as it should."""
+    """A layer whose second call returns twice the right output."""
 
     calls = 0
 
@@ -70,7 +70,7 @@ class Doubles(Layer):
 
 
 class FirstIsHalf(Layer):
-    """The first call returns half of what it should."""
+    """A layer whose first call returns half of the right output."""
 
     calls = 0
 
@@ -80,7 +80,7 @@ class FirstIsHalf(Layer):
 
 
 class GrowsInAList(Layer):
-    """As a cache that is never emptied."""
+    """A layer with a cache that is never emptied."""
 
     def __init__(self, layer):
         super().__init__(layer)
@@ -92,7 +92,7 @@ class GrowsInAList(Layer):
 
 
 class AfterBackward(Layer):
-    """A backward pass changes what the calls after it return."""
+    """A layer whose backward pass changes the outputs of later calls."""
 
     factor = 1.0
 
@@ -167,7 +167,7 @@ def test_where_a_backward_pass_meets_the_graph_of_a_call_before_it_is_said_what_
 
 
 class KeepsTables(Layer):
-    """Keep tables that depend on no input."""
+    """A layer that keeps tables that depend on no input."""
 
     table = None
     calls = 0
@@ -186,7 +186,7 @@ def test_what_changes_no_output_may_be_remembered(precision, probe):
 
 
 def test_weights_that_a_call_trains_are_no_state():
-    """As a step of an optimizer in the forward pass: each call begins from the weights that both modules are given."""
+    """Allow an optimizer's step in the forward pass, since each call starts from the weights given to both modules."""
 
     class Halving(Layer):
         def forward(self, x):
@@ -203,7 +203,7 @@ def test_weights_that_a_call_trains_are_no_state():
 
 
 def test_other_inputs_are_drawn_as_the_users_are():
-    """Here the layer takes no other inputs than these, which probing inputs would not be."""
+    """Use a layer that only takes probabilities, which probing inputs would not be."""
 
     class OfProbabilities(Layer):
         def forward(self, x):
@@ -248,7 +248,7 @@ def test_a_pass_without_calls_around_it_says_nothing():
     assert by_recalling(Recalled(), ()) == ()
 
 
-# A reference that remembers its last call has no golden value; the error names what it remembers.
+# A reference that remembers its last call has no golden value, and the error names what it remembers.
 
 
 class Counting(Wrapped):
@@ -272,7 +272,7 @@ class Growing(Wrapped):
 
 
 class Remembering(Wrapped):
-    """Keeps a table that every call would make the same."""
+    """A layer that keeps a table which would be the same in every call."""
 
     table: Tensor | None = None
 
@@ -319,11 +319,11 @@ def test_parameters_that_the_first_call_makes_are_named():
     assert_says(result_of(pair), "error", "creates its parameter layer.weight in its first call")
 
 
-# An output through which nothing flows back is seen, though its share of the gradients may be below rounding.
+# An output through which no gradient flows is noticed, even if its share of the gradients is below rounding.
 
 
 class WithLoss(nn.Module):
-    """A layer, and a small loss beside its result, as a router's."""
+    """A layer with a small loss beside its result, like a router's."""
 
     def __init__(self, layer: nn.Module, change=lambda loss: loss) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Test what a comparison exchanges of PyTorch: two private functions, for a time, and nothing else."""
+"""Test that a comparison temporarily replaces two private functions of PyTorch, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANOTHER = "another stand-in's result"
 
 @pytest.mark.parametrize("private", EXCHANGED, ids=lambda private: private.name)
 def test_the_installed_pytorch_has_the_function_and_calls_it(private: PrivateFunction) -> None:
-    """So that one that PyTorch renames, or calls no more, fails here."""
+    """Fail if PyTorch has renamed the function, or does not call it any more."""
     assert private.find() is not None
     called: list[str] = []
 
@@ -115,7 +115,7 @@ def test_another_thread_has_pytorchs_own_also_where_contexts_overlap() -> None:
 
 
 def functions_of_pytorch() -> list[tuple[Any, str, object]]:
-    """Every function of PyTorch's modules, and every method of ``Tensor`` and ``nn.Module``: where, by name."""
+    """Return PyTorch's functions and the methods of ``Tensor`` and ``nn.Module``, each with its place and name."""
     kinds = FunctionType, BuiltinFunctionType, MethodDescriptorType
     modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
     return [
@@ -130,14 +130,12 @@ KNOWN = {(private.module, private.name) for private in EXCHANGED}
 
 
 def exchanged_of(functions: list[tuple[Any, str, object]]) -> set[tuple[str, str]]:
-    """Those that are others now."""
+    """Return the functions that have been replaced since."""
     return {(place.__name__, name) for place, name, value in functions if vars(place).get(name) is not value}
 
 
 class Looking(nn.Linear):
-    """Notes which functions of PyTorch are others than before the comparison, when it is built and when it runs, and
-    when a port does.
-    """
+    """A layer that notes PyTorch's functions that are replaced when it is built, when it runs and when a port runs."""
 
     found: set[tuple[str, str]]
     before: list[tuple[Any, str, object]]
@@ -165,7 +163,7 @@ def looking() -> Iterator[type[Looking]]:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_comparison_exchanges_these_and_no_other(looking: type[Looking], right: bool) -> None:
-    """Return whether it passes, or fails and a cause is looked for."""
+    """Look at a comparison that passes, and at one that fails, so that a cause is searched for."""
 
     @parity.pair("looking", sizes=[{"batch": 8}])
     def looking_pair(te: Any, **_: Any) -> parity.Pair:

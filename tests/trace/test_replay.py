@@ -1,4 +1,4 @@
-"""A recorded forward pass computes what the module does under a change, or says that the module has to run."""
+"""A replay of a recorded forward pass computes the same as the changed module, or says that the module has to run."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test what a pair's code changes in its process is put back and named, and no draw depends on what ran before."""
+"""Test that changes of a pair's code to its process are undone and named, and that draws do not depend on the past."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_it_draws_moves_no_generator_outside() -> None:
     assert random.getstate() == states[1]
 
 
-# In comparisons.
+# Within comparisons.
 
 
 def test_a_pair_that_changes_its_process_passes_with_a_note_and_the_next_pair_gets_the_same_result_as_before() -> None:

@@ -1,4 +1,4 @@
-"""A trace follows values; golden's GEMMs are taken over by a pass that differs from golden by a subtle mistake."""
+"""A trace follows values, and a pass that differs from golden by a subtle mistake reuses golden's GEMMs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from parity.passes.prepare import calls_of, prepare
 from parity.trace.calls import Products, tracing
 from parity.trace.trace import detached, edit
 
-# A trace follows values through writes into a part of their memory.
+# A trace follows values even if a part of their memory is overwritten.
 
 
 class Writer(nn.Module):
-    """Makes a tensor of two halves, and uses it before and after the second is written."""
+    """A module that makes a tensor of two halves, and uses it before and after the second half is written."""
 
     def forward(self, x):
         made = torch.zeros(2 * len(x), dtype=x.dtype)
@@ -78,7 +78,7 @@ def test_a_part_that_was_not_written_stays_the_value_that_it_was():
     assert second.inputs == [chunk.outputs[1]]
 
 
-# Golden's GEMMs, taken over by a pass that differs from golden by a subtle mistake.
+# A pass that differs from golden by a subtle mistake reuses golden's GEMMs.
 
 
 Gemm = Callable[..., Tensor]
@@ -86,7 +86,7 @@ GEMMS = {"mm": torch.mm, "addmm": torch.addmm, "bmm": torch.bmm, "baddbmm": torc
 
 
 class Counting(TorchDispatchMode):
-    """Notes the dtype of each GEMM that is really computed."""
+    """A mode that notes the dtype of each GEMM that is really computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Counting(TorchDispatchMode):
 
 
 def operands_of(name: str) -> list[Tensor]:
-    """FP64: the addend where there is one, the left and the right operand."""
+    """Return the addend, if there is one, the left and the right operand, in FP64."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, 8, 16), (4, 8, 32), (4, 32, 16)] if "bmm" in name else [(8, 16), (8, 32), (32, 16)]
     wanted = shapes if "add" in name else shapes[1:]
@@ -108,7 +108,7 @@ def operands_of(name: str) -> list[Tensor]:
 
 
 def changed(x: Tensor, relative: float) -> Tensor:
-    """The tensor and a change of this norm, relative to its own."""
+    """Return the tensor plus a random change of this norm, relative to the tensor's."""
     change = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
     return x + relative * x.norm() / change.norm() * change
 
@@ -120,7 +120,7 @@ def recorded(gemm: Gemm, *passes: list[Tensor]) -> tuple[Products, list[Tensor]]
 
 
 def reused(products: Products, gemm: Gemm, *passes: list[Tensor]) -> tuple[list[Tensor], list[torch.dtype]]:
-    """The results, and the dtypes of the GEMMs that were computed for them."""
+    """Return the results, and the dtypes of the GEMMs that were computed for them."""
     with Counting() as counting, products.reused():
         results = [gemm(*operands) for operands in passes]
     return results, counting.computed
@@ -158,7 +158,7 @@ def test_a_left_operand_that_changed_a_little_costs_a_gemm_in_fp32(name: str) ->
 
 @given(st.sampled_from(sorted(GEMMS)), st.floats(-9.0, -2.0))
 def test_rows_of_the_left_operand_that_are_scaled_scale_those_of_the_product(name: str, exponent: float) -> None:
-    """As another eps of a norm scales them; no GEMM is computed, and the addend stays."""
+    """Scale rows as another eps of a norm would; no GEMM is computed, and the addend stays."""
     *addend, left, right = operands_of(name)
     products, [golden] = recorded(GEMMS[name], [*addend, left, right])
     factors = 1.0 + 10**exponent * torch.rand(*left.shape[:-1], 1, generator=torch.Generator().manual_seed(1)).double()
@@ -181,7 +181,7 @@ def test_a_change_that_scales_all_rows_but_one_element_costs_a_gemm() -> None:
 
 @given(st.sampled_from(sorted(GEMMS)), st.floats(-17.0, 0.5))
 def test_the_result_is_that_of_the_whole_gemm(name: str, exponent: float) -> None:
-    """Whatever the size of the change: to one part in a million of what it changes."""
+    """Expect the whole GEMM's result, to one part in a million of its change, whatever the size of the change."""
     *addend, left, right = operands_of(name)
     products, [golden] = recorded(GEMMS[name], [*addend, left, right])
     now = [*addend, changed(left, 10**exponent), right]
@@ -193,7 +193,7 @@ def test_the_result_is_that_of_the_whole_gemm(name: str, exponent: float) -> Non
 
 @pytest.mark.parametrize("place", ["addend", "left", "right"])
 def test_a_gemm_that_changed_otherwise_is_computed_in_fp64(place: str) -> None:
-    """A large change of the left operand, and any of the others."""
+    """Change the left operand by a lot, or another one by any amount."""
     operands = operands_of("addmm")
     products, _ = recorded(torch.addmm, operands)
     index, relative = {"addend": (0, 1e-6), "left": (1, 0.5), "right": (2, 1e-6)}[place]
@@ -275,7 +275,7 @@ def test_every_mistake_changes_the_outputs_as_in_a_whole_pass(host: str) -> None
 
 
 class OutOfSight(nn.Module):
-    """Hands a tensor on where no call shows it."""
+    """A module that passes on a tensor in a way that no recorded call shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class _Doubled(torch.autograd.Function):
 
 
 class Between(nn.Module):
-    """A function between two layers, and the sum of both sides."""
+    """A function between two layers, whose outputs are added."""
 
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A port is judged, and its lines are told, alike whatever its file and the folders above it are called."""
+"""A port is judged, and its lines are reported, the same way whatever its file and folders are called."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ RAISES, FORWARD = (
 
 
 def imported(path: Path) -> dict:
-    """The port's file as a user imports it, wherever it lies."""
+    """Import the port's file as a user does, wherever it lies, and return its names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(PORT)
     spec = importlib.util.spec_from_file_location("port_of_a_user", path)
@@ -74,7 +74,7 @@ def imported(path: Path) -> dict:
 
 
 def beside(folder: str) -> dict:
-    """As if it were imported from a folder beside parity's own, where no test writes."""
+    """Return the port's names as if it were imported from a folder beside parity's own, where no test writes."""
     path = ROOT / folder / "x.py"
     module = ModuleType("x")
     module.__spec__ = ModuleSpec("x", None, origin=str(path))
@@ -83,7 +83,7 @@ def beside(folder: str) -> dict:
 
 
 def executed(name: str | None, file: str = "<string>") -> dict:
-    """As exec, a notebook and an interpreter run a text: of no module, whatever name it is given."""
+    """Run the port as exec, a notebook or an interpreter does, in no module, under any name, and return its names."""
     space = {} if name is None else {"__name__": name}
     exec(compile(PORT, file, "exec"), space)
     return space
@@ -160,7 +160,7 @@ def test_where_it_raises_its_innermost_line_is_told(port):
 
 
 def running_in(function, *args) -> list[FrameType]:
-    """The frames that a function runs, in the order in which they are entered."""
+    """Return the frames that a function enters, in order."""
     seen: list[FrameType] = []
     before = sys.getprofile()
     sys.setprofile(lambda frame, event, _: seen.append(frame) if event == "call" else None)
@@ -196,7 +196,7 @@ def test_what_parity_has_in_a_users_place_is_declared_by_name(name):
     assert module_of(own["frame"]()) == name
 
 
-# An exception in a user's module is told with the line of their code, wherever PyTorch or TE raised it.
+# An exception in a user's module is reported with the line of their code, wherever PyTorch or TE raised it.
 
 
 MODELS = """\
@@ -218,7 +218,7 @@ class Misfit(nn.Module):
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module in a folder of the user's."""
+    """Return a module in a user's folder."""
     (tmp_path / "models_of_a_user.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     spec = importlib.util.spec_from_file_location("models_of_a_user", tmp_path / "models_of_a_user.py")
