@@ -1,4 +1,4 @@
-"""TE on the CPU: it loads, and nothing of it leaks."""
+"""TE on the CPU loads, and leaks nothing into the process."""
 
 import json
 import operator
@@ -46,7 +46,7 @@ def test_asking_for_a_gpu_that_is_not_there_says_what_is_missing():
 
 
 def test_compiled_kernels_that_do_not_load_are_told_in_te_s_words_with_what_to_do():
-    """Here TransformerEngine has no compiled part, which it finds out when it is imported."""
+    """Import a TransformerEngine without its compiled part, which it notices when it is imported."""
     run = run_python(
         "import torch; torch.cuda.is_available = lambda: True; torch.cuda.current_device = lambda: 0\n"
         "from parity import te; from parity.machine import devices; devices.is_installed = lambda: True\n"
@@ -58,7 +58,7 @@ def test_compiled_kernels_that_do_not_load_are_told_in_te_s_words_with_what_to_d
 
 
 def test_whether_te_s_kernels_are_installed_is_found_out_while_its_imports_are_served():
-    """The wheel of the kernels lies inside TE's folder, so that TE itself is looked for."""
+    """Look for TE itself, because the kernels' wheel is installed inside TE's folder."""
     run = run_python(
         "import torch; torch.cuda.is_available = lambda: True\n"
         "from parity import te; te.serve_imports(); print(te.why_no_gpu())\n"
@@ -187,7 +187,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def used():
-    """Return what a process finds that fails to import TE, then imports it, trains, and compares a wrong port."""
+    """Return what a process observed that failed to import TE, then imported it, trained and compared a wrong port."""
     run = run_python(USED)
     assert run.returncode == 0, run.stderr
     return {"stderr": run.stderr, **json.loads(run.stdout)}

@@ -1,4 +1,4 @@
-"""A pair that names a GPU is built on the CPU where there is none."""
+"""A pair that names a GPU is built on the CPU if there is no GPU."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ WITHOUT_CUDA = pytest.mark.skipif(
     torch.backends.cuda.is_built(), reason="a PyTorch that is built for CUDA makes it without a GPU"
 )
 
-# What cannot be made on the CPU in a GPU's place is an error that says what to do.
+# Code that cannot run on the CPU instead of a GPU ends in an error that says what to do.
 
 
 def asked(where: str, ask: Callable[[], object]) -> parity.Case:
-    """Return a pair that asks for a GPU at one place."""
+    """Return a case that asks for a GPU at one place."""
 
     def at(place: str, value: Any) -> Any:
         if place == where:

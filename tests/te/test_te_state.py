@@ -1,4 +1,4 @@
-"""Test what TE keeps for a whole process, which attention kernel it runs, and what precisions' names mean to it."""
+"""Test TE's process-wide state, the attention kernel that it runs, and the meaning of precisions' names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parity.te.attention_backend import NotOffered, attention_backends, has_atte
 from parity.te.devices import classify, cuda_works
 from parity.user_error import UserError
 
-# What TE keeps of earlier modules is no part of a comparison, and comparisons leave none of it behind.
+# TE's state from earlier modules does not affect comparisons, and comparisons leave none behind.
 
 
 KERNELS = te.kernels("cpu")
@@ -46,7 +46,7 @@ def manager() -> Any:
 
 
 def buffers(manager: Any) -> int:
-    """Return how many tensors' amaxes TE keeps."""
+    """Return the number of tensors whose amaxes TE keeps."""
     kept = getattr(manager, "quantization_state", manager).global_amax_buffer
     return sum(len(tensors) for tensors in kept.values())
 
@@ -108,7 +108,7 @@ def test_a_candidate_that_raises_inside_of_its_own_recipe_leaves_fp8_switched_of
 
 
 class Deep(nn.Module):
-    """Layers one behind another, and the mean of what they return."""
+    """Consecutive layers, and the mean square of their output."""
 
     def __init__(self, linear: Any, layers: int) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def test_a_pass_counts_whose_largest_number_its_scale_holds(last: float, passes:
 
 
 class CopiedEachPass(nn.Module):
-    """Computes with a copy of its layer that each pass makes anew, as where a pass makes steps of an optimizer."""
+    """A layer with a copy that each pass makes anew, as in a pass that takes steps of an optimizer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_a_candidate_whose_modules_are_new_in_each_pass_warms_up_as_long_as_anot
     assert len(passes) < 50
 
 
-# What TE caches for a whole process is no part of a comparison: verdicts do not depend on what ran before.
+# TE's process-wide caches do not affect comparisons: verdicts do not depend on what ran before.
 
 
 HEADS, HEAD_DIM, SEQUENCE = 4, 32, 24
@@ -244,7 +244,7 @@ def slopes(times: float) -> Tensor:
 
 
 class Alibi(nn.Module):
-    """Causal attention that subtracts something of each key's distance; ``[batch, sequence, heads, dim]`` each."""
+    """Causal attention with ``times`` ALiBi's usual slopes; its arguments are ``[batch, sequence, heads, dim]``."""
 
     def __init__(self, times: float) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Alibi(nn.Module):
 
 
 def verdict(reference_times: float, given: float | None) -> str:
-    """Return the verdict on a port that gives TE these slopes, or leaves TE its own."""
+    """Return the verdict on a port that gives TE ``given`` times the usual slopes, or lets TE use its own."""
 
     def factory(te, **_):
         more = {} if given is None else dict(alibi_slopes=slopes(given))
@@ -310,7 +310,7 @@ def test_how_an_earlier_port_was_checkpointed_is_forgotten() -> None:
         assert not distributed.use_reentrant_activation_recompute()
 
 
-# Which attention kernel TransformerEngine runs: seen, forced, and refused with TE's reason.
+# The attention kernel that TransformerEngine runs is seen, forced, or refused with TE's reason.
 
 
 @pytest.fixture(scope="module")
@@ -436,7 +436,7 @@ def test_what_te_chose_is_in_the_result() -> None:
     assert by_item(compare(case(), ["fp32"], backend="cpu")) == {"core[fp32-2x16x2x64]": ("passed", "unfused")}
 
 
-# What the names of precisions mean.
+# The meaning of precisions' names.
 
 
 RECIPES = [precision for precision in PRECISIONS.values() if precision.recipe is not None]
@@ -491,7 +491,7 @@ def test_the_names_are_known_without_the_precisions():
     assert tuple(PRECISIONS) == PRECISION_NAMES
 
 
-# What an exception says about the device.
+# What exceptions say about the device.
 
 
 @pytest.mark.parametrize(

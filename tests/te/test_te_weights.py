@@ -1,4 +1,4 @@
-"""Test what TE holds or computes in its own way: quantized parameters, main_grad, and layers that are recomputed."""
+"""Test TE's own ways with weights: quantized parameters, main_grad, and layers that are recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import parity
 from parity.report import failure
 from parity.report.record import Item
 
-# A port whose parameters TE holds quantized, ``te.quantized_model_init``, is compared like any other.
+# A port whose parameters TE keeps quantized (``te.quantized_model_init``) is compared like any other.
 
 
 WIDTH = 128
@@ -69,7 +69,7 @@ def test_a_precision_without_a_recipe_is_refused(precision: str) -> None:
 
 
 def test_parameters_that_te_keeps_in_another_dtype_are_refused() -> None:
-    """TE's block-scaled tensors stay in the dtype that they were made in."""
+    """Expect an error, because TE's block-scaled tensors keep the dtype in which they were made."""
     result = compare("fp8_block", "Float8BlockScaling", torch.float32)
     assert result.status == "error"
     assert result.reason.endswith("build the module with params_dtype=torch.bfloat16")
@@ -99,7 +99,7 @@ def mlp() -> nn.Module:
 
 
 class Microbatched(nn.Module):
-    """Two microbatches, and whatever ``prepare`` does to the weight before them."""
+    """A layer that runs two microbatches after ``prepare`` has changed its weight."""
 
     def __init__(self, te: Any, prepare: Any = lambda weight: None, **options: Any) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_a_weight_that_is_not_used_has_no_gradient() -> None:
     assert [finding.title for finding in result.findings] == ["no-gradient"]
 
 
-# A layer that the backward pass computes again outside of the recipe is a mistake, though no tolerance shows it.
+# A layer that the backward pass recomputes outside of the recipe is a mistake, although no tolerance shows it.
 
 
 te = parity.te.kernels("cpu").te
@@ -221,7 +221,7 @@ WEIGHTS = {f"layers.{i}.{name}": f"layers.{i}.{name}" for i in range(2) for name
 
 
 class Layers(nn.Module):
-    """Two layers, called as it is told."""
+    """Two layers that run as ``call`` runs them."""
 
     def __init__(self, linear, call=lambda layers, x: layers(x)) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ RIGHT = {
 def test_what_is_computed_again_outside_of_the_recipe_fails(call, precision):
     (result,) = compared(call, precision)
     assert result.status == "failed"
-    assert result.margin < 1  # which is why it is looked for
+    assert result.margin < 1  # no tolerance shows it
     (found,) = result.findings
     assert (found.code, found.title) == ("PAR308", "recomputed-otherwise")
     assert found.message.startswith("layers.0 runs under ")

@@ -1,4 +1,4 @@
-"""Holds a TransformerEngine module on the CPU kernels against its plain twin: outputs and all gradients."""
+"""Compare a TransformerEngine module on the CPU kernels with its plain twin, in outputs and all gradients."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ CAN_CHECKPOINT_CORE_ATTENTION = pytest.mark.skipif(
 
 @functools.cache
 def te_on_cpu() -> ModuleType:
-    """``transformer_engine.pytorch`` on the CPU kernels."""
+    """Return ``transformer_engine.pytorch`` on the CPU kernels."""
     return parity.te.kernels("cpu").te
 
 
 def assert_agree(build: Callable[[ModuleType], parity.Pair], precisions: Sequence[str] = FP32_AND_BF16) -> None:
     """Compare the pair at each precision, with noise on parameters whose elements are all equal.
 
-    Both modules get the same weights through the pair's map; the golden values are the plain module's in FP64, and the
-    tolerance is what the plain module itself loses under the precision's rounding model (``parity.numerics.errors``).
+    Both modules get the same weights through the pair's map. The golden values are the plain module's in FP64, and the
+    tolerance is the plain module's own error under the precision's rounding model (``parity.numerics.errors``).
     """
     for result in results(build, precisions):
         assert result.passed, described(result)
 
 
 def results(build: Callable[[ModuleType], parity.Pair], precisions: Sequence[str] = FP32_AND_BF16) -> list[Result]:
-    """One result for each precision."""
+    """Return one result for each precision."""
     te_on_cpu()
     case = Case("modules", build, sizes=({},), path=Path(__file__))
     return parity.compare(case, precisions=precisions, backend="cpu")
 
 
 def gradient(leaf: Tensor) -> Tensor:
-    """The gradient that arrived at a leaf; one that has none fails the test."""
+    """Return a leaf's gradient, and fail the test if it has none."""
     assert leaf.grad is not None
     return leaf.grad
 
 
 def described(result: Result) -> str:
-    """The tensors of a comparison that are out of tolerance."""
+    """Return a description of a comparison's tensors that are out of tolerance."""
     failed = [f"{tensor.label} {tensor.shape}: margin {tensor.margin:.3g}" for tensor in result.tensors]
     return "\n".join([f"{result.precision}: {result.status} {result.reason}", *failed])
 
 
 def sequence_first(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of a TE module that takes and returns ``[seq, batch, hidden]``, for tensors with the batch first."""
+    """Return a batch-first version of a call of a TE module that takes and returns ``[seq, batch, hidden]``."""
 
     def wrapped(module: Any, *tensors: Any) -> Any:
         returned = call(module, *(tensor.transpose(0, 1) for tensor in tensors))

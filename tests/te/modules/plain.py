@@ -1,4 +1,4 @@
-"""Test what TransformerEngine's modules stand for, options included, as plain PyTorch modules; batch first."""
+"""Write TransformerEngine's modules, options included, as plain PyTorch modules; the batch comes first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 def norm(kind: str, width: int, eps: float = 1e-5) -> nn.Module:
-    """``LayerNorm`` or ``RMSNorm``, over the last dimension."""
+    """Return a ``LayerNorm`` or ``RMSNorm`` over the last dimension."""
     return getattr(nn, kind)(width, eps=eps)
 
 
@@ -32,11 +32,11 @@ class L2Norm(nn.Module):
 
 
 class Normed(nn.Module):
-    """A module behind a norm; its other arguments pass by the norm.
+    """A module behind a norm of its first argument.
 
     Args:
         norm: of the first argument.
-        body: what takes the normed argument.
+        body: the module that takes the normed argument, and all others as they are.
         returns_norm: whether the norm's output is returned after the body's.
     """
 
@@ -55,7 +55,7 @@ class Normed(nn.Module):
 
 
 class BiasApart(nn.Module):
-    """A linear layer that returns its bias, and does not add it."""
+    """A linear layer that returns its bias instead of adding it."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -67,19 +67,19 @@ class BiasApart(nn.Module):
 
 
 def linear(in_features: int, out_features: int, bias: bool = True, bias_apart: bool = False) -> nn.Module:
-    """A linear layer that adds its bias, has none, or returns it."""
+    """Return a linear layer that adds its bias, has none, or returns it."""
     return BiasApart(in_features, out_features) if bias_apart else nn.Linear(in_features, out_features, bias=bias)
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between them; a gated one has gate over up in its first.
+    """Two linear layers with an activation between them. With a gated one, the first layer stacks gate over up.
 
     Args:
         hidden: width of the input and output.
         ffn: width of the activation's output.
         activation: a name of ``reference.POINTWISE`` or ``reference.GATES``, or a function like theirs.
         bias: of both layers.
-        bias_apart: whether the second layer's bias is returned, not added.
+        bias_apart: whether the second layer's bias is returned instead of added.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class MLP(nn.Module):
 
 
 def causal(seq_q: int, seq_kv: int, before: int | None = None, after: int = 0, bottom_right: bool = False) -> Tensor:
-    """``[seq_q, seq_kv]``, True where a key lies more than ``before`` keys before the query, or ``after`` behind it.
+    """Return ``[seq_q, seq_kv]``, True where a key is more than ``before`` keys before a query or ``after`` behind it.
 
     Args:
         before: None for any number.
-        bottom_right: whether the last query stands at the last key; otherwise the first at the first.
+        bottom_right: whether the last query is aligned with the last key; otherwise the first is with the first.
     """
     offset = seq_kv - seq_q if bottom_right else 0
     distance = torch.arange(seq_q)[:, None] + offset - torch.arange(seq_kv)
@@ -122,13 +122,13 @@ class Attention(nn.Module):
         groups: number of key and value heads; None for as many.
         head_dim: None for ``hidden / heads``.
         bias: of all projections.
-        bias_apart: whether the output projection's bias is returned, not added.
+        bias_apart: whether the output projection's bias is returned instead of added.
         rotate: ``reference.rotate_halves`` or ``rotate_interleaved``, applied to queries and keys.
         head_norm: builds the norm of each head's query and key from its width.
         norm_before_rotation: whether heads are normed before they are rotated.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
         score_bias: added to the scores, broadcast to ``[batch, heads, seq_q, seq_kv]``.
-        sink: each head's score of a key without value: "zero", or "learnt"; None for no such key.
+        sink: each head's score of a key without a value: "zero" or "learnt"; None for no such key.
     """
 
     sink: Tensor | None
@@ -168,7 +168,7 @@ class Attention(nn.Module):
             self.register_buffer("sink", torch.zeros(heads) if sink else None)
 
     def forward(self, x: Tensor, memory: Tensor | None = None, masked: Tensor | None = None) -> Any:
-        """Attend.
+        """Return the output, followed by the output projection's bias if ``bias_apart``.
 
         Args:
             x: ``[batch, seq_q, hidden]``.
@@ -187,7 +187,7 @@ class Attention(nn.Module):
         return self.out(context.flatten(2))
 
     def _placed(self, heads: Tensor, norm: nn.Module) -> Tensor:
-        """Normed and rotated, in either order."""
+        """Return heads that are normed and rotated, in either order."""
         if self.norm_before_rotation:
             heads = norm(heads)
         if self.rotate is not None:
@@ -208,12 +208,12 @@ class Attention(nn.Module):
 
 
 def rotary_angles(seq: int, head_dim: int) -> Tensor:
-    """``[seq, head_dim / 2]`` in radians, FP32 as every implementation computes them."""
+    """Return ``[seq, head_dim / 2]`` in radians, in FP32, in which every implementation computes them."""
     return torch.arange(seq, dtype=torch.float32)[:, None] * reference.RotaryEmbedding(head_dim).inv_freq
 
 
 class Layer(nn.Module):
-    """A transformer layer of norms, attention and MLP in the arrangement asked for; None leaves a part out.
+    """A transformer layer of norms, attention and MLP in a chosen arrangement; None leaves a part out.
 
     Args:
         attention: of the input with itself.
@@ -243,7 +243,7 @@ class Layer(nn.Module):
         self.residual_is_normed = residual_is_normed
 
     def forward(self, x: Tensor, memory: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
-        """``[batch, seq, hidden]`` to the same; ``masked`` is that of self-attention."""
+        """Map ``[batch, seq, hidden]`` to the same shape; ``masked`` is the mask of self-attention."""
         if self.parallel:
             return x + self.attention(self.attention_norm(x), masked=masked) + self.mlp(self.mlp_norm(x))
         normed = self.attention_norm(x)

@@ -1,4 +1,4 @@
-"""te.MultiheadAttention with each of its options is attention written out, of whole batches and of packed sequences."""
+"""te.MultiheadAttention, with each of its options, equals attention written out, for batches and packed sequences."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity import reference
 from parity.case.weight_map import WeightMap
 from parity.cpu import versions
 
-# te.MultiheadAttention with each of its options is attention written out.
+# te.MultiheadAttention, with each of its options, equals attention written out.
 
 
 HIDDEN, HEADS, HEAD_DIM = 64, 4, 16
@@ -45,7 +45,7 @@ def agree_with_attention(
     call: dict[str, Any] | None = None,
     precisions: tuple[str, ...] = FP32_AND_BF16,
 ) -> None:
-    """Self-attention; ``call`` are the arguments with which TE's module is called, besides its input."""
+    """Assert that self-attention agrees; ``call`` holds the arguments of TE's module besides its input."""
     bias = te_options.get("bias", True)
     head_dim = te_options.get("kv_channels", HEAD_DIM)
     normed = normalization is not None
@@ -137,7 +137,7 @@ def test_rope_rotates_halves_or_neighbours(rotate: plain.Rotate, groups: int) ->
 
 
 def rotary_positions(interleaved: bool) -> Tensor:
-    """``[seq, 1, 1, head_dim]``, as te.RotaryPositionEmbedding returns it."""
+    """Return angles ``[seq, 1, 1, head_dim]``, as te.RotaryPositionEmbedding does."""
     angles = plain.rotary_angles(QUERIES, HEAD_DIM)
     full = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
     return full[:, None, None, :]
@@ -162,14 +162,14 @@ def test_qk_norm_norms_each_head_before_or_after_rope(kind: str, before_rope: bo
 
 
 def padding() -> Tensor:
-    """``[batch, 1, 1, seq]``, True where the token is padding: at the end of the second sequence."""
+    """Return ``[batch, 1, 1, seq]``, True where the token is padding: at the end of the second sequence."""
     is_padding = torch.zeros(BATCH, 1, 1, QUERIES, dtype=torch.bool)
     is_padding[1, ..., -5:] = True
     return is_padding
 
 
 def arbitrary() -> Tensor:
-    """``[batch, 1, seq, seq]`` with every query seeing some keys."""
+    """Return a mask ``[batch, 1, seq, seq]`` under which every query sees some keys."""
     mask = torch.rand(BATCH, 1, QUERIES, QUERIES, generator=torch.Generator().manual_seed(0)) < 0.5
     return mask & ~torch.eye(QUERIES, dtype=torch.bool)
 
@@ -262,7 +262,7 @@ def test_alibi_takes_a_slope_of_each_head_times_the_distance_from_scores() -> No
 
 @pytest.mark.parametrize("shape", [(BATCH, HEADS), (1, HEADS), (1, 1)], ids=str)
 def test_a_bias_is_added_to_the_scores(shape: tuple[int, int]) -> None:
-    # Multiples of 1/64 up to 2 are numbers of BF16 too.
+    # BF16 holds multiples of 1/64 up to 2 exactly.
     drawn = torch.randint(-128, 129, (*shape, QUERIES, QUERIES), generator=torch.Generator().manual_seed(0))
     bias = drawn.float() / 64
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -337,7 +337,7 @@ def test_a_causal_mask_starts_at_the_first_or_ends_at_the_last_key(mask_type: st
 
 @pytest.mark.parametrize("scaled_by_layer", [True, False])
 def test_qk_layer_scaling_keeps_scores_within_fp16(scaled_by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores of 90000 exceed FP16; divided by the layer's number they do not, and equal ones weigh values equally."""
+    """Expect the values' mean from equal scores of 90000, which exceed FP16 unless divided by the layer's number."""
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NVTE_APPLY_QK_LAYER_SCALING", str(int(scaled_by_layer)))
     core = te_on_cpu().DotProductAttention(
@@ -353,7 +353,7 @@ def test_qk_layer_scaling_keeps_scores_within_fp16(scaled_by_layer: bool, monkey
         assert context.isnan().all()
 
 
-# Sequences packed one after the other (``thd``) are the sequences by themselves, in attention and in whole layers.
+# Sequences packed one after the other (``thd``) give the same as each by itself, in attention and in whole layers.
 
 
 FFN, GROUPS = 96, 2
@@ -372,21 +372,21 @@ HIDDEN_KEYS = ~IS_TOKEN[:, None, None, :]
 
 
 def unpacked(tensor: Tensor) -> Tensor:
-    """``[tokens, hidden]`` as ``[batch, seq, hidden]``, 0 for padding."""
+    """Return ``[tokens, hidden]`` as ``[batch, seq, hidden]``, with 0 for padding."""
     return tensor.new_zeros(PACKED_BATCH, SEQ, tensor.shape[-1]).masked_scatter(IS_TOKEN[..., None], tensor)
 
 
 def agree_on_packed_sequences(
     reference_module: nn.Module, build: Any, weights: Any, masked: Tensor | None, call: dict[str, Any]
 ) -> None:
-    """TE's module sees the tokens of all sequences in a row, the reference the sequences with padding."""
+    """Assert that TE's module on tokens of all sequences in a row agrees with the reference on padded sequences."""
 
     def call_te(module: nn.Module, x: Tensor) -> Tensor:
         return unpacked(module(x[IS_TOKEN], **PACKED | call))
 
     def call_reference(module: nn.Module, x: Tensor) -> Tensor:
         hidden = HIDDEN_KEYS if masked is None else HIDDEN_KEYS | masked
-        # Padding may see everything, lest it see nothing: what comes of it is dropped.
+        # Let padding see everything, because a query must see something; its output is dropped.
         hidden = hidden & IS_TOKEN[:, None, :, None]
         return module(x, masked=hidden).masked_fill(~IS_TOKEN[..., None], 0.0)
 

@@ -39,7 +39,7 @@ def one_process() -> Iterator[None]:
 
 
 def angles_of(embedding: nn.Module, seq: int) -> Tensor:
-    """The angles ``[seq, dim / 2]`` in a ``RotaryPositionEmbedding``'s output, whose halves are equal."""
+    """Return the angles ``[seq, dim / 2]`` in a ``RotaryPositionEmbedding``'s output, whose halves are equal."""
     full = embedding(seq)[:, 0, 0, :]
     first, second = full.chunk(2, dim=-1)
     assert torch.equal(first, second)
@@ -190,7 +190,7 @@ QUANTIZERS: dict[str, Callable[[Any], Any]] = {
 @FROM_2_20
 @pytest.mark.parametrize("quantized", QUANTIZERS)
 def test_a_tensor_of_each_format_comes_back_from_the_host_to_the_bit(quantized: str) -> None:
-    te, size = te_on_cpu(), 768  # TE offloads no tensor of less than 256k elements, in FP4 of two in a byte
+    te, size = te_on_cpu(), 768  # TE offloads no tensor of less than 256k elements, and counts FP4's bytes of two
     offloading = importlib.import_module("transformer_engine.pytorch.cpu_offload")
     layer = offloading.OffloadableLayerState(offload_stream=cuda.Stream())
     tensor = QUANTIZERS[quantized](te)(torch.randn(size, size, dtype=torch.bfloat16))
@@ -229,7 +229,7 @@ def test_a_graph_that_cannot_be_captured_says_why() -> None:
         with fresh_caches(), pytest.raises(RuntimeError, match=r"when stream is capturing: .* reads a value"):
             te.make_graphed_callables(Branching(), (torch.ones(ROWS, WIDTH, requires_grad=True),))
     finally:
-        gc.enable()  # TE disables it for a capture, and leaves it so where the capture fails
+        gc.enable()  # TE disables it for a capture, and leaves it disabled if the capture fails
     assert not importlib.import_module(f"{te.__name__}.graph").is_graph_capturing()
 
 
@@ -356,7 +356,7 @@ def test_a_list_of_tensors_is_scaled_through_the_applier(name: str, dtype: torch
     assert flag.item() == 0
 
 
-# ``docs/te-api.md`` names everything that TE exports, and tests that exist.
+# ``docs/te-api.md`` names everything that TE exports, and only tests that exist.
 
 
 TESTS = Path(__file__).parents[2]
@@ -368,7 +368,7 @@ MODULES = (
     "transformer_engine.pytorch.router",
     "transformer_engine.common.recipe",
 )
-# What the modules import for themselves: the extension, and the function that loads it.
+# Names that the modules import for their own use: the extension, and the function that loads it.
 INTERNAL = {"tex", "load_framework_extension"}
 NO_TEST = "no test: "
 OF_2_20_2 = pytest.mark.skipif(
@@ -378,7 +378,7 @@ OF_2_20_2 = pytest.mark.skipif(
 
 @cache
 def rows() -> dict[str, list[list[str]]]:
-    """The table's rows by the module that a heading names; each row is its cells."""
+    """Return the table's rows, each as its cells, by the module that a heading names."""
     found: dict[str, list[list[str]]] = {}
     module = ""
     for line in TABLE.read_text(encoding="utf-8").splitlines():
@@ -400,7 +400,7 @@ def functions_in(file: Path) -> frozenset[str]:
 
 
 def exported(module: str) -> set[str]:
-    """Public classes and functions of TE's own, not the submodules."""
+    """Return the names of TE's own public classes and functions, but not of submodules."""
     te_on_cpu()
     return {
         name
@@ -429,10 +429,10 @@ def documented() -> list[tuple[str, list[str], bool]]:
 
 
 def found(name: str) -> Any:
-    """Return what TE documents under a dotted name below ``transformer_engine.pytorch``."""
+    """Return the object that TE documents under a dotted name below ``transformer_engine.pytorch``."""
     place, _, last = name.rpartition(".")
     module = ".".join(filter(None, ("transformer_engine.pytorch", place)))
-    # The documentation still says where ``inference`` was once.
+    # The documentation still names the former place of ``inference``.
     return getattr(importlib.import_module(module.replace(".dot_product_attention.", ".attention.")), last)
 
 
@@ -451,7 +451,7 @@ def test_what_nvidia_documents_is_there_and_its_row_says_whether_it_runs(
 
 
 def asked_for() -> set[str]:
-    """Return what TE's Python for PyTorch reads from its extension."""
+    """Return the names that TE's Python for PyTorch reads from its extension."""
     root = Path(str(te_on_cpu().__file__)).parent
     names: set[str] = set()
     for file in root.rglob("*.py"):
@@ -489,11 +489,11 @@ def test_te_tells_the_version_of_pytorch() -> None:
     assert te_on_cpu().torch_version()[:2] == Version(torch.__version__).release[:2]
 
 
-# Errors that TransformerEngine itself raises reach the user as TE raised them.
+# Errors that TransformerEngine itself raises reach the user unchanged.
 
 
 BF16 = torch.bfloat16
-# Which class TE raises has changed between its versions; the words have not.
+# The classes of TE's errors have changed between its versions, but their messages have not.
 TE_ERRORS = (AssertionError, ValueError, RuntimeError, NotImplementedError, TypeError)
 
 

@@ -1,4 +1,4 @@
-"""te.TransformerLayer with each of its options is attention and an MLP with norms and residuals, and layers stack."""
+"""te.TransformerLayer, with each of its options, equals attention and an MLP with norms and residuals; layers stack."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CAUSAL = plain.causal(SEQ, SEQ)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Hold what a layer consists of, in words that the plain and TE's layer share.
+    """The parts of a layer, in terms that the plain layer and TE's share.
 
     Attributes:
         groups: key-value heads.
-        norm_at_output: one norm behind the layer in place of the one in front of attention.
+        norm_at_output: a norm behind the layer instead of the one in front of attention.
         parallel: attention and MLP read the same input.
         residual_is_normed: residuals start behind the norms.
     """
@@ -126,7 +126,7 @@ def agree_with_layer(
     precisions: tuple[str, ...] = FP32_AND_BF16,
     **options: Any,
 ) -> None:
-    """``options`` are TE's alone, ``call`` the arguments with which its layer is called besides the tensors."""
+    """Assert that layers agree; ``options`` are only TE's, and ``call`` holds its layer's arguments besides tensors."""
 
     def call_te(module: nn.Module, x: Tensor, memory: Tensor | None = None) -> Tensor:
         return module(x, encoder_output=memory, **call or {})
@@ -278,10 +278,10 @@ def test_layers_stack_to_a_model(precision: str) -> None:
     assert_agree(build, (precision,))
 
 
-# Dropout and drop path of te.TransformerLayer: off where they should be, and their averages where they are on.
+# Dropout and drop path of te.TransformerLayer are off where they should be, and have the right averages elsewhere.
 
 
-# Six standard errors: a right implementation fails once in five hundred million runs, and the seed is fixed besides.
+# At six standard errors, a right implementation fails once in five hundred million runs. The seed is fixed as well.
 SIGMAS = 6.0
 
 
@@ -292,7 +292,7 @@ def make_layer(**options: Any) -> Any:
 
 
 def residual_part(module: Any, x: Tensor) -> Tensor:
-    """Return what an MLP behind a dead attention adds to its input, where only the last layer's MLP bias is alive."""
+    """Return what the layer adds to its input when all of it is zeroed but the MLP's last bias, which is 1."""
     with torch.no_grad():
         module.self_attention.proj.weight.zero_()
         module.layernorm_mlp.fc2_weight.zero_()
@@ -326,7 +326,7 @@ def test_hidden_dropout_drops_its_share_and_scales_the_rest(probability: float) 
 
 @pytest.mark.parametrize("rate", [0.1, 0.6])
 def test_drop_path_drops_whole_entries_of_the_first_dimension(rate: float) -> None:
-    layer = make_layer(drop_path_rate=rate, attn_input_format="bshd")  # attention of short sequences costs little
+    layer = make_layer(drop_path_rate=rate, attn_input_format="bshd")  # attention is cheap for short sequences
     added = residual_part(layer, torch.randn(4096, 2, HIDDEN))
     is_dropped = added.abs().amax(dim=(1, 2)) < 1e-4
     torch.testing.assert_close(
@@ -342,7 +342,7 @@ def assert_share(is_dropped: Tensor, probability: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_dropout_is_right_on_average(dtype: torch.dtype) -> None:
-    """Values are 1 for every key, so the context is the sum of the probabilities that are kept, scaled."""
+    """Use values of 1 for every key, so that the context is the scaled sum of the probabilities kept."""
     probability, heads, seq = 0.25, 64, 64
     core = te_on_cpu().DotProductAttention(
         heads, 16, attention_dropout=probability, attn_mask_type="no_mask", qkv_format="bshd"
@@ -357,7 +357,7 @@ def test_attention_dropout_is_right_on_average(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("option", ["hidden_dropout", "drop_path_rate"])
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(option: str) -> None:
-    """The layer adds ``kept * bias`` to its input, so the bias's gradient is the number of entries kept, scaled."""
+    """Count the entries kept by the bias's gradient, because the layer adds ``kept * bias``, scaled, to its input."""
     module = make_layer(**{option: 0.5})
     x = torch.randn(16, 4, HIDDEN)
     residual_part(module, x)
@@ -370,7 +370,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(option: str) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_backward_pass_of_attention_drops_what_its_forward_pass_dropped(dtype: torch.dtype) -> None:
-    """The context is linear in V: V times its gradient sums to the context times the gradient that went in."""
+    """Use the context's linearity in V: V times its gradient sums to the context times the context's gradient."""
     core = te_on_cpu().DotProductAttention(4, 16, attention_dropout=0.5, attn_mask_type="no_mask", qkv_format="bshd")
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 32, 4, 16, dtype=dtype) for _ in range(3))
@@ -387,7 +387,7 @@ def test_the_backward_pass_of_attention_drops_what_its_forward_pass_dropped(dtyp
     )
 
 
-# ``is_first_microbatch``: weights are quantized once for all microbatches, and gradients start afresh at the first.
+# ``is_first_microbatch``: the first microbatch quantizes the weights for all of them, and restarts the gradients.
 
 
 BF16 = torch.bfloat16
@@ -434,7 +434,7 @@ def test_microbatches_of_one_step_compute_what_whole_steps_compute(name: str) ->
 
 @EACH_MODULE
 def test_delayed_scaling_is_as_near_with_cached_weights(name: str) -> None:
-    """Its scale of the weights would have moved at the second microbatch, which moves results by FP8's rounding."""
+    """Allow for FP8's rounding, because the weights' scale would have changed at the second microbatch."""
     first, second = microbatch(), microbatch()
     cached, plain = build(name), build(name)
     for x, is_first in ((first, True), (second, False)):
@@ -462,7 +462,7 @@ def test_fused_accumulation_starts_afresh_at_the_first_microbatch(name: str, is_
     module, plain = build(name, fuse_wgrad_accumulation=True), build(name)
     weights: dict[str, Any] = {key: parameter for key, parameter in module.named_parameters() if parameter.dim() == 2}
     for weight in weights.values():
-        weight.main_grad = torch.full(weight.shape, 7.0)  # what an earlier step left behind
+        weight.main_grad = torch.full(weight.shape, 7.0)  # left behind by an earlier step
     of_output = microbatch()
     for is_first in (True, False):
         x = microbatch()

@@ -1,4 +1,4 @@
-"""te.Linear, the norms, te.LayerNormLinear and te.LayerNormMLP with each of their options are plain layers."""
+"""te.Linear, the norms, te.LayerNormLinear and te.LayerNormMLP, with each of their options, equal plain layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity import reference
 from parity.case.weight_map import WeightMap
 from parity.cpu import versions
 
-# te.Linear with each of its options is a linear layer.
+# te.Linear, with each of its options, equals a linear layer.
 
 
 IN, OUT = 64, 48
@@ -138,7 +138,7 @@ def test_meta_parameters_are_filled_by_reset_parameters() -> None:
     assert module(torch.randn(4, IN)).isfinite().all()
 
 
-# te.LayerNorm and te.RMSNorm with each of their options are PyTorch's norms.
+# te.LayerNorm and te.RMSNorm, with each of their options, equal PyTorch's norms.
 
 
 NORMED = 96
@@ -212,7 +212,7 @@ def test_the_input_may_lie_in_memory_in_any_order(kind: str) -> None:
     assert_agree(build)
 
 
-# te.LayerNormLinear with each of its options is a norm and a linear layer.
+# te.LayerNormLinear, with each of its options, equals a norm and a linear layer.
 
 
 EITHER_NORM = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
@@ -227,7 +227,7 @@ def agree_with_norm_and_linear(
     precisions: tuple[str, ...] = FP32_AND_BF16,
     **options: Any,
 ) -> None:
-    """``weights`` are those of the linear layer, by the same names on both sides if left out."""
+    """Assert agreement; ``weights`` maps the linear layer's, which by default have the same names on both sides."""
     of_norm = norm_weights(normalization, "norm.", "layer_norm_", options.get("zero_centered_gamma", False))
     of_linear = {f"body.{kind}": kind for kind in kinds(bias)} if weights is None else weights
 
@@ -284,7 +284,7 @@ def test_layernorm_linear_agrees_in_fp8(normalization: str, returns_norm: bool, 
     )
 
 
-# te.LayerNormMLP with each of its options is a norm, two linear layers and an activation.
+# te.LayerNormMLP, with each of its options, equals a norm, two linear layers and an activation.
 
 
 HIDDEN, FFN = 64, 96
@@ -301,7 +301,7 @@ def agree_with_mlp(
     precisions: tuple[str, ...] = FP32_AND_BF16,
     **options: Any,
 ) -> None:
-    """``gate`` is the plain activation where the name alone does not tell it."""
+    """Assert agreement; ``gate`` is the plain activation if its name does not identify it."""
     weights = dict(norm_weights(normalization, "norm.", "layer_norm_", options.get("zero_centered_gamma", False)))
 
     def build(te: ModuleType) -> parity.Pair:
@@ -363,7 +363,7 @@ def test_layernorm_mlp_agrees_in_fp8(activation: str, precision: str, checkpoint
     agree_with_mlp(activation, tokens=(4, 16), precisions=(precision,), checkpoint=checkpoint)
 
 
-# What te.LayerNormLinear and te.LayerNormMLP have in common.
+# Both te.LayerNormLinear and te.LayerNormMLP.
 
 
 WITH_NORM = pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def training_step(module: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The output, the input's gradient and the parameters' gradients."""
+    """Return the output, the input's gradient and the parameters' gradients."""
     x = x.detach().requires_grad_()
     module.zero_grad()
     output = module(x)
@@ -122,7 +122,7 @@ def test_frozen_parameters_get_no_gradient_and_others_the_same(name: str) -> Non
 
 
 def bias_of(weight: str) -> str:
-    """The bias whose gradient TE computes with its weight's, and leaves out with it (linear.py, ``requires_wgrad``)."""
+    """Return the bias whose gradient TE computes only together with its weight's (linear.py, ``requires_wgrad``)."""
     return weight.removesuffix("weight") + "bias"
 
 
@@ -158,7 +158,7 @@ def test_inputs_and_output_gradients_may_lie_in_memory_in_any_order(name: str) -
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """Equal values, with gaps between elements and the first two dimensions exchanged in memory."""
+    """Return equal values with gaps between elements and the first two dimensions exchanged in memory."""
     storage = tensor.new_zeros(tensor.shape[1], tensor.shape[0], 2 * tensor.shape[2])
     view = storage.transpose(0, 1)[..., ::2]
     return view.copy_(tensor)
@@ -191,7 +191,7 @@ def test_an_empty_batch_gives_an_empty_output_and_zero_gradients(
 
 @EACH_MODULE
 def test_meta_parameters_can_be_filled_later(name: str) -> None:
-    # TE's Linear does not split parameters on that device.
+    # TE's Linear does not split parameters on the meta device.
     fused = {"fuse_qkv_params": True} if name in ("MultiheadAttention", "TransformerLayer") else {}
     module, expected = (BUILD[name](te_on_cpu(), device=device, **fused) for device in ("meta", "cpu"))
     assert all(parameter.is_meta for parameter in module.parameters())

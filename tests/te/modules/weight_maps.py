@@ -1,4 +1,4 @@
-"""Test where the parameters of ``plain``'s modules lie in TransformerEngine's, for every layout that TE offers."""
+"""Map the parameters of ``plain``'s modules to TransformerEngine's, in every layout that TE offers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import parity
 from parity.case.weight_map import WeightMap
 
 Projections = Literal["separate", "interleaved", "concatenated"]
-"""Q, K and V: one parameter each; fused head by head (TE's default when it fuses); fused one after the other."""
+"""Q, K and V have a parameter each, are fused head by head (TE's default when it fuses), or one after the other."""
 
 
 def kinds(bias: bool = True) -> tuple[str, ...]:
-    """The kinds of parameters that a linear layer has."""
+    """Return the kinds of parameters that a linear layer has."""
     return ("weight", "bias") if bias else ("weight",)
 
 
 def norm_weights(normalization: str, plain: str, te: str, zero_centered: bool = False) -> WeightMap:
-    """A norm's parameters.
+    """Map a norm's parameters.
 
     Args:
         plain: prefix of the plain norm's parameters.
@@ -31,7 +31,7 @@ def norm_weights(normalization: str, plain: str, te: str, zero_centered: bool = 
 
 
 def mlp_weights(plain: str = "", te: str = "", bias: bool = True) -> WeightMap:
-    """The parameters of ``plain.MLP`` in ``LayerNormMLP``."""
+    """Map the parameters of ``plain.MLP`` to ``LayerNormMLP``'s."""
     layers = (("first", "fc1"), ("second", "fc2"))
     return {f"{plain}{first}.{kind}": f"{te}{second}_{kind}" for first, second in layers for kind in kinds(bias)}
 
@@ -45,7 +45,7 @@ def self_attention_weights(
     bias: bool = True,
     normed: bool = False,
 ) -> WeightMap:
-    """The parameters of ``plain.Attention`` in ``MultiheadAttention``; ``normed`` if TE's has the input norm inside."""
+    """Map the parameters of ``plain.Attention`` to ``MultiheadAttention``'s, which includes the norm if ``normed``."""
     module = f"{te}layernorm_qkv." if normed else f"{te}qkv."
     weights: WeightMap = {f"{plain}out.{kind}": f"{te}proj.{kind}" for kind in kinds(bias)}
     for kind in kinds(bias):
@@ -67,7 +67,7 @@ def cross_attention_weights(
     bias: bool = True,
     normed: bool = False,
 ) -> WeightMap:
-    """The parameters of ``plain.Attention`` in ``MultiheadAttention(attention_type="cross")``."""
+    """Map the parameters of ``plain.Attention`` to ``MultiheadAttention(attention_type="cross")``'s."""
     query = f"{te}layernorm_query." if normed else f"{te}query_layer."
     prefix = "query_" if normed and projections == "separate" else ""
     weights: WeightMap = {f"{plain}out.{kind}": f"{te}proj.{kind}" for kind in kinds(bias)}
