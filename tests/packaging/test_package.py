@@ -1,4 +1,4 @@
-"""The package: what it holds, what is built from it, its versions, and what contributors are asked."""
+"""The package: its contents, what is built from it, its versions, and the forms for contributors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import check_package
 import versions
 
-# What holds for every package: no name that its ``__init__`` uses is taken by one of its modules.
+# In every package, no module takes a name that the package's ``__init__`` uses.
 
 
 PACKAGE = Path(parity.__file__).parent
 
 
 def imported_names(package: Path) -> dict[str, str]:
-    """Return the names that a package's ``__init__`` imports, and from where."""
+    """Return the names that a package's ``__init__`` imports, each with the module it comes from."""
     found = {}
     for node in ast.walk(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
@@ -47,7 +47,7 @@ def test_no_module_takes_a_name_that_its_package_imports_from_elsewhere(package:
     assert not taken
 
 
-# Test what `make package` looks at: the files that a wheel holds, and what its commands say.
+# Test what `make package` checks: the files in a wheel, and the output of its commands.
 
 
 HELD = ("parity/__init__.py", "parity/py.typed", "parity/judge/packaged.json", "parity/cases/norm.py")
@@ -101,7 +101,7 @@ def test_a_command_that_passes_where_it_should_fail_is_told() -> None:
         check_package.run([sys.executable, "-c", ""], code=1)
 
 
-# Test what people are asked for when they report something, and what they may cite.
+# Test what the forms ask people to report, and what people can cite.
 
 
 yaml = pytest.importorskip("yaml")
@@ -143,7 +143,7 @@ def test_what_is_cited_is_the_version_that_is_here() -> None:
     assert citation["license"] == metadata.metadata("te-parity")["License-Expression"]
 
 
-# Test what `make versions` reads, asks for and shows.
+# Test what `make versions` reads, requests and shows.
 
 
 METADATA = """Metadata-Version: 2.4

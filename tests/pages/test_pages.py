@@ -30,18 +30,18 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAYER = ROOT / "docs" / "port-a-layer.md"  # which other pages import as ``my_layer``
 
-# Pairs that are wrong on purpose, and what they must be told; all others must pass.
+# Pairs that are wrong on purpose, and the findings that they must get. All others must pass.
 NAMED = {"norm_linear": "PAR201", "my_mlp": "PAR101"}
 
 SHELLS = ("console", "sh")
-NOT_RUN = ("text", "diff", "toml")  # what a program prints, and what is no program
+NOT_RUN = ("text", "diff", "toml")  # the output of programs, and text that is not a program
 
 
-# The commands that a page shows: each is there, and takes these options.
+# The commands that a page shows exist and take the options shown.
 
 
 def check_commands(example: Example) -> None:
-    """Fail for a command that does not exist, or does not take what the page gives it."""
+    """Fail for a command that does not exist, or does not take the options and arguments on the page."""
     lines = str(example.parsed).splitlines()
     prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
     for line in prompted or lines:
@@ -75,12 +75,12 @@ def check_command(words: list[str]) -> None:
 
 
 def option_names() -> set[str]:
-    """Return what may follow ``--parity-``: the options of ``parity run``, of which the plugin has each."""
+    """Return what may follow ``--parity-``: the options of ``parity run``, all of which the plugin has as well."""
     run = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
     return {name.lstrip("-") for parameter in run.params for name in parameter.opts}
 
 
-# Python: blocks of a page run in order, in one module, and the pairs that they declare are compared.
+# Python blocks of a page run in order, in one module, and the pairs that they declare are compared.
 
 
 SYBIL = Sybil(
@@ -94,7 +94,7 @@ SYBIL = Sybil(
 
 @pytest.fixture
 def page_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A module for a page's blocks, beside which ``my_layer`` is; only they declare pairs."""
+    """Yield a module for a page's blocks, which can import ``my_layer``; no pairs are declared but theirs."""
     before = registry.cases()
     registry.restore([])
     blocks = re.findall(r"^```python\n(.*?)^```", LAYER.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -121,7 +121,7 @@ def test_a_page_does_what_it_shows(page: Path, page_module: ModuleType) -> None:
 
 
 def verdict(case: parity.Case) -> str:
-    """Return ``passed``, or what a pair is told."""
+    """Return ``passed``, or the finding of a pair."""
     precision = "bf16" if case.runs_at("bf16") else "fp8_current"
     found = {
         result.findings[0].code if result.findings else result.reason or result.status
@@ -142,7 +142,7 @@ def test_modules_that_exist_already_are_compared_and_checkpoints_converted(page_
     assert {name: x.dtype for name, x in back.items()} == {"weight": torch.bfloat16, "bias": torch.bfloat16}
 
 
-# No block goes unseen: its language says whether it is run, and a block that is skipped says why.
+# No block is overlooked: its language says whether it is run, and a block that is skipped says why.
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -153,7 +153,7 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
     assert all(re.fullmatch(r'next ".+"', skipped) for skipped in re.findall(r"<!--+ *skip: (.*?) *-->", text))
 
 
-# Files that a page names are there: of the checkout, or of `parity/` where the design names rooms.
+# Files that a page names exist, in the checkout or, where the design names rooms, in `parity/`.
 
 ROOMS = [each.name for each in (ROOT / "parity").iterdir() if each.is_dir()]
 FOLDERS = ["parity", "tests", "scripts", "examples", "cases", "benchmarks", *ROOMS]
@@ -168,7 +168,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not {file for file in missing if not file.startswith(NVIDIAS)}
 
 
-# The site builds without a warning, its notebook finds its bugs, and its tables are those of the record.
+# The site builds without a warning, its notebook finds its bugs, and its tables are up to date with the record.
 
 
 DOCS = ROOT / "docs"
@@ -210,7 +210,7 @@ def test_the_notebook_runs_and_prints_what_the_page_shows() -> None:
 
 
 def verdicts(cell: dict) -> list[str]:
-    """Return what a cell says of pairs, without numbers, which another processor may have otherwise."""
+    """Return what a cell says about pairs, without numbers, which may differ on another processor."""
     printed = "".join(output.get("text", "") for output in cell.get("outputs", ()))
     return re.findall(r"PAR\d+ [\w-]+|passed|failed", printed)
 
