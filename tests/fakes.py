@@ -338,7 +338,7 @@ def install_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[Device] = GPUS)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the comparison's functions with the stand-ins above."""
+    """Install the stand-ins above."""
     monkeypatch.setattr("parity.plugin.ending.GRACE_SECONDS", 2.0)
     monkeypatch.setattr(comparison, "judge_at", judge_at)
     monkeypatch.setattr(comparison, "explain_at", explain_at)

@@ -324,7 +324,7 @@ def test_fp32_is_fp32_within_a_comparison_and_afterwards_what_it_was(name: str):
 @pytest.mark.usefixtures("products_as_before")
 @pytest.mark.parametrize("name", ["high", "medium", "oneDNN"])
 def test_reduced_products_around_it_change_no_number(name: str):
-    """Expect no change: with BF16 products, which some CPUs have, golden's FP32 neighbours would lose thousandfold."""
+    """Expect no change: BF16 products, which some CPUs have, would make golden's FP32 neighbours 1000 times worse."""
     torch.manual_seed(0)
     pair = mlp(lambda rng: rng.normal(ROWS, COLUMNS))
     expected = result_of(pair)
