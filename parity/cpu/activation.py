@@ -410,7 +410,9 @@ def _row_factors(act_scales: Tensor, input: Tensor) -> Tensor:
     """
     rows = input.shape[:-1]
     if act_scales.numel() != rows.numel():
-        raise ValueError(f"a scaled activation takes one scale a row: {rows.numel()} rows, {act_scales.numel()} scales")
+        raise ValueError(
+            f"a scaled activation takes one scale per row, but got {rows.numel()} rows and {act_scales.numel()} scales"
+        )
     return act_scales.reshape(rows).unsqueeze(-1).float()
 
 

@@ -110,17 +110,17 @@ def _objections_in_fp8(configuration: _Configuration) -> Iterator[str]:
         yield "Q and K have different dtypes"
     layout = attention_problem.parse_layout(c.qkv_layout)
     if layout.query not in ("bshd", "sbhd") or layout.key != layout.query:
-        yield "in FP8, queries and keys need the same format, bshd or sbhd"
+        yield "FP8 attention needs queries and keys in the same format, bshd or sbhd"
     if c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS:
-        yield "in FP8 there is no bias"
+        yield "FP8 attention does not support a bias"
     if c.softmax_type != NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX:
-        yield "in FP8 there are no softmax sinks"
+        yield "FP8 attention does not support softmax sinks"
     if c.return_max_logit:
-        yield "in FP8 the largest logit is not returned"
+        yield "FP8 attention does not return the largest logit"
     if "BOTTOM_RIGHT" in NVTE_Mask_Type(c.attn_mask_type).name:
-        yield "in FP8 a causal mask is aligned top left"
+        yield "FP8 attention supports only causal masks that are aligned top left"
     if not _head_dimensions_fit_in_fp8(c, architecture):
-        yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not served in FP8"
+        yield f"FP8 attention does not support head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V)"
 
 
 def _head_dimensions_fit_in_fp8(c: _Configuration, architecture: int) -> bool:
@@ -140,7 +140,7 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
         yield f"fused attention needs compute capability 8.0, and the GPU has {architecture / 10}"
     layout = attention_problem.parse_layout(c.qkv_layout)
     if c.qkv_layout == NVTE_QKV_Layout.NVTE_BHSD_BHSD_BHSD:
-        yield "the layout bhsd_bhsd_bhsd is for FP8"
+        yield "only FP8 attention supports the layout bhsd_bhsd_bhsd"
     if layout.query == "thd" and not attention_problem.is_padding(c.attn_mask_type):
         yield "packed sequences (thd) need a padding mask"
     if "thd" in (layout.query, layout.key) and architecture < 90:
@@ -148,12 +148,12 @@ def _objections(configuration: _Configuration) -> Iterator[str]:
     if layout.paged and not attention_problem.is_padding(c.attn_mask_type):
         yield "a paged cache needs a padding mask"
     if not _head_dimensions_fit(c, layout, architecture):
-        yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not served"
+        yield f"head dimensions {c.head_dim_qk} (Q, K) and {c.head_dim_v} (V) are not supported"
     yield from _objections_to_bias(c, architecture)
     yield from _objections_to_mask(c, layout)
     dropout_and_bias = c.dropout != 0.0 and c.bias_type != NVTE_Bias_Type.NVTE_NO_BIAS
     if architecture >= 100 and c.is_training and (c.deterministic or dropout_and_bias):
-        yield "on Blackwell, the backward is neither deterministic nor does it serve dropout with a bias"
+        yield "on Blackwell, the backward pass supports neither deterministic mode nor dropout with a bias"
     in_graph = c.cuda_graph and c.is_training and cuda.cudnn_version() <= _LAST_CUDNN_WITH_GRAPH_BUG
     if in_graph and c.max_seqlen_kv % 128 and not attention_problem.is_padding(c.attn_mask_type):
         yield "in a CUDA graph, this cuDNN needs keys in multiples of 128"
@@ -411,18 +411,20 @@ def _check_operands(
     operands = (("Q", query), ("K", key), ("V", value))
     if all(float8.is_float8_tensor(tensor) for _, tensor in operands):
         if bias_type != NVTE_Bias_Type.NVTE_NO_BIAS or return_max_logit:
-            raise ValueError(f"{kernel}: cuDNN's fused attention has neither biases nor the largest logit in FP8")
+            raise ValueError(
+                f"{kernel}: in FP8, cuDNN's fused attention supports neither a bias nor returning the largest logit"
+            )
         return True
     for name, tensor in operands:
         if not isinstance(tensor, Tensor) or hasattr(tensor, "_quantizer"):
             raise NotImplementedError(
-                f"the CPU kernel {kernel} serves FP16, BF16 and FP8 with one scale a tensor, and no "
-                f"{type(tensor).__name__} for {name}, which TransformerEngine {versions.installed_version()} asked for"
+                f"the CPU kernel {kernel} supports FP16, BF16 and FP8 with one scale per tensor, but "
+                f"TransformerEngine {versions.installed_version()} passed a {type(tensor).__name__} as {name}"
             )
         if tensor.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{kernel}: {name} is {tensor.dtype}; cuDNN's fused attention takes FP16, BF16 and FP8")
     if bias_type == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
-        raise ValueError(f"{kernel}: cuDNN's fused attention has no bias that is added before scaling")
+        raise ValueError(f"{kernel}: cuDNN's fused attention cannot add a bias before scaling")
     return False
 
 
@@ -487,7 +489,7 @@ def copy_to_kv_cache(
     """
     if not new_k.dtype == new_v.dtype == k_cache.dtype == v_cache.dtype:
         dtypes = [str(tensor.dtype) for tensor in (new_k, new_v, k_cache, v_cache)]
-        raise ValueError(f"copy_to_kv_cache needs new tokens and caches of one dtype, and got {', '.join(dtypes)}")
+        raise ValueError(f"copy_to_kv_cache needs new tokens and caches of one dtype, but got {', '.join(dtypes)}")
     new, cached = cu_new_lens[: b + 1].diff().long(), cu_cached_lens[: b + 1].diff().long()
     if is_non_paged:
         _move_to_front((k_cache, v_cache), page_table.flatten()[:b].long(), cached - new)
@@ -509,7 +511,7 @@ def _tokens(tensor: Tensor, qkv_format: int, entry: Tensor, token: Tensor) -> Te
         return tensor[token, entry]
     if qkv_format == NVTE_QKV_Format.NVTE_THD:
         return tensor[: len(entry)]
-    raise ValueError(f"copy_to_kv_cache takes bshd, sbhd and thd, and no {NVTE_QKV_Format(qkv_format).name}")
+    raise ValueError(f"copy_to_kv_cache takes the formats bshd, sbhd and thd, not {NVTE_QKV_Format(qkv_format).name}")
 
 
 def _move_to_front(caches: tuple[Tensor, Tensor], sources: Tensor, lengths: Tensor) -> None:

@@ -46,8 +46,8 @@ def check_quantizer(quantizer: Any, kernel: str) -> None:
     if not (float8.is_delayed(quantizer) or float8.is_current(quantizer) or formats.of_quantizer(quantizer)):
         served = ", ".join(entry.quantizer for entry in formats.FORMATS)
         raise NotImplementedError(
-            f"the CPU kernel {kernel} serves FP8 with delayed and current scaling, {served}, and no "
-            f"{type(quantizer).__name__}, which TransformerEngine {versions.installed_version()} asked for"
+            f"the CPU kernel {kernel} supports FP8 with delayed and current scaling, {served}, but TransformerEngine "
+            f"{versions.installed_version()} passed a {type(quantizer).__name__}"
         )
 
 
@@ -133,7 +133,8 @@ def _quantize(values: Tensor, quantizer: Any, dtype: torch.dtype, output: Any, a
         return float8.empty(quantizer, values.shape, dtype) if output is None else output
     if not float8.needs_codes(quantizer):
         raise NotImplementedError(
-            f"{type(quantizer).__name__} with columnwise usage only: TransformerEngine's cast needs the rowwise buffer"
+            f"a {type(quantizer).__name__} asks only for columnwise data, but TransformerEngine's cast needs "
+            "rowwise_usage, too"
         )
     codes = float8.encode(values, _scale(values, quantizer, amax), float8.fp8_dtype(quantizer))
     if output is None:
@@ -173,8 +174,8 @@ def dequantize(input: Any, otype: int) -> Tensor:
         return entry.kernels.decode(input).to(TORCH_DTYPE[int(otype)])
     if not float8.is_float8_tensor(input):
         raise NotImplementedError(
-            f"the CPU kernel dequantize reads TE's FP8 and FP4 tensors, and no {type(input).__name__}, "
-            f"which TransformerEngine {versions.installed_version()} asked for"
+            f"the CPU kernel dequantize reads TE's FP8 and FP4 tensors, but TransformerEngine "
+            f"{versions.installed_version()} passed a {type(input).__name__}"
         )
     return float8.dequantize(input).to(TORCH_DTYPE[int(otype)])
 
@@ -331,9 +332,11 @@ def bgrad_group_quantize(
         RuntimeError: for quantizers other than MXFP8's and block scaling's, and for groups of several widths.
     """
     if last_dims is not None:
-        raise RuntimeError("bgrad_group_quantize has no groups of several widths, since their bias gradients differ")
+        raise RuntimeError(
+            "bgrad_group_quantize takes no groups of different widths, because their bias gradients differ in size"
+        )
     if type(quantizer).__name__ not in ("MXFP8Quantizer", "Float8BlockQuantizer"):
-        raise RuntimeError(f"bgrad_group_quantize serves MXFP8 and block scaling, not {type(quantizer).__name__}")
+        raise RuntimeError(f"bgrad_group_quantize supports MXFP8 and block scaling, not {type(quantizer).__name__}")
     grouped = group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets=tensor_offsets)
     sums = [part.sum(0, dtype=torch.float32) for part in _groups_of(tensor, grouped)]
     return grouped, torch.stack(sums).to(tensor.dtype)
@@ -404,7 +407,7 @@ def group_requantize_inplace(
             or swizzled scales. A tensor with swizzled scales and all the data asked for is left as it is.
     """
     if type(quantizer).__name__ != "MXFP8Quantizer" or type(grouped_x.quantizer) is not type(quantizer):
-        raise RuntimeError("group_requantize_inplace serves MXFP8 tensors alone")
+        raise RuntimeError("group_requantize_inplace supports only MXFP8 tensors")
     if grouped_x.quantizer.dtype != quantizer.dtype:
         raise RuntimeError(
             f"group_requantize_inplace keeps the FP8 dtype of its tensor, {grouped_x.quantizer.dtype}, but got a "
@@ -420,7 +423,7 @@ def group_requantize_inplace(
             )
         return None
     if grouped_x.columnwise_data is not None:
-        raise RuntimeError("group_requantize_inplace takes a grouped tensor with rowwise data alone")
+        raise RuntimeError("group_requantize_inplace takes a grouped tensor with only rowwise data")
     values = group_dequantize(grouped_x, otype).rowwise_data.view(grouped_x.logical_shape)
     swizzle_groups(grouped_x, rowwise=True, columnwise=False)
     if quantizer.columnwise_usage:
@@ -470,9 +473,9 @@ def _check_groups(quantizer: Any, first_dims: Tensor | None, last_dims: Tensor |
     """
     entry = formats.of_quantizer(quantizer)
     if entry is None and not float8.is_current(quantizer):
-        raise RuntimeError(f"group_quantize serves no {type(quantizer).__name__}")
+        raise RuntimeError(f"group_quantize does not support {type(quantizer).__name__}")
     if last_dims is not None and entry is not None and entry.quantizer != "MXFP8Quantizer":
-        raise RuntimeError(f"a {entry.quantizer} casts no groups of several widths (last_dims)")
+        raise RuntimeError(f"a {entry.quantizer} cannot cast groups of different widths (last_dims)")
     if last_dims is not None and first_dims is not None and entry is None:
         raise RuntimeError("current scaling casts groups that differ in rows or in columns, but not in both")
     if entry is not None and entry.quantizer == "NVFP4Quantizer":
@@ -501,7 +504,7 @@ def _empty_groups(
     each = [same] * num_tensors if first_dims is None else first_dims.tolist()
     if formats.of_quantizer(quantizer) is not None and any(size % _TILE_ROWS for size in each):
         raise RuntimeError(
-            f"{type(quantizer).__name__} groups matrices whose numbers of rows are multiples of {_TILE_ROWS}, but got "
+            f"{type(quantizer).__name__} needs groups whose numbers of rows are multiples of {_TILE_ROWS}, but got "
             f"{each}; pad them (Fp8Padding with align_size={_TILE_ROWS})"
         )
     output = _te_class("GroupedTensorStorage").make_grouped_tensor(

@@ -53,7 +53,9 @@ def _check_tokens(tensor: Tensor, first: int) -> None:
     """
     size = tensor.shape[first:].numel() * tensor.element_size()
     if size % 16:
-        raise ValueError(f"a token of {size} bytes; TE's kernels move tokens by 16 bytes, so make heads larger")
+        raise ValueError(
+            f"a token has {size} bytes, but TE's kernels need a multiple of 16; change the number or size of heads"
+        )
 
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half_idx: int) -> Tensor:

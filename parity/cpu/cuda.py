@@ -84,7 +84,7 @@ def environment_gpu() -> DeviceProperties:
     name = os.environ.get(GPU_VARIABLE, "hopper").lower()
     if name not in GPUS:
         raise BadVariable(
-            f"{GPU_VARIABLE}={name!r} names no GPU that can be emulated; set it to one of {', '.join(GPUS)}"
+            f"{GPU_VARIABLE}={name!r} is not a GPU that can be emulated; set it to one of {', '.join(GPUS)}"
         )
     return GPUS[name]
 
@@ -101,7 +101,7 @@ def cublaslt_version() -> int:
     """
     value = os.environ.get(CUBLASLT_VARIABLE, str(DEFAULT_CUBLASLT))
     if not re.fullmatch(r"1\d{5}", value):
-        raise BadVariable(f"{CUBLASLT_VARIABLE}={value!r} is no version of cuBLASLt; 13.6.0, say, is 130600")
+        raise BadVariable(f"{CUBLASLT_VARIABLE}={value!r} is not a version of cuBLASLt; write 130600 for 13.6.0")
     return int(value)
 
 
@@ -244,12 +244,12 @@ default_generators = _DefaultGenerators()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    check_not_capturing("the state of random numbers is read")
+    check_not_capturing("reading the state of the random number generator")
     return torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    check_not_capturing("the state of random numbers is set")
+    check_not_capturing("setting the state of the random number generator")
     torch.set_rng_state(state)
 
 

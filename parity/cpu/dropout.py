@@ -84,8 +84,8 @@ def _unpack(mask: Tensor) -> Tensor:
 
 def _check(entries: int, dtype: torch.dtype, dropout_probability: float) -> None:
     if dtype not in _DTYPES:
-        raise ValueError(f"dropout takes FP16, BF16 and FP8 of these, and no {dtype}")
+        raise ValueError(f"dropout takes FP16, BF16, or FP8 tensors of one of these dtypes, not {dtype}")
     if entries % 16:
-        raise ValueError(f"dropout needs a multiple of 16 entries, and there are {entries}")
+        raise ValueError(f"dropout needs a multiple of 16 entries, but there are {entries}")
     if not 0 <= dropout_probability < 1:
-        raise ValueError(f"dropout needs a probability of at least 0 and below 1, and got {dropout_probability}")
+        raise ValueError(f"dropout needs a probability of at least 0 and below 1, but got {dropout_probability}")

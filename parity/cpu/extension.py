@@ -76,7 +76,7 @@ def _missing_kernel(name: str, version: Version) -> Callable[..., NoReturn]:
     def missing(*_args: Any, **_kwargs: Any) -> NoReturn:
         asked_by = sys._getframe(1).f_globals.get("__name__", "unknown module")
         raise NotImplementedError(
-            f"the CPU kernels have no {NAME}.{name}, which {asked_by} of TransformerEngine {version} asked for"
+            f"{asked_by} of TransformerEngine {version} called {NAME}.{name}, which the CPU kernels do not have"
         )
 
     missing.__name__ = name

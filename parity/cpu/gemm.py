@@ -139,7 +139,9 @@ def generic_gemm(
         )
     )  # fmt: skip
     if comm_overlap is not None or (grad and gelu and bias is not None):
-        raise NotImplementedError("generic_gemm: neither communication overlap nor dGELU with a bias gradient on a CPU")
+        raise NotImplementedError(
+            "generic_gemm: the CPU kernels support neither communication overlap nor dGELU with a bias gradient"
+        )
     epilogue = _Epilogue(
         alpha=alpha,
         beta=1.0 if beta is None else beta,
@@ -160,7 +162,7 @@ def generic_gemm(
 
 def _check_flags(D: Any, accumulate: bool, beta: float | None, quantizer: Any) -> None:
     if beta and not accumulate:
-        raise ValueError(f"generic_gemm: beta={beta} without accumulate has no D to be applied to")
+        raise ValueError(f"generic_gemm: beta={beta} has no effect without accumulate; pass accumulate=True")
     if accumulate and (D is None or quantizer is not None):
         what = "no D" if D is None else "a quantized D"
         raise ValueError(f"generic_gemm: accumulate adds to D, but there is {what}")
@@ -179,8 +181,8 @@ def _operand(value: Any, columnwise: bool, name: str) -> _Operand:
         return _Operand(values, value._scale_inv.item(), True, factor)
     if not isinstance(value, Tensor) or hasattr(value, "_quantizer"):
         raise NotImplementedError(
-            "the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and TE's FP8 and FP4 tensors, and no "
-            f"{type(value).__name__}, which TransformerEngine {versions.installed_version()} asked for"
+            "the CPU kernel generic_gemm multiplies FP32, FP16, BF16 and TE's FP8 and FP4 tensors, but "
+            f"TransformerEngine {versions.installed_version()} passed a {type(value).__name__}"
         )
     matrix = torch.atleast_2d(value.detach()).flatten(0, -2)
     return _Operand(matrix.t() if columnwise else matrix, 1.0, False)
@@ -239,7 +241,7 @@ def _output_dtype(D: Any, output_dtype: int | None, left: _Operand) -> torch.dty
     if isinstance(D, Tensor):
         return D.dtype
     if left.is_quantized:
-        raise ValueError("generic_gemm: quantized operands leave the output dtype open; pass output_dtype or D")
+        raise ValueError("generic_gemm: quantized operands do not determine the output dtype; pass output_dtype or D")
     return left.matrix.dtype
 
 
@@ -609,7 +611,7 @@ def check(request: Request) -> None:
     if entry is not other:
         raise RuntimeError(
             f"generic_gemm: inputs A and B need to have compatible scaling modes, but A is a {type(request.A).__name__}"
-            f" and B a {type(request.B).__name__}; quantize both by one recipe"
+            f" and B a {type(request.B).__name__}; quantize both with the same recipe"
         )
     if entry is None:
         _check_leading_dimensions(request)
@@ -621,8 +623,7 @@ def check(request: Request) -> None:
         _raise_unaligned(request, "k", "A and B")
     if _is_e5m2(request.A) and _is_e5m2(request.B):
         raise RuntimeError(
-            "generic_gemm: cuBLAS multiplies no E5M2 by E5M2 (CUBLAS_STATUS_NOT_SUPPORTED); one of the two has to be "
-            "E4M3"
+            "generic_gemm: cuBLAS cannot multiply E5M2 by E5M2 (CUBLAS_STATUS_NOT_SUPPORTED); make one of the two E4M3"
         )
 
 
@@ -665,7 +666,8 @@ def _check_blocks(request: Request) -> None:
     if (request.gelu and (request.bias or not request.grad)) or (request.bias and request.grad):
         raise RuntimeError(
             "generic_gemm: Epilogue requested outside of the available and tested cuBLAS functionality for float8 "
-            "block scaled GEMM, which has a bias or the derivative of GELU; compute a GELU or a bias gradient by itself"
+            "block scaled GEMM, which supports a bias or the derivative of GELU; compute a GELU or a bias gradient "
+            "separately"
         )
     if request.gelu and request.dtype != torch.bfloat16:
         raise RuntimeError(

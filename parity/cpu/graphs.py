@@ -102,8 +102,8 @@ def _store(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy the results of a call to the memory that it wrote in the capture, unless they are already there."""
     if [x.shape for x in places] != [x.shape for x in values]:
         raise RuntimeError(
-            "a call of a CUDA graph has results of other sizes than when it was captured, which a graph cannot have: "
-            "they depend on values"
+            "a call in a CUDA graph returned results of other sizes than in the capture; in a graph, the sizes of "
+            "results must not depend on values"
         )
     for place, value in zip(places, values, strict=True):
         if place.data_ptr() != value.data_ptr():

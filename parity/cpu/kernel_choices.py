@@ -87,13 +87,13 @@ def _checked(names: Iterable[str], where: str) -> frozenset[str]:
     unknown = sorted(chosen - set(NAMES))
     if unknown:
         raise BadChoice(
-            f"{where} names no choice of kernels with {', '.join(map(repr, unknown))}; name one or more of "
-            f"{', '.join(NAMES)}"
+            f"{where}: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not among the choices of "
+            f"kernels, which are {', '.join(NAMES)}"
         )
     operands = [name for name in NAMES if name in chosen & FP32_OPERANDS]
     if len(operands) > 1:
         raise BadChoice(
-            f"{where} asks for {' and '.join(operands)}, which contradict each other: each says how GEMMs read FP32 "
-            f"operands; keep one of them ({', '.join(NAMES)} are all that there are)"
+            f"{where} asks for {' and '.join(operands)}, which contradict each other, because each says how GEMMs "
+            f"read FP32 operands; keep one of them (all choices: {', '.join(NAMES)})"
         )
     return chosen

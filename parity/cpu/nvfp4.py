@@ -361,7 +361,9 @@ def decode(tensor: Any) -> Tensor:
         RuntimeError: if there is no rowwise data, because TE cannot dequantize columnwise data.
     """
     if tensor._rowwise_data is None:
-        raise RuntimeError("an NVFP4 tensor without rowwise data cannot be dequantized: TE's kernel reads these alone")
+        raise RuntimeError(
+            "an NVFP4 tensor without rowwise data cannot be dequantized, because TE's kernel reads only that"
+        )
     packed = block_scaling.as_matrix(tensor._rowwise_data)
     scales = _block_scales(tensor, False, packed)
     factor = torch.tensor(1.0 / (LIMIT * e4m3_limit(tensor)))

@@ -117,8 +117,8 @@ REFUSED_IN_FP8 = [
     (dict(head_dim_qk=64, head_dim_v=64), "head dimensions 64"),
     (dict(head_dim_qk=40, head_dim_v=40), "head dimensions 40"),
     (inference(head_dim_qk=272, head_dim_v=272), "head dimensions 272"),
-    (dict(bias_type="ALIBI"), "no bias"),
-    (dict(softmax_type="OFF_BY_ONE_SOFTMAX"), "no softmax sinks"),
+    (dict(bias_type="ALIBI"), "does not support a bias"),
+    (dict(softmax_type="OFF_BY_ONE_SOFTMAX"), "does not support softmax sinks"),
     (dict(return_max_logit=True), "largest logit"),
     (dict(attn_mask_type="CAUSAL_BOTTOM_RIGHT_MASK"), "aligned top left"),
     (dict(attn_mask_type="PADDING_MASK", qkv_layout="THD_THD_THD"), "same format"),
@@ -378,7 +378,7 @@ def test_dropout_draws_its_seed_from_the_generator_given() -> None:
         (
             lambda t: object(),
             NotImplementedError,
-            "serves FP16, BF16 and FP8 with one scale a tensor, and no object for Q",
+            "supports FP16, BF16 and FP8 with one scale per tensor, but TransformerEngine .* passed a object as Q",
         ),
     ],
 )
@@ -389,7 +389,7 @@ def test_what_cudnn_does_not_take_is_refused(change: Any, error: type[Exception]
 
 
 def test_a_bias_before_scaling_is_refused() -> None:
-    with pytest.raises(ValueError, match="no bias that is added before scaling"):
+    with pytest.raises(ValueError, match="cannot add a bias before scaling"):
         forward(NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, *leaves()[:3], bias_type=NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS)
 
 
@@ -548,5 +548,5 @@ def test_only_delayed_scaling_casts_probabilities() -> None:
 def test_there_is_neither_bias_nor_largest_logit_in_fp8(change: dict[str, Any]) -> None:
     options = {"attn_mask_type": NVTE_Mask_Type.NVTE_CAUSAL_MASK, **change}
     quantizers = dict(s_quantizer=delayed_quantizer("s"), o_quantizer=delayed_quantizer("o"))
-    with pytest.raises(ValueError, match="neither biases nor the largest logit in FP8"):
+    with pytest.raises(ValueError, match="supports neither a bias nor returning the largest logit"):
         forward(PLAIN, *fp8("qkv", *leaves()[:3]), **quantizers, **options)

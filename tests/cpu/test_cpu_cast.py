@@ -216,7 +216,7 @@ def test_columnwise_usage_adds_the_transposed_codes(columnwise: bool) -> None:
 
 
 def test_columnwise_data_alone_is_refused_as_by_the_gpu_kernel() -> None:
-    with pytest.raises(NotImplementedError, match="columnwise usage only"):
+    with pytest.raises(NotImplementedError, match="asks only for columnwise data"):
         cast.quantize(torch.randn(4, 8), current(rowwise=False))
 
 

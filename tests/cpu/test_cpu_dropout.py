@@ -76,9 +76,9 @@ def test_the_seed_decides_what_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("values", "probability", "message"),
     [
-        (torch.ones(16), 0.5, "no torch.float32"),
-        (torch.ones(24).to(BF16), 0.5, "multiple of 16 entries, and there are 24"),
-        (torch.ones(16).to(BF16), 1.0, "below 1, and got 1.0"),
+        (torch.ones(16), 0.5, "not torch.float32"),
+        (torch.ones(24).to(BF16), 0.5, "multiple of 16 entries, but there are 24"),
+        (torch.ones(16).to(BF16), 1.0, "below 1, but got 1.0"),
     ],
 )
 def test_dropout_refuses_what_the_cuda_kernel_refuses(values: Tensor, probability: float, message: str) -> None:

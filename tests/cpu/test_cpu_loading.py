@@ -518,7 +518,7 @@ def test_the_environment_sets_cublaslt(value: str | None, version: int, monkeypa
 @pytest.mark.usefixtures("fresh_cublaslt")
 def test_what_is_no_version_of_cublaslt_is_refused_when_te_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARITY_EMULATED_CUBLASLT", "13.6")
-    with pytest.raises(ValueError, match=r"'13\.6' is no version of cuBLASLt; 13\.6\.0, say, is 130600"):
+    with pytest.raises(ValueError, match=r"'13\.6' is not a version of cuBLASLt; write 130600 for 13\.6\.0"):
         extension.build(Version(te.version()))
 
 

@@ -125,5 +125,5 @@ def test_padding_is_not_copied() -> None:
 
 
 def test_a_token_that_16_bytes_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="a token of 12 bytes"):
+    with pytest.raises(ValueError, match="a token has 12 bytes"):
         context_parallel.thd_read_half_tensor(torch.zeros(28, 1, 6).bfloat16(), CU_SEQLENS, 0)
