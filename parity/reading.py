@@ -67,7 +67,7 @@ def why(error: Exception) -> str:
     elif isinstance(error, NotReadableError):
         text = str(error)
     else:
-        text = f"its JSON has another layout ({error})"
+        text = f"its JSON does not have the expected structure ({error})"
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 

@@ -110,8 +110,8 @@ def advised(text: str) -> str:
     if not _NO_GPU.search(text):
         return text
     return (
-        f"{text}; this machine has no GPU: take the device of a tensor that is there (x.device), or leave it out: "
-        "parity moves modules and inputs to where the kernels run"
+        f"{text}; this machine has no GPU: use the device of an existing tensor (x.device), or name none, since parity "
+        "moves modules and inputs to where the kernels run"
     )
 
 

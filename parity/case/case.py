@@ -143,7 +143,7 @@ def checked_switches(chosen: Sequence[str], steps: int) -> tuple[Switch, ...]:
     if unknown:
         raise UserError(f"unknown switch {unknown[0]!r}; there are {', '.join(known)}")
     if chosen and steps < 2:
-        raise UserError(f"switches={list(chosen)} need a training of at least two steps; steps is {steps}")
+        raise UserError(f"switches={list(chosen)} needs a training of at least two steps, but steps is {steps}")
     return tuple(switch for switch in known if switch in chosen)
 
 

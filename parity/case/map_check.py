@@ -158,7 +158,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 # Advice on TE's one parameter, if the reference has two.
-UNTIED = "but the reference has two parameters: tie these, or build the TE module with two"
+UNTIED = "but the reference has two separate parameters: tie them there too, or build the TE module with two"
 
 
 def tied_in_entry(
@@ -248,9 +248,9 @@ def _told(in_reference: str, apart: list[str]) -> str:
     """Say what happens to parameters that are held apart."""
     shown = ", ".join(f'"{name}"' for name in dict.fromkeys(apart))
     return (
-        f"in the reference {in_reference}, but the candidate holds it apart, in {shown}: these are equal now, but "
-        "drift apart in training, as each gets its own share of the gradient; tie them, or add up their gradients "
-        "before each step"
+        f"in the reference {in_reference}, but the candidate holds it as separate parameters, {shown}: these are equal "
+        "now, but will drift apart in training, since each gets only its share of the gradient; tie them, or add up "
+        "their gradients before each step"
     )
 
 
@@ -335,8 +335,8 @@ def unused_of_te(weights: WeightMap, reference: Parameters, candidate: Parameter
             )
         else:
             advice = (
-                f"where the reference has none, build the TE module without it or map {zeros} to it; where another "
-                "parameter of TE holds the same, map to copies(...) of both"
+                f"if the reference has no such parameter, build the TE module without it or map {zeros} to it; if "
+                "another TE parameter holds the same values, map to copies(...) of both"
             )
             yield Problem(text, advice if weights else "")
 
@@ -482,13 +482,19 @@ def _entry_problems(
     entry = _describe_entry(left, right)
     strangers = [side for side in (left, right) if not isinstance(side, SIDES)]
     for side in strangers:
-        yield f"{entry}: {describe(side)} is no parameter's name and no term; several make one with stack(...)"
+        yield (
+            f"{entry}: {describe(side)} is neither a parameter's name nor a term; combine several parameters with "
+            "stack(...)"
+        )
     if strangers:
         return
     if holds(right, Constant):
         yield f"{entry}: a constant stands for what the reference lacks, so it belongs on the left"
     if holds(left, Copies):
-        yield f"{entry}: copies are TE parameters that hold one of the reference's, so they belong on the right"
+        yield (
+            f"{entry}: copies(...) is for TE parameters that hold the same parameter of the reference, so it belongs "
+            "on the right"
+        )
     if not known:
         return
     shapes = f"({_describe_shapes(left, reference_shapes)}; {_describe_shapes(right, candidate_shapes)})"

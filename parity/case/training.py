@@ -66,8 +66,8 @@ def schedule_of(training: Training, optimizer: Optimizer) -> LRScheduler | None:
         inspect.signature(made.step).bind()
     except TypeError as error:
         raise UserError(
-            f"a training's schedule is stepped without arguments, and that of {type(made).__name__} cannot be: "
-            f"{error}; let a hook of the optimizer step it, or the training step"
+            f"parity calls the scheduler's step() without arguments, which {type(made).__name__} does not accept: "
+            f"{error}; step it in an optimizer hook, or in the training step"
         ) from error
     return made
 
@@ -141,7 +141,7 @@ class Model:
         loss = self._loss(self(*args, **kwargs), *args, **kwargs)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"one of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UserError(f"the loss of a training is a tensor that holds one number, not {shape}")
+            raise UserError(f"the loss of a training must be a tensor that holds one number, not {shape}")
         return loss.reshape(())
 
 
@@ -323,8 +323,8 @@ def _apart(states: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if states is None or isinstance(states, (bool, int, float, str)):
         return states
     raise UserError(
-        f"{path} of the training's state is a {type(states).__name__}, which is neither a tensor nor JSON, so that "
-        "only torch.save keeps it: leave this switch out, or return a tensor from get_extra_state"
+        f"{path} in the training's state is a {type(states).__name__}, which is neither a tensor nor JSON, so only "
+        "torch.save can store it: leave this switch out, or return a tensor from get_extra_state"
     )
 
 

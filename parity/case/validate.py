@@ -410,7 +410,7 @@ def _check_plain(pair: Pair) -> None:
     for name, part in of_te(pair.reference).items():
         if list(part.parameters(recurse=False)) or has_attention(part):
             what = f"its {name}" if name else "it"
-            advice = "" if has_te(pair.candidate) else "; are reference and candidate exchanged?"
+            advice = "" if has_te(pair.candidate) else "; did you swap reference and candidate?"
             raise UserError(
                 f"the reference must be plain PyTorch, which runs in FP64, but {what} is TransformerEngine's "
                 f"{_type_name(part)}{advice}"

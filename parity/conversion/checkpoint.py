@@ -138,8 +138,8 @@ def _of_torch(path: Path, within: str) -> dict[str, Tensor]:
     for key, value in held.items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise UserError(
-                f"{path} holds more than tensors: its {key!r} is a {type(value).__name__}; if the model is an entry of "
-                f"it, name that by --within; {_entries(held)}"
+                f"{path} holds more than tensors: its {key!r} is a {type(value).__name__}; if the model is one "
+                f"of its entries, name it with --within; {_entries(held)}"
             )
     return dict(held)
 

@@ -104,14 +104,14 @@ def prefixes(texts: str | Sequence[str], argument: str) -> Prefixes:
     for text in given:
         if not isinstance(text, str) or text.count("=") > 1 or text in ("", "="):
             raise UserError(
-                f'{argument} is what keys of the checkpoint begin with, such as "model.", or "model.layers.3.=layer." '
-                f"with what the module's names begin with in its place, not {text!r}"
+                f'{argument} must be a prefix of the checkpoint\'s keys, such as "model.", or such a prefix and its '
+                f'replacement in the module\'s names, such as "model.layers.3.=layer.", not {text!r}'
             )
     pairs = tuple((outer, inner) for outer, _, inner in (text.partition("=") for text in given))
     for side in zip(*pairs, strict=True):
         twice = [text for text, count in Counter(side).items() if count > 1]
         if twice:
-            raise UserError(f"{argument} has {twice[0]!r} twice on one side, so that one name would become two")
+            raise UserError(f"{argument} has {twice[0]!r} twice on one side, so one name would become two")
     return Prefixes(pairs)
 
 

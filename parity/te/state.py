@@ -299,10 +299,10 @@ class Recomputes:
             if not again <= before:
                 name = self._names.get(module) or type(module).__name__
                 return [
-                    f"{name} runs under {_listed(before)} in the forward pass, and under {_listed(again - before)} "
-                    "where the backward pass computes it again, so that gradients belong to numbers that the forward "
-                    "pass did not compute; use te.checkpoint in the place of torch.utils.checkpoint, or enter the same "
-                    "te.autocast in the second context that its context_fn returns"
+                    f"{name} runs under {_listed(before)} in the forward pass, but under {_listed(again - before)} "
+                    "when the backward pass recomputes it, so the gradients do not belong to what the forward pass "
+                    "computed; use te.checkpoint instead of torch.utils.checkpoint, or enter the same te.autocast in "
+                    "the second context that its context_fn returns"
                 ]
         return []
 
@@ -428,7 +428,8 @@ def check(candidate: nn.Module, precision: Precision) -> None:
     if quantized and precision.recipe is None:
         raise UserError(
             f"the candidate holds {_some(list(quantized))} quantized (te.quantized_model_init), so it cannot compute "
-            f"in {precision.name}; name the recipe's precision in the pair's precisions, or build the module without"
+            f"in {precision.name}; list only the recipe's precision in the pair's precisions, or build the module "
+            "without quantized_model_init"
         )
     others = [name for name, parameter in quantized.items() if parameter.dtype is not precision.dtype]
     if others:

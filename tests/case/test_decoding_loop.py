@@ -94,7 +94,7 @@ def test_positions_that_begin_at_0_in_each_step_are_told(monkeypatch):
 def test_a_pair_in_evaluation_mode_is_not_trained():
     (result,) = parity.compare(load_case(EXAMPLE, "decoded_llama"), ["bf16"], steps=2)
     assert result.status == "error"
-    assert "decoded_llama is in evaluation mode, without gradients, and cannot be trained" in result.reason
+    assert "decoded_llama is in evaluation mode, without gradients, so it cannot be trained" in result.reason
 
 
 def test_gradients_are_not_compared_in_evaluation_mode():

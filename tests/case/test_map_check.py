@@ -76,7 +76,7 @@ FIRST_TOLD = {
     ),
     "a tuple of names is no term": (
         (without(STACKED) | {("gate.weight", "up.weight"): "fc1_weight"},),
-        "several make one with stack(...)",
+        "combine several parameters with stack(...)",
     ),
     "a TE parameter is filled twice": (
         (without("down.weight") | {"down.weight": "fc2_weight", constant(0.0, 8, 16): "fc2_weight"},),
@@ -103,7 +103,7 @@ ALONE_TOLD = {
     ),
     "copies on the left are refused": (
         ({copies("a", "b"): "x"}, {"a": (4,), "b": (4,)}, {"x": (4,)}),
-        "they belong on the right",
+        "hold the same parameter of the reference, so it belongs on the right",
     ),
 }
 
@@ -416,7 +416,7 @@ def test_the_entry_that_was_told_is_right():
 def test_a_head_that_te_alone_ties_cannot_hold_both_of_the_references(weights):
     told = problem_of_ties(weights, APART, TIED)
     assert f'"{HEAD}"' in told
-    assert f'to "{TOKENS}", but the reference has two parameters: tie these, or build the TE module with two' in told
+    assert f'to "{TOKENS}", but the reference has two separate parameters: tie them there too, or build the TE' in told
     assert "map that" not in told
 
 
@@ -481,7 +481,7 @@ def test_what_the_reference_alone_ties_is_a_note(reference, weights, told, preci
     assert result.passed, (result.reason, result.findings)
     (note,) = about_ties(result)
     assert told in note
-    assert 'the candidate holds it apart, in "embedding.weight", "head.weight"' in note
+    assert 'the candidate holds it as separate parameters, "embedding.weight", "head.weight"' in note
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def test_a_reference_and_a_candidate_that_are_exchanged_are_told():
         return linear_pair(te_module, reference=reference, candidate=nn.Sequential(nn.Linear(4, 4, bias=False)))
 
     told = complaint(exchanged)
-    assert "its 0 is TransformerEngine's Linear; are reference and candidate exchanged?" in told
+    assert "its 0 is TransformerEngine's Linear; did you swap reference and candidate?" in told
 
 
 # Modules whose weights cannot be compared are refused when their pair is checked, with advice what to do instead.

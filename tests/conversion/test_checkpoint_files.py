@@ -177,7 +177,7 @@ UNREADABLE = {
     "a pickle that takes what it has not": (with_a_broken_program, "", "cannot be read by torch.load"),
     "code": (saved(Other()), "", "weights_only=True"),
     "no state dict": (saved([1, 2]), "", "holds a list, and no state dict"),
-    "more than tensors": (saved({"model": TENSORS, "step": 3}), "", "name that by --within; it has model, step"),
+    "more than tensors": (saved({"model": TENSORS, "step": 3}), "", "name it with --within; it has model, step"),
     "no such entry": (saved({"model": TENSORS}), "module", "has no entry 'module'; it has model"),
     "no entries in safetensors": (lambda folder: cut(folder), "model", "has no nested entries such as 'model'"),
     "an index that is no JSON": (text("m.index.json", "{"), "", "not JSON"),

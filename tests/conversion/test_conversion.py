@@ -350,7 +350,7 @@ WRONG = {
     "direction": (plain, {}, dict(to="candidate"), 'must be "te" or "reference"'),
     "dtype of integers": (plain, {}, dict(dtype=torch.int8), "must be torch.float64, float32"),
     "size of modules": (plain, {}, dict(size=dict(width=4)), "modules exist"),
-    "prefix": (plain, {}, dict(prefix="a=b=c"), "prefix is what keys"),
+    "prefix": (plain, {}, dict(prefix="a=b=c"), "prefix must be a prefix of the checkpoint's keys"),
     "two prefixes alike": (plain, {}, dict(prefix=["a.", "b."]), "twice on one side"),
     "pattern": (plain, {}, dict(ignore=[3]), "ignore takes patterns"),
     "copy": (plain, {}, dict(copy="no"), "copy must be True or False"),

@@ -14,7 +14,7 @@ import parity
 from parity.shown import raised
 from parity.te.devices import cuda_is_cpu_without_gpu
 
-TOLD = "this machine has no GPU: take the device of a tensor that is there (x.device)"
+TOLD = "this machine has no GPU: use the device of an existing tensor (x.device)"
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="describes machines without a GPU")
 
 
