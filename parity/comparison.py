@@ -73,7 +73,7 @@ from parity.trace.effects import Disturbed, RandomState, undisturbed
 from parity.trace.whose import WITHOUT_TE, first_paragraph, submodule, te_calls, users_line, way_there
 from parity.user_error import INTERRUPTS, UserError
 
-NOT_SEARCHED = "the cause was not searched for, as diagnose=False or --parity-diagnosis=no asks"
+NOT_SEARCHED = "the cause was not searched for, because of diagnose=False or --parity-diagnosis=no"
 
 
 def compare_at(
@@ -179,7 +179,8 @@ def unless_raised(run: Callable[[], _Told], otherwise: Callable[[BaseException],
 
 def broken_off(asked: Asked, error: BaseException) -> Judged:
     """Return an error for a comparison that raised where no step expects it, such as in the candidate's later calls."""
-    whose = "the pair's code" if users_line(error) else "parity itself, by mistake or on an unusual tensor,"
+    is_users = bool(users_line(error))
+    whose = "the pair's code" if is_users else "parity itself, because of a bug or an unusual tensor,"
     reason = f"{whose} raised {_raised_at(error)}"
     return Judged(asked.result("error", reason=reason, traceback=way_there(error), device_error=classify(error)))
 
@@ -426,7 +427,7 @@ def _advice(error: BaseException) -> str:
     """
     text = said(error)
     if "backward through the graph a second time" in text:
-        return "the module keeps what it computed in an earlier call, with its graph: compute it anew in each call"
+        return "the module reuses a tensor from an earlier call, together with its graph: compute it again in each call"
     if type(error).__name__ == "CheckpointError":
         return "torch.utils.checkpoint recomputes outside of te.autocast: under a recipe, use te.checkpoint"
     if "FP8 execution requires" not in text:
@@ -483,7 +484,7 @@ def _verdicts(asked: Asked, ran: _Ran) -> _Verdicts:
     asked.noted(_so_far(asked, ran, first_look), False)
 
     def first_look_alone(error: BaseException) -> _Verdicts:
-        told = f"a second look, which tells chance from a mistake, raised {_raised_at(error)}; the first one counts"
+        told = f"the second look, which tells chance from a mistake, raised {_raised_at(error)}; the first look counts"
         return _Verdicts(first_look, Port(), (told,))
 
     verdicts = unless_raised(lambda: _looked_at_again(asked, ran, judge_by, first_look), first_look_alone)
@@ -653,7 +654,7 @@ def _searched_for(result: Result, unexplained: _Unexplained, seconds: float) -> 
         by_average=is_by_average,
     )
     if _passes_alone(asked, ran, tensors):
-        remembered = told(ran.made.recalled, "it returns something else than a new one does")
+        remembered = told(ran.made.recalled, "it returns something other than a new module does")
         return dataclasses.replace(result, findings=(*ran.made.recomputed, remembered))
     missed = gradients_missed(ran.made.unreached, prepared.weights, prepared.golden.weight_gradients)
     with warnings.catch_warnings():

@@ -133,12 +133,15 @@ def _between_ranks(
     """Return the result of ranks whose combined tensors are right; failed if the ranks' own numbers are not."""
     checks: list[tuple[str, Finding | None]] = [
         ("ranks do not agree", apart),
-        ("the norm of all gradients is not that of the whole", wrong_norm([one.norm for one in ran], wholes, made)),
+        ("the norm of all gradients is wrong", wrong_norm([one.norm for one in ran], wholes, made)),
     ]
     with_dropout = [one.dropped for one in ran if one.dropped is not None]
     if with_dropout:
         if not any(one.drops for one in ran):
-            reason = "nothing was dropped, though parallel=parity.Parallel(dropout=True): leave it out, or set dropout"
+            reason = (
+                "nothing was dropped, although the pair has parity.Parallel(dropout=True): leave that out, or give the "
+                "modules a dropout rate"
+            )
             return dataclasses.replace(result, status="error", reason=reason)
         dropped = put_together(with_dropout, made, prepared)
         checks.append(("ranks do not drop what they should", wrong_dropout(ran, dropped, made)))
@@ -187,7 +190,7 @@ def _explained(
     if not found and apart is None:  # else no module in one process computes the same
         told = explain_at(judged, diagnosis)
         if told.findings and told.findings[0].title not in ("unexplained", "first-divergence"):
-            notes = (*result.notes, *told.notes, "the candidate is right in one process, and wrong over ranks")
+            notes = (*result.notes, *told.notes, "the candidate is right in one process, but wrong over ranks")
             return dataclasses.replace(result, findings=told.findings, notes=notes)
     if not found:
         wrong = listed([one.label for one in result.tensors if not one.passed])
@@ -199,7 +202,7 @@ def _explained(
                 "wrong-over-ranks",
                 f"the candidate is right in one process, but over {made.count} ranks ({made.label}) it is wrong in "
                 f"{wrong}{besides}",
-                "look at what is split, gathered and reduced there",
+                "check what is split, gathered and reduced in the modules that compute it",
             ),
         )
     return dataclasses.replace(result, findings=found)

@@ -80,17 +80,16 @@ from parity.trace.effects import undisturbed
 from parity.training_over_ranks import TraineeOverRanks
 
 _NOT_COMPILED = (
-    "torch.compile compiles nothing of this candidate, so there is nothing to compare: TransformerEngine leaves most "
-    "of its modules to Python (no_torch_dynamo), and parity does not compile what call_candidate does besides calling "
-    "the candidate"
+    "torch.compile compiles no part of this candidate, so there is nothing to compare: TransformerEngine excludes most "
+    "of its modules (no_torch_dynamo), and parity does not compile the code of call_candidate around the candidate"
 )
 _NOT_OFFLOADED = (
-    "TransformerEngine offloads nothing of this candidate, so there is nothing to compare: no module of its own in it "
-    "saves anything; say how it is offloaded by parity.Training(offload=...)"
+    "TransformerEngine offloads nothing of this candidate, so there is nothing to compare: none of TE's modules in it "
+    "saves an activation; say with parity.Training(offload=...) how it is offloaded"
 )
 _NOT_OWN = (
-    "the pair's own save= and load= are for the switches resume and rollback, and {} would not call them: it writes "
-    "and reads that format itself"
+    "the pair's own save= and load= are used only by the switches resume and rollback; {} would not call them, because "
+    "it writes and reads its own format"
 )
 _WITHOUT: dict[str, str] = {"graph": "graphs", "offload": "offloading"}
 # The largest relative error of a clipping factor, which comes from an FP32 norm of gradients in 16 bits.
@@ -318,8 +317,8 @@ def _buffers(run: _Run, before: Prepared) -> Buffers:
     if isinstance(run.trainee, Trainee) and run.switch != "graph":  # its replays are not calls
         by_step = changed.keys() - run.trainee.moved_in_calls
     if by_step and not run.buffers.by_step:
-        told = f"the training step changes buffers besides calling the candidate, {listed(sorted(by_step))}"
-        run.notes.append(f"{told}; the reference gets them as they are, like weights")
+        told = f"the training step changes buffers outside of the candidate's calls ({listed(sorted(by_step))})"
+        run.notes.append(f"{told}; the reference gets their values, as it gets weights")
     held = dict(before.reference.named_buffers())
     given = counterparts(before.weights, changed, run.moved)
     given |= counterparts(before.weights, {name: changed[name] for name in by_step}, held)
@@ -415,15 +414,15 @@ def _make_step_beside(
     except Exception as error:
         if (told := out_of_step(number, trainee.journal, error)) is None:
             raise
-        reason = f"step {number} is the first that is not right"
+        reason = f"step {number} is the first wrong step"
         raise _Ended(run.result("failed", reason=reason, findings=(told,))) from error
     beside = (Beside if run.switch == "offload" else Replayed)(number, stepped, computed, without)
     if not beside.differing or beside.is_reproducible:
         return _Made(number, step, prepared, stepped, beside=beside)
     what = _WITHOUT[run.switch]
     run.notes.append(
-        f"from step {number} on, the training without {what} is not the same to the bit when it is made again, so that "
-        f"steps with {what} are judged only by the limits"
+        f"from step {number} on, repeating the training without {what} does not give the same bits, so steps with "
+        f"{what} are judged only by the limits"
     )
     run.without = None
     return _Made(number, step, prepared, stepped)
@@ -614,8 +613,8 @@ def _explained(run: _Run, made: _Made, judged: Result) -> Result:
             return dataclasses.replace(judged, findings=(read_after_change(number, read),))
         reason = (
             f"step {number} calls the candidate {len(made.stepped.calls)} times, and its forward pass reads buffers "
-            f"that it changes, {listed(read)}, so that no pass of the reference over the whole batch computes the "
-            "same: call it once in a step, or leave these buffers as they are during the training"
+            f"that it also changes ({listed(read)}), so one pass of the reference over the whole batch cannot compute "
+            "the same: call the candidate once per step, or keep these buffers fixed during the training"
         )
         return dataclasses.replace(judged, status="error", reason=reason)
     of_added = made.stepped.clipping.of_added / (made.stepped.clipping.factor or 1.0)  # before they were clipped
@@ -706,8 +705,8 @@ def _of_optimizer(run: _Run, stepped: Stepped, prepared: Prepared) -> Finding | 
     if dtype is not torch.float32 and any(one.rounding > 0.5 for one in made):
         return repairable(
             "master-weights",
-            f"there are weights only in {str(dtype).removeprefix('torch.')}, which loses most of a step that is "
-            "smaller than half the distance between two of its numbers",
+            f"the weights exist only in {str(dtype).removeprefix('torch.')}, which loses most of an update that is "
+            "smaller than half the distance between two neighbouring numbers",
             "keep FP32 master weights, as te.optimizers.FusedAdam(..., master_weights=True) does",
             Code(then=("master_weights=True",)),
         )
@@ -810,5 +809,5 @@ def _of_clipping(number: int, stepped: Stepped, clip: float | None) -> Finding |
         "gradient-clipping",
         f"gradients are multiplied by {by} before the optimizer gets them{''.join(made_so)}, but the reference "
         f"multiplies {'them' if is_one_number else 'all of them'} by {expected:.4g}",
-        "clip to the same largest norm, and take the norm of the same gradients, after a loss scale is undone",
+        "clip to the same maximum norm, computed over the same gradients after a loss scale is removed",
     )

@@ -73,7 +73,7 @@ class TraineeOverRanks:
             UserError: if the ranks have stages of a pipeline.
         """
         if made.pp > 1:
-            raise UserError("trainings over the stages of a pipeline are not compared: leave out steps=, or pp")
+            raise UserError("trainings over the stages of a pipeline are not supported: leave out steps= or pp")
         case, dtype, seed, kernels = asked.case, asked.precision.dtype, asked.seed, asked.kernels
         pair = build(case, checked, seed, kernels)
         self.training, self.made = pair.training, made
@@ -165,7 +165,7 @@ class TraineeOverRanks:
         first = next(iter(told.values()))
         alike = [rank for rank, lost in told.items() if lost.message == first.message]
         others = sorted(set(told) - set(alike))
-        also = f"; {_numbers(others)} have lost something else" if others else ""
+        also = f"; {_numbers(others)} lost something else" if others else ""
         return replace(first, message=f"on {_numbers(alike)}, {first.message}{also}")
 
     def _scaling(self, step: Sequence[StepOnRank]) -> tuple[tuple[Kept, Kept], ...]:
@@ -295,9 +295,9 @@ class TraineeOverRanks:
             counts = ", ".join(f"{own:.3g}" for own in made.made[:4])
             return repairable(
                 "shares-of-ranks",
-                f"in step {self._next} the gradients are a sum of those of each rank's part of the batch, counted "
-                f"{counts} times, and no such sum is that of the whole batch; a loss that multiplies averages over "
-                "tokens, such as a router's load balancing loss, needs the averages over all ranks",
+                f"in step {self._next} the gradients are the sum of those of each rank's part of the batch, weighted "
+                f"by {counts}, and no such weighted sum gives the gradients of the whole batch; a loss that multiplies "
+                "averages over tokens, such as a router's load balancing loss, needs the averages over all ranks",
                 "reduce the averages over dp before they are multiplied",
             )
         factors = [own / right if right else math.inf for own, right in zip(made.made, made.right, strict=True)]
@@ -307,15 +307,13 @@ class TraineeOverRanks:
                 return self._clipped_before_reduction()
         if all(abs(factor - 1.0) < _SHARES for factor in factors):
             return None
-        told = " and ".join(
-            f"{factor:.3g} times for rank {rank}" for rank, factor in zip(ranks[:4], factors, strict=False)
-        )
+        told = " and ".join(f"{factor:.3g} for rank {rank}" for rank, factor in zip(ranks[:4], factors, strict=False))
         return repairable(
             "shares-of-ranks",
-            f"in step {self._next} the ranks' parts of the batch do not count as in the whole batch's gradients, but "
+            f"in step {self._next} the ranks' parts of the batch are weighted wrongly in the gradients, by a factor of "
             f"{told}; the mean of the ranks' means is not the mean over all tokens if ranks have different numbers of "
             "them",
-            "reduce the number of tokens that count over dp, and divide each rank's sum by it",
+            "all-reduce the number of counted tokens over dp, and divide each rank's sum by the total",
         )
 
     def _clipped_before_reduction(self) -> Finding:
@@ -339,7 +337,7 @@ class TraineeOverRanks:
         return repairable(
             "wrong-over-ranks",
             told,
-            "look at what of the loss is divided by numbers of ranks or tokens, and what is reduced",
+            "check which parts of the loss are divided by the number of ranks or tokens, and which are reduced",
         )
 
     def _of_reduction(self, judged: Result) -> Finding | None:

@@ -5,7 +5,7 @@ forward pass ran in FP8, and its activations and the backward pass were in BF16;
 elsewhere.
 
 parity passes it, since nothing is less exact than FP8 allows, and notes ``recipe-disabled`` (PAR308): weight
-gradients have less error than FP8 costs, as if part of the candidate ran outside of it.
+gradients have less error than FP8 costs, as if part of the candidate ran without it.
 
 Repair: ``te.checkpoint``, which enters the context again.
 """

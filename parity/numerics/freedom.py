@@ -344,7 +344,7 @@ class Steps:
         """Return a remark on the roundings that are expected, or an empty text if everything is kept in FP32."""
         held = [("weights", self.weights)] if self.weights else []
         lost = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for name, dtype in (*held, *self.moments))
-        return f"the port's optimizer holds {lost}: what its steps round is expected" if lost else ""
+        return f"the port's optimizer keeps {lost}, so the rounding of its steps is expected" if lost else ""
 
 
 @contextmanager

@@ -161,8 +161,8 @@ def side_by_side(
     if chosen != usual and len(backends) == 1:
         without.attention = backends[0]
         without.notes.append(
-            f"attention takes the backend {', '.join(chosen)} {words}, and {', '.join(usual)} without; here both "
-            f"trainings take {backends[0]}"
+            f"attention uses the backend {', '.join(chosen)} {words}, and {', '.join(usual)} otherwise; here both "
+            f"trainings use {backends[0]}"
         )
         trainee, _ = _begun(without, begin, stack)
         _train(without, steps)

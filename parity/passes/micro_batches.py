@@ -38,8 +38,8 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
     """
     if read := buffers_read(prepared):
         raise UserError(
-            f"the forward pass reads buffers that it changes, {', '.join(read[:3])}, so that a micro-batch does not "
-            "compute what its part of the whole batch does: leave out the switch micro-batches"
+            f"the forward pass reads buffers that it also changes ({', '.join(read[:3])}), so a micro-batch gives "
+            "other results than the same part of the whole batch: leave out the switch micro-batches"
         )
     tensors = [x for x in tree_leaves(prepared.inputs) if isinstance(x, Tensor)]
     for dim in (0, 1):
@@ -53,8 +53,9 @@ def micro_batches(prepared: Prepared) -> Callable[[Any], list[MicroBatch]]:
                 for share, part in zip(shares, _parts(inputs, dim, size), strict=True)
             ]
     raise UserError(
-        "the reference's loss is not a weighted sum of the losses of its micro-batches, along the first or the second "
-        "dimension of its inputs; split these in a step of your own: training=parity.Training(candidate_step=...)"
+        "the reference's loss is not a weighted sum of the losses of its micro-batches, whether its inputs are split "
+        "along the first or the second dimension; split them in your own training step: "
+        "training=parity.Training(candidate_step=...)"
     )
 
 

@@ -99,7 +99,10 @@ def source_of(case: Case) -> AsItIs | FromFile:
         return AsItIs(case)
     except (pickle.PicklingError, AttributeError, TypeError):
         pass
-    raise UserError("a pair over ranks is built on each rank: declare it with @parity.pair in a file of its own")
+    raise UserError(
+        "a pair over ranks is built on each rank, which must be able to import it: declare it with @parity.pair in its "
+        "own file"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,15 +194,16 @@ def pass_on_rank(given: Given) -> OnRank:
                 return {}
             if outputs.keys() != given.cotangents.keys():
                 own, whole = ", ".join(outputs), ", ".join(given.cotangents)
-                raise UserError(f"on a rank the candidate returns {own}, but the reference {whole}")
+                raise UserError(f"on this rank the candidate returns {own}, but the reference returns {whole}")
             return {name: cotangent(name, output) for name, output in outputs.items()}
 
         def cotangent(name: str, output: Tensor) -> Tensor:
             own = part(given.cotangents[name], pair.parallel.split(name), made, place)
             if own.shape != output.shape and own.numel() != output.numel():
                 raise UserError(
-                    f"{name} is {tuple(output.shape)} on a rank, and {tuple(own.shape)} by the pair; say how it is "
-                    "divided, as in parity.Parallel(splits={'output': [parity.over('tp', dim=0)]})"
+                    f"{name} has the shape {tuple(output.shape)} on this rank, but by the pair it should have "
+                    f"{tuple(own.shape)}; say how it is divided, for example with "
+                    "parity.Parallel(splits={'output': [parity.over('tp', dim=0)]})"
                 )
             return (scale * own).to(output.device, output.dtype).view(output.shape)
 
@@ -318,7 +322,7 @@ def _no_parameter(name: str, names: Iterable[str]) -> str:
     """Return a message that the candidate has no parameter of this name, with the closest name that it has."""
     close = get_close_matches(name, names, 1)
     meant = f"; did you mean {close[0]!r}?" if close else ""
-    return f"parity.Parallel(weights=...) names {name!r}, which is no parameter of the candidate{meant}"
+    return f"parity.Parallel(weights=...) names {name!r}, which is not a parameter of the candidate{meant}"
 
 
 def _names_in_whole(pair: Pair, tied: Mapping[str, str]) -> dict[str, str]:

@@ -324,8 +324,8 @@ def _floating(returned: Any) -> list[Tensor]:
         if x.is_nested or x.layout is not torch.strided or x.itemsize == 1:
             kind = "nested" if x.is_nested else str(x.dtype if x.itemsize == 1 else x.layout).removeprefix("torch.")
             raise UserError(
-                f"a module returns a tensor that is {kind}, which cannot be compared as it is: return a dense one "
-                "in a wider dtype from call_reference and call_candidate"
+                f"a module returns a {kind} tensor, which cannot be compared: return a dense one of at least 16 bits "
+                "from call_reference and call_candidate"
             )
     return found
 

@@ -55,9 +55,9 @@ class Optimized:
         wrong = [*(before.keys() - parameters.keys()), *(parameters.keys() - before.keys()), *left]
         if wrong:
             raise UserError(
-                f"load= replaces the module's parameters, so that its optimizer steps others, or tied ones are no "
-                f"longer one: {', '.join(sorted(wrong)[:3])}{' and more' if len(wrong) > 3 else ''}; load values into "
-                "the parameters that are there, as load_state_dict does without assign=True"
+                f"load= replaces parameters of the module, so that its optimizer still steps the old ones, or tied "
+                f"ones are no longer tied: {', '.join(sorted(wrong)[:3])}{' and more' if len(wrong) > 3 else ''}; "
+                "copy the loaded values into the existing parameters, as load_state_dict does without assign=True"
             )
         self.stepped |= {name: one for name, one in replaced.items() if self.stepped[name] is before[name]}
         self._parameters = parameters

@@ -210,15 +210,15 @@ def _check_has_values(role: str, module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise UserError(
-                f"the {role}'s {name} is on the meta device, where it has no values; build the {role} on the CPU or "
-                "the GPU"
+                f"the {role}'s {name} is on the meta device, which holds no values; build the {role} on the CPU or the "
+                "GPU"
             )
 
 
 def part_that_raised(error: BaseException) -> str:
     """Return the part of a pair that raised before any of its modules ran, or an empty string if none did."""
     running = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    parts = {Case.build: "the factory", draw_inputs: "inputs", build: "moving the pair's modules to the device"}
+    parts = {Case.build: "the factory", draw_inputs: "inputs", build: "moving the modules to the device"}
     return next((part for function, part in parts.items() if function.__code__ in running), "")
 
 
@@ -599,8 +599,8 @@ def _check_complete(reference: nn.Module, known: Container[str]) -> None:
     new = [name for name, _ in reference.named_parameters() if name not in known]
     if new:
         raise UserError(
-            f"the reference creates its parameter {new[0]} in its first call, after weights were mapped; create it "
-            "in the constructor, or call the reference once in the factory"
+            f"the reference creates its parameter {new[0]} in its first call, which is too late for the weight map; "
+            "create it in the constructor, or call the reference once in the factory"
         )
 
 

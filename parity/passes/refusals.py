@@ -30,12 +30,14 @@ _ENOUGH_ELEMENTS = 1024
 _COSTS_OF_TF32, _NO_CHANCE, _WITHOUT_TF32 = 2.0**-15, 64, 0.1
 _SAME_IN_FP64 = 1e-9  # share of a tensor's norm: far below the error of any precision, far above FP64's rounding
 
-LOOKS_UP_ELSE = "not compared on probing inputs: the candidate looks up other rows of tables than the reference"
+LOOKS_UP_ELSE = (
+    "not compared on probing inputs, because the candidate looks up other rows of embedding tables than the reference"
+)
 LOSES_ALL = (
     "loses all of these numbers, so a candidate that returns 0 would pass; nothing can be compared at this precision: "
-    "scale the values, or leave the precision out"
+    "scale the values, or leave out this precision"
 )
-WITHIN = "every tensor is within its tolerance, but the port is wrong nevertheless"
+WITHIN = "every tensor is within its tolerance, but the port is still wrong"
 
 
 class NothingToJudge(UserError):
@@ -56,15 +58,15 @@ def check_inputs_fit(drawn: Any, dtype: torch.dtype) -> None:
     for path, value in tree_flatten_with_path(drawn)[0]:
         what = f"the input{keystr(path)}"
         if isinstance(value, Tensor) and value.is_meta:
-            raise NothingToJudge(f"{what} is on the meta device, where it has no values; draw it with rng")
+            raise NothingToJudge(f"{what} is on the meta device, which holds no values; draw it with rng")
         if not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         _check_no_overflow(what, value, dtype)
         largest = max_abs(value)
         if largest > 0.0 and max_abs(value.to(dtype)) == 0.0:
             raise NothingToJudge(
-                f"every element of {what} rounds to 0 in {_name(dtype)}, as the largest is {largest:.2g}; "
-                "nothing can be compared at this precision: draw larger inputs, or leave the precision out"
+                f"every element of {what} rounds to 0 in {_name(dtype)}, because the largest is only {largest:.2g}; "
+                "nothing can be compared at this precision: draw larger inputs, or leave out this precision"
             )
 
 
@@ -89,8 +91,8 @@ def _check_no_overflow(what: str, value: Tensor, dtype: torch.dtype) -> None:
     if lost.any():
         raise NothingToJudge(
             f"{int(lost.sum())} of {value.numel()} elements of {what} overflow {_name(dtype)}: they reach "
-            f"{value[lost].abs().max():.2g}, its largest number is {torch.finfo(dtype).max:.6g}; nothing can be "
-            "compared at this precision: scale the values down, or leave the precision out"
+            f"{value[lost].abs().max():.2g}, but its largest number is {torch.finfo(dtype).max:.6g}; nothing can be "
+            "compared at this precision: scale the values down, or leave out this precision"
         )
 
 
@@ -130,9 +132,10 @@ def check_reproducible(golden: Pass, again: Mapping[str, Tensor]) -> None:
     """
     for name, moved in _moved(golden, again):
         raise NothingToJudge(
-            f"the reference draws random numbers (PAR253 not-reproducible): with other numbers its {name} moves by "
-            f"{moved:.2g} of its norm, so nothing can be compared with it; switch off what draws them in both "
-            "modules (dropout, stochastic depth, added noise), or draw them once and give them to both as an input"
+            f"the reference draws random numbers (PAR253 not-reproducible): with other random numbers its {name} "
+            f"changes by {moved:.2g} of its norm, so nothing can be compared with it; switch off the randomness in "
+            "both modules (dropout, stochastic depth, added noise), or draw the numbers once and give them to both as "
+            "an input"
         )
 
 
@@ -149,9 +152,9 @@ def check_weights_stay(golden: Pass, again: Mapping[str, Tensor], written: Seque
     """
     for name, moved in _moved(golden, again):
         raise NothingToJudge(
-            f"the reference changes its parameter {written[0]} in place, so that the next pass begins with other "
-            f"weights: its {name} moves by {moved:.2g} of its norm; let both modules step on a copy that each pass "
-            "makes anew, such as copy.deepcopy(self.layer)"
+            f"the reference changes its parameter {written[0]} in place, so that the next pass starts from other "
+            f"weights: its {name} changes by {moved:.2g} of its norm; in each pass, let both modules train a fresh "
+            "copy, such as copy.deepcopy(self.layer)"
         )
 
 
@@ -169,8 +172,8 @@ def check_state_stays(golden: Pass, again: Mapping[str, Tensor], changed: Sequen
     if golden.outputs.keys() != again.keys() or list(_moved(golden, again)):
         raise NothingToJudge(
             f"the reference remembers its last call in {', '.join(changed)}: called again on the same inputs, it "
-            "returns something else, so nothing can be compared with it; forget that at the start of each call, "
-            "in call_reference and call_candidate"
+            "returns something else, so nothing can be compared with it; reset that at the start of each call, in "
+            "call_reference and call_candidate"
         )
 
 
@@ -256,13 +259,13 @@ def remarks(
         tensor.label for tensor in tensors if tensor.numel and not (tensor.errors.golden_rms or tensor.errors.max_abs)
     ]
     if zero:
-        yield f"0 in the reference and in the candidate, which proves nothing about it: {', '.join(zero)}"
+        yield f"0 in both the reference and the candidate, which proves nothing: {', '.join(zero)}"
     lost = [tensor.label for tensor in _lost(tensors)]
     if lost:
-        yield f"lost to rounding by any port, so that zeros would pass, too: {', '.join(lost)}"
+        yield f"lost to rounding in any port, so that zeros would pass as well: {', '.join(lost)}"
     empty = [tensor.label for tensor in tensors if not tensor.numel]
     if empty:
-        yield f"without elements, so that only the shape was compared: {', '.join(empty)}"
+        yield f"empty, so that only the shape was compared: {', '.join(empty)}"
     compared = {tensor.key for tensor in tensors}
     too_large = [name for kind, name in candidate if kind == PROBED and (kind, name) not in compared]
     if too_large:
@@ -297,8 +300,8 @@ def _outside_recipe(tensors: Sequence[TensorResult], recipe: str) -> Iterator[st
     ]
     if exact:
         yield (
-            f"less than {_TOO_EXACT:.0%} of the error that {recipe} costs, as if part of the candidate ran outside of "
-            f"it (PAR308 recipe-disabled): {', '.join(exact)}"
+            f"less than {_TOO_EXACT:.0%} of the error that {recipe} costs, as if part of the candidate ran without it "
+            f"(PAR308 recipe-disabled): {', '.join(exact)}"
         )
 
 
@@ -311,8 +314,8 @@ def _without_tf32(tensors: Sequence[TensorResult]) -> Iterator[str]:
     ]
     if in_tf32 and all(tensor.errors.relative_l2 < _WITHOUT_TF32 * tensor.expected.relative_l2 for tensor in in_tf32):
         yield (
-            f"more accurate than expected: less than {_WITHOUT_TF32:.0%} of the error that TF32 costs, as if its FP32 "
-            f"GEMMs ran in true FP32, not in TF32: {', '.join(tensor.label for tensor in in_tf32)}"
+            f"more accurate than expected: less than {_WITHOUT_TF32:.0%} of the error that TF32 costs, as if the FP32 "
+            f"GEMMs ran in true FP32 instead of TF32: {', '.join(tensor.label for tensor in in_tf32)}"
         )
 
 

@@ -99,8 +99,8 @@ def step_case(
         pair = case.factory(te, **size)
         if pair.evaluation:
             raise UserError(
-                f"{case.name} is in evaluation mode, without gradients, and cannot be trained: leave out "
-                "evaluation=True, or compare a single pass of it, without steps"
+                f"{case.name} is in evaluation mode, without gradients, so it cannot be trained: leave out "
+                "evaluation=True, or compare a single pass, without steps"
             )
         if weights is not None:
             transfer.fill(pair.reference, weights)
@@ -228,7 +228,7 @@ Own = TypeVar("Own", bound="Trainee")
 # The state of a training as digests of its bytes, by kind and by name.
 State = dict[str, dict[str, bytes]]
 SCALES, HISTORIES = "FP8 scales", "amax histories"
-BUFFERS, UNSAVED_BUFFERS = "buffers", "buffers that no state_dict holds"
+BUFFERS, UNSAVED_BUFFERS = "buffers", "non-persistent buffers"
 COPIES = "the copies of weights that the optimizer steps"
 
 
@@ -337,8 +337,8 @@ class Trainee:
         self._in_micro_batches = switch == "micro-batches"
         if self._in_micro_batches and training.candidate_step is not None:
             raise UserError(
-                "the switch micro-batches splits the batch of a plain step, but this pair has a candidate_step of its "
-                "own: split the batch there"
+                "the switch micro-batches works only with parity's own training step, but this pair has a "
+                "candidate_step: split the batch there"
             )
         self.is_plain = training.candidate_step is None and not self._in_micro_batches
         self._capture = training.graph or partial(switches.captured_by_te, kernels.te)
@@ -358,8 +358,8 @@ class Trainee:
         self._scheduler = schedule_of(training, self.optimizer)
         if isinstance(self.optimizer, LBFGS):
             raise UserError(
-                "torch.optim.LBFGS computes the loss several times in a step, which is not compared: give the pair "
-                "another optimizer, training=parity.Training(optimizer=...)"
+                "torch.optim.LBFGS computes the loss several times per step, which parity cannot compare: use another "
+                "optimizer, training=parity.Training(optimizer=...)"
             )
         self._are_whole = self._follows_all or not steps_elements(pair.reference, reference_optimizer(training))
         self._places = {name: followed_places(name, shape, self._are_whole) for name, shape in self._shapes.items()}
@@ -424,14 +424,14 @@ class Trainee:
         """
         if self._scheduler is not None and not hasattr(self._scheduler, "state_dict"):
             raise UserError(
-                f"the schedule that scheduler= returns, {type(self._scheduler).__name__}, has no state_dict, so that "
-                "its training cannot be resumed: give it state_dict and load_state_dict, as PyTorch's schedules have"
+                f"scheduler= returns a {type(self._scheduler).__name__}, which has no state_dict, so the training "
+                "cannot be resumed: give it state_dict and load_state_dict, like PyTorch's schedulers"
             )
         file = BytesIO()
         own = self.training.save if way == "resume" else None
         (own or WAYS[way].save)(self._module, self.optimizer, file)
         if file.closed:
-            raise UserError("save= closed the file that it was given, which load= is to read: leave it open")
+            raise UserError("save= closed the file, but load= has to read it: leave the file open")
         schedule = copy.deepcopy(self._scheduler.state_dict()) if self._scheduler else None
         return Saved(way, file, schedule, self.state)
 
@@ -561,8 +561,8 @@ class Trainee:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UserError(
-                f"a training step must return its loss, a tensor that holds one number, such as model.loss(*inputs) "
-                f"is, not {shape}"
+                f"a training step must return its loss as a tensor that holds one number, such as model.loss(*inputs), "
+                f"not {shape}"
             )
         calls = tuple(tree_map_only(Tensor, Tensor.detach, self._model.calls))
         self._model.calls.clear()
@@ -571,8 +571,8 @@ class Trainee:
             seen.moved = moved(self._module, self._written)
         if len(seen.used) != 1:
             raise UserError(
-                "a training step must call optimizer.step() once, with a closure that is called once if it has any, "
-                f"and this one called it {len(seen.used)} times; compare that many steps, with one batch each"
+                "a training step must call optimizer.step() exactly once, and a closure passed to it must be called "
+                f"once, but here it was called {len(seen.used)} times; make that many steps, with one batch each"
             )
         if self._scheduler is not None:
             self._scheduler.step()

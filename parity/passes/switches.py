@@ -135,8 +135,9 @@ def captured_by_te(te: ModuleType, model: Model, optimizer: Optimizer, *args: An
     others = [type(one).__name__ for one in positional if not isinstance(one, Tensor)]
     if others:
         raise UserError(
-            f"TE's make_graphed_callables takes tensors by position, but the candidate is called with a {others[0]}; "
-            "let call_candidate pass it by name, or capture it yourself: parity.Training(graph=...)"
+            "TE's make_graphed_callables takes only tensors as positional arguments, but the candidate is called with "
+            f"a {others[0]}; pass it by name in call_candidate, or capture the candidate yourself: "
+            "parity.Training(graph=...)"
         )
     constants = {name: one for name, one in named.items() if not isinstance(one, Tensor)}
     if constants:
@@ -173,8 +174,9 @@ def _arguments(model: Model, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         hook.remove()
     if not found:
         raise UserError(
-            "call_candidate calls parts of the candidate and not itself, so TE's make_graphed_callables does not know "
-            "what to capture: capture these parts yourself, parity.Training(graph=...)"
+            "call_candidate calls submodules of the candidate instead of the candidate itself, so TE's "
+            "make_graphed_callables does not know what to capture: capture these submodules yourself, with "
+            "parity.Training(graph=...)"
         )
     return found[0]
 

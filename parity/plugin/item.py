@@ -219,7 +219,7 @@ _SEARCH = "the search for the cause"
 # When a second look begins, it is known which statistics are beyond their limits. If the second look raises, that
 # verdict counts: its numbers are shown, and the run does not pass. The result says that a correct port may have failed
 # by chance.
-_SECOND_LOOK = "a second look, which tells chance from a mistake,"
+_SECOND_LOOK = "the second look, which tells chance from a mistake,"
 
 
 class ParityError(Exception):
@@ -407,7 +407,7 @@ class ParityItem(pytest.Item):
         later = ", and no later seed was compared" if len(self.results) + 1 < len(self.options.seeds) else ""
         note = f"{self.unfinished} was cut short{later}"
         if self.unfinished == _SECOND_LOOK:
-            note += "; the first one counts, so what exceeds a limit may do so by chance"
+            note += "; the first look counts, so statistics may exceed their limits by chance"
         notes = (*self.verdict.notes, f"{note}: {cause}" if cause else note)
         return dataclasses.replace(self.verdict, notes=notes, cut_short=from_outside)
 

@@ -80,8 +80,8 @@ def detached_by_candidate_alone(reference: Sequence[str], candidate: Sequence[st
         return ""
     names, have, they = (", ".join(detached), *(("have", "they are") if len(detached) > 1 else ("has", "it is")))
     return (
-        f"{names} of the candidate {have} no gradient, where the reference's {have} one: {they} detached, or computed "
-        "under no_grad, so it trains nothing"
+        f"{names} of the candidate {have} no gradient, but the reference's {have} one: {they} detached, or computed "
+        "under no_grad, so no weight is trained"
     )
 
 
@@ -146,8 +146,8 @@ def written_by_candidate_alone(reference: Sequence[str], candidate: Sequence[str
     """
     changed = _only(candidate, reference)
     return changed and (
-        f"the candidate changes {changed} in place, which the reference leaves as it was: whatever reads it "
-        "afterwards, such as a residual, gets other numbers; let the candidate compute on a copy"
+        f"the candidate changes {changed} in place, but the reference does not: whatever reads it afterwards, such as "
+        "a residual, gets other numbers; let the candidate compute on a copy"
     )
 
 
@@ -155,7 +155,7 @@ def by_reference_alone(reference: Sequence[str], candidate: Sequence[str]) -> st
     """Return a remark on inputs that only the reference changes, or an empty text; arguments as above."""
     changed = _only(reference, candidate)
     return changed and (
-        f"the reference changes {changed} in place, which the candidate leaves as it was; no later reader of it was "
+        f"the reference changes {changed} in place, but the candidate does not; code that reads it afterwards was not "
         "compared"
     )
 
@@ -520,8 +520,8 @@ class Disturbed:
         if not self.changed:
             return ""
         return (
-            f"the pair's code changed {', '.join(self.changed)} for the whole process, which parity undid when the "
-            "comparison was over, so that no other pair meets it: change such things for the module alone"
+            f"the pair's code changed {', '.join(self.changed)} for the whole process; parity undid this after the "
+            "comparison, so that it does not affect other pairs: change such settings only for the module"
         )
 
     @property
@@ -530,7 +530,7 @@ class Disturbed:
         if not self.kept:
             return ""
         return (
-            f"the pair's code changed what cannot be undone, so that no pair after it can be trusted in this process: "
+            f"the pair's code made changes that cannot be undone, so later results of this process cannot be trusted: "
             f"{', '.join(self.kept)}"
         )
 

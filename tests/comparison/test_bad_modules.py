@@ -298,7 +298,7 @@ class WithUnused(Wrapped):
 
 def test_a_parameter_that_neither_uses_is_noted():
     result = result_of(wrapped(WithUnused, {"unused": "unused"}))
-    assert_says(result, "passed", "0 in the reference and in the candidate", "d unused")
+    assert_says(result, "passed", "0 in both the reference and the candidate", "d unused")
 
 
 @every_precision

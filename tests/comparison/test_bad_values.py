@@ -174,7 +174,7 @@ def test_a_candidate_three_times_too_large_does_not_pass_because_fp16_flushes_bo
 
 def test_an_output_that_rounding_loses_among_others_is_noted():
     pair = linear(**both(lambda module, x: (module(x), 1e-9 * module(x))))
-    assert_says(result_of(pair, "fp16"), "passed", "zeros would pass, too: output[1]")
+    assert_says(result_of(pair, "fp16"), "passed", "zeros would pass as well: output[1]")
 
 
 # Constants and zeros
@@ -215,7 +215,7 @@ def test_a_mistake_on_well_conditioned_inputs_is_not_taken_for_ill_conditioned()
 @every_precision
 def test_a_zero_gradient_in_both_passes_and_is_noted(precision):
     result = result_of(linear(**both(lambda module, x: module(torch.ones_like(x)))), precision)
-    assert_says(result, "passed", "0 in the reference and in the candidate", "d input")
+    assert_says(result, "passed", "0 in both the reference and the candidate", "d input")
 
 
 @every_precision
@@ -333,4 +333,4 @@ def test_the_command_line_and_the_report_state_each_without_a_traceback(tmp_path
     for words in ("every output of the reference is empty", "no floating-point tensor", "PAR002"):
         assert words in ran.stdout
         assert words in report
-    assert "0 in the reference and in the candidate, which proves nothing about it: d input (`detached" in report
+    assert "0 in both the reference and the candidate, which proves nothing: d input (`detached" in report

@@ -41,7 +41,7 @@ def test_te_s_graphs_are_right_at_every_step(host, precision):
     assert (result.status, result.findings, len(result.steps)) == ("passed", (), 3)
     assert result.item.endswith("-steps3-graph]")
     assert [note.split(" in a graph")[0] for note in result.notes] == (
-        ["attention takes the backend unfused"] if host == "llama" and precision != "fp32" else []
+        ["attention uses the backend unfused"] if host == "llama" and precision != "fp32" else []
     )
 
 
@@ -184,7 +184,10 @@ def test_no_cause_is_told_of_a_graph_if_none_is_asked_for():
     ("call", "told"),
     [
         (lambda module, x, y: module(x, y, 0.5), "called with a float"),
-        (lambda module, x, y: 0.5 * module.linear(x) + y, "calls parts of the candidate and not itself"),
+        (
+            lambda module, x, y: 0.5 * module.linear(x) + y,
+            "calls submodules of the candidate instead of the candidate itself",
+        ),
     ],
 )
 def test_what_te_cannot_capture_is_an_error_that_says_what_to_do(call, told):

@@ -15,7 +15,7 @@ from parity.result import Result
 THREADS = Path(__file__).parents[2] / "examples" / "threads"
 
 SAID = [
-    ("adam_in_bf16", "master-weights", "there are weights only in bfloat16"),
+    ("adam_in_bf16", "master-weights", "the weights exist only in bfloat16"),
     ("auxiliary_loss_of_own_tokens", "gradient-scale", "what flows back from output[1] counts 0.5 times"),
     ("cached_weight_scale", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
     ("cross_entropy_first_gradient", "gradient-scale", "every gradient is 0; look for detach"),
@@ -45,7 +45,7 @@ SAID = [
         "the weight gradient norm.weight is only a part of the sum on each",
     ),
     ("recompute_backward_scales", "scale-not-updated", "the output gradient of weight has a scale"),
-    ("recompute_outside_autocast", "recipe-disabled", "as if part of the candidate ran outside of it"),
+    ("recompute_outside_autocast", "recipe-disabled", "as if part of the candidate ran without it"),
     (
         "router_gradient_of_own_experts",
         "reduction-missing",

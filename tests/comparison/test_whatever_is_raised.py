@@ -76,7 +76,7 @@ def test_the_verdict_stays_where_a_wrong_candidate_raises_in_a_later_call(name: 
     run, told = RAISING[name]
     result = result_of(linear(call_candidate=from_call(3, run, factor=2.0)))
     assert_says(
-        result, "failed", "a second look, which tells chance from a mistake, raised", told, "the first one counts"
+        result, "failed", "the second look, which tells chance from a mistake, raised", told, "the first look counts"
     )
     assert_says(result, "failed", "the search for the cause raised", told)
     assert result.margin > 100
@@ -134,10 +134,10 @@ def endless(y: Tensor) -> list[Any]:
 RETURNED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "float8": (
         lambda y: y.to(torch.float8_e4m3fn),
-        "a tensor that is float8_e4m3fn, which cannot be compared as it is",
+        "a float8_e4m3fn tensor, which cannot be compared",
     ),
-    "sparse": (lambda y: y.to_sparse(), "a tensor that is sparse_coo, which cannot be compared as it is"),
-    "nested": (nested, "a tensor that is nested, which cannot be compared as it is"),
+    "sparse": (lambda y: y.to_sparse(), "a sparse_coo tensor, which cannot be compared"),
+    "nested": (nested, "a nested tensor, which cannot be compared"),
     "complex": (lambda y: y.to(torch.complex64), "the candidate returns {}"),
     "integers": (lambda y: y.int(), "the candidate returns {}"),
     "a generator": (lambda y: (x for x in [y]), "the candidate returns {}"),

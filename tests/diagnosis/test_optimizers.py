@@ -143,7 +143,7 @@ def test_right_steps_on_16_bit_weights_pass(kind, right, port, precision):
 
 def test_what_weights_of_16_bits_lose_is_noted():
     result = found(Adam, DECAY, "FusedAdam", dict(adam_w_mode=False, **DECAY), "bf16")
-    assert "the port's optimizer holds weights in bfloat16: what its steps round is expected" in result.notes
+    assert "the port's optimizer keeps weights in bfloat16, so the rounding of its steps is expected" in result.notes
 
 
 def test_pytorchs_own_optimizer_may_step_on_16_bit_weights():

@@ -475,7 +475,7 @@ def notes(build: Callable[[], parity.Pair], precision: str, *choices: str) -> st
 @pytest.mark.parametrize("name", WITH_TE_GEMMS)
 def test_gemms_without_tf32_are_noted_with_the_tensors_that_show_it(name: str) -> None:
     told = notes(WITH_TE_GEMMS[name], "fp32", "fp32-exact")
-    assert f"{NOTE}: less than 10% of the error that TF32 costs, as if its FP32 GEMMs ran in true FP32" in told
+    assert f"{NOTE}: less than 10% of the error that TF32 costs, as if the FP32 GEMMs ran in true FP32" in told
     assert "output" in told
 
 

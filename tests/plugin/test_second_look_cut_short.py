@@ -16,8 +16,8 @@ from parity.result import Result
 LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
 # New workers import PyTorch while they collect, for which the limit holds as well.
 LIMIT_OF_WORKERS = LIMIT.replace("3 s", "20 s")
-CUT_SHORT = "a second look, which tells chance from a mistake, was cut short"
-COUNTS = "; the first one counts, so what exceeds a limit may do so by chance: "
+CUT_SHORT = "the second look, which tells chance from a mistake, was cut short"
+COUNTS = "; the first look counts, so statistics may exceed their limits by chance: "
 WITH_WORKERS = {
     "looks_again_and_dies": "its worker died: SIGKILL",
     "looks_again_and_exits": "its worker ended with exit code 3",

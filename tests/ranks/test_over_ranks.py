@@ -61,7 +61,7 @@ def test_a_mistake_of_the_module_itself_is_told_as_such():
     [
         ("raises", "rank 1 of 2 (tp2) raised: RuntimeError: no memory left"),
         ("dies", "rank 1 of 2"),
-        ("names no weight", "names 'weigth', which is no parameter of the candidate; did you mean 'weight'?"),
+        ("names no weight", "names 'weigth', which is not a parameter of the candidate; did you mean 'weight'?"),
         ("names no input", "splits names 'x', but the inputs and outputs are input, output"),
     ],
 )

@@ -163,7 +163,7 @@ def test_with_scales_of_the_passes_before_it_fails_as_well(candidate):
 def test_where_a_backward_pass_meets_the_graph_of_a_call_before_it_is_said_what_that_means():
     result = compared(FirstOutput, "fp8_delayed", probe=False)
     assert result.status == "error"
-    assert "the module keeps what it computed in an earlier call" in result.reason
+    assert "the module reuses a tensor from an earlier call, together with its graph" in result.reason
 
 
 class KeepsTables(Layer):
@@ -350,7 +350,7 @@ def compared_detached(change, of_reference=lambda loss: loss):
 def test_a_loss_that_is_detached_beside_other_outputs_is_an_error(change):
     for result in compared_detached(change):
         assert result.status == "error"
-        assert result.reason.startswith("output[1] of the candidate has no gradient, where the reference's has one")
+        assert result.reason.startswith("output[1] of the candidate has no gradient, but the reference's has one")
 
 
 def test_one_that_the_reference_detaches_too_is_right():

@@ -172,7 +172,7 @@ def test_a_pair_that_changes_its_process_passes_with_a_note_and_the_next_pair_ge
     before = of_the_next()
     result = result_of(linear(call_candidate=disturb))
     told = "torch's default dtype (from torch.float32 to torch.float64), the environment variable NVTE_OF_A_PAIR"
-    assert_says(result, "passed", f"the pair's code changed {told} for the whole process, which parity undid")
+    assert_says(result, "passed", f"the pair's code changed {told} for the whole process; parity undid this")
     assert of_the_next() == before
 
 
@@ -213,5 +213,5 @@ def test_a_pair_that_changes_what_cannot_be_put_back_is_an_error(
             gone.rmdir()
         return module(x)
 
-    told = "no pair after it can be trusted in this process: the current folder: FileNotFoundError"
+    told = "so later results of this process cannot be trusted: the current folder: FileNotFoundError"
     assert_says(result_of(linear(call_candidate=leave)), "error", told)
