@@ -68,7 +68,7 @@ def run(
     paths: Paths = None,
     precision: Precisions = None,
     backend: Annotated[str | None, typer.Option(envvar="PARITY_BACKEND", help="auto, gpu or cpu.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="20 for the seeds 0 to 19; 0,3,7 for these.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="20 means seeds 0 to 19; 0,3,7 lists them.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto, flash, fused, unfused, or all in turn.")] = None,
     determinism: Annotated[bool, typer.Option("--determinism", help="Run candidates again, compare bytes.")] = False,
     workers: Annotated[str, typer.Option("-n", help="Processes: a number, or auto for as many as fit.")] = "auto",
@@ -84,7 +84,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that did not end.")] = False,
     steps: Annotated[str | None, typer.Option(help="Train every pair for so many steps, 0 for none.")] = None,
     engine: Annotated[str | None, typer.Option(help="local, or ray for the nodes of a Ray cluster [local].")] = None,
-    address: Annotated[str | None, typer.Option(help="The Ray cluster's; local starts one here.")] = None,
+    address: Annotated[str | None, typer.Option(help="Address of the Ray cluster; local starts one here.")] = None,
     save_as: Annotated[str | None, typer.Option(help="Keep the record as a baseline of this name.")] = None,
     against: Annotated[str | None, typer.Option(help="A baseline or a record: tell what changed since.")] = None,
     keep_runs: Annotated[str | None, typer.Option(help="How many earlier runs are kept [20].")] = None,
@@ -233,9 +233,9 @@ def train(
     steps: Annotated[int, typer.Option(help="How many steps.")] = 20,
     precision: Precisions = None,
     backend: BackendName = "auto",
-    seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "1",
+    seeds: Annotated[str, typer.Option(help="4 means seeds 0 to 3; 0,3,7 lists them.")] = "1",
     out: ReportFile = Path("reports/training.md"),
-    band: Annotated[int, typer.Option(help="Of how many drawn trainings a curve's band is made; 0 for none.")] = 6,
+    band: Annotated[int, typer.Option(help="How many random trainings make up a curve's band; 0: no band.")] = 6,
 ) -> None:
     """Train pairs step by step and draw their losses. The exit code is 1 if a step is wrong."""
     from parity.cli import suite
@@ -257,10 +257,10 @@ def train(
 )
 def execute(
     script: Annotated[Path, typer.Argument(help="A Python script that imports TransformerEngine.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
-    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as of python -m.")] = False,
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as for python -m.")] = False,
 ) -> None:
-    """Run your TransformerEngine script on a CPU. What it calls cuda is the CPU then."""
+    """Run your TransformerEngine script on a CPU. The device cuda then means the CPU."""
     if not is_module and not script.is_file():
         raise UserError(f"there is no script {script}")
     from parity import te
@@ -289,7 +289,7 @@ def calibrate(
     paths: Paths = None,
     precision: Precisions = None,
     backend: BackendName = "auto",
-    seeds: Annotated[str, typer.Option(help="4 for the seeds 0 to 3; 0,3,7 for these.")] = "4",
+    seeds: Annotated[str, typer.Option(help="4 means seeds 0 to 3; 0,3,7 lists them.")] = "4",
     draws: Annotated[int, typer.Option(min=0, help="Random kernels per case, precision and seed.")] = 2,
     workers: Processes = CORES,
     output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("parity-calibration.json"),
@@ -416,7 +416,7 @@ def throughput(
     name="gpu-report",
 )
 def gpu_report(
-    folder: Annotated[Path, typer.Argument(help="Of the report.")] = Path("reports/gpu"),
+    folder: Annotated[Path, typer.Argument(help="Folder for the report.")] = Path("reports/gpu"),
     minutes: Annotated[float, typer.Option(min=0.1, help="For all steps.")] = 7.5,
     quick: Annotated[bool, typer.Option("--quick", help="Run a small part of each step.")] = False,
     backend: BackendName = "auto",
@@ -499,9 +499,9 @@ def kernel_freedoms(
     workers: Processes = CORES,
     out: ReportFile = Path("reports/kernel_freedoms.md"),
 ) -> None:
-    """Write what other right kernels may do.
+    """Report how other right kernels may round.
 
-    The report also says what it costs to allow it, on the CPU kernels.
+    The report also shows what it costs to allow this, on the CPU kernels.
     """
     from parity.lab.zoo import trial
     from parity.plugin.options import check_file
@@ -516,7 +516,7 @@ def kernel_freedoms(
 )
 def noise(
     others: Annotated[list[Path], typer.Argument(help="Records of the same right pairs under various kernels.")],
-    alike: Annotated[list[Path], typer.Option(help="Of kernels that round alike; repeatable.")],
+    alike: Annotated[list[Path], typer.Option(help="Records of kernels that round alike; repeatable.")],
     output: Annotated[Path, typer.Option("-o", "--out", help="The table.")] = Path("noise.json"),
 ) -> None:
     """Measure by how much right kernels of the same port differ, which --against takes for noise."""
@@ -533,15 +533,15 @@ def noise(
 )
 def nvidia_tests(
     sample: Annotated[int, typer.Option(min=0, help="How many tests are drawn; 0 for all.")] = 500,
-    gpu: Annotated[str, typer.Option(help="Emulated ones.")] = "hopper,blackwell",
+    gpu: Annotated[str, typer.Option(help="GPUs to emulate.")] = "hopper,blackwell",
     only: Annotated[str, typer.Option(help="Files whose names match this regular expression.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
     workers: Processes = CORES,
     seconds: Annotated[
-        float | None, typer.Option(help="Of processor time, for a test [30 in a sample, 120 where all are run].")
+        float | None, typer.Option(help="Of processor time, for each test [30 in a sample, 120 if all are run].")
     ] = None,
-    memory: Annotated[float, typer.Option(help="GiB, for a test.")] = 6.0,
-    folder: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on there.")] = Path(
+    memory: Annotated[float, typer.Option(help="GiB, for each test.")] = 6.0,
+    folder: Annotated[Path, typer.Option(help="Where outcomes are kept; a later run continues there.")] = Path(
         "build/nvidia-tests"
     ),
     on_gpu: Annotated[

@@ -74,9 +74,9 @@ def _look_after(path: Path, code: record.Code, again: bool) -> None:
     told = ", ".join(outdated.changed[:_CHANGES_TOLD])
     more = len(outdated.changed) - _CHANGES_TOLD
     reasons = [f"changed since: {told}{f' and {more} more' if more > 0 else ''}"] if told else []
-    reasons += [f"of {outdated.unnamed} the code is not known"] if outdated.unnamed else []
+    reasons += [f"the code of {outdated.unnamed} is unknown"] if outdated.unnamed else []
     print(
         f"{path}: {outdated.results} of {outdated.of} results were computed by other code ({'; '.join(reasons)}); "
-        "they are used as they are; --again computes them anew",
+        "they are used unchanged; --again computes them again",
         file=sys.stderr,
     )

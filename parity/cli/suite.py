@@ -300,7 +300,7 @@ def run(files: Sequence[str], arguments: Sequence[str]) -> int:
             finally:
                 followed.end()
     except BrokenPipeError:
-        print("parity: nobody reads the output any more, so the run ended before all was compared", file=sys.stderr)
+        print("parity: the output was closed, so the run ended before everything was compared", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return MISTAKE
     if errors.messages:

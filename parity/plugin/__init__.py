@@ -80,7 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
         reason = te.why_no_gpu()
         if reason is not None:
-            raise pytest.UsageError(f"the backend gpu was asked for: no real TransformerEngine kernels here: {reason}")
+            raise pytest.UsageError(
+                f"the backend gpu was asked for, but TransformerEngine's GPU kernels cannot run here: {reason}"
+            )
 
 
 @pytest.hookimpl(tryfirst=True)

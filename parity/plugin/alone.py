@@ -97,7 +97,7 @@ told = sys.stdin.read().splitlines()
 if told and told[-1]:
     for report in reports:
         subprocess.run([sys.executable, "-m", "parity", "report", record, "-o", report], stdout=subprocess.DEVNULL)
-    ended = f"the process of this run ended while it compared {told[-1]}; {advice}"
+    ended = f"the process of this run ended while it was comparing {told[-1]}; {advice}"
     print(f"parity: {ended}\\nreport: {reports[0]}", file=sys.stderr)
 """
 
@@ -171,7 +171,9 @@ def end_without_threads(config: pytest.Config, code: int) -> None:
         for thread, node_id in left.items():
             thread.join(max(0.0, until - time.monotonic()))
             if thread.is_alive():
-                told = f"parity: {node_id} left {thread.name} running, which has not ended; the process ends without it"
+                told = (
+                    f"parity: {node_id} left the thread {thread.name} running; the process ends without waiting for it"
+                )
                 with suppress(Exception):  # a pair may have closed the streams
                     print(told.encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
                     sys.stdout.flush()

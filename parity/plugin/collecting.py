@@ -54,7 +54,7 @@ def collected_in_time(module: pytest.Module, seconds: float) -> Iterator[None]:
     expired = partial(_end_run, module, _too_long(seconds), threading.get_ident())
 
     def exited() -> None:
-        cause = "its C code called exit while it was collected, which ends the process"
+        cause = "its C code called exit while the file was being collected, which ends the process"
         ending.end_process(partial(_end_run, module, cause, threading.get_ident()))
 
     limit = ending.time_limit(seconds, expired, stacks, ending.interruption(config))
@@ -76,7 +76,7 @@ def _too_long(seconds: float) -> str:
 
 def _end_run(module: pytest.Module, cause: str, thread: int) -> None:
     """Report the file of pairs that ends this process. The run ends too, because every worker collects every file."""
-    report = _report(module, f"{cause}; the run ends with it", ending.stack_of(thread))
+    report = _report(module, f"{cause}; this ends the run", ending.stack_of(thread))
     ending.announce(report)
     ending.show_output(module.config)
     module.ihook.pytest_collectreport(report=report)
@@ -158,7 +158,7 @@ def unknown_pairs(
             continue
         if name == item and name in declared:
             at = ", ".join(declared[name].precisions or ("every precision",))
-            yield f"the pair {name!r} of {path} has no item in this run; it is compared at {at}"
+            yield f"the pair {name!r} of {path} has no item in this run; its precisions are {at}"
         elif name in declared:
             yield f"the pair {name!r} of {path} has no item {item!r}; `pytest {path} --collect-only -q` lists them"
         else:

@@ -306,8 +306,11 @@ def environment_line(item: ParityItem) -> str:
 
 BROKEN_BY = pytest.StashKey[str]()
 STDERR = pytest.StashKey[int]()
-USE_WORKERS = "with -n 1 or more, a new worker takes the place of one that cannot go on"
-RESUME = "a resumed run (--resume, or --parity-resume=yes) compares it in a worker, and goes on after it"
+USE_WORKERS = "use -n 1 or more, so that a new worker replaces one that cannot continue"
+RESUME = (
+    "resume the run (--resume, or --parity-resume=yes), which compares this item in a worker and continues even if "
+    "that worker ends"
+)
 
 
 def keep_stderr(config: pytest.Config) -> None:
@@ -363,11 +366,11 @@ def exits_in_c(item: ParityItem) -> None:
     from parity.trace.whose import line_running
 
     at = line_running()
-    cause = f"its C code called exit, which ends the process{at and f' ({at})'}; {_END_OF_RUN}"
+    cause = f"C code of the pair called exit, which ends the process{at and f' ({at})'}; {_END_OF_RUN}"
     end_process(lambda: _end_with_item(item, cause, threading.get_ident()))
 
 
-_END_OF_RUN = f"the run ends with it: {USE_WORKERS}"
+_END_OF_RUN = f"this ends the run; {USE_WORKERS}"
 
 
 def _end_with_item(item: ParityItem, cause: str, thread: int) -> None:
@@ -415,7 +418,7 @@ def finish(session: pytest.Session) -> None:
 def _record_as_not_compared(ended_by: ParityItem) -> None:
     """Record an error for each item that follows the one that ends the run."""
     items = ended_by.session.items
-    reason = f"not compared, since {ended_by.nodeid} ended the run; {USE_WORKERS}"
+    reason = f"not compared, because {ended_by.nodeid} ended the run; {USE_WORKERS}"
     recorder = ended_by.config.pluginmanager.getplugin(RECORDER)
     for item in items[items.index(ended_by) + 1 :]:
         if isinstance(item, type(ended_by)):
@@ -533,7 +536,7 @@ def record_meanwhile(item: ParityItem) -> None:
         recorder.record_meanwhile(item.nodeid, environment_line(item), lines)
 
 
-_DIED = "the process of this run ended while it was compared"
+_DIED = "the process of this run ended while it was comparing this item"
 WORKER = "its worker"  # followed by "died" or "ended"
 
 

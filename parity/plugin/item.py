@@ -142,7 +142,7 @@ def _free(gate: IO[str]) -> bool:
 # Make one comparison in limited time, beside others on the device or alone, and repeat it if memory ran out.
 
 
-RETRIED = "memory ran out beside other items, so it ran a second time, alone on its device"
+RETRIED = "memory ran out while other items shared the device, so this item ran again with the device to itself"
 
 
 def attempt(
@@ -184,8 +184,8 @@ def attempt(
         return dataclasses.replace(second, notes=(*second.notes, RETRIED))
     memory.release()
     reason = (
-        f"does not fit in memory, though it was tried twice and alone on its device: it needs about "
-        f"{devices.in_words(needed())}, {devices.in_words(devices.free())} are free; {second.reason}"
+        f"does not fit in memory, even in a second attempt with the device to itself: it needs about "
+        f"{devices.in_words(needed())}, and {devices.in_words(devices.free())} are free; {second.reason}"
     )
     return dataclasses.replace(second, status="skipped", reason=reason)
 
@@ -317,8 +317,8 @@ class ParityItem(pytest.Item):
 
         stash = self.config.stash
         if ending.BROKEN_BY in stash:
-            broken = f"{stash[ending.BROKEN_BY]} broke CUDA's context in this process"
-            return self.without_comparison(f"not compared, since {broken}; {ending.USE_WORKERS}")
+            broken = f"{stash[ending.BROKEN_BY]} broke the CUDA context of this process"
+            return self.without_comparison(f"not compared, because {broken}; {ending.USE_WORKERS}")
         self._write_diary()
         try:
             with alone.threads_noted(self.config, self.nodeid):

@@ -208,7 +208,7 @@ def declare(parser: pytest.Parser) -> None:
     for name, default, metavar, text in (
         ("precisions", "", "P,P", "compare at these precisions only, e.g. fp32,bf16 (default: all)"),
         ("backend", "auto", "auto|gpu|cpu", "TransformerEngine's real kernels, or emulated ones (default: auto)"),
-        ("seeds", "1", "N|S,S", "20 for the seeds 0 to 19; 0,3,7 or 5-9 for these; 3, for seed 3 alone (default: 1)"),
+        ("seeds", "1", "N|S,S", "20 means seeds 0 to 19; 0,3,7 or 5-9 list them; 3, means only seed 3 (default: 1)"),
         ("report", "reports", "DIR", "folder of the report and its JSON lines (default: reports)"),
         ("name", "parity", "NAME", "the report's name (default: parity)"),
         ("attention", "auto", "BACKEND", "TransformerEngine's attention: auto, flash, fused, unfused, or all in turn"),
@@ -217,17 +217,17 @@ def declare(parser: pytest.Parser) -> None:
         ("calibration", "", "FILE", "a table of limits from 'parity calibrate' (default: the packaged one)"),
         ("timeout", "600", "SECONDS", "for an item at one seed, and to collect a file; 0: no limit (default: 600)"),
         ("diagnosis", "yes", "yes|no|SECONDS", "seconds for the cause of a failure, 0 for no limit (default: 30)"),
-        ("resume", "no", "yes|no", "go on with the record of a run that did not end (default: no)"),
+        ("resume", "no", "yes|no", "resume a run that did not finish, from its record (default: no)"),
         ("save-as", "", "NAME", "keep the record as the baseline NAME, for --parity-against"),
         ("against", "", "NAME|FILE", "tell what has changed since a baseline; fails if something regressed"),
         ("keep-runs", "20", "N", "how many earlier runs of the same name are kept in DIR/runs (default: 20)"),
-        ("ci", "all", "all|none|P,P", "junit, summary, annotations: what a CI system is told (default: all)"),
+        ("ci", "all", "all|none|P,P", "output for CI systems: junit, summary, annotations (default: all)"),
         ("engine", "local", "local|ray", "compare on this machine, or on the nodes of a Ray cluster (default: local)"),
         (
             "address",
             "",
             "ADDRESS",
-            "the Ray cluster's; local starts one (default: RAY_ADDRESS, or what runs here)",
+            "address of the Ray cluster; local starts one (default: RAY_ADDRESS, or the one that runs here)",
         ),
     ):
         group.addoption(f"--parity-{name}", dest=f"parity_{name}", default=None, metavar=metavar, help=text)

@@ -58,10 +58,10 @@ class Cluster:
             if backend == "gpu" and not self.gpus:
                 raise UserError(
                     f"the backend gpu was asked for, but the Ray cluster has no GPU, on {self.nodes} nodes with "
-                    f"{self.cpus} CPUs; `ray status` shows what it has, and `ray start --num-gpus` says what a node has"
+                    f"{self.cpus} CPUs; `ray status` lists its resources; `ray start --num-gpus` sets those of a node"
                 )
             if not self.cpus:
-                raise UserError("the Ray cluster has no CPUs; `ray start --num-cpus` says what a node has")
+                raise UserError("the Ray cluster has no CPUs; `ray start --num-cpus` sets those of a node")
         except UserError:
             self.leave()
             raise
@@ -239,9 +239,8 @@ class _Running:
 
 _MOST_LOSSES = 3  # an item that was lost with this many processes or nodes is taken for the cause
 _ON_EVERY_NODE = (
-    "what a run needs has to be on every node: the folder in which it starts, with the files of pairs and what they "
-    "import, at the same path, or brought by `ray job submit --working-dir`; and Python with parity and the same "
-    "versions"
+    "every node needs what the run uses: the folder in which it starts, with the files of pairs and what they import, "
+    "at the same path or brought by `ray job submit --working-dir`; and Python with parity and the same versions"
 )
 
 
@@ -440,9 +439,9 @@ class RayEngine:
         differ = earlier.differences(here, dataclasses.replace(there, items=here.items, cpu=cpu, asked=asked))
         if differ:
             raise UserError(
-                f"node {node} is another machine than the one that collected: {'; '.join(differ)}. A record is of one "
-                "kind of machine, with the same files and versions; --resume goes on where this run ends, once they "
-                "are alike"
+                f"node {node} differs from the machine that collected the items: {'; '.join(differ)}. All results of a "
+                "record must come from the same kind of machine, with the same files and versions; --resume continues "
+                "this run once they match"
             )
 
     def _lose(self, task: _Running, cause: str) -> None:
@@ -452,7 +451,7 @@ class RayEngine:
         left = []
         for node_id, item in task.left.items():
             if self._losses[node_id] >= _MOST_LOSSES:
-                self._give_up(item, f"its process was lost {_MOST_LOSSES} times, the last time since: {cause}")
+                self._give_up(item, f"its process was lost {_MOST_LOSSES} times, most recently because {cause}")
             else:
                 left.append(item)
         self._tell(f"{cause} ({len(left)} items go to another task)")

@@ -84,7 +84,7 @@ class Recorder:
             done, all_of_them = len(unfinished.finished), unfinished.record.environment.items
             self._tell(f"went on with {self._record}, which had {done} of {all_of_them} items")
         if killer:
-            self._tell(f"compared in a worker, since the process of the run before ended while it compared {killer}")
+            self._tell(f"compared in a worker, because the last run's process ended while it was comparing {killer}")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Claim the record if there is something to write."""
@@ -144,7 +144,9 @@ class Recorder:
         """Return whether this comparison has no result yet. A pair that forks may report itself twice."""
         key = (f"{result.path}::{result.item}", result.seed)
         if key in self._known:
-            self._tell(f"{key[0]} reported seed {result.seed} again, which was left out: it may have forked")
+            self._tell(
+                f"{key[0]} reported seed {result.seed} a second time, which was ignored; the pair may have forked"
+            )
             return False
         self._known.add(key)
         return True
@@ -263,7 +265,7 @@ class Recorder:
         if self._unwritten or not self._tried(lambda: files.replace(self._report, drawn)):
             self._lost = not self._tried(lambda: self._save_elsewhere(drawn))
             if self._lost:
-                self._tell("so this run left no complete record and report; make room, and run it again")
+                self._tell("so this run has no complete record and report; free some disk space, and run it again")
                 return
         self._tried(lambda: files.replace(self._page, html.draw(digest, self._name)))
         if self._options.save_as:
@@ -574,8 +576,8 @@ def _listed(seeds: Sequence[int]) -> str:
 
 def _not_the_same(differences: Sequence[str]) -> str:
     return (
-        f"cannot go on with the record, which is of another run: {'; '.join(differences)}. Ask for the same again, or "
-        "leave out --resume (--parity-resume): a new run keeps the record under another name"
+        f"cannot resume from this record, because it belongs to a different run: {'; '.join(differences)}. Repeat the "
+        "same run, or leave out --resume (--parity-resume): a new run keeps the record under another name"
     )
 
 
@@ -630,7 +632,7 @@ def set_aside(claim: Claim, report: Path, left: Left, most: int) -> str:
     record = claim.path
     if left == "unfinished":
         aside = files.free_name(record, "unfinished")
-        told = f"{record} was of a run that did not end; it is kept as {aside}"
+        told = f"{record} belonged to a run that did not finish; it is kept as {aside}"
     else:
         folder = record.parent / earlier.RUNS
         known = earlier.numbers(folder, record.stem)

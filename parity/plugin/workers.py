@@ -122,7 +122,7 @@ def _record(node_id: str, diary: Diary, report: Any) -> None:
     cause = _cause_of_death(report.node)
     if stacks:
         limit = f"ran longer than {entry.limit:g} s (--parity-timeout, or --timeout of parity run)"
-        cause = f"{limit}, and let no Python thread run; its worker was ended and replaced"
+        cause = f"{limit}, and kept every Python thread from running; its worker was ended and replaced"
         report.sections.append(("where it was", stacks))
     results = [*finished, entry.ended_by(cause, from_outside=not stacks)]
     report.parity_lines = {"environment": entry.environment, "results": results}

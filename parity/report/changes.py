@@ -278,7 +278,7 @@ _MOVED = ("item", "tensors with other bytes", "seed", "grew most", "statistic", 
 _TITLES: dict[Kind, str] = {
     "newly failing": "Newly failing",
     "regressed": "Regressed",
-    "grown": "Grown, as other kernels may make it",
+    "grown": "Grown, as other kernels could explain",
     "newly passing": "Newly passing",
     "otherwise": "Otherwise changed",
     "improved": "Improved",
@@ -288,7 +288,7 @@ _TITLES: dict[Kind, str] = {
     "gone": "Gone",
 }
 _WORDS: dict[Kind, str] = {
-    "grown": "grown as other kernels may make it",
+    "grown": "grown as other kernels could explain",
     "newly passing": "newly passing",
     "otherwise": "otherwise changed",
     "improved": "improved beyond noise",
@@ -304,11 +304,12 @@ _WORDS: dict[Kind, str] = {
 AS_BEFORE: tuple[Kind, ...] = ("within noise", "same bytes", "not compared")
 _GROWING: tuple[Kind, ...] = ("regressed", "grown")
 _TOLD: dict[Kind, str] = {
-    "regressed": "The verdict is the same, but these tensors' errors have grown by more than right kernels of the same "
-    "port differ by. Noise makes a whole comparison tell one less often than once in 1,000 times.",
-    "grown": "Kernels that round alike do not differ so much. Others may, and be right: those that split sums, keep "
-    "fewer bits of them or round operands otherwise. So this is no regression, but a mistake may hide in it.",
-    "other numbers": "Inputs, weights or the reference are not those of before, so that only verdicts were compared.",
+    "regressed": "The verdict is the same, but these tensors' errors have grown by more than the difference between "
+    "right kernels of the same port. Noise alone causes such a report in fewer than one of 1,000 comparisons.",
+    "grown": "Kernels that round alike do not differ by this much. Right kernels that round differently may: those "
+    "that split sums, keep fewer bits of them or round operands in another way. So this is not counted as a "
+    "regression, but a mistake may hide in it.",
+    "other numbers": "Inputs, weights or the reference have changed, so only the verdicts were compared.",
     "other bytes": "Both runs used the same kernels, which give the same bytes each time, so it is code that changed "
     "these numbers: the pair's, or that of a package that it imports. The errors have grown by no more than summing in "
     "another order explains, so this is no regression. But if the change was not meant to touch these numbers, it has "

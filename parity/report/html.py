@@ -567,7 +567,7 @@ def _distribution(histogram: Histogram) -> Plot:
     return Plot(
         "histogram",
         "how large the elements' errors are",
-        f"{_share(beyond, total)} of the elements err by more than 10 times the expected error in root mean square. "
+        f"{_share(beyond, total)} of the elements have errors of more than 10 times the expected RMS error. "
         f"Without any error: {_share(exact, total)}; expected: {_share(exact_of_model, total_of_model)}.",
         {
             "at": [edge + histogram.width / 2 for edge in edges[kept]],

@@ -70,8 +70,8 @@ def test_a_case_that_hangs_whatever_is_raised_ends_the_run_and_every_item_has_it
     assert [(result.case, result.status) for result in results] == [
         ("sound", "passed"), ("hangs_whatever_is_raised", "error"), ("never_reached", "error")
     ]  # fmt: skip
-    assert "ran longer than 3 s (--parity-timeout, or --timeout of parity run); the run ends with it" in printed
-    told = "not compared, since my_pairs.py::hangs_whatever_is_raised[fp32-2] ended the run; with -n 1 or more"
+    assert "ran longer than 3 s (--parity-timeout, or --timeout of parity run); this ends the run" in printed
+    told = "not compared, because my_pairs.py::hangs_whatever_is_raised[fp32-2] ended the run; use -n 1 or more"
     assert results[2].reason.startswith(told)
     assert "2 of 3 items failed" in (tmp_path / "reports/parity.md").read_text()
 
@@ -83,8 +83,8 @@ def test_c_code_that_calls_exit_ends_the_run_with_its_report_and_another_exit_co
     assert [(result.case, result.status) for result in results] == [
         ("sound", "passed"), (name, "error"), ("never_reached", "error")
     ]  # fmt: skip
-    assert results[1].reason.startswith("its C code called exit, which ends the process")
-    assert results[2].reason.startswith(f"not compared, since my_pairs.py::{name}[fp32-2] ended the run; with -n 1")
+    assert results[1].reason.startswith("C code of the pair called exit, which ends the process")
+    assert results[2].reason.startswith(f"not compared, because my_pairs.py::{name}[fp32-2] ended the run; use -n 1")
     assert "1 failed, 1 passed" in printed
     assert "2 of 3 items failed" in (tmp_path / "reports/parity.md").read_text()
 
@@ -146,7 +146,7 @@ def test_the_record_and_a_report_tell_which_item_ended_the_process(tmp_path: Pat
     ended, _, results = run_in_a_process(tmp_path, ["sound", name, "never_reached"], "--parity-timeout=3")
     assert ended == code
     assert [(result.case, result.status) for result in results] == [("sound", "passed"), (name, "error")]
-    assert results[-1].reason.startswith("the process of this run ended while it was compared; a resumed run")
+    assert results[-1].reason.startswith("the process of this run ended while it was comparing this item; resume")
     report = tmp_path / "reports/parity.md"
     wait_for(lambda: report.exists() and "of this run ended" in report.read_text())
     assert "1 of 2 items failed; 1 item without a result" in report.read_text()
@@ -237,8 +237,8 @@ def test_a_file_that_hangs_when_it_is_collected_is_interrupted_and_the_others_ar
     [
         ("hangs_whatever_is_raised", 0, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
         ("hangs_whatever_is_raised", 2, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
-        ("exits_in_c", 0, "its C code called exit while it was collected, which ends the process; the run ends"),
-        ("exits_in_c", 2, "its C code called exit while it was collected, which ends the process; the run ends"),
+        ("exits_in_c", 0, "called exit while the file was being collected, which ends the process; this ends the run"),
+        ("exits_in_c", 2, "called exit while the file was being collected, which ends the process; this ends the run"),
     ],
 )
 def test_a_file_that_ends_its_process_when_it_is_collected_ends_the_run_and_says_where(
@@ -297,5 +297,5 @@ def test_a_thread_that_a_case_leaves_does_not_keep_the_run_from_ending(
         "sys.exit(pytest.main(['-q', '-p', 'parity.plugin', 'my_pairs.py']))"
     )
     assert ended.ret == 0
-    ended.stderr.fnmatch_lines(["parity: my_pairs.py::leaving* left sleeper running, which has not ended; *"])
+    ended.stderr.fnmatch_lines(["parity: my_pairs.py::leaving* left the thread sleeper running; *"])
     assert recorded(pytester).results[0].status == "passed"

@@ -171,7 +171,7 @@ ENDS = {
     "fails_and_its_search_kills_it": "its worker died: SIGKILL",
     "fails_and_its_search_exits": "its worker ended with exit code 3",
     "fails_and_its_search_hangs": f"{LIMIT}; its worker was ended and replaced",
-    "fails_and_its_search_hangs_for_good": f"{LIMIT}, and let no Python thread run; its worker was ended",
+    "fails_and_its_search_hangs_for_good": f"{LIMIT}, and kept every Python thread from running; its worker was ended",
 }
 
 

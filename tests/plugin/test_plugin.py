@@ -481,5 +481,5 @@ def test_a_pair_that_is_not_compared_at_the_precisions_of_the_run_is_told_with_i
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py::fails", "--parity-precisions=fp16")
     result.stderr.fnmatch_lines(
-        ["*the pair 'fails' of my_pairs.py has no item in this run; it is compared at bf16, fp32"]
+        ["*the pair 'fails' of my_pairs.py has no item in this run; its precisions are bf16, fp32"]
     )

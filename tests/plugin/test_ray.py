@@ -289,7 +289,7 @@ def test_an_item_that_loses_three_tasks_is_an_error_and_the_others_are_compared(
     lost = [{"begun": node_id("a")}, None]
     script = Script(plan(a=1, b=1), *(list(lost) for _ in range(3)), [ended("b"), END])
     assert run(pytester, script).ret == 1
-    lost_three_times = "its process was lost 3 times, the last time since: the node 10.0.0.5 is dead"
+    lost_three_times = "its process was lost 3 times, most recently because the node 10.0.0.5 is dead"
     assert recorded(pytester) == {"a": lost_three_times, "b": ""}
 
 
@@ -314,7 +314,7 @@ def test_an_item_that_takes_more_gpus_than_a_node_has_is_an_error(pytester: pyte
         ([{"exit_code": 1, "told": "there is no /home/me"}], "node 10.0.0.5 compares nothing: there is no /home/me"),
         (
             [ended("a", ELSEWHERE)],
-            f"node 10.0.0.5 is another machine .* torch was {re.escape(HERE.torch)}, now it is 1.0",
+            f"node 10.0.0.5 differs from the machine .* torch was {re.escape(HERE.torch)}, now it is 1.0",
         ),
     ],
     ids=["no files", "other versions"],

@@ -111,7 +111,7 @@ def test_a_resumed_run_goes_on_after_an_item_that_ends_its_process(tmp_path: Pat
     for _ in range(2):  # a run that had reached its end goes on as well
         code, printed, results = run_in_a_process(tmp_path, names, RESUME)
         assert code == 1
-        assert f"since the process of the run before ended while it compared my_pairs.py::{name}[fp32-2]" in printed
+        assert f"because the last run's process ended while it was comparing my_pairs.py::{name}[fp32-2]" in printed
         found = {result.case: result for result in results}
         assert len(results) == len(names)
         assert {found[each].status for each in ("sound", "reached_at_last", "too")} == {"passed"}
@@ -163,7 +163,7 @@ def test_other_options_are_told_before_anything_is_compared(
     before = file.read_bytes()
     result = run(pytester, "my_pairs.py", RESUME, option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert f"which is of another run: {told}." in result.stderr.str()
+    assert f"because it belongs to a different run: {told}." in result.stderr.str()
     assert file.read_bytes() == before
 
 
@@ -173,7 +173,7 @@ def test_another_version_of_parity_is_told(
     run(pytester, "my_pairs.py")
     monkeypatch.setattr("parity.report.earlier.code_of_parity", lambda: "others")
     result = run(pytester, "my_pairs.py", RESUME)
-    assert "of another run: parity's code changed." in result.stderr.str()
+    assert "a different run: parity's code changed." in result.stderr.str()
 
 
 def edit_the_pairs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -207,7 +207,9 @@ def test_what_only_the_comparing_process_knows_ends_the_run_and_leaves_the_recor
     before = file.read_bytes()
     result = run(pytester, *change(pytester, monkeypatch), RESUME)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stdout.fnmatch_lines([f"*Exit: cannot go on with the record, which is of another run: {told}*"])
+    result.stdout.fnmatch_lines(
+        [f"*Exit: cannot resume from this record, because it belongs to a different run: {told}*"]
+    )
     assert file.read_bytes() == before
 
 
@@ -229,7 +231,7 @@ def test_what_a_run_that_did_not_end_has_left_is_kept_and_told(pytester: pytest.
         cut(file, 2)
         before = file.read_bytes()
         result = run(pytester, "my_pairs.py")
-        result.stdout.fnmatch_lines([f"*parity.jsonl was of a run that did not end; it is kept as */{aside}"])
+        result.stdout.fnmatch_lines([f"*parity.jsonl belonged to a run that did not finish; it is kept as */{aside}"])
         assert (file.parent / aside).read_bytes() == before
         assert [each.item for each in recorded(pytester).results] == ITEMS
 

@@ -22,10 +22,10 @@ WITH_WORKERS = {
     "looks_again_and_dies": "its worker died: SIGKILL",
     "looks_again_and_exits": "its worker ended with exit code 3",
     "looks_again_and_hangs": f"{LIMIT_OF_WORKERS}; its worker was ended and replaced",
-    "looks_again_and_hangs_for_good": f"{LIMIT_OF_WORKERS}, and let no Python thread run; its worker was ended",
+    "looks_again_and_hangs_for_good": f"{LIMIT_OF_WORKERS}, and kept every Python thread from running; its worker",
 }
 WITHOUT = {
-    "looks_again_and_dies": "the process of this run ended while it was compared",
+    "looks_again_and_dies": "the process of this run ended while it was comparing this item",
     "looks_again_and_hangs": f"{LIMIT}; it was interrupted at fakes.py",
 }
 

@@ -264,8 +264,8 @@ def test_without_workers_a_broken_device_is_not_blamed_on_the_ports_that_follow(
     broken, after = recorded(pytester).results
     assert broken.device_error == "broken"
     assert (after.status, after.device_error) == ("error", "")
-    assert after.reason.startswith("not compared, since my_pairs.py::breaks_the_device[fp32-8] broke CUDA's context")
-    assert "with -n 1 or more" in after.reason
+    assert after.reason.startswith("not compared, because my_pairs.py::breaks_the_device[fp32-8] broke the CUDA")
+    assert "use -n 1 or more" in after.reason
 
 
 @compares_nothing
@@ -390,7 +390,7 @@ REASONS = {
     "breaks_the_device": "raised AcceleratorError: CUDA error: an illegal memory access was encountered",
     "segfaults_at_seed_1": "its worker died: SIGSEGV",
     "hangs": f"{LIMIT}; its worker was ended and replaced",
-    "hangs_for_good": f"{LIMIT}, and let no Python thread run; its worker",
+    "hangs_for_good": f"{LIMIT}, and kept every Python thread from running; its worker",
 }
 
 
@@ -416,7 +416,7 @@ def test_what_kills_its_worker_costs_no_other_item_and_says_what_happened(tmp_pa
     assert "time.sleep(1000)" in printed
     (unfit,) = results["never_fits"]
     assert unfit.status == "skipped"
-    assert "does not fit in memory, though it was tried twice and alone on its device" in unfit.reason
+    assert "does not fit in memory, even in a second attempt with the device to itself" in unfit.reason
     assert "GiB are free; raised OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB" in unfit.reason
 
 
@@ -439,10 +439,12 @@ def test_an_item_that_runs_out_of_memory_beside_others_runs_again_alone(tmp_path
     names = ["fits_alone", *(name for name in fakes.MISHAPS if name.startswith("fits_beside"))]
     code, printed, results = run_in_a_process(tmp_path, names, "-n", "2", PARITY_DEVICES="1")
     assert code == 0, printed
-    retried = [result for result in results if any("alone on its device" in note for note in result.notes)]
+    retried = [
+        result for result in results if any("ran again with the device to itself" in note for note in result.notes)
+    ]
     assert [result.case for result in retried] == ["fits_alone"]
     assert "computed on GPU-two" in retried[0].notes
-    assert "a second time, alone on its device" in (tmp_path / "reports/parity.md").read_text()
+    assert "ran again with the device to itself" in (tmp_path / "reports/parity.md").read_text()
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])

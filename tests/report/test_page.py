@@ -202,7 +202,7 @@ def test_heads_part_the_rows_or_columns_of_attentions_weights(name: str, axis: i
 def test_a_distribution_says_how_many_elements_are_far_beyond_the_expected_error() -> None:
     (found,) = plot_of("histogram", pictured())
     assert found.words == (
-        "19 % of the elements err by more than 10 times the expected error in root mean square. "
+        "19 % of the elements have errors of more than 10 times the expected RMS error. "
         "Without any error: 3.1 %; expected: 3.1 %."
     )
     assert found.numbers["at"] == [-0.5, 0.5, 1.5]

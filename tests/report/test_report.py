@@ -698,7 +698,7 @@ def test_the_verdict_counts_every_kind_of_change() -> None:
     before = [result(), result("norm", margin=3.0), result("linear"), result("rope")]
     after = [FAILED, result("norm"), result("linear", margin=0.9), result("attention")]
     assert changes.verdict(compared(before, after)) == (
-        "❌ 1 item newly failing, 1 grown as other kernels may make it, 1 newly passing, 1 new, 1 gone"
+        "❌ 1 item newly failing, 1 grown as other kernels could explain, 1 newly passing, 1 new, 1 gone"
     )
     assert changes.verdict(compared(before, before)) == "✅ nothing regressed, 4 changed within noise"
 
