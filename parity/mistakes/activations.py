@@ -189,7 +189,7 @@ def _made_with(some: list[Activation], scope: Scope, where: str) -> Iterator[Hyp
 def _others(found: list[Activation]) -> Iterator[Mistake[Activation]]:
     right = " or ".join(sorted({one.name for one in found}))
     # This comes first because a relu, too, leaves positive numbers as they are.
-    repair = f"give TE the reference's activation, {right}; it computes none"
+    repair = f"give TE the reference's activation, {right}; the port applies none"
     yield Mistake("activation", "activation missing", repair, lambda one: (passing_on(one.call, one.x),))
     for name in ACTIVATIONS:
         yield Mistake(
@@ -207,13 +207,13 @@ def _leaky(slope: float) -> Mistake[Activation]:
     return Mistake(
         "activation",
         f"activation leaky relu of slope {slope:.4g}",
-        f"give TE the reference's activation; it computes a leaky relu of slope {slope:.4g}",
+        f"give TE the reference's activation; it computes a leaky relu with slope {slope:.4g}",
         lambda one: (instead(one.call, (one.x,), partial(F.leaky_relu, negative_slope=slope)),),
     )
 
 
 def _unit_mistakes(units: list[GatedUnit]) -> Iterator[Mistake[GatedUnit]]:
-    first = "exchange the halves of fc1_weight: the gate, which is activated, comes first"
+    first = "exchange the halves of fc1_weight: the gate, which goes through the activation, comes first"
     swapped: dict[str, Row[GatedUnit]] = {
         "gate and up swapped": (first, lambda unit: unit.edits(gate=unit.up, up=unit.gate))
     }
@@ -436,8 +436,8 @@ def bias_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         Mistake("bias-added-twice", "bias twice", "add the bias once; the port adds it twice", having(times=2.0)),
     ]
     for third, part in enumerate(("first", "second", "last")):
-        name, lacks = f"{part} third of the bias missing", f"its {part} third (Q, K and V one after the other)"
-        repair = f"add the whole bias of the fused layer; {lacks} is left out"
+        name = f"{part} third of the bias missing"
+        repair = f"add the whole bias of the fused layer; the port leaves out its {part} third ({'QKV'[third]} of QKV)"
         left_out = lambda one, third=third: one.without_third(trace, third)  # noqa: E731
         mistakes.append(Mistake("bias-dropped", name, repair, left_out))
     alike = lambda one: (unnumbered(one.name),)  # noqa: E731
@@ -492,7 +492,7 @@ def _clamped_otherwise(right: tuple[float, bool], both: bool, limit: float) -> M
     def ends(limit: float, both: bool) -> str:
         return f"between -{limit:.4g} and {limit:.4g}" if both else f"to at most {limit:.4g}"
 
-    name, what = "clamp missing", "none are clamped"
+    name, what = "clamp missing", "the port does not clamp them"
     if math.isfinite(limit):
         name, what = f"clamp {ends(limit, both)}", f"they are clamped {ends(limit, both)}"
     repair = f"clamp activations {ends(*right)}, as the reference does; {what}"

@@ -263,16 +263,16 @@ def split_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     if len(set(shapes)) > 1 and len(differing) == 1 and len(shapes) <= _MOST_ORDERED:
         for order in _orders(len(shapes)):
             yield alternative(
-                f"its parts lie in the order {_counted(order)}",
+                f"its parts are stored in the order {_counted(order)}",
                 lambda was, x, order=order: _lying_in(was, x, differing[0], order),
             )
     if len(set(shapes)) == 1 and len(differing) == 1:
         dim, count = differing[0], len(shapes)
-        yield alternative("its parts lie in turns", lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1))
+        yield alternative("its parts are interleaved", lambda was, x: x.unflatten(dim, (-1, count)).unbind(dim + 1))
     if differing == [x.dim() - 1]:
         for heads in (-3, -2) if x.dim() > 3 else ():
             yield alternative(
-                f"it cuts its parts from all of dimension {x.dim() + heads} together, not from each",
+                f"it splits all of dimension {x.dim() + heads} at once, not each entry by itself",
                 lambda was, x, heads=heads: _split_before_heads(was, x, heads),
             )
 
@@ -306,7 +306,7 @@ def joined_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     if call.name in JOINS and len(sizes) == 1 and isinstance(dim, int):
         dim %= len(sizes.pop())
         in_turns = again(call, lambda args, kwargs: torch.stack(args[0], dim + 1).flatten(dim, dim + 1))
-        yield alternative("its parts lie in turns", in_turns)
+        yield alternative("its parts are interleaved", in_turns)
 
 
 def _orders(count: int) -> list[tuple[int, ...]]:
@@ -505,7 +505,7 @@ def _selections(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         diagonal = argument(call, 1, "diagonal", 0)
         for other in (diagonal - 1, diagonal + 1):
             moved = lambda args, kwargs, other=other: getattr(torch, call.name)(args[0], other)  # noqa: E731
-            yield alternative(f"its diagonal is {other} for {diagonal}", again(call, moved))
+            yield alternative(f"its diagonal is {other} instead of {diagonal}", again(call, moved))
 
 
 def _is_square(shape: Sequence[int]) -> bool:
@@ -733,7 +733,7 @@ def _mean_of_all(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
     whole = [x for x in chosen.inputs if trace.tensor(x).shape == shape and trace.tensor(x).is_floating_point()]
     if len(whole) == 1:
         mean = lambda was, x: torch.mean(x, *summed.args[1:], **summed.kwargs).view_as(was)  # noqa: E731
-        described = "it is the mean of all elements, those that do not count included"
+        described = "it is the mean of all elements, including those that do not count"
         yield Mistake("operation", described, described, lambda call: (edit(call, whole, mean),))
 
 
@@ -759,7 +759,7 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
             if count == size - 1:
                 left_out = 0 if start else size - 1
                 end = "last" if left_out else "first"
-                yield f"it takes the {end} of dimension {dim}, so many times", [left_out] * count
+                yield f"it repeats the {end} of dimension {dim}, {count} times", [left_out] * count
             at_end = start != size - count
             ends = slice(size - count, size) if at_end else slice(0, count)
             yield f"it takes the {'last' if at_end else 'first'} {count} of dimension {dim}", ends
@@ -773,7 +773,7 @@ def _other_places(part: Any, size: int, dim: int) -> Iterator[tuple[str, Any]]:
                 yield f"it takes every {size // count}th of dimension {dim}", slice(start // count, None, size // count)
         elif step > 1:
             each = len(range(start, stop, step))
-            yield f"it takes {each} in a row of dimension {dim}", slice(start * each, (start + 1) * each)
+            yield f"it takes {each} consecutive elements of dimension {dim}", slice(start * each, (start + 1) * each)
 
 
 _TRANSPOSES = ("transpose", "T", "mT", "swapaxes")
@@ -795,7 +795,7 @@ def _moved(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
             for described, three in (("last", (2, 0, 1)), ("first", (1, 2, 0))):
                 dims = (*range(first), *(first + one for one in three), *range(first + 3, rank))
                 yield alternative(
-                    f"of its dimensions {first} to {first + 2}, the {described} comes at the other end",
+                    f"the {described} of its dimensions {first} to {first + 2} is moved to the other end",
                     lambda was, x, dims=dims: was.permute(dims),
                 )
     if call.name == "roll":
@@ -842,7 +842,7 @@ def _repeated_otherwise(trace: Trace, call: Call) -> Iterator[Mistake[Call]]:
         return
     dim, times = grown[0], after[grown[0]] // max(before[grown[0]], 1)
     if call.name == "repeat":
-        yield alternative("it repeats one by one", lambda was, x: x.repeat_interleave(times, dim))
+        yield alternative("it repeats each element (repeat_interleave)", lambda was, x: x.repeat_interleave(times, dim))
     else:
         counts = [times if i == dim else 1 for i in range(len(after))]
         yield alternative("it repeats as a whole", lambda was, x: x.repeat(*counts))

@@ -149,8 +149,8 @@ def _hidden_scores() -> Iterator[Mistake[Attention]]:
         "mask",
         f"hidden scores of {_TES_HIDDEN_SCORE:g}",
         f"keep scores far above {_TES_HIDDEN_SCORE:g}, which TE's unfused attention gives to hidden keys (normalise "
-        "queries and keys, or take a fused backend, in 16 bits): here a query's other scores are below that, so it "
-        "sees hidden keys",
+        "queries and keys, or take a fused backend, in 16 bits): here, some queries' other scores are lower, so they "
+        "see hidden keys",
         having(hidden_score=_TES_HIDDEN_SCORE),
     )
 
@@ -204,7 +204,7 @@ def _softmax(attention: Attention) -> Iterator[Mistake[Attention]]:
         repair = f"cap the scores before the mask hides keys; {late}"
         yield Mistake("softcap", "softcap after the mask", repair, having(hidden_score=-attention.softcap))
     if attention.sinks is None:
-        repair = 'give TE softmax_type="vanilla"; its softmax has one more term in the denominator'
+        repair = 'give TE softmax_type="vanilla"; the softmax of the port has one more term in the denominator'
         yield Mistake("softmax-sink", "softmax with a sink", repair, having(sink="zero"))
         return
     repair = 'give TE softmax_type="learnable" and map the sinks to its softmax_offset'
@@ -271,14 +271,14 @@ def _heads(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Mistake[Attent
         yield Mistake(
             "query-key-swapped",
             "query and key exchanged",
-            "exchange TE's query and key",
+            "swap the query and the key that TE is given",
             lambda one: one.edits(query=one.key, key=one.query, to_heads=tuple(one.to_heads[i] for i in (1, 0, 2))),
         )
     if key.shape == value.shape:
         yield Mistake(
             "key-value-swapped",
             "key and value exchanged",
-            "exchange TE's key and value",
+            "swap the key and the value that TE is given",
             lambda one: one.edits(key=one.value, value=one.key, to_heads=tuple(one.to_heads[i] for i in (0, 2, 1))),
         )
 
@@ -443,13 +443,19 @@ def joined_stream_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
 def _mistakes(queries: int, keys: int) -> Iterator[Mistake[_Joined]]:
     """Yield the mistakes for this many streams of keys, and for as many streams of queries or one."""
     others = {i: frozenset((i, j) for j in range(keys) if j != i) for i in range(queries if queries == keys else 0)}
-    blocks = {"those of each stream see its own keys alone": _Blocks().union(*others.values())} if others else {}
-    blocks |= {f"those of stream {i + 1} see its own keys alone": own for i, own in others.items()}
+    rows: dict[str, tuple[str, _Blocks]] = {}
+    if others:
+        told = "the queries of each stream see only its own keys"
+        rows["those of each stream see its own keys alone"] = told, _Blocks().union(*others.values())
+    for i, own in others.items():
+        told = f"the queries of stream {i + 1} see only its own keys"
+        rows[f"those of stream {i + 1} see its own keys alone"] = told, own
     for i in range(keys):
-        blocks[f"none sees the keys of stream {i + 1}"] = _Blocks((query, i) for query in range(queries))
+        told = f"no query sees the keys of stream {i + 1}"
+        rows[f"none sees the keys of stream {i + 1}"] = told, _Blocks((query, i) for query in range(queries))
     right = "let queries see the keys of all streams that the reference joins, in its order"
-    for described, some in blocks.items():
-        yield Mistake("mask", described, f"{right}; {described}", having(blocks=some))
+    for described, (told, some) in rows.items():
+        yield Mistake("mask", described, f"{right}; in the port, {told}", having(blocks=some))
 
 
 def _joined(trace: Trace, attention: Attention) -> _Joined | None:

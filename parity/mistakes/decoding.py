@@ -132,10 +132,13 @@ def _of_keys(found: Sequence[Attention], prompt: int) -> Iterator[Hypothesis]:
     cache = "write the keys and values of each new token behind those in the cache, before attention reads it"
     length = "let attention read as many keys as the cache holds, the new token's own among them"
     corner = "align the causal mask at the bottom right for keys from a cache (causal_bottom_right)"
-    overwritten = "none is kept behind these, or each overwrites the one before"
+    overwritten = "later keys are not kept, or each overwrites the one before"
     behind = "the cache is one token behind: each new token sees itself, and not the one before it"
     hidden: dict[str, tuple[str, _Hides]] = {
-        f"a token sees the first {prompt} and itself: {overwritten}": (cache, lambda q, k: (k >= prompt) & (k < q)),
+        f"a token sees only the first {prompt} and itself: {overwritten}": (
+            cache,
+            lambda q, k: (k >= prompt) & (k < q),
+        ),
         "a new token does not see its own key": (length, lambda q, k: k == q),
         "a new token does not see the one before it": (length, lambda q, k: (k == q - 1) & (q > prompt)),
         behind: (length, lambda q, k: k == q - 1),
@@ -152,7 +155,7 @@ def _of_keys(found: Sequence[Attention], prompt: int) -> Iterator[Hypothesis]:
     yield Hypothesis(
         "mask",
         f"a prompt of {prompt} without causal mask",
-        f"give the prompt's pass the causal mask; each of the first {prompt} tokens sees all of them",
+        f"use the causal mask in the pass over the prompt; in the port, all of its {prompt} tokens see each other",
         tuple(shown),
     )
 
@@ -213,7 +216,7 @@ def not_reset_hypothesis(batch: int, seq: int) -> Hypothesis:
     return Hypothesis(
         "cache-not-reset",
         "a cache kept from sequence to sequence",
-        "begin each sequence with an empty cache (InferenceParams.reset, or a new one); each sees the tokens of those "
-        "before it in the batch as well",
+        "begin each sequence with an empty cache (InferenceParams.reset, or a new one); in the port, a sequence also "
+        "sees the tokens of those before it in the batch",
         around=on_tensors(flattened, apart),
     )

@@ -151,7 +151,7 @@ def _permuted(stack: _Stack, order: Sequence[int], shapes: Shapes) -> Hypothesis
     return Hypothesis(
         stack.title,
         f"{theirs} in the order {held}" + (of_one if theirs == "experts" else ""),
-        f"fill {parts} in the reference's order; they hold its {theirs} {held}",
+        f"fill {parts} in the reference's order; they hold its {theirs} in the order {held}",
         read=_reading(stack, order, shapes),
     )
 
@@ -168,7 +168,7 @@ def _repeated(stack: _Stack, shapes: Shapes, unused: Container[str]) -> Iterator
         yield Hypothesis(
             "layer-repeated",
             f"{name} for {missing}",
-            f"call TE's {missing}; {name} computes again in its place",
+            f"call TE's {missing}; the port calls {name} again instead",
             read=_reading(stack, [again if place in idle else place for place in parts], shapes),
         )
 
@@ -362,7 +362,7 @@ def unused_norm_hypotheses(trace: Trace, unused: frozenset[str]) -> Iterator[Hyp
         yield Hypothesis(
             "norm-missing",
             f"norms of {named} left out",
-            f"call the norms that the reference has as {named}{more}; their inputs are passed on as they are",
+            f"apply the norms that the reference has as {named}{more}; the port skips them",
             tuple(passing_on(norm.call, norm.x) for norm in bare),
         )
 
@@ -537,7 +537,7 @@ def _exchanged(pairs: Sequence[_Pair]) -> Hypothesis:
     return Hypothesis(
         "operation",
         f"not {order}{others}",
-        f"take {order}, as the reference does{others}; the port has them in the other order",
+        f"take {order}, as the reference does{others}; the port has them in the opposite order",
         tuple(pair.exchanged() for pair in pairs),
         scope="call",
     )

@@ -204,7 +204,7 @@ def _of_tables() -> Iterator[Mistake[Addition]]:
     for count in _SPECIAL_TOKENS:  # the port's table has rows only for the patches
         yield added(
             f"table from position {count} on",
-            f"{right}; the first {count} get none, the table begins after them",
+            f"{right}; in the port, the first {count} get none, and the table begins after them",
             lambda table, count=count: _after(count, table[..., :-count, :], table),  # type: ignore[misc]
         )
 
@@ -230,7 +230,7 @@ def _of_two_axes() -> Iterator[Mistake[Lookup]]:
     yield Mistake(
         "attention-bias",
         "row and column of a table exchanged",
-        "number a table's rows as the reference does; that of a position in two dimensions is (column, row)",
+        "number a table's rows as the reference does; the port looks up (column, row) for a position (row, column)",
         lambda one: one.edits(lambda index: index % side * side + index // side) if (side := _side(one.rows)) else (),
     )
 

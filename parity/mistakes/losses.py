@@ -265,7 +265,8 @@ def _shift_mistakes(found: list[_Shifted]) -> Iterator[Mistake[_Shifted]]:
     right = " or ".join(sorted({_WHOSE.get(one.further, f"the label {one.further} further on") for one in found}))
     for further, whose in _WHOSE.items():
         for shorter, where in ((False, ""), (True, ", as many positions as in the reference")):
-            repair = f"compare each position's logits with {right}, as the reference does; they meet {whose}{where}"
+            other = f"the port compares them with {whose}{where}"
+            repair = f"compare each position's logits with {right}, as the reference does; {other}"
             moved = having(further=further, shorter=shorter)
             yield Mistake("labels-shifted", f"labels {further:+d} positions{where}", repair, moved)
     has_several_heads = len({one.further for one in found}) > 1

@@ -340,7 +340,7 @@ def _other_bands(band: Band, queries: int, keys: int) -> Iterator[tuple[Band, st
             corner = f'{repair}; the port has "causal_bottom_right"'
             yield replace(band, right=keys - queries), "mask", "causal mask added at the bottom right", corner
         return
-    repair = 'give TE attn_mask_type="causal" (or "padding_causal"); later keys are attended to'
+    repair = 'give TE attn_mask_type="causal" (or "padding_causal"); the port attends to later keys'
     yield replace(band, right=math.inf), "mask", "causal mask missing", repair
     for right, corner, argument in ((0, "top left", "causal"), (keys - queries, "bottom right", "causal_bottom_right")):
         repair = f"align the causal mask as the reference does; it is aligned {corner}, which TE calls {argument!r}"

@@ -203,9 +203,7 @@ def _weight_mistakes() -> Iterator[Mistake[Router]]:
     }
     for name in _ACTIVATIONS:
         by = f"score the experts as the reference does; the port scores them by a {name}"
-        where = (
-            f"score the experts as the reference does, where they are chosen; the port scores them by a {name} there"
-        )
+        where = f"choose experts by the reference's scores; for the choice alone, the port scores them by a {name}"
         scored = partial(_activated_by, name)
         weighted |= {
             f"routing scores by {name}": (by, scored),
@@ -261,7 +259,7 @@ def _choice_mistakes() -> Iterator[Mistake[Router]]:
     yield Mistake(
         "routing-weights",
         "experts sorted, not their weights",
-        "keep each chosen expert's weight with it; the port sorts the experts by number, and not their weights",
+        "keep each chosen expert's weight with it; the port sorts the experts by number, but not their weights",
         lambda one: _rerouted(one, lambda indices, experts: indices.sort(-1).values),
     )
 

@@ -123,7 +123,7 @@ def pooled_norm_hypotheses(trace: Trace, module: nn.Module) -> Iterator[Hypothes
             yield Hypothesis(
                 "post-norm",
                 f"norm of {norm.call.module} after pooling",
-                f"{repair}; the port norms what is left of them",
+                f"{repair}; the port norms only those that are picked, or their average",
                 (passing_on(norm.call, norm.x), *(_of_result(call, norm.compute, norm.needs[1:]) for call in pools)),
             )
 

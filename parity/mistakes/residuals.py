@@ -169,7 +169,7 @@ def _order_of_blocks(found: Sequence[Residual], layers: Sequence[tuple[Residual,
             norm = second.norm
             parallel.append(instead(norm.call, (first.stream, *norm.needs[1:]), norm.compute))
     if bypassed:
-        repair = "add the layer's input to its output; it gets there through the branches alone"
+        repair = "add the layer's input to its output; in the port, it gets there only through the branches"
         yield Hypothesis("residual-placement", "layer's input missing from its output", repair, tuple(bypassed))
     if parallel:
         right = "let the MLP read attention's sum: parallel_attention_mlp=False"
@@ -378,7 +378,7 @@ def branch_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
         yield Hypothesis(
             "operation",
             f"not {one} before {other}{others}",
-            f"compute {one} before {other}, as the reference does{others}; the port has them in the other order",
+            f"compute {one} before {other}, as the reference does{others}; the port has them in the opposite order",
             tuple(_exchanged(*pair) for pair in pairs),
             scope="call",
         )

@@ -483,8 +483,8 @@ def norm_order_hypotheses(trace: Trace) -> Iterator[Hypothesis]:
             yield Hypothesis(
                 "norm-order",
                 f"query and key norms {wrong} the rotation",
-                f"give TE qk_norm_before_rope={right == 'before'}; queries and keys are scaled by their norms' weights "
-                f"{wrong} they are rotated, in the reference {right} that",
+                f"give TE qk_norm_before_rope={right == 'before'}; the port scales queries and keys by their norms' "
+                f"weights {wrong} the rotation, the reference {right} it",
                 tuple(chain.from_iterable(edits)),
             )
 

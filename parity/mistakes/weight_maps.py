@@ -99,7 +99,7 @@ class Mapped:
 
 
 _BLOCK = 32  # gate and up alternate in blocks of this many rows, for the kernels of TE's grouped MLP
-GATE_FIRST = ": the gate, which is activated, comes first"
+GATE_FIRST = ": the gate, which goes through the activation, comes first"
 """The end of the repair for a gated unit's weight whose halves were exchanged."""
 _GATES_ROWS, _UPS_ROWS = "the gate's rows", "up's"
 

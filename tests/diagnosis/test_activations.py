@@ -67,7 +67,7 @@ def in_units(module: type[nn.Module], right: dict[str, Any], wrong: dict[str, An
             (Gated, dict(act=act), dict(act=F.silu), "it computes silu.")
             for act in (F.mish, F.hardswish, F.softplus, F.elu, F.leaky_relu)
         ),
-        (Gated, dict(act=F.relu), dict(act=lambda x: F.leaky_relu(x, 0.1)), "it computes a leaky relu of slope 0.1"),
+        (Gated, dict(act=F.relu), dict(act=lambda x: F.leaky_relu(x, 0.1)), "it computes a leaky relu with slope 0.1"),
         (Gated, dict(unit=clamped()), dict(unit=clamped(limit=5.0)), "it computes limit=5 alpha=1.702 offset=1."),
         (Gated, dict(unit=clamped()), dict(unit=clamped(limit=1e4)), "it computes limit=inf alpha=1.702 offset=1."),
         (Gated, dict(unit=clamped()), dict(unit=clamped(alpha=1.0)), "it computes limit=7 alpha=1 offset=1."),
@@ -120,7 +120,7 @@ class Clamped(nn.Module):
     [
         (False, 0.5, "passed", ""),
         (True, 0.5, "passed", ""),
-        (False, math.inf, "operation", "none are clamped"),
+        (False, math.inf, "operation", "the port does not clamp them"),
         (True, 0.75, "operation", "they are clamped between -0.75 and 0.75"),
     ],
 )

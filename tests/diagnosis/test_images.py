@@ -204,7 +204,7 @@ class Rolled(nn.Module):
     ("module", "mistake", "title", "phrase"),
     [
         *((module, {}, "passed", "") for module in (Table, Sam, Padded, Rolled)),
-        (Table, dict(exchanged=True), "attention-bias", "that of a position in two dimensions is (column, row)"),
+        (Table, dict(exchanged=True), "attention-bias", "the port looks up (column, row) for a position (row, column)"),
         (Table, dict(view=True), "operation", "it is a view, which moves no element"),
         (Sam, dict(turned=True), "attention-bias", "look up the relative position of query and key"),
         (Padded, dict(causal=True), "operation", "'conv1d' of conv as the reference does; its input is padded at its"),
@@ -262,7 +262,7 @@ class Vit(nn.Module):
         *((pool, pool, "passed", "") for pool in ("class token", "patches", "all")),
         ("class token", "patches", "operation", "it is the mean over the others of dimension 1."),
         ("class token", "all", "operation", "it is the mean over dimension 1."),
-        ("patches", "class token", "operation", "it takes the first of dimension 1, so many times."),
+        ("patches", "class token", "operation", "it repeats the first of dimension 1, "),
         ("patches", "all", "operation", "it takes all of dimension 1."),
         ("all", "class token", "operation", "it takes the first of dimension 1."),
         ("all", "patches", "operation", "it leaves out the first of dimension 1."),

@@ -60,8 +60,8 @@ IN_ORDER = (0, 1, 2)
 @pytest.mark.parametrize(
     ("order", "called", "precision", "title", "phrase"),
     [
-        ((2, 0, 1), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 2, 0."),
-        ((1, 0, 2), IN_ORDER, "bf16", "layers-permuted", "they hold its layers 1, 0, 2."),
+        ((2, 0, 1), IN_ORDER, "bf16", "layers-permuted", "they hold its layers in the order 1, 2, 0."),
+        ((1, 0, 2), IN_ORDER, "bf16", "layers-permuted", "they hold its layers in the order 1, 0, 2."),
         (IN_ORDER, (2, 1, 0), "fp32", "layers-permuted", ""),
         (IN_ORDER, (0, 1, 1), "bf16", "layer-repeated", "call TE's layers.2; layers.1 computes"),
     ],

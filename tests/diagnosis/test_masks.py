@@ -165,7 +165,7 @@ def test_packed_sequences_of_other_lengths_are_told(call, title, phrase):
 
 def test_packed_sequences_that_are_not_causal_are_told():
     result = masked(Reference(PACKED), packed(LENGTHS, "padding"))
-    tells_only(result, "mask", 'give TE attn_mask_type="causal" (or "padding_causal"); later keys are attended to.')
+    tells_only(result, "mask", 'give TE attn_mask_type="causal" (or "padding_causal"); the port attends to later keys.')
 
 
 # Documents of their own lengths in each row of the batch, the first of which ends with padding, under a band.
@@ -192,7 +192,7 @@ def arbitrary(visible: Tensor) -> dict[str, Any]:
         (LOCAL, LOCAL & CAUSAL, "window", "in the port, it sees none after its own."),
         (LOCAL, DISTANCE.abs() <= 4, "mask", "the port has one sequence, across all borders."),
         (SAME & CAUSAL, CAUSAL, "mask", ""),
-        (SAME & CAUSAL, SAME, "mask", "later keys are attended to."),
+        (SAME & CAUSAL, SAME, "mask", "the port attends to later keys."),
         (SAME & CAUSAL, SAME & CAUSAL & (DISTANCE >= -5), "window", "in the port, it sees 5."),
         (SAME, SAME & CAUSAL, "mask", "its layers hide later keys by default."),
     ],
@@ -365,8 +365,8 @@ class Block(nn.Module):
     ("mistake", "title", "phrase"),
     [
         ("", "passed", ""),
-        ("each alone", "mask", "those of each stream see its own keys alone."),
-        ("image alone", "mask", "those of stream 1 see its own keys alone."),
+        ("each alone", "mask", "in the port, the queries of each stream see only its own keys."),
+        ("image alone", "mask", "in the port, the queries of stream 1 see only its own keys."),
         ("without text", "mask", "none sees the keys of stream 2."),
     ],
 )

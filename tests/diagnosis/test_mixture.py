@@ -517,4 +517,4 @@ class InTurns(nn.Module):
 @pytest.mark.parametrize(("halves", "title"), [(False, "passed"), (True, "operation")])
 def test_gates_and_ups_of_all_experts_that_are_halves_are_told(halves, title):
     result = twins(InTurns, dict(halves=halves), normal((TOKENS, HIDDEN)))
-    tells_only(result, title, f"it takes {FFN} in a row of dimension 1" if halves else "")
+    tells_only(result, title, f"it takes {FFN} consecutive elements of dimension 1" if halves else "")

@@ -81,7 +81,7 @@ class OneLayerForBoth(nn.Module):
         (Modulated, dict(order=(0, 1, 2, 0, 1, 5)), "its parts are in the order 1, 2, 3, 1, 2, 6"),
         (Modulated, dict(one=1.0), "1 is added to its left operand"),
         (InALoop, dict(bounded=False), "the 1st 'tanh' of the module and of 1 more like it"),
-        (OneLayerForBoth, dict(activated_first=True), "its parts lie in the order 2, 1"),
+        (OneLayerForBoth, dict(activated_first=True), "its parts are stored in the order 2, 1"),
     ],
 )
 def test_what_became_of_the_parts_is_told(module, port, phrase, precision):

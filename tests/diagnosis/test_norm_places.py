@@ -282,7 +282,7 @@ class Pooled(nn.Module):
     ("right", "mistake", "title", "phrase"),
     [
         ("", "", "passed", ""),
-        ("", "pooled", "post-norm", "the port norms what is left of them"),
+        ("", "pooled", "post-norm", "the port norms only those that are picked, or their average"),
         ("pooled", "", "post-norm", "the port norms each of them"),
         ("", "unnormed", "norm-missing", "norm1"),
     ],
