@@ -4,7 +4,7 @@ Context parallel ranks route their tokens. The loss that balances experts was sc
 tokens where gradients were divided by that of all ranks. So its gradient was too small by the number of ranks, and that
 of the model's own loss was right.
 
-parity says ``gradient-scale`` (PAR401): what flows back from this loss counts half.
+parity says ``gradient-scale`` (PAR401): this loss counts 0.5 times instead of once.
 
 Repair: scale it by the tokens of all ranks.
 """

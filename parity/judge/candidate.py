@@ -100,7 +100,7 @@ def by_recalling(recalled: Recalled, tensors: Sequence[TensorResult]) -> tuple[F
         size = torch.linalg.vector_norm(one.double().nan_to_num())
         if name in tolerance and apart > 2 * tolerance[name] * size:
             moved = f"{(apart / size).item():.2g} of its norm" if size else f"{apart.item():.2g}"
-            return (told(recalled, f"its {name} moves by {moved}"),)
+            return (told(recalled, f"its {name} changes by {moved}"),)
     return ()
 
 

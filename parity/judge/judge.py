@@ -526,7 +526,7 @@ def judged_numbers(
     exact = prepared.golden.numbers
     for place, one in exact.items():
         if place not in returned:
-            notes.append(f"the reference returns a number at {place}, which the candidate does not")
+            notes.append(f"the reference returns a number at {place}, but the candidate does not")
             continue
         other = returned[place]
         if one == other or (one != one and other != other):
@@ -541,7 +541,7 @@ def judged_numbers(
         if margin > _GROSS:
             found.append(finding("number", f"{told}, which no rounding at {precision.name} explains"))
         elif margin > 1.0:
-            notes.append(f"{told}, {margin:.2g} times as far from it as {precision.name} explains")
+            notes.append(f"{told}; the difference is {margin:.2g} times as large as {precision.name} explains")
     return tuple(notes), tuple(found)
 
 

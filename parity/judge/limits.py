@@ -36,9 +36,9 @@ def describe() -> str:
     """Return how limits are set, in two sentences."""
     return (
         "Each tensor is judged by several statistics of its error: the norm, the largest element, the worst row and "
-        "slice, what leans one way, what resembles a known mistake; on Gaussian and on probing inputs. A faithful port "
-        "exceeds a limit so rarely that a whole run of the default suite raises a false alarm less often than "
-        f"once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs."
+        "slice, its bias in one direction, and its resemblance to known mistakes, on Gaussian and on probing inputs. "
+        "A faithful port exceeds a limit so rarely that a whole run of the default suite raises a false alarm less "
+        f"often than once in {1 / FALSE_ALARMS_A_RUN:,.0f} runs."
     )
 
 
@@ -248,7 +248,7 @@ def _table_of(content: Any) -> Table:
             raise NotReadableError(f"laws.{position}: it has a second law for {key[2]!r} of {key[1]!r} in {key[0]}")
         laws[key] = Law(**fields)
     if not isinstance(content["provenance"], dict):
-        raise NotReadableError("provenance: it is no object")
+        raise NotReadableError("provenance: it is not an object")
     return Table(laws, content["provenance"])
 
 
@@ -262,7 +262,7 @@ def why_no_limit(key: Key, law: Law) -> str:
         if value < 0 and field.name != "center":
             return f"{what} has the {field.name} {value:g}, which is below 0"
     if law.tensors != int(law.tensors) or law.tensors < 2:
-        return f"{what} was measured on {law.tensors:g} tensors, which tells nothing"
+        return f"{what} was measured on {law.tensors:g} tensors; a limit needs a whole number of at least 2"
     limit = law.limit(key[2])
     if not 0 < limit < _PASSES_ALL:
         return f"{what} would be {limit:.2g}, where {'nothing passes' if limit <= 0 else 'everything would pass'}"

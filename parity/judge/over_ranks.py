@@ -82,7 +82,7 @@ def ended(asked: Asked, error: RanksFailed, made: Degrees) -> Result:
     """Return the result of a comparison whose ranks failed."""
     first = error.failures[0]
     told = f"rank {first.rank} of {made.count} ({made.label}) {first.how}: {first.what}"
-    others = f"; so did {len(error.failures) - 1} more" if len(error.failures) > 1 else ""
+    others = f"; {len(error.failures) - 1} more failed as well" if len(error.failures) > 1 else ""
     return asked.result("error", reason=told + others, traceback=first.where)
 
 
@@ -163,7 +163,7 @@ def replicas_apart(wholes: Sequence[Whole]) -> Finding | None:
     if not found:
         return None
     first, (a, b) = found[0]
-    more = f" (and so for {len(found) - 1} more)" if len(found) > 1 else ""
+    more = f" (and {len(found) - 1} more likewise)" if len(found) > 1 else ""
     return repairable(
         "replicas-differ",
         f"ranks {a} and {b} hold the same part of the {first.kind} {first.name}, with different values{more}",

@@ -210,8 +210,8 @@ def first_wrong_told(
         if found is not None:
             what = "position" if found.dim == 1 else f"index of dimension {found.dim}"
             yield (
-                f"{result.label} is right before {what} {found.index} (of {found.count}, from 0), where the relative "
-                f"error is {found.error:.2g}, and {found.expected:.2g} is expected"
+                f"{result.label} is right before {what} {found.index} (of {found.count}, counted from 0); there its "
+                f"relative error is {found.error:.2g}, but {found.expected:.2g} is expected"
             )
 
 
@@ -266,11 +266,11 @@ def told(names: Sequence[str], candidate: Tensors, golden: Tensors, models: Sequ
         at = ", ".join(str(index) for index in np.unravel_index(int(off.abs().argmax()), off.shape))
         ratios = (-off[counts]).exp()
         yield (
-            f"log-probabilities of {name} are off by {_mean(off, counts):.2g} on average, and rounding alone makes "
-            f"{_span(_mean(one, counts) for one in of_models)}; by up to {off.abs().max():.2g}, at [{at}], and by "
-            f"rounding {_span(float(one.abs().max()) for one in of_models)}; ratios of probabilities are "
-            f"{ratios.min():.4g} to {ratios.max():.4g}; KL {_kl(off[counts]):.2g}, by rounding "
-            f"{_span(_kl(one[counts]) for one in of_models)}{_of_their_dtype(computed, right, counts)}"
+            f"log-probabilities of {name} are off by {_mean(off, counts):.2g} on average (by rounding alone, "
+            f"{_span(_mean(one, counts) for one in of_models)}), and by at most {off.abs().max():.2g}, at [{at}] (by "
+            f"rounding alone, {_span(float(one.abs().max()) for one in of_models)}); ratios of probabilities are "
+            f"{ratios.min():.4g} to {ratios.max():.4g}; KL {_kl(off[counts]):.2g} (by rounding alone, "
+            f"{_span(_kl(one[counts]) for one in of_models)}){_of_their_dtype(computed, right, counts)}"
         )
 
 
@@ -295,4 +295,4 @@ def _of_their_dtype(computed: Tensor, right: Tensor, counts: Tensor) -> str:
         return ""
     lost = (right.to(computed.dtype).double() - right)[counts].abs().mean().item()
     name = str(computed.dtype).removeprefix("torch.")
-    return f"; that they are returned in {name} alone makes {lost:.2g} on average, which FP32 would not"
+    return f"; returning them in {name} instead of FP32 alone makes an error of {lost:.2g} on average"

@@ -54,7 +54,7 @@ from parity.trace.trace import optimizers_recorded
 # wherever rounding explains its choice.
 
 
-BY_CHANCE = "within what rounding can do by chance"
+BY_CHANCE = "within what rounding alone can cause by chance"
 LOOKS = 8
 # Half of them run as each kind of kernel.
 DRAWS = 16
@@ -229,7 +229,7 @@ def remark(first: Sequence[TensorResult], second: Sequence[TensorResult], why: s
     if not owed:
         return ""
     labels = ", ".join(f"{tensor.label} ({_where(tensor)})" for tensor in owed)
-    return f"beyond a limit at first look, yet {why}: {labels}"
+    return f"over a limit at first look, but {why}: {labels}"
 
 
 def _where(tensor: TensorResult) -> str:

@@ -286,7 +286,7 @@ _TOLD = {  # the evidence, and the repair
         "leave the scales to TE, and load them together with the histories",
     ),
     "amax-of-another-tensor": (
-        "{what} has an amax in its history that is not its own{by}",
+        "{what} has an amax of another tensor in its history{by}",
         "look at which tensor is quantized there, and over which ranks amaxes are reduced",
     ),
 }
@@ -346,7 +346,7 @@ def _wrong(before: Kept, after: Kept, expected: float | None, is_known: bool) ->
         newest = float(now[-min(pushed) :].max())
         limit = math.log2(1 + _CAST) if before.slot.role == "weight" else _FITS
         if newest <= 0 or abs(math.log2(newest / expected)) > limit:
-            return "amax-of-another-tensor", f": it is {newest:.4g}, and the tensor's own is {expected:.4g}"
+            return "amax-of-another-tensor", f": it is {newest:.4g}, but the tensor's own is {expected:.4g}"
     return "", ""
 
 

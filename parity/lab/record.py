@@ -359,10 +359,10 @@ def _line_of(content: Any) -> dict[str, Any]:
         NotReadableError: if it does neither.
     """
     if not isinstance(content, dict):
-        raise NotReadableError("it is no object")
+        raise NotReadableError("it is not an object")
     if "code" in content:
         if not isinstance(content["code"], dict):
-            raise NotReadableError("code: it is no object")
+            raise NotReadableError("code: it is not an object")
     elif not isinstance(content["run"], dict) or "result" not in content:
         raise NotReadableError("no run with a result in it")
     return content

@@ -156,7 +156,7 @@ def _read(file: Path) -> dict[str, Values]:
 def _run(content: Any) -> tuple[str, Values]:
     """Return the name and the values of the run on a line, both empty if there is none."""
     if not isinstance(content, dict):
-        raise NotReadableError("it is no object")
+        raise NotReadableError("it is not an object")
     if content.keys() & ABOUT_THE_RECORD:
         return "", {}
     result = content.get("result", {})

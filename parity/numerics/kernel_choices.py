@@ -216,7 +216,7 @@ def leaning(rounding: Rounding) -> tuple[str, ...]:
 
 def as_kernels_lean(rounding: Rounding) -> str:
     """Return the words of a note that say which leaning errors are granted."""
-    return "along the change that kernels make with " + " or ".join(leaning(rounding))
+    return f"in the direction in which kernels with {' or '.join(leaning(rounding))} change it"
 
 
 def noisy_sums(rounding: Rounding) -> tuple[str, ...]:

@@ -395,10 +395,10 @@ def _next_to(module: str, last: str, of_given: float | None, given: str) -> str:
     if of_given >= MOSTLY:
         is_given = f", {given}" if given else ""
         return (
-            f"{alone}: its input is a value that the reference computes, too{is_given}; if that passes, it gets the "
-            "wrong one"
+            f"{alone}: its input is a value that the reference also computes{is_given}; if that passes, the module is "
+            "given the wrong value"
         )
-    return f"look at what the candidate computes {between}: already the input of {module} is not in the reference"
+    return f"look at what the candidate computes {between}: even the input of {module} is not in the reference"
 
 
 def _record(module: nn.Module, returned: list[_Returned]) -> None:
@@ -526,7 +526,7 @@ def output_scale_findings(failure: Failure) -> Iterator[Finding]:
                 "twice or not at all"
             )
             if factor == 0.0:
-                told = "is 0 throughout; look for equal terms that cancel, and for what is not computed at all"
+                told = "is 0 everywhere; look for equal terms that cancel, and for a part that is never computed"
             yield finding("output-scale", f"{result.label} {told}")
 
 
@@ -548,8 +548,8 @@ def whole_scale_findings(failure: Failure) -> Iterator[Finding]:
     yield finding(
         "loss-scale",
         f"{', '.join(one.label for one in outputs)} and every gradient are {readable(factor)} times what they should "
-        "be, and otherwise right; look for a sum in the place of a mean, or for a number of tokens, sequences, "
-        "microbatches or ranks by which the loss is divided on one side alone",
+        "be, and otherwise right; look for a sum instead of a mean, or for a number of tokens, sequences, microbatches "
+        "or ranks by which only one side divides the loss",
     )
 
 
@@ -631,7 +631,7 @@ def _next_step(failure: Failure) -> str:
     if all(result.passed for result in failure.outputs) and not few_outputs(failure):
         return (
             "look at what the backward pass alone does, such as detach(), hooks, recomputation or an autograd function "
-            "of your own: the outputs pass, so that they would hardly show a mistake of the forward pass"
+            "of your own: the outputs pass, so the forward pass is probably right"
         )
     if failure.precision.name != "fp32":
         return (

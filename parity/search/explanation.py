@@ -132,9 +132,9 @@ def local_filter_findings(failure: Failure) -> tuple[Finding, ...]:
 def _finding(shown: _Shown) -> Finding:
     mistake = shown.mistake
     message = (
-        f"the error of {shown.label} contains {shown.coefficient:.2g} times the change that {mistake.name} would make, "
-        f"which is worth {shown.worth:.2g} standard deviations of rounding, and every tensor that could show it does; "
-        f"{mistake.repair}"
+        f"the error of {shown.label} contains {shown.coefficient:.2g} times the change that {mistake.name} would make. "
+        f"The whole change is {shown.worth:.2g} standard deviations of rounding, and every tensor that could show it "
+        f"does; {mistake.repair}"
     )
     return finding(mistake.title, message, repair=mistake.repair, code=mistake.code)
 
@@ -231,8 +231,8 @@ def ill_conditioned(failed: Sequence[TensorResult], prepared: Prepared) -> Findi
         "PAR005",
         "ill-conditioned",
         f"{worst.label} is off by up to {worst.errors.max_abs:.2g}; but even in FP64, changing the inputs by "
-        f"{ROUNDINGS:g} roundoffs of FP32 changes the reference's by up to {change:.2g}: rounding decides these "
-        "numbers, whoever computes them, so compare on other inputs, such as rows that are not constant",
+        f"{ROUNDINGS:g} roundoffs of FP32 changes the reference's by up to {change:.2g}. Rounding decides these "
+        "numbers in any implementation, so compare on other inputs, such as rows that are not constant",
     )
 
 
@@ -302,8 +302,8 @@ def explain(
 def ended_early(seconds: float) -> str:
     """Return the note that a limit of this many seconds ended the search."""
     return (
-        f"the search for the cause ended after {seconds:g} s; --parity-diagnosis=SECONDS gives it longer, as "
-        "do --diagnosis of parity run and diagnosis_seconds of parity.compare"
+        f"the search for the cause was stopped after {seconds:g} s; give it more time with --parity-diagnosis=SECONDS, "
+        "--diagnosis of parity run, or diagnosis_seconds of parity.compare"
     )
 
 
@@ -425,7 +425,8 @@ def _most_of_it(failure: Failure, best: Ranked | None) -> Iterator[Finding]:
         yield finding(
             best[1][0].title,
             f"the relative error of {label} falls from {before:.2g} to {after:.2g} if you {best[1][0].repair}. "
-            f"{failure.precision.name} costs less, so something else is wrong, too; repair this one first",
+            f"The normal error of {failure.precision.name} is smaller, so something else is wrong as well; repair this "
+            "first",
             repair=best[1][0].repair,
             code=best[1][0].code,
         )
@@ -595,9 +596,9 @@ def _told(explained: Sequence[Explanation], failure: Failure) -> Iterator[Findin
 def _gains(explanation: Explanation, precision: str) -> str:
     """Say what improves, which is hardly the norm of an error if a mistake is far below its noise."""
     if explanation.complete and explanation.after > _HARDLY * explanation.before:
-        return f"every tensor, {explanation.worst} among them, is within what {precision} costs,"
+        return f"every tensor, including {explanation.worst}, is within the normal error of {precision}"
     falls = f"the relative error of {explanation.worst} falls from {explanation.before:.2g} to {explanation.after:.2g}"
-    return f"{falls}, what {precision} costs," if explanation.complete else falls
+    return f"{falls}, the normal error of {precision}," if explanation.complete else falls
 
 
 def _not_all(explanation: Explanation) -> str:
@@ -617,14 +618,15 @@ def _too_much(explanation: Explanation, failure: Failure) -> str:
     """
     if explanation.misfit <= FAITHFUL or few_outputs(failure):
         return ""
-    return f"; {explanation.misfit:.3g} times what {failure.precision.name} costs is left, so this may not be quite it"
+    left = f"{explanation.misfit:.3g} times the normal error of {failure.precision.name}"
+    return f"; {left} is left, so this may not be quite the mistake"
 
 
 def _as_any_two(explanation: Explanation, failure: Failure) -> str:
     """Say that two mistakes may pass by chance if no tensor of many numbers is far off; else return an empty text."""
     if len(explanation.hypotheses) < 2 or any(one.numel >= _TELLING and is_far_off(one) for one in failure.results):
         return ""
-    return "; two of very many mistakes may explain so small an error by chance, so these may not be the ones"
+    return "; with so many known mistakes, some two may explain so small an error by chance, so it may not be these"
 
 
 def _or_alike(explanation: Explanation, explained: Sequence[Explanation]) -> str:

@@ -81,8 +81,7 @@ def detached_path_findings(
         if _may_explain(failure, failed, passes.under((hypothesis,), wanted=wanted)) and _explains(failure, hypothesis):
             yield repairable(
                 "gradient-path-missing",
-                f"gradients lack what comes back through {path.described}; once the reference's lack it as "
-                "well, all agree",
+                f"gradients lack what flows back through {path.described}; without it in the reference, too, all agree",
                 "look there for detach, no_grad, or a tensor that is created anew",
             )
             return

@@ -47,7 +47,7 @@ def held_findings(prepared: Prepared) -> tuple[Finding, ...]:
     return (
         finding(
             "weights-not-as-mapped",
-            f"the candidate's weights are not those that the map makes of the reference's: {which}. "
+            f"the candidate's weights differ from the reference's, converted by the map: {which}. "
             f"{' '.join(said)}{more} Load them as the map says, or correct the map; "
             "parity.Pair(..., fill=True) compares with the map's weights in their place",
         ),
@@ -95,7 +95,7 @@ def _readings(prepared: Prepared) -> list[tuple[Hypothesis, set[str]]]:
 def _told(hypothesis: Hypothesis, parameters: set[str]) -> str:
     named = f"{CODES[hypothesis.title]} {hypothesis.title}"
     listed = _and_more(sorted(parameters)[:_MOST_TOLD], len(parameters))
-    return f"What it holds of {listed} is right if you {hypothesis.repair} ({named})"
+    return f"Its {listed} would be right if you {hypothesis.repair} ({named})"
 
 
 def _explains(read: Tensor, held: Tensor, reference: Tensor) -> bool:

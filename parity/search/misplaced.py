@@ -106,11 +106,11 @@ def _in_words(of: list[int], dim: int, by: int) -> str:
     count = len(of)
     if by:
         at = max(-by, 0)
-        return f"dimension {dim} is moved by {abs(by)}: its place {at} has what belongs to place {at + by}, and so on"
+        return f"dimension {dim} is shifted by {abs(by)}: index {at} has what belongs to index {at + by}, and so on"
     if of == list(range(count))[::-1]:
         return f"dimension {dim} is in reverse"
     wrong = [(i, j) for i, j in enumerate(of) if i != j]
-    some = ", ".join(f"place {i} has what belongs to place {j}" for i, j in wrong[:3])
+    some = ", ".join(f"index {i} has what belongs to index {j}" for i, j in wrong[:3])
     return f"along dimension {dim}, {some}{f' and so on, {len(wrong)} of {count}' if len(wrong) > 3 else ''}"
 
 

@@ -67,7 +67,7 @@ def explained_over_ranks(wholes: Sequence[Whole], made: Degrees, weights: Mappin
 def _other_weights(whole: Whole) -> tuple[str, str]:
     worst = max(whole.pieces, key=lambda piece: whole.off([piece]))
     return (
-        f"on rank {worst.rank}, {{what}} differs from what the map makes of the reference's, by "
+        f"on rank {worst.rank}, {{what}} differs from the reference's, converted by the map, by "
         f"{whole.off([worst]):.2g} of its norm",
         "look at how this rank loads it",
     )
@@ -99,7 +99,7 @@ def explained_by_outputs(
     return tuple(
         repairable(
             "gradient-scale",
-            f"gradients are right if what flows back from {name} counts {factor:.3g} times",
+            f"the gradients are those of a backward pass in which {name} counts {factor:.3g} times instead of once",
             f"look at whether the loss on {name} is scaled by a number of ranks, or of a rank's own tokens, and the "
             "others are not",
         )

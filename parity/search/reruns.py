@@ -465,7 +465,7 @@ def _told(argument: str, modules: dict[str, type]) -> Iterator[str]:
     other = _OTHER_NAMES.get(argument)
     renamed = [name for name, parameters in taken.items() if argument not in parameters and other in parameters]
     if renamed:
-        yield f"it is {other} of {' and '.join(renamed)}"
+        yield f"in {' and '.join(renamed)}, this argument is called {other}"
     attend = [name for name, parameters in taken.items() if "num_attention_heads" in parameters]
     lacking = [name for name in attend if argument not in taken[name]]
     if argument in _IN_ITS_PLACE and lacking:
@@ -502,7 +502,7 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
                 "precision-overflows",
                 f"{errors.nans} NaN and {errors.infs} Inf in {where}; a faithful {precision.name} computation of the "
                 f"reference has {expected.nans} NaN and {expected.infs} Inf there too, so the range of "
-                f"{precision.name} is too small for these values, whoever computes them",
+                f"{precision.name} is too small for these values in any implementation",
             )
         elif errors.nans + errors.infs:
             yield Finding(
@@ -517,7 +517,7 @@ def non_finite(failed: Sequence[TensorResult], precision: Precision) -> Iterator
                 "precision-overflows",
                 f"a faithful {precision.name} computation of the reference has {expected.nans} NaN and {expected.infs} "
                 f"Inf in {tensor.label}, where the TE module is finite, so the range of {precision.name} is too small "
-                "for these values: so it is unknown what rounding costs there",
+                "for these values, and the rounding error there is unknown",
             )
 
 
@@ -527,8 +527,8 @@ def unreached_parameters(unreached: Sequence[str]) -> Iterator[Finding]:
         yield Finding(
             "PAR004",
             "no-gradient",
-            f"the backward pass reached no gradient for TE's {name}; is it used in the forward pass, and does it "
-            "require a gradient?",
+            f"TE's {name} got no gradient in the backward pass; is it used in the forward pass, and does it require a "
+            "gradient?",
         )
 
 

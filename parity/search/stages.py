@@ -103,7 +103,7 @@ def _of_order(weights: Mapping[str, Tensor], held: Mapping[str, set[int]], resul
     return repairable(
         "stages",
         f"the order of the stages is not the order of their layers in the whole candidate: {told}",
-        "put the first layers on stage 0, since activations go from stage 0 on",
+        "put the first layers on stage 0, because activations flow from stage 0 to the later stages",
     )
 
 
@@ -200,7 +200,10 @@ def wrong_norm(
     )
     told, repair = next(
         found,
-        ("neither one rank's nor that of all gradients, each counted once", f"{add_up}, and count each weight once"),
+        (
+            "neither that of one rank's gradients nor that of all gradients, each counted once",
+            f"{add_up}, and count each weight once",
+        ),
     )
     return repairable(
         "gradient-norm",

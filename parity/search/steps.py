@@ -420,7 +420,7 @@ def some_scaled(
         return ""
     told = "; ".join(f"{factor} times for {listed(some)}" for factor, some in list(of.items())[:3])
     more = f"; and {len(of) - 3} more" if len(of) > 3 else ", and the others are right" if others else ""
-    return f"in step {number} gradients are the reference's times a number: {told}{more}"
+    return f"in step {number} gradients are multiples of the reference's: {told}{more}"
 
 
 def _off(x: Tensor, right: Tensor, sized: Tensor) -> float:
@@ -514,8 +514,8 @@ def optimizer_explained(
     if written:
         return repairable(
             "optimizer",
-            f"in step {number} something writes to {listed(written)} after the optimizer's step, and {worst.name} is "
-            f"off what the reference's optimizer makes of it, by {worst.share:.2g} of its step",
+            f"in step {number} something writes to {listed(written)} after the optimizer's step, and {worst.name} "
+            f"differs from what the reference's optimizer makes of it, by {worst.share:.2g} of its step",
             "let nothing but the optimizer change weights",
         )
     are_known = all(_is_multiple(one) and one.rounding < 0.5 * abs(one.along - 1.0) for one in wrong)

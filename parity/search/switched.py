@@ -119,7 +119,7 @@ def replay_explained(replayed: Replayed) -> Finding | None:
     if replayed.is_made_by(lambda trainee, at_capture: trainee.leave_recipe()):
         return repairable(
             "graph-differs",
-            f"step {number} of the graph equals, bit for bit, that without the precision's recipe",
+            f"step {number} of the graph equals, bit for bit, the step without the precision's recipe",
             "pass enabled=True and the recipe to make_graphed_callables, or capture within te.autocast",
         )
     return _stale_input(replayed) or _frozen_value(replayed)
@@ -169,7 +169,7 @@ def _stale_input(replayed: Replayed) -> Finding | None:
             told = f"that of step {old}" if old else "zero"
             return repairable(
                 "graph-stale-input",
-                f"step {number} of the graph equals, bit for bit, that without a graph in which "
+                f"step {number} of the graph equals, bit for bit, the step without a graph if "
                 f"{_listed([names[i] for i in chosen])} is {told}; a replay reads the memory that the capture read",
                 "copy each batch into the memory that was captured (static.copy_(batch)) before the replay",
             )
@@ -206,7 +206,7 @@ def _frozen_value(replayed: Replayed) -> Finding | None:
         if replayed.is_made_by(partial(set_back, {one.name for one in group})):
             return repairable(
                 "graph-frozen-value",
-                f"step {replayed.number} of the graph equals, bit for bit, that without a graph in which "
+                f"step {replayed.number} of the graph equals, bit for bit, the step without a graph if "
                 f"{_listed([one.again for one in group])}; a graph keeps the numbers, branches and memory of its "
                 "capture",
                 "keep what changes in a tensor that is written in place, or capture again",
@@ -267,7 +267,9 @@ class Value:
     @property
     def again(self) -> str:
         """Say which change makes the step equal the graph's."""
-        return f"{self.name} {'lies where it lay' if self.is_memory else f'is {self.value!r}, as'} at the capture"
+        return (
+            f"{self.name} {'has the memory that it had' if self.is_memory else f'is {self.value!r}, as'} at the capture"
+        )
 
 
 def values(trainee: Trainee) -> Iterator[Value]:
@@ -431,7 +433,7 @@ def _narrow(beside: Beside) -> Finding | None:
         if _is_made_by(beside, rounded):
             return repairable(
                 "offload-differs",
-                f"step {beside.number} with offloading equals, bit for bit, that without it in which all saved FP32 "
+                f"step {beside.number} with offloading equals, bit for bit, the step without it if all saved FP32 "
                 f"tensors are rounded to {name}; these include the statistics of norms, and the scales of activations "
                 "that TE saves in FP8",
                 "copy each tensor in its own dtype",
@@ -457,9 +459,9 @@ def _earlier(beside: Beside) -> Finding | None:
             if _is_made_by(beside, old):
                 return repairable(
                     "offload-stale-tensor",
-                    f"step {beside.number} with offloading equals, bit for bit, that without it in which the backward "
+                    f"step {beside.number} with offloading equals, bit for bit, the step without it if the backward "
                     f"pass reads {what} of step {earlier}",
-                    "copy to the host anew in each forward pass",
+                    "copy to the host again in each forward pass",
                 )
     return None
 

@@ -79,7 +79,7 @@ def test_the_example_passes_and_says_what_rounding_makes_of_log_probabilities(pr
     (result,) = parity.compare(load_case(EXAMPLE, "decoded_llama"), [precision])
     assert result.passed, (result.reason, result.findings)
     assert {tensor.kind for tensor in result.tensors} == {"output", "probed output"}
-    assert any("rounding alone makes" in note for note in result.notes)
+    assert any("by rounding alone" in note for note in result.notes)
 
 
 def test_positions_that_begin_at_0_in_each_step_are_told(monkeypatch):

@@ -261,7 +261,7 @@ def test_te_gives_the_bias_of_a_frozen_weight_no_gradient_outside_fp8_and_that_f
     pair.reference.weight.requires_grad_(False)
     pair.candidate.weight.requires_grad_(False)
     result = result_of(pair, precision)
-    assert_says(result, "failed", "no gradient for TE's bias")
+    assert_says(result, "failed", "TE's bias got no gradient")
     assert not any("TE's weight" in finding.message for finding in result.findings)
 
 

@@ -202,7 +202,7 @@ def test_constant_inputs_of_a_norm_are_compared(precision, norm, value):
 @pytest.mark.parametrize("value", [0.3, 1e4 + 0.1])
 def test_a_layer_norm_of_a_constant_whose_mean_rounds_is_told_as_ill_conditioned(value):
     result = result_of(norm_of("LayerNorm", value))
-    assert_says(result, "failed", "rounding decides these numbers")
+    assert_says(result, "failed", "Rounding decides these numbers")
     assert findings(result) == {"PAR005"}
 
 

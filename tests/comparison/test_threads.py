@@ -16,13 +16,13 @@ THREADS = Path(__file__).parents[2] / "examples" / "threads"
 
 SAID = [
     ("adam_in_bf16", "master-weights", "the weights exist only in bfloat16"),
-    ("auxiliary_loss_of_own_tokens", "gradient-scale", "what flows back from output[1] counts 0.5 times"),
+    ("auxiliary_loss_of_own_tokens", "gradient-scale", "in which output[1] counts 0.5 times instead of once"),
     ("cached_weight_scale", "state-between-steps", "such as FP8 scales, cached weights and buffers"),
     ("cross_entropy_first_gradient", "gradient-scale", "every gradient is 0; look for detach"),
     ("expert_gradients_over_the_dense_group", "parts-added-up", "each rank has the sum of all parts"),
     ("fp8_state_lost_in_conversion", "state-not-saved", "save and load _extra_state of each module"),
     ("graph_gradient_buffers", "stale-gradient", "the optimizer gets no gradients"),
-    ("labels_shifted_twice", "labels-shifted", "they meet the label of the second next position"),
+    ("labels_shifted_twice", "labels-shifted", "the port compares them with the label of the second next position"),
     ("last_micro_batch_not_averaged", "state-between-steps", "what that step does besides one pass"),
     ("log_probs_at_a_temperature", "temperature", "logits divided by a temperature of 0.6"),
     ("log_probs_in_16_bits", "log-softmax-precision", "each number of output can be held in bfloat16"),

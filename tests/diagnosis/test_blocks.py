@@ -233,7 +233,7 @@ def test_a_mistake_that_takes_nearly_all_of_an_error_is_told_though_something_el
         weights_of_parallel(own_norm=False),
         call_candidate=lambda port, x: (output := port(x)) + 2e-3 * torch.sin(7.0 * output),
     )
-    tells(result, "parallel-block", "something else is wrong, too")
+    tells(result, "parallel-block", "something else is wrong as well")
 
 
 @pytest.mark.parametrize(

@@ -163,12 +163,12 @@ WRONG = [
         "rope-position",
         "from position 8 on rotary positions stay at the last",
     ),
-    ({"not kept": True}, {}, "cache-step", "from position 8 on a token sees the first 8 and itself"),
+    ({"not kept": True}, {}, "cache-step", "from position 8 on a token sees only the first 8 and itself"),
     ({"behind": True}, {}, "cache-step", "from position 8 on a new token does not see its own key"),
     ({"slots": 32}, {}, "cache-step", "from position 8 on empty slots of a cache of 32 are seen"),
     ({"unrotated": True}, {}, "cached-before-rope", "from position 8 on keys in the cache are not rotated"),
     ({"top left": True}, {}, "mask-corner", "from position 8 on each new token sees the first key alone"),
-    ({"unmasked prompt": True}, {}, "mask", "each of the first 8 tokens sees all of them"),
+    ({"unmasked prompt": True}, {}, "mask", "in the port, all of its 8 tokens see each other"),
     ({"window": 0}, {"window": 4}, "window", "in the port, it sees all, in positions 8 to 15 of 16"),
     ({"window": 3}, {"window": 4}, "window", "it sees 3, in positions 8 to 15 of 16"),
     ({"scale": 4.0}, {}, "softmax-scale", "the port's is 1 (missing), in positions 8 to 15 of 16"),
@@ -188,7 +188,7 @@ def test_log_probabilities_show_what_goes_wrong_in_decoding_as_well(wrong, title
     result = compared(wrong, has_ids=True)
     tells(result, title, "from position 8 on")
     first = 9 if "not kept" in wrong else 8  # a first token that is not kept has seen all that it should
-    assert any(f"output is right before position {first} (of 15, from 0)" in note for note in result.notes)
+    assert any(f"output is right before position {first} (of 15, counted from 0)" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("has_ids", [False, True])
@@ -204,7 +204,7 @@ def test_a_cache_that_is_not_emptied_between_sequences_of_a_batch_is_told():
         return torch.cat(list(rows))
 
     result = compared({}, has_ids=True, decode=one_after_another)
-    tells(result, "cache-not-reset", "each sees the tokens of those before it in the batch as well")
+    tells(result, "cache-not-reset", "a sequence also sees the tokens of those before it in the batch")
 
 
 def test_a_cache_that_is_kept_from_call_to_call_is_told():
@@ -272,7 +272,7 @@ def test_a_passing_comparison_says_how_far_log_probabilities_are_off_and_what_ro
     result = compared({}, has_ids=True)
     (note,) = result.notes
     assert note.startswith("log-probabilities of output are off by ")
-    for phrase in ("rounding alone makes", "ratios of probabilities are", "; KL "):
+    for phrase in ("on average (by rounding alone, ", "ratios of probabilities are", "; KL "):
         assert phrase in note
 
 
@@ -282,7 +282,7 @@ def test_log_probabilities_in_16_bits_are_noted_with_what_that_costs():
 
     result = compared({}, has_ids=True, ends=narrow)
     assert result.passed
-    assert any("that they are returned in bfloat16 alone makes" in note for note in result.notes)
+    assert any("returning them in bfloat16 instead of FP32 alone makes" in note for note in result.notes)
 
 
 def test_a_decoder_that_nothing_explains_is_compared_submodule_by_submodule_over_all_its_parts():

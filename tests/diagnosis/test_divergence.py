@@ -69,10 +69,10 @@ def ladders(wrong: str, precision: str, carried: float = 0.0, share: float = 0.3
             "act",
             "fc1, which runs before it, agrees; look at what the candidate computes between fc1",
         ),
-        ("fc1", "bf16", 0.3, "act", "already the input of act is not in the reference"),
+        ("fc1", "bf16", 0.3, "act", "even the input of act is not in the reference"),
         ("fc1", "fp32", 0.02, "act", ""),  # is given nearly what is right
         ("act", "fp32", 0.3, "act", "fc1, which runs before it, agrees; compare act alone, as a pair of its own"),
-        ("act", "bf16", 0.3, "act", "its input is a value that the reference computes, too"),
+        ("act", "bf16", 0.3, "act", "its input is a value that the reference also computes"),
         ("fc2", "fp32", 0.3, "fc2 (call 2)", "look at what the candidate computes between fc2 and fc2 (call 2)"),
     ],
 )

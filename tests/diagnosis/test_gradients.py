@@ -72,7 +72,7 @@ def streams(precision: str, detached: Detached = frozenset(), scaled: float = 1.
     ],
 )
 def test_the_place_through_which_nothing_flows_back_is_told_first(detached, told, precision):
-    tells(streams(precision, frozenset(detached)), "gradient-path-missing", f"what comes back through {told}")
+    tells(streams(precision, frozenset(detached)), "gradient-path-missing", f"what flows back through {told}")
 
 
 @FP32_AND_BF16
@@ -174,7 +174,7 @@ class Split(nn.Sequential):
 )
 def test_what_is_detached_where_values_fork_or_join_is_told(module, told, precision):
     result = twins(module, dict(detach=True), normal((64, HIDDEN)), precision)
-    tells(result, "gradient-path-missing", f"what comes back through {told}")
+    tells(result, "gradient-path-missing", f"what flows back through {told}")
 
 
 # A module that is called several times adds up its gradients.

@@ -77,7 +77,14 @@ def attention(te: Any, **options: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("module", "port", "weights", "right", "options", "told"),
     [
-        (Layer, layer, LAYER, {}, dict(self_attn_mask_type="no_mask"), "it is self_attn_mask_type of TransformerLayer"),
+        (
+            Layer,
+            layer,
+            LAYER,
+            {},
+            dict(self_attn_mask_type="no_mask"),
+            "in TransformerLayer, this argument is called self_attn",
+        ),
         (Layer, layer, LAYER, dict(eps=1e-6), {}, "it is layernorm_epsilon of TransformerLayer"),
         (
             Layer,
@@ -97,7 +104,7 @@ def attention(te: Any, **options: Any) -> nn.Module:
             "MultiheadAttention has no softmax_scale: multiply the query's weight",
         ),
         # A name that fits already is not explained.
-        (Attention, attention, ATTENTION, {}, dict(attn_mask_type="no_mask"), "later keys are attended to."),
+        (Attention, attention, ATTENTION, {}, dict(attn_mask_type="no_mask"), "the port attends to later keys."),
     ],
 )
 def test_an_argument_is_named_as_the_ports_module_does(module, port, weights, right, options, told):

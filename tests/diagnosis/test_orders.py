@@ -41,16 +41,16 @@ def compared(change: Callable[[Tensor], Tensor], of_inputs: bool, precision: str
 MOVED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "positions one early": (
         lambda x: x.roll(-1, 1),
-        "dimension 1 is moved by 1: its place 0 has what belongs to place 1",
+        "dimension 1 is shifted by 1: index 0 has what belongs to index 1",
     ),
     "positions two late": (
         lambda x: F.pad(x[:, :-2], (0, 0, 2, 0)),
-        "dimension 1 is moved by 2: its place 2 has what belongs to place 0",
+        "dimension 1 is shifted by 2: index 2 has what belongs to index 0",
     ),
     "a batch in reverse": (lambda x: x.flip(0), "dimension 0 is in reverse"),
     "a batch that was sorted": (
         lambda x: x[[0, 2, 1, 3, 4, 5, 6, 7]],
-        "along dimension 0, place 1 has what belongs to place 2, place 2 has what belongs to place 1",
+        "along dimension 0, index 1 has what belongs to index 2, index 2 has what belongs to index 1",
     ),
     "columns in reverse": (lambda x: x.flip(-1), "dimension 2 is in reverse"),
 }

@@ -88,8 +88,8 @@ class Attention(nn.Module):
         ("scale", 1, (1, 3, 5, 7), "softmax-scale", "the port's is 0.5, in every second head from 1 on."),
         ("late query", 2, (17,), "rope-position", "or the query's by +5, in position 17."),
         ("query's base", 1, (2,), "rope-base", "base 40000, in the query, in head 2."),
-        ("mask", 0, (1,), "mask", "later keys are attended to, in sequence 1."),
-        ("mask", 2, (4,), "mask", "later keys are attended to, in position 4."),
+        ("mask", 0, (1,), "mask", "the port attends to later keys, in sequence 1."),
+        ("mask", 2, (4,), "mask", "the port attends to later keys, in position 4."),
         ("", 1, (), "passed", ""),
     ],
 )
@@ -181,7 +181,7 @@ def explanation(title: str, left: float | None = None, value: float | None = Non
         ([explanation("norm-eps", value=4.2e-6)], ["4.2e-06 is an unusual value"]),
         ([explanation("norm-eps", left=3.0)], ["d weight is still 3 times its limit then"]),
         ([explanation("norm-eps", left=float("inf"))], ["d weight is still not finite then"]),
-        ([explanation("norm-eps", misfit=1.3)], ["1.3 times what bf16 costs is left"]),
+        ([explanation("norm-eps", misfit=1.3)], ["1.3 times the normal error of bf16 is left"]),
         (
             [explanation("norm-eps"), explanation("factor")],
             ["PAR256 factor explains it equally well", "norm-eps explains it equally well"],

@@ -114,7 +114,7 @@ def test_an_exchange_of_two_kinds_of_parameters_in_two_layers_is_tried_last(one,
 
 # A limit of real time, after which a search tells what it has verified, says so, and changes no verdict.
 
-NOTE = "the search for the cause ended after {} s; --parity-diagnosis=SECONDS gives it longer"
+NOTE = "the search for the cause was stopped after {} s; give it more time with --parity-diagnosis=SECONDS"
 WIDTH = 16
 UNVERIFIED = {"unexplained", "first-divergence"}
 

@@ -132,7 +132,7 @@ def test_other_numbers_that_differ_are_said(right, wrong):
 def test_a_number_that_the_port_leaves_out_is_said():
     result, _ = compared(lambda y, x: 3.0, lambda y, x: None, ["bf16"])
     assert result.passed
-    assert result.notes == ("the reference returns a number at [1], which the candidate does not",)
+    assert result.notes == ("the reference returns a number at [1], but the candidate does not",)
 
 
 def test_beside_tensors_that_fail_it_is_noted():

@@ -200,7 +200,7 @@ def test_factors_of_the_ranks_gradients_are_told(factors, title, told):
         (lambda a, b, c: a + c, "without b"),
         (lambda a, b, c: 4 * a + b + c, "counts a weight once for each rank that holds it"),
         (lambda a, b, c: a + float(PARTS[0][:3].square().sum()) + c, "b only as the first rank has it"),
-        (lambda a, b, c: 10 * (a + b + c), "neither one rank's nor that of all gradients"),
+        (lambda a, b, c: 10 * (a + b + c), "neither that of one rank's gradients nor that of all gradients"),
         (lambda a, b, c: a + b + c, None),
     ],
 )
@@ -229,7 +229,8 @@ def test_how_often_each_of_several_outputs_counts_is_told():
         found = explained_by_outputs([*scalars, whole], lambda name: {("weight gradient", "w"): of_each[name]})
         return [one.message.split(";")[0].split(":")[0] for one in found]
 
-    assert told(loss=1, balance=0.5) == ["gradients are right if what flows back from balance counts 0.5 times"]
+    message = "the gradients are those of a backward pass in which balance counts 0.5 times instead of once"
+    assert told(loss=1, balance=0.5) == [message]
     of_each["balance"] = PARTS[1]  # of which the gradients that ranks have are then no multiple
     whole = Whole("weight gradient", "w", EXACT, pieces_of(EXACT, made, (), lambda r: PARTS[2]))
     scalars = [Whole("output", name, torch.ones(()), []) for name in of_each]

@@ -150,7 +150,7 @@ def test_without_probing_inputs_so_is_what_other_calls_alone_show(candidate):
     assert result.status == "failed"
     assert result.margin <= 1
     assert result.findings[0].title == "state-between-calls"
-    assert "its output moves by" in result.findings[0].message
+    assert "its output changes by" in result.findings[0].message
 
 
 @pytest.mark.parametrize("candidate", [FirstMask, GrowsInAList, OutsideOfAttributes])

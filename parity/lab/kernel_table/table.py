@@ -400,7 +400,7 @@ def read_lines(file: Path) -> list[Entry]:
 
 def _entry(line: Any) -> Entry:
     if not isinstance(line, dict):
-        raise NotReadableError("it is no object")
+        raise NotReadableError("it is not an object")
     if "kernel" in line:
         verdict([line])  # raises if anything that is read from the line is missing
     return line
