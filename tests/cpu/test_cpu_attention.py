@@ -97,7 +97,7 @@ REFUSED = [
     (dict(head_dim_qk=264, head_dim_v=264), "head dimensions 264"),
     (dict(head_dim_qk=256, head_dim_v=128), "head dimensions 256"),
     (dict(qkv_layout="THD_THD_THD"), "padding mask"),
-    (dict(qkv_layout="BHSD_BHSD_BHSD"), "for FP8"),
+    (dict(qkv_layout="BHSD_BHSD_BHSD"), "only FP8 attention"),
     (dict(qkv_layout="Paged_KV_BSHD_BSHD_BSHD"), "padding mask"),
     (dict(bias_type="PRE_SCALE_BIAS"), "before scaling"),
     (dict(bias_type="POST_SCALE_BIAS", attn_mask_type="PADDING_CAUSAL_MASK"), "together with padding"),
