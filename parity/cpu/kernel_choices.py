@@ -87,8 +87,8 @@ def _checked(names: Iterable[str], where: str) -> frozenset[str]:
     unknown = sorted(chosen - set(NAMES))
     if unknown:
         raise BadChoice(
-            f"{where}: {', '.join(map(repr, unknown))} {'is' if len(unknown) == 1 else 'are'} not among the choices of "
-            f"kernels, which are {', '.join(NAMES)}"
+            f"{where} names {', '.join(map(repr, unknown))}, which {'is' if len(unknown) == 1 else 'are'} not among "
+            f"the choices of kernels: {', '.join(NAMES)}"
         )
     operands = [name for name in NAMES if name in chosen & FP32_OPERANDS]
     if len(operands) > 1:

@@ -91,7 +91,7 @@ def test_a_child_process_has_those_of_the_environment() -> None:
 
 
 WRONG = [
-    (("tf32-cut",), "'tf32-cut' is not among the choices of kernels, which are tf32-truncated, tf32-ties-away"),
+    (("tf32-cut",), "names 'tf32-cut', which is not among the choices of kernels: tf32-truncated, tf32-ties-away"),
     (("fp8-14-bit", "tf32-truncated", "fp32-exact"), "tf32-truncated and fp32-exact, which contradict each other"),
     (("tf32-ties-away", "tf32-truncated"), "tf32-truncated and tf32-ties-away, which contradict each other"),
 ]

@@ -63,7 +63,7 @@ IN_ORDER = (0, 1, 2)
         ((2, 0, 1), IN_ORDER, "bf16", "layers-permuted", "they hold its layers in the order 1, 2, 0."),
         ((1, 0, 2), IN_ORDER, "bf16", "layers-permuted", "they hold its layers in the order 1, 0, 2."),
         (IN_ORDER, (2, 1, 0), "fp32", "layers-permuted", ""),
-        (IN_ORDER, (0, 1, 1), "bf16", "layer-repeated", "call TE's layers.2; layers.1 computes"),
+        (IN_ORDER, (0, 1, 1), "bf16", "layer-repeated", "call TE's layers.2; the port calls layers.1 again instead"),
     ],
 )
 def test_layers_that_are_filled_or_called_in_another_order_are_told(order, called, precision, title, phrase):

@@ -367,7 +367,7 @@ class Block(nn.Module):
         ("", "passed", ""),
         ("each alone", "mask", "in the port, the queries of each stream see only its own keys."),
         ("image alone", "mask", "in the port, the queries of stream 1 see only its own keys."),
-        ("without text", "mask", "none sees the keys of stream 2."),
+        ("without text", "mask", "no query sees the keys of stream 2."),
     ],
 )
 def test_the_stream_whose_keys_are_not_seen_is_told(mistake, title, phrase, precision):

@@ -85,7 +85,7 @@ def attention(te: Any, **options: Any) -> nn.Module:
             dict(self_attn_mask_type="no_mask"),
             "in TransformerLayer, this argument is called self_attn",
         ),
-        (Layer, layer, LAYER, dict(eps=1e-6), {}, "it is layernorm_epsilon of TransformerLayer"),
+        (Layer, layer, LAYER, dict(eps=1e-6), {}, "in TransformerLayer, this argument is called layernorm"),
         (
             Layer,
             layer,
@@ -94,7 +94,14 @@ def attention(te: Any, **options: Any) -> nn.Module:
             {},
             "TransformerLayer has no softmax_scale: multiply the query's weight",
         ),
-        (Attention, attention, ATTENTION, dict(eps=1e-6), {}, "it is layernorm_epsilon of MultiheadAttention"),
+        (
+            Attention,
+            attention,
+            ATTENTION,
+            dict(eps=1e-6),
+            {},
+            "in MultiheadAttention, this argument is called layernorm",
+        ),
         (
             Attention,
             attention,

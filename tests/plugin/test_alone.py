@@ -237,8 +237,8 @@ def test_a_file_that_hangs_when_it_is_collected_is_interrupted_and_the_others_ar
     [
         ("hangs_whatever_is_raised", 0, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
         ("hangs_whatever_is_raised", 2, "ran longer than 3 s (--parity-timeout, or --timeout of parity run) while it"),
-        ("exits_in_c", 0, "called exit while the file was being collected, which ends the process; this ends the run"),
-        ("exits_in_c", 2, "called exit while the file was being collected, which ends the process; this ends the run"),
+        ("exits_in_c", 0, "its C code called exit while the file was being collected, which ends the process; this"),
+        ("exits_in_c", 2, "its C code called exit while the file was being collected, which ends the process; this"),
     ],
 )
 def test_a_file_that_ends_its_process_when_it_is_collected_ends_the_run_and_says_where(

@@ -124,7 +124,7 @@ def test_files_that_cannot_serve_are_refused_once_before_any_worker_starts(
     ("variable", "value", "told"),
     [
         ("PARITY_EMULATED_GPU", "volta", "is not a GPU*ada, hopper, blackwell"),
-        ("PARITY_KERNEL_CHOICES", "tf32-cut", "not among the choices of kernels*tf32-truncated, *"),
+        ("PARITY_KERNEL_CHOICES", "tf32-cut", "names 'tf32-cut', which is not among*tf32-truncated, *"),
     ],
 )
 def test_an_emulated_gpu_that_does_not_exist_is_refused_once(
