@@ -420,7 +420,7 @@ def test_tes_fused_router_and_loss_pass(precision):
 
 def test_other_scores_of_the_choice_are_told_where_the_loss_reads_the_right_ones():
     result = with_fused_router("bf16", score="sigmoid")
-    tells_only(result, "routing-weights", "the port scores them by a sigmoid there")
+    tells_only(result, "routing-weights", "for the choice alone, the port scores them by a sigmoid")
 
 
 def test_a_loss_that_is_detached_is_an_error_though_rounding_hides_its_gradients():
