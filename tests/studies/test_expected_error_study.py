@@ -202,12 +202,12 @@ def test_the_report_has_the_table_that_a_person_looks_up(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dataclasses.replace(SMALL, modules=("conv",)), "modules: there is no 'conv'"),
-        (dataclasses.replace(SMALL, precisions=("int8",)), "precisions: there is no 'int8'"),
-        (dataclasses.replace(SMALL, hiddens=(100,)), "100 is no multiple of 128"),
-        (dataclasses.replace(SMALL, seqs=(10,)), "10 is no multiple of 32"),
-        (dataclasses.replace(SMALL, depths=(0,)), "count from 1"),
-        (dataclasses.replace(SMALL, depth=2), "only modules that can be stacked"),
+        (dataclasses.replace(SMALL, modules=("conv",)), "modules: unknown name 'conv'"),
+        (dataclasses.replace(SMALL, precisions=("int8",)), "precisions: unknown name 'int8'"),
+        (dataclasses.replace(SMALL, hiddens=(100,)), "100 is not a multiple of 128"),
+        (dataclasses.replace(SMALL, seqs=(10,)), "10 is not a multiple of 32"),
+        (dataclasses.replace(SMALL, depths=(0,)), "must be at least 1"),
+        (dataclasses.replace(SMALL, depth=2), "must be 1 unless all modules can be stacked"),
     ],
 )
 def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:

@@ -220,9 +220,9 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(distributions=("cauchy",)), "distributions: there is no 'cauchy'"),
-        (dict(formats=("fp4",)), "formats: there is no 'fp4'"),
-        (dict(device="tpu"), "device: there is no 'tpu'"),
+        (dict(distributions=("cauchy",)), "distributions: unknown name 'cauchy'"),
+        (dict(formats=("fp4",)), "formats: unknown name 'fp4'"),
+        (dict(device="tpu"), "device: unknown name 'tpu'"),
         (dict(rises=(2,)), "32 keys in tiles of 16 allow for 1 at most"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_interval_that_no_tensor_core_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="100 is no multiple of the 32"):
+    with pytest.raises(UserError, match="100 is not a multiple of an instruction's 32"):
         catalogue.run("fp8_accumulation", Settings(intervals=(100,)), tmp_path)
 
 

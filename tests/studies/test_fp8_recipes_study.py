@@ -177,12 +177,12 @@ def test_a_study_goes_on_where_it_stopped_and_reports(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dataclasses.replace(TINY, recipes=("bf16",)), "recipes: there is no 'bf16'"),
-        (dataclasses.replace(TINY, distributions=("cauchy",)), "distributions: there is no 'cauchy'"),
-        (dataclasses.replace(TINY, modules=("conv",)), "modules: there is no 'conv'"),
-        (dataclasses.replace(TINY, size=40), "40 is no multiple of 32"),
-        (dataclasses.replace(TINY, head_dim=96), "96 is no power of two"),
-        (dataclasses.replace(TINY, histories=(0,)), "count from 1"),
+        (dataclasses.replace(TINY, recipes=("bf16",)), "recipes: unknown name 'bf16'"),
+        (dataclasses.replace(TINY, distributions=("cauchy",)), "distributions: unknown name 'cauchy'"),
+        (dataclasses.replace(TINY, modules=("conv",)), "modules: unknown name 'conv'"),
+        (dataclasses.replace(TINY, size=40), "40 is not a multiple of 32"),
+        (dataclasses.replace(TINY, head_dim=96), "96 is not a power of two"),
+        (dataclasses.replace(TINY, histories=(0,)), "must be at least 1"),
     ],
 )
 def test_settings_that_cannot_be_run_are_told(settings: Settings, message: str, tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_ways_that_a_dtype_lacks_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings(dtypes=("fp8",)), "dtypes: there is no 'fp8'"),
+        (Settings(dtypes=("fp8",)), "dtypes: unknown name 'fp8'"),
         (Settings(head_dims=(20,)), "multiples of 8, not 20"),
         (Settings(seq=40), "multiple of 16 queries"),
     ],

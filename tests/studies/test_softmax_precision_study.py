@@ -233,8 +233,8 @@ def test_a_study_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (Settings(dtypes=("fp8",)), "dtypes: there is no 'fp8'"),
-        (Settings(layouts=("together",)), "layouts: there is no 'together'"),
+        (Settings(dtypes=("fp8",)), "dtypes: unknown name 'fp8'"),
+        (Settings(layouts=("together",)), "layouts: unknown name 'together'"),
         (Settings(scales=(5, 6)), "need one up to largest_mixed=4"),
         (Settings(rows=20), "multiple of 16 rows"),
         (Settings(keys=20), "a multiple of 8 keys"),

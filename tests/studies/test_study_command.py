@@ -49,15 +49,15 @@ def test_numbers_may_be_as_small_as_their_defaults_say() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("length=64", "its options and their values are counts=1,2, rises=0,1, exponents=-3,0, rate=0.001, parts=yes"),
-        ("counts", "is no option of this study"),
-        ("counts=many", "'many' cannot stand where '1,2' does"),
-        ("counts=", "'' cannot stand where '1,2' does"),
-        ("counts=3,0", "a number above 0"),
-        ("rises=-1", "a number from 0 on"),
-        ("rate=nan", "a finite number"),
-        ("rate=-1", "a number above 0"),
-        ("parts=maybe", "'maybe' cannot stand where 'yes' does"),
+        ("length=64", "with their defaults, are counts=1,2, rises=0,1, exponents=-3,0, rate=0.001, parts=yes"),
+        ("counts", "'counts' is not a valid option of this study"),
+        ("counts=many", r"'many' is not a valid value \(the default is '1,2'\)"),
+        ("counts=", "'' is not a valid value"),
+        ("counts=3,0", "must be greater than 0"),
+        ("rises=-1", "must not be negative"),
+        ("rate=nan", "must be finite"),
+        ("rate=-1", "must be greater than 0"),
+        ("parts=maybe", "'maybe' is not a valid value"),
     ],
 )
 def test_options_that_do_not_fit_are_told(option: str, message: str) -> None:

@@ -159,7 +159,7 @@ def test_a_precision_that_the_emulated_gpu_lacks_is_reported_with_te_s_reason(tm
     ],
 )
 def test_names_that_there_are_not_are_told(tmp_path: Path, settings: Settings, field: str) -> None:
-    with pytest.raises(UserError, match=f"{field}: there is no 'bert'"):
+    with pytest.raises(UserError, match=f"{field}: unknown name 'bert'"):
         catalogue.run("training_curves", settings, tmp_path)
 
 

@@ -204,9 +204,9 @@ def test_the_headline_says_whether_the_control_separates(tmp_path: Path, ulp: fl
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model="bert"), "model: there is no 'bert'"),
+        (dict(model="bert"), "model: unknown name 'bert'"),
         (dict(formats=("bf16",)), "formats: fp32 must be among them"),
-        (dict(te_precisions=("int8",)), "te_precisions: there is no 'int8'"),
+        (dict(te_precisions=("int8",)), "te_precisions: unknown name 'int8'"),
         (dict(heads=3), "groups must divide heads, and a head must have an even width"),
         (dict(heads=2, groups=3), "groups must divide heads"),
         (dict(seq=33, te_precisions=("bf16", "fp8_current")), "multiples of 32"),

@@ -15,17 +15,17 @@ from parity.user_error import UserError
 
 STUDIES = {
     "expected_error": "Which error is normal: by TE module and precision, over width, length and depth.",
-    "filters": "What any linear filter could see of the wrong ports that pass: signal to noise ratios.",
+    "filters": "Whether any linear filter could detect the wrong ports that pass: signal to noise ratios.",
     "flops": "FLOPs of a layer by component, and the formulas next to PyTorch's counter on every case.",
     "flash_stability": "How far flash attention deviates from baseline attention, and which rounding does it.",
     "fp8_accumulation": "What the short sums of a Hopper's FP8 tensor cores cost, over the length of the sum.",
     "fp8_recipes": "FP8 recipes side by side: by distribution and module, and when a tensor's magnitude jumps.",
-    "names": "Which mistakes of wrong ports are named: constants, parts of a place, and kinds, on a fixed table.",
+    "names": "Which mistakes in a fixed table of wrong ports are named: constants, local mistakes, and kinds.",
     "query_key_scale": "Where to scale queries and keys: overflow and error by magnitude, head width and dtype.",
     "ranks": "Which mistakes over ranks are detected and named, and whether right ports pass.",
     "softmax_precision": "Softmax in FP16, BF16 and FP32: error, overflow, gradient and cost by the size of scores.",
     "trainings": "Which mistakes of trainings are detected and named, and whether right trainings pass.",
-    "training_curves": "Whether TE models train as the plain models do, recipe by recipe.",
+    "training_curves": "Whether TE models train like the plain models, recipe by recipe.",
     "training_drift": "How far flash attention, low precision and TE move the weights that training ends with.",
 }
 
@@ -86,11 +86,12 @@ def with_options(settings: Any, options: Sequence[str]) -> Any:
         name, equals, text = option.partition("=")
         if name not in fields or not equals:
             known = ", ".join(f"{field}={_written(value)}" for field, value in fields.items())
-            raise UserError(f"{option!r} is no option of this study; its options and their values are {known}")
+            raise UserError(f"{option!r} is not a valid option of this study; its options, with their defaults, are {known}")
         try:
             chosen[name] = _parsed(text, fields[name])
         except ValueError:
-            raise UserError(f"{option!r}: {text!r} cannot stand where {_written(fields[name])!r} does") from None
+            default = _written(fields[name])
+            raise UserError(f"{option!r}: {text!r} is not a valid value (the default is {default!r})") from None
         _check_range(option, chosen[name], fields[name])
     return dataclasses.replace(settings, **chosen)
 
@@ -108,11 +109,11 @@ def _check_range(option: str, value: Any, default: Any) -> None:
     if isinstance(defaults[0], str | bool):
         return
     if not all(math.isfinite(each) for each in values):
-        raise UserError(f"{option!r}: a finite number must stand there")
+        raise UserError(f"{option!r}: the value must be finite")
     if min(defaults) > 0 >= min(values):
-        raise UserError(f"{option!r}: a number above 0 must stand there")
+        raise UserError(f"{option!r}: the value must be greater than 0")
     if min(defaults) == 0 > min(values):
-        raise UserError(f"{option!r}: a number from 0 on must stand there")
+        raise UserError(f"{option!r}: the value must not be negative")
 
 
 def _written(value: Any) -> str:

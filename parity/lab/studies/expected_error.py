@@ -304,14 +304,14 @@ def check(settings: Settings) -> None:
     check_names("precisions", settings.precisions, PRECISIONS)
     for hidden in (settings.hidden, *settings.hiddens, settings.held_out_hidden):
         if hidden < 1 or hidden % 128:
-            raise UserError(f"hiddens: {hidden} is no multiple of 128, which heads of 64 in groups of two make up")
+            raise UserError(f"hiddens: {hidden} is not a multiple of 128 (the width of two heads with 64 channels)")
     for seq in (settings.seq, *settings.seqs, settings.held_out_seq):
         if seq < 1 or seq % 32:
-            raise UserError(f"seqs: {seq} is no multiple of 32, which block-scaled GEMMs sum over")
+            raise UserError(f"seqs: {seq} is not a multiple of 32, the block size of block-scaled GEMMs")
     if min(settings.depth, settings.held_out_depth, settings.seeds, *settings.depths) < 1:
-        raise UserError("depths and seeds count from 1")
+        raise UserError("depths and seeds must be at least 1")
     if settings.depth != 1 and not all(MODULES[name].stackable for name in settings.modules):
-        raise UserError("depth: only modules that can be stacked have another depth than 1")
+        raise UserError("depth: must be 1 unless all modules can be stacked")
 
 
 _ISSUE_407 = (dataclasses.replace(mlp.issue_407, probe=False), CheckedSize(mlp.issue_407.sizes[0], ISSUE_407))

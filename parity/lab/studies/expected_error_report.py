@@ -335,9 +335,10 @@ def _tolerances(found: Results, settings: Settings) -> Iterator[Claim]:
 GROWTH_PICTURE, PARTS_PICTURE = "expected_error_growth.png", "expected_error_parts.png"
 
 _INTRODUCTION = """\
-You replaced a PyTorch module by TransformerEngine's (TE) and the numbers differ. This is by how much they differ if
-nothing is wrong. The error is relative: the Euclidean norm of the difference from the same module in FP64, on the same
-weights and inputs (both already rounded to the precision's dtype), over the norm of the FP64 value. 0.01 is 1 %.
+You replaced a PyTorch module by TransformerEngine's (TE) and the numbers differ. This report shows how much they
+differ if nothing is wrong. The error is relative: the Euclidean norm of the difference from the same module in FP64, on
+the same weights and inputs (both already rounded to the precision's dtype), over the norm of the FP64 value. 0.01 is
+1 %.
 
 {made_on} Inputs and output gradients are N(0, 1), weights are PyTorch's initial ones, the batch is 1; MLPs are 4
 (gated: 3) times as wide inside, heads have 64 channels. At the size of the tables, the root mean square over seeds 0 to

@@ -194,7 +194,7 @@ def _check(settings: Settings) -> None:
     check_names("distributions", settings.distributions, DISTRIBUTIONS)
     for interval in settings.intervals:
         if interval < 1 or interval % HOPPER.products:
-            raise UserError(f"intervals: {interval} is no multiple of the {HOPPER.products} products of an instruction")
+            raise UserError(f"intervals: {interval} is not a multiple of an instruction's {HOPPER.products} products")
 
 
 # Claims about the short sums of FP8 tensor cores, next to this study's results.

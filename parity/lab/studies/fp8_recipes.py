@@ -597,11 +597,11 @@ def check(settings: Settings) -> None:
     check_names("modules", settings.modules, MODULES)
     for field, multiple in (("size", 32), ("seq", 32), ("steps_size", 32), ("hidden", 128)):
         if getattr(settings, field) < 1 or getattr(settings, field) % multiple:
-            raise UserError(f"{field}: {getattr(settings, field)} is no multiple of {multiple}, which recipes need")
+            raise UserError(f"{field}: {getattr(settings, field)} is not a multiple of {multiple}, which recipes need")
     if settings.head_dim < 1 or settings.head_dim & (settings.head_dim - 1):
-        raise UserError(f"head_dim: {settings.head_dim} is no power of two, as Hadamard matrices are wide")
+        raise UserError(f"head_dim: {settings.head_dim} is not a power of two, which Hadamard matrices require")
     if min(settings.seeds, settings.earlier, *settings.histories) < 1:
-        raise UserError("seeds, earlier and histories count from 1")
+        raise UserError("seeds, earlier and histories must be at least 1")
 
 
 def _steps_runs(settings: Settings, recipe: str, history: int) -> Iterator[StepsRun]:

@@ -276,10 +276,10 @@ Against FP64 on the same BF16 values."""
 
 _STEPS = """\
 A linear layer (`[{size}, {size}]`) makes passes on new N(0, 1) values; from one step on its input, or its output
-gradient, is {factors} times larger or smaller, for good or in one step alone. Judged is what the GEMM makes of it: the
-output, or the input gradient. Recovered means: at most {as_good:g} dB below the worst step before, {settled} times in a
-row. Without a past there is nothing to recover from; recipes that scale by the tensor at hand are measured all the
-same."""
+gradient, is {factors} times larger or smaller, for good or in one step alone. What the GEMM computes from it is
+judged: the output, or the input gradient. Recovered means: at most {as_good:g} dB below the worst step before,
+{settled} times in a row. Without a past there is nothing to recover from; recipes that scale by the tensor at hand are
+measured all the same."""
 
 _ATTENTION = """\
 FlashAttention-3 quantizes queries, keys and values to E4M3 and finds its error with the outliers above. The same

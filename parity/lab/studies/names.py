@@ -549,7 +549,7 @@ def _sections(found: Mapping[Judgement, Said], settings: Settings) -> Iterator[s
         "a place the mistake is. *No place*: the title is right, but the number or the part is not told. *Second*: the "
         "right name comes, but another one first. *Doubted*: another cause is told, with what speaks against it. "
         "*Misnamed*: another cause is told as a fact. *Unnamed*: the port "
-        "fails, and no cause is told (PAR501, PAR502). A row that is not judged yet counts nowhere."
+        "fails, and no cause is named (PAR501, PAR502). Rows that have not been judged yet are not counted."
     )
     yield "## Rates"
     yield reporting.texts(

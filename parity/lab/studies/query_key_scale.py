@@ -611,8 +611,8 @@ def _sections(found: Mapping[Run, Outcome], settings: Settings, kernels: Kernels
     yield "![Overflow frontiers and errors](query_key_scale.png)"
     yield "## How large queries and keys may be"
     yield (
-        "The largest RMS of queries and keys at which softmax gets no infinity; `inputs` is where they overflow "
-        "themselves."
+        "The largest RMS of queries and keys at which no score overflows; `inputs` is the largest at which the inputs "
+        "themselves do not."
     )
     for dtype in settings.dtypes:
         yield f"### {dtype.upper()}"

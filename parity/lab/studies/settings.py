@@ -32,7 +32,7 @@ def check_names(field: str, chosen: Iterable[str], known: Collection[str]) -> No
     """
     for name in chosen:
         if name not in known:
-            raise UserError(f"{field}: there is no {name!r}; there are {', '.join(known)}")
+            raise UserError(f"{field}: unknown name {name!r}; choose from {', '.join(known)}")
 
 
 # Distributions that quantization treats differently. Each draws FP32 tensors of any shape.
@@ -73,7 +73,7 @@ def kernels_on(device: str) -> Kernels:
         UserError: if the name is unknown or the device is not available.
     """
     if device not in _DEVICES:
-        raise UserError(f"device: there is no {device!r}; there are {', '.join(_DEVICES)}")
+        raise UserError(f"device: unknown name {device!r}; choose from {', '.join(_DEVICES)}")
     try:
         return te.kernels(_DEVICES[device])
     except BackendUnavailable as error:

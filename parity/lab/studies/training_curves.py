@@ -331,9 +331,9 @@ def _check(settings: Settings) -> None:
     check_names("models", settings.models, ARCHITECTURES)
     check_names("precisions", settings.precisions, TRAINED)
     if settings.draws < 2:
-        raise UserError(f"draws: a spread takes at least 2, not {settings.draws}")
+        raise UserError(f"draws: must be at least 2 to estimate a spread, not {settings.draws}")
     if settings.false_alarms >= 1:
-        raise UserError(f"false_alarms: a share below 1, not {settings.false_alarms:g}")
+        raise UserError(f"false_alarms: must be below 1, not {settings.false_alarms:g}")
     for name in settings.models:
         size = size_of(name, settings)
         training.check(size, settings.batch, [TRAINED[each] for each in settings.precisions])
@@ -463,7 +463,7 @@ _METHOD = """\
   `parity/lab/studies/training.py`, read byte by byte.
 - **Weights**: AdamW holds FP32 masters. TE's parameters and gradients are BF16 and take the masters' rounding after
   each step, as in Megatron-LM. Every run starts from the same BF16-exact weights and reads the same batches.
-  A recipe that scales by the past (delayed scaling) makes its warm-up passes on the first batch, without a step, before
+  Delayed scaling, which needs a history of amaxes, makes its warm-up passes on the first batch, without a step, before
   training.
 - **Expectation**: on the same weights and batches, the plain model also trains under {draws} realisations of the
   precision's rounding model (`parity/rounding/`, dithered by `parity/lab/studies/training_curves.py`; neither
@@ -504,8 +504,8 @@ def _sections(
     outcomes: Sequence[Outcome], missing: Mapping[str, str], settings: Settings, kernels: Kernels, shown: Sequence[str]
 ) -> Iterator[str]:
     followed = sum(outcome.margin <= 1 and outcome.final_margin <= 1 for outcome in outcomes)
-    yield "# Do TransformerEngine's models train as the plain models do?"
-    yield f"**{followed} of {len(outcomes)} runs follow the plain model** within what rounding must cost."
+    yield "# Do TransformerEngine's models train like the plain models?"
+    yield f"**{followed} of {len(outcomes)} runs follow the plain model** within the expected effect of rounding."
     yield (
         f"Kernels: {KERNELS[kernels.backend]}. TransformerEngine {te.version()}, torch {torch.__version__}. "
         f"{settings.steps} steps of {settings.batch} x {settings.seq} bytes; {settings.layers} layers, hidden "

@@ -286,7 +286,7 @@ def _below_other_start(found: Drifts, settings: Settings) -> Claim:
         f"Wasserstein-1, other start over flash: {_named(factors)}.",
         all_of([ratios_between(of_seeds, 1.0, math.inf) for of_seeds in factors.values()]),
         "Wasserstein-1 compares the weights as sets. Two initialisations are two draws from one distribution, so as "
-        "sets they are near each other from the start, while each weight is another: the largest difference says so.",
+        "sets they are close from the start, although individual weights differ, as the largest difference shows.",
     )
 
 
@@ -339,7 +339,7 @@ _METHOD = """\
   rounds GEMM operands; BF16 and FP16 also what is stored. AdamW holds FP32 masters, as in Megatron-LM; FP16 has a loss
   scale of {loss_scale:g}.
 - **TE**: each of its runs is also compared with the plain model under the rounding model of its precision. TE computes
-  FP32 GEMMs in TF32. A recipe that scales by the past makes its warm-up passes before training.
+  FP32 GEMMs in TF32. Delayed scaling, which needs a history of amaxes, makes its warm-up passes before training.
 - **Wasserstein-1** is the mean distance of the sorted weights, which a test holds equal to
   `scipy.stats.wasserstein_distance`.
 - **What it cannot say**: {steps} steps of a small model. The source trains a large model for longer, on GPUs."""
