@@ -217,7 +217,7 @@ def test_the_function_of_a_process_that_ended_returns_none_and_the_next_is_calle
     [
         (dict(sizes="huge"), "large"),
         (dict(precisions="fp7"), "fp7"),
-        (dict(keyword="gemv"), "no workload contains 'gemv'"),
+        (dict(keyword="gemv"), "no workload has 'gemv'"),
         (dict(backend="tpu"), "tpu"),
     ],
 )

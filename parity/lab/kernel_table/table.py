@@ -47,7 +47,7 @@ from parity.user_error import UserError
 # CPU kernels that no call in the table uses, each with the reason.
 
 
-_QUERIES = "it computes nothing, but tells of the machine or makes room"
+_QUERIES = "it computes nothing: it only describes the machine or allocates memory"
 _RANDOM = "its random bits come from another generator"
 _GROUPED = "it takes TE's grouped tensors, which need another cuBLAS or a Blackwell; not in the table yet"
 _BLACKWELL = "it serves formats that need a Blackwell; not in the table yet"
@@ -135,7 +135,7 @@ def select(keyword: str) -> tuple[KernelCall, ...]:
     """
     chosen = tuple(call for call in CALLS if keyword in call.name)
     if not chosen:
-        raise UserError(f"no kernel call contains {keyword!r} in its name, such as {CALLS[0].name!r}")
+        raise UserError(f"no kernel call has {keyword!r} in its name; one name is {CALLS[0].name!r}")
     return chosen
 
 
@@ -234,7 +234,7 @@ def kept(index: int, folder: Path) -> Outcome | None:
 
 
 ENDED = Outcome(error="the process ended in this call")
-TIME_OVER = Outcome(error="the time for all calls was over")
+TIME_OVER = Outcome(error="the time limit for all calls was reached")
 _NEVER_BEGUN = Outcome(error="no process came to this call")
 _MOST_IN_VAIN = 3  # how many processes in succession may die in their first call
 # Seconds without a new outcome after which a kernel is taken to hang. They must allow for the import of TE before the
@@ -248,7 +248,7 @@ def outcomes_of(start: Callable[[int], int | None], count: int, folder: Path) ->
     Args:
         start: ``start(first)`` runs a process that makes the calls from this index on, writes each outcome into the
             folder, and returns its exit code: ``GPU_LOST`` if the GPU fails every call after the last one, or None
-            if the time for all calls is over.
+            if the time limit for all calls is reached.
         count: the number of calls.
         folder: the folder of the outcomes.
     """
@@ -271,7 +271,7 @@ def outcomes_of(start: Callable[[int], int | None], count: int, folder: Path) ->
 def run(
     command: Sequence[str], environment: Mapping[str, str], folder: Path, ends: float, longest: float = LONGEST_CALL
 ) -> int | None:
-    """Run one process, and return its exit code, or None if the time for all calls was over before it ended.
+    """Run one process, and return its exit code, or None if the time limit for all calls was reached first.
 
     Args:
         command: the command of the process.

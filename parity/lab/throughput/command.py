@@ -198,12 +198,12 @@ def _panel(axis: Axes, title: str, rows: list[Row]) -> None:
 
 _BASE = ("eager", "bf16")
 _HOW_TO_READ = """\
-*Eager* and *compiled* (`torch.compile`) are the plain module, the built-in ones with `F.scaled_dot_product_attention`
-in place of attention written out, *TE* is its port. A time is the median of the repeated
-passes with the quartiles around it, on inputs in turn; a forward pass keeps what the backward pass needs, and in FP8
+*Eager* and *compiled* (`torch.compile`) are the plain module (the built-in modules with
+`F.scaled_dot_product_attention` instead of attention written out); *TE* is its port. A time is the median of repeated
+passes over several inputs in turn, with its quartiles; a forward pass keeps what the backward pass needs, and in FP8
 casts the weights again, as in a step without gradient accumulation. FLOPs are those of the matrix products
 (`parity/lab/flops.py`), the same for all implementations, without pairs of a query and a key that a mask hides. *Of
-peak* is their rate over both passes, divided by the rate of the fastest large matrix product in that format on this
+peak* is the rate over both passes as a share of that of the fastest large matrix product in that format on this
 device (TE computes FP32 in TF32). *Memory* is the peak of the passes, parameters included. *Error* is the worst
 output's relative L2 error, against the plain module in FP64 on the same rounded weights and inputs."""
 _ROW_HEADERS = (

@@ -142,7 +142,7 @@ def select(workloads: Iterable[Workload], keyword: str) -> list[Workload]:
     words = [word.strip() for word in keyword.split(",")]
     chosen = [workload for workload in found if any(word in workload.name for word in words)]
     if not chosen:
-        raise UserError(f"no workload contains {keyword!r} in its name, such as {found[0].name!r}")
+        raise UserError(f"no workload has {keyword!r} in its name; one name is {found[0].name!r}")
     return chosen
 
 
