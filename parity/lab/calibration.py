@@ -118,7 +118,7 @@ def make_table(
     for key, law in fitted.items():
         why = limits.why_no_limit(key, law)
         if why:
-            raise UserError(f"{why}; give more pairs, or leave out those whose errors scatter so far")
+            raise UserError(f"{why}; add more pairs, or remove those whose errors scatter this much")
     for precision in {key[0] for key in strays}:
         of_precision = [each for key, each in strays.items() if key[0] == precision]
         provenance[precision] = {**provenance[precision], "accepted": told(of_precision)}
@@ -356,9 +356,9 @@ def refusal(strays: Mapping[Key, Difference], samples: Sequence[Sample], laws: M
     kept = "it stays as it is" if output.exists() else "it is not written"
     return (
         f"{len(strays)} of {plural(len(laws), 'limit')} would lie far outside of the packaged ones: {_few(limits)}; "
-        f"farthest off {'is' if len(pairs) == 1 else 'are'} {_few(pairs)}; a wrong port would look the same, and pass "
-        "by these limits, so compare each with the packaged ones (parity run), and leave out what fails; if all are "
-        f"right, and these kernels round so, say --accept-wider; {output}: {kept}"
+        f"farthest off {'is' if len(pairs) == 1 else 'are'} {_few(pairs)}; a wrong port would look the same, and would "
+        "pass with these limits, so compare each pair with the packaged limits (parity run), and remove those that "
+        f"fail; if all are right, and these kernels really round this way, pass --accept-wider; {output}: {kept}"
     )
 
 
@@ -435,7 +435,7 @@ _FIT = """\
 Each measured value as standard deviations from its law's center, with the spread that the limit uses, against the
 normal quantile of its rank (of its magnitude's rank for `gain` and `mistake`, which have a sign). The law bounds the
 tail: beyond one standard deviation no point of a statistic of one kind of tensor lies above the line. The points end
-where the samples do; the dotted line is where the limits lie at least, to which the law extrapolates."""
+where the samples end. No limit lies below the dotted line, up to which the law extrapolates."""
 
 
 def write_report(table: Table, measured: Measured, path: Path) -> None:
@@ -482,7 +482,7 @@ def _left_out(ports: Sequence[LeftOut]) -> str:
     reasons = {(port.case, port.precision): port.reason for port in reversed(ports)}
     counts = Counter((port.case, port.precision) for port in ports)
     rows = [[*key, count, reasons[key]] for key, count in counts.items()]
-    return "Left out, since they raise:\n\n" + markdown_table(rows, ["case", "precision", "ports", "what"])
+    return "Left out because they raised an error:\n\n" + markdown_table(rows, ["case", "precision", "ports", "what"])
 
 
 def _text(value: object) -> str:

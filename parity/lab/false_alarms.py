@@ -178,12 +178,12 @@ _INTRODUCTION = f"""\
 Ports that are known to be right, compared with the packaged limits, on seeds that the limits were not fitted to: at the
 cases' own sizes, which calibration knows, and at sizes drawn for each seed, which it does not (batches of 1 to 4, 2 to
 160 tokens, 1 to 8 heads, widths up to 384; multiples of 32 under a recipe). Models are drawn, too, which calibration
-does not know at all: up to four modules of TE's behind one another, plain lines of PyTorch between them, and often a
-loss behind (`parity/lab/right_ports.py`). Every rejection is a false alarm. A *check* is one tensor of one
+has never seen: chains of up to four TE modules with plain lines of PyTorch between them, often followed by a
+loss (`parity/lab/right_ports.py`). Every rejection is a false alarm. A *check* is one tensor of one
 port; each is judged by several statistics. The limits are set so that a statistic of a right port
-is beyond its own with a probability of {FALSE_ALARMS_A_RUN / STATISTICS_A_RUN:.0e}. The last column bounds what was
-counted: with {CONFIDENCE:.0%} confidence a check raises a false alarm no more often (Clopper and Pearson, Biometrika
-26(4), 1934)."""
+is beyond its own with a probability of {FALSE_ALARMS_A_RUN / STATISTICS_A_RUN:.0e}. The last column is an upper
+bound: with {CONFIDENCE:.0%} confidence, a check raises a false alarm at most this often (Clopper and Pearson,
+Biometrika 26(4), 1934)."""
 _PLOT = """\
 For each statistic, the share of ports whose largest margin lies above a value; a limit is a margin of 1. A tail that
 falls steeply before 1 has room; one that is flat there would raise an alarm with more ports."""

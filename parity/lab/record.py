@@ -94,7 +94,7 @@ class Campaign(Generic[Job, Result]):
         """
         every = list(dict.fromkeys(jobs))
         for sentence in reading.told(self._path, damaged(self._path)):
-            print(f"{shown.line(sentence)}: this line is left out, and what it told is made again", file=sys.stderr)
+            print(f"{shown.line(sentence)}: this line is left out, and its result is computed again", file=sys.stderr)
         with files.claimed(self._path):
             finished = self.finished(every)
             for job, result in made([job for job in every if job not in finished], make, doing, workers):

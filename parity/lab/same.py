@@ -129,7 +129,7 @@ def _pairs(old: Path, new: Path) -> Iterator[tuple[str, Path | None, Path | None
         if not path.exists():
             raise UserError(f"there is no record or folder {path}")
     if old.is_dir() != new.is_dir():
-        raise UserError(f"give two records or two folders; of {old} and {new}, one is a folder")
+        raise UserError(f"give two records or two folders: one of {old} and {new} is a folder and the other is not")
     if not old.is_dir():
         yield new.name, old, new
         return

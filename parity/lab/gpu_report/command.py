@@ -356,7 +356,7 @@ def draw(
         f"**{summary(steps, outcomes)}**",
         markdown_table(machine.facts.items(), ("machine", "")),
         markdown_table(rows, headers),
-        "✅ done, ❌ found something wrong, 💥 did not come to its end, ⌛ was ended at its limit of time.",
+        "✅ done, ❌ found something wrong, 💥 did not finish, ⌛ was stopped at its time limit.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,9 +1,9 @@
 """Ask kernels how they read operands and add products: ``python -m parity.lab.gpu_report.facts BACKEND REPORT``.
 
-Documents leave open what a GEMM does to its operands and sums (``parity.numerics.kernel_choices``). Here each question
-is put as a product whose result tells the answer: a row of numbers between two of TF32, a large term beside a small
-one, integers whose sums FP32 holds exactly. TransformerEngine's own ``general_gemm`` is asked, and PyTorch's products,
-which unfused attention and plain modules use.
+The documentation does not say what a GEMM does to its operands and sums (``parity.numerics.kernel_choices``). So each
+question is asked as a product whose result gives the answer: a row of numbers between two of TF32, a large term beside
+a small one, integers whose sums FP32 holds exactly. TransformerEngine's own ``general_gemm`` is asked, and PyTorch's
+products, which unfused attention and plain modules use.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def run(
 _COLUMNS = ("passed", "failed", "skipped", "beyond")
 _UNEXPLAINED = "not explained"
 _DRAWN = (
-    "{} tests were drawn: one of each file, and more in proportion to how many it has. A test that TE's tests skip is "
-    "no draw: the file's next one is run in its place. "
+    "{} tests were drawn: one from each file, and more in proportion to its number of tests. If TE's tests skip a "
+    "test, the file's next one is run instead. "
 )
 
 
@@ -178,9 +178,10 @@ def draw(
         "# NVIDIA's own tests on the CPU kernels",
         f"Made by `make nvidia-tests` with NVIDIA's tests of commit {version}, TransformerEngine "
         f"{metadata.version('transformer_engine')} and torch {metadata.version('torch')}, on emulated GPUs. "
-        f"{_DRAWN.format(sample) if sample else ''}Runnable is what passed or failed; the share of all tests counts "
-        "each file by the number of its tests. PyTorch's own products of FP32 tensors were rounded to TF32, as in "
-        "NVIDIA's container; its norms, layer norms, attention, losses and FP8 products added as a GPU's do. "
+        f"{_DRAWN.format(sample) if sample else ''}*Runnable* tests are those that passed or failed. The share of "
+        "all tests weights each file by its number of tests. PyTorch's own products of FP32 tensors were rounded to "
+        "TF32, as in NVIDIA's container; its norms, layer norms, attention, losses and FP8 products added as a GPU's "
+        "do. "
         f"A test had {limits.seconds:g} s of processor time and {limits.gibibytes:g} GiB. Together "
         f"they took {sum(one.seconds for one in every) / 60:.0f} minutes of processor time, and what imports and "
         "collects them comes on top; the load of the machine's "

@@ -443,13 +443,13 @@ def run_on_choices(seeds: int, workers: int, path: Path) -> Path:
 
 
 def _sections(rejected: Mapping[Asked, bool | None], seeds: int) -> Iterable[str]:
-    yield "# What faithful kernels may do, and what it costs to grant it"
+    yield "# Choices that faithful kernels may make, and the cost of granting them"
     yield (
         f"Emulated: TransformerEngine {te.version()}'s own Python on parity's CPU kernels, as an "
         f"{emulated_gpu_name()} on {cpu_model()}. Each choice is "
         f"switched on in the CPU kernels (`PARITY_KERNEL_CHOICES`) for the bug zoo at small size with {seeds} seeds. "
-        "What leans is granted along the change that it makes, what is noise by a further run of the rounding model, "
-        "both only where a port fails without ([statistics](../docs/statistics.md))."
+        "A choice whose effect leans (is systematic) is granted along that effect, one that is noise by a further run "
+        "of the rounding model, both only if a port fails without them ([statistics](../docs/statistics.md))."
     )
     yield "## The choices"
     rows = [
