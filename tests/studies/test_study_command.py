@@ -50,7 +50,7 @@ def test_numbers_may_be_as_small_as_their_defaults_say() -> None:
     ("option", "message"),
     [
         ("length=64", "with their defaults, are counts=1,2, rises=0,1, exponents=-3,0, rate=0.001, parts=yes"),
-        ("counts", "'counts' is not a valid option of this study"),
+        ("counts", "'counts' is not an option of this study"),
         ("counts=many", r"'many' is not a valid value \(the default is '1,2'\)"),
         ("counts=", "'' is not a valid value"),
         ("counts=3,0", "must be greater than 0"),

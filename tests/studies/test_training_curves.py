@@ -164,7 +164,7 @@ def test_names_that_there_are_not_are_told(tmp_path: Path, settings: Settings, f
 
 
 def test_one_draw_is_too_few_for_a_spread(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="at least 2, not 1"):
+    with pytest.raises(UserError, match="at least 2 to estimate a spread, not 1"):
         catalogue.run("training_curves", dataclasses.replace(SMALL, draws=1), tmp_path)
 
 

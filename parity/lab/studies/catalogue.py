@@ -86,7 +86,7 @@ def with_options(settings: Any, options: Sequence[str]) -> Any:
         name, equals, text = option.partition("=")
         if name not in fields or not equals:
             known = ", ".join(f"{field}={_written(value)}" for field, value in fields.items())
-            raise UserError(f"{option!r} is not a valid option of this study; its options, with their defaults, are {known}")
+            raise UserError(f"{option!r} is not an option of this study; its options, with their defaults, are {known}")
         try:
             chosen[name] = _parsed(text, fields[name])
         except ValueError:
