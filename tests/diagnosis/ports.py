@@ -1,8 +1,8 @@
-"""Share with the pages of this folder a comparison of a reference with its port, what is told of it, and a decoder.
+"""Share helpers among the tests of this folder: comparisons, checks of findings, and a small decoder.
 
-A page has small modules that a reference and its port share: each is built with the class of its linear layers, of
-PyTorch or TE, and with what the port gets wrong. A row of a page's table says what is wrong, the finding's title, and a
-phrase that its message must hold; a right port's title is ``passed``.
+The tests use small modules that a reference and its port share: each is built with the class of its linear layers,
+PyTorch's or TE's, and with the mistake of the port. A row of a test's table holds the mistake, the finding's title, and
+a phrase that its message must contain. The title for a correct port is ``passed``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FP32_AND_BF16 = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 
 def in_turn(names: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Parametrize by these names and ``precision``: one row in BF16, the next in FP32.
+    """Parametrize by these names and ``precision``, with rows alternately in BF16 and FP32.
 
-    For tables whose rows are of one kind, and take long: a search does not ask for the precision, only how large errors
-    are does, and of these a table has both.
+    For long tables of similar rows that take long to run. The search does not depend on the precision, only the size of
+    the errors does, and such a table covers both.
     """
     both = itertools.cycle(("bf16", "fp32"))
     made = [
@@ -53,14 +53,14 @@ def compared(
 
     Args:
         reference: makes the plain module.
-        port: makes the port of TE's modules, or of any.
-        inputs: draws what both are called with.
-        precision: at which they are compared.
-        weights: the pair's map, or a function that makes its left side of each parameter's name, the name by default.
-        call_reference: of the pair.
-        call_candidate: of the pair.
-        probe: of the case.
-        options: of ``parity.compare``.
+        port: makes the port from the ``te`` module that it is given.
+        inputs: draws the inputs of both.
+        precision: the precision of the comparison.
+        weights: the pair's map, or a function from a parameter's name to the left side of its entry; default: itself.
+        call_reference: passed to the pair.
+        call_candidate: passed to the pair.
+        probe: passed to the case.
+        options: passed to ``parity.compare``.
     """
 
     def factory(te: Any, **_: Any) -> parity.Pair:
@@ -84,7 +84,7 @@ def twins(
     right: dict[str, Any] | None = None,
     **options: Any,
 ) -> parity.Result:
-    """Compare a module of PyTorch's linear layers with the same module of TE's, which is built with what is wrong."""
+    """Compare a module of PyTorch's linear layers with the same module of TE's, built with the port's mistake."""
     right = right or {}
     return compared(
         lambda: module(nn.Linear, **right),
@@ -96,7 +96,7 @@ def twins(
 
 
 def normal(*shapes: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Return the function that draws one tensor of each shape."""
+    """Return a function that draws one tensor of each shape."""
 
     def inputs(rng: Any) -> Any:
         drawn = tuple(rng.normal(*shape) for shape in shapes)
@@ -117,7 +117,7 @@ def tells(result: parity.Result, title: str, phrase: str = "") -> None:
 
 
 def tells_only(result: parity.Result, title: str, phrase: str = "") -> None:
-    """Check the same, and that there is no other finding."""
+    """Check that the only finding has this title and phrase."""
     tells(result, title, phrase)
     assert len(result.findings) == (title != "passed"), result.findings
 
@@ -135,11 +135,11 @@ def frequencies(base: float = 10_000.0) -> Tensor:
 class Options:
     """Hold what a reference or its port computes.
 
-    ``roped``: the layers that rotate, None for all. ``bases``: of each layer's frequencies, in place of ``frequency``.
-    ``scales``: of each layer's softmax, as a factor of the usual one.
-    ``branch``: by which attention's and the MLP's results are multiplied. ``from_norm``: attention's sum takes the norm
-    of its input. ``mlp_sum``: the MLP's result is added. ``normed``: the last norm is after so many layers, too.
-    ``softcap``, ``logits_cap``: infinite for none.
+    ``roped``: the layers that rotate, or None for all. ``bases``: each layer's RoPE base, instead of ``frequency``.
+    ``scales``: a factor of each layer's softmax scale.
+    ``branch``: a factor of the results of attention and MLP. ``from_norm``: attention's result is added to its normed
+    input. ``mlp_sum``: the MLP's result is added. ``normed``: the last norm is also applied after this many layers.
+    ``softcap``, ``logits_cap``: infinite for no cap.
     """
 
     layers: int = 1
@@ -232,14 +232,14 @@ class LanguageModel(nn.Module):
 def decoders(
     reference: Options, precision: str, seq: int = 16, mapped: Callable[[str], Any] = lambda name: name, **port: Any
 ) -> parity.Result:
-    """Compare a decoder with a port that has its options but for these.
+    """Compare a decoder with a port that differs in some options.
 
     Args:
-        reference: its options.
-        precision: at which they are compared.
-        seq: tokens of a sequence.
+        reference: the options of the reference.
+        precision: the precision of the comparison.
+        seq: the number of tokens in a sequence.
         mapped: makes the left side of the weight map's entry for a name.
-        port: the options that the port has wrong.
+        port: the options that the port gets wrong.
     """
     return compared(
         lambda: LanguageModel(nn.Linear, lambda width: nn.RMSNorm(width, eps=1e-5), reference),

@@ -1,4 +1,4 @@
-"""Activations and gated units of the reference, also those that TE does not have, and where a port has another one."""
+"""Activations and gated units of references, including those that TE lacks, and ports that have a different one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIDDEN, FFN = 64, 96
 
 
 class Gated(nn.Module):
-    """A gated MLP whose activation is ``act``; a whole unit ``[..., 2 * ffn]`` where ``unit`` is given."""
+    """A gated MLP with the activation ``act``, or with ``unit`` for a whole gated unit ``[..., 2 * ffn]``."""
 
     def __init__(self, linear: Any, act: Any = None, unit: Any = None) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Gated(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """An activation before each layer: of the condition, and of what it is added to."""
+    """Two layers, each behind an activation: of the condition, and of the sum of both."""
 
     def __init__(self, linear: Any, first: Any = F.silu, second: Any = F.gelu) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Conditioned(nn.Module):
 
 
 def clamped(limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Return the gated unit of gpt-oss, multiplied in its own order."""
+    """Return the gated unit of gpt-oss, with its factors in another order."""
 
     def unit(y: Tensor) -> Tensor:
         gate, up = y.chunk(2, -1)
@@ -143,7 +143,7 @@ def test_activations_that_are_clamped_at_other_ends_are_told(both, told):
 
 
 class Embedded(nn.Module):
-    """Tokens beside sines of large times, between which a port may put an activation that is not there."""
+    """Add sines of large times to tokens; a port may put an extra activation before or after the layers."""
 
     def __init__(self, linear: Any, before: bool = False, after: bool = False) -> None:
         super().__init__()
@@ -195,6 +195,6 @@ class Deep(nn.Module):
 
 
 def test_a_bias_that_is_added_twice_in_each_of_many_layers_is_told():
-    """Plant it in one of two biases of each layer: there are too many to try each alone."""
+    """Plant the mistake in one of two biases of each layer, which are too many to try each one alone."""
     result = twins(Deep, dict(twice=True), normal((2, 32, 64)))
     tells_only(result, "bias-added-twice", "the port adds it twice in up.#.bias")

@@ -1,4 +1,4 @@
-"""Attention: its scale, biases, sinks, caps and heads, a cache's keys, and the numbers that a port has wrong."""
+"""Attention: its scale, biases, sinks, caps and heads, a cache's keys, and numbers that a port gets wrong."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ import parity
 from parity.mistakes.masks import papers_slopes
 from parity.te import state
 
-# Sinks, biases by position, and heads whose values are of another width than their keys.
+# Sinks, biases by position, and heads whose values have another width than their keys.
 
 SEQ, KEY_DIM, VALUE_DIM = 24, 32, 16
 SLOPES = torch.tensor([0.5, 0.125])
 
 
 class Reference(nn.Module):
-    """Causal attention, written out as models write it, with what else they have."""
+    """Causal attention, written out as models write it, with optional extras."""
 
     def __init__(self, sinks: bool = False, alibi: bool = False, flat: bool = False) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Reference(nn.Module):
         return context.transpose(1, 2).flatten(2)
 
     def _bias(self, dtype: torch.dtype) -> Tensor:
-        """Return a bias by the key's position: what differs by the query's leaves a softmax as it is."""
+        """Return a bias that depends on the key's position alone; softmax ignores what depends only on the query's."""
         return SLOPES.to(dtype)[:, None, None] * torch.arange(SEQ, dtype=dtype)
 
     def _products(self, query: Tensor, key: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Reference(nn.Module):
         return scores + self._bias(scores.dtype) if self.alibi else scores
 
     def _products_of_all_heads(self, query: Tensor, key: Tensor) -> Tensor:
-        """Return scores made as Bloom makes them, of ``[batch * heads, ...]``."""
+        """Return scores computed as in Bloom, from ``[batch * heads, ...]``."""
         bias = self._bias(query.dtype).repeat(len(query), 1, 1)
         flat = (x.reshape(-1, SEQ, KEY_DIM) for x in (query, key))
         query, key = flat
@@ -83,11 +83,11 @@ class Reference(nn.Module):
 def with_extras(
     reference: dict[str, bool], call: dict[str, Any], value_dim: int = KEY_DIM, **options: Any
 ) -> parity.Result:
-    """Compare attention with these extras with TE's of these options, called with those arguments."""
+    """Compare attention with these extras with TE's attention of these options, called with these arguments."""
 
     def plain() -> nn.Module:
         module = Reference(**reference)
-        if module.sinks is not None and options.get("softmax_type") != "learnable":  # nothing in TE's holds them
+        if module.sinks is not None and options.get("softmax_type") != "learnable":  # TE's attention does not hold them
             sinks = module.sinks.detach()
             del module.sinks
             module.register_buffer("sinks", sinks)
@@ -137,7 +137,7 @@ class Divided(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_scale_of_one_over_a_whole_number_is_told_where_the_reference_divides(precision):
-    """Plant what query-key layer scaling leaves in layer 12: a search among decimal numbers ends beside it."""
+    """Plant the scale of query-key layer scaling in layer 12: a search among decimal numbers only comes close to it."""
     scale = 1 / (12 * math.sqrt(VALUE_DIM))
     result = compared(
         Divided,
@@ -171,13 +171,13 @@ def test_other_sinks_are_told(sinks_as, told):
     tells_only(result, "softmax-sink", told)
 
 
-# Slopes of ALiBi: TE has the paper's by default, which are others than a reference's of its own formula.
+# Slopes of ALiBi: TE uses the paper's by default, which differ from a reference's own formula.
 
-OWN_SLOPES = 2.0 ** (-8.0 * torch.arange(1.0, 7.0) / 6)  # of six heads: the paper's are not one geometric sequence
+OWN_SLOPES = 2.0 ** (-8.0 * torch.arange(1.0, 7.0) / 6)  # for six heads the paper's are not one geometric sequence
 
 
 class Alibi(nn.Module):
-    """Causal; scores rise by each head's slope from one key to the next. Keys may be padded, on the left or right."""
+    """Causal attention whose scores rise by each head's slope from key to key. Keys may be padded on either side."""
 
     def __init__(self, slopes: Tensor = OWN_SLOPES, padded: slice = slice(0)) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_tes_own_slopes_in_the_place_of_the_references_are_told(call, title, phr
     tells_only(result, title, phrase)
 
 
-PAPERS = papers_slopes(6)  # of six heads, which are not in descending order
+PAPERS = papers_slopes(6)  # of six heads, not in descending order
 
 
 @in_turn(
@@ -228,7 +228,7 @@ PAPERS = papers_slopes(6)  # of six heads, which are not in descending order
         (OWN_SLOPES, PAPERS, slice(0, 5), "the paper's, which are its default"),
         (OWN_SLOPES, PAPERS, slice(SEQ - 5, SEQ), "the paper's, which are its default"),
         (PAPERS / 4, PAPERS.sort(descending=True).values / 4, slice(0), "the same in descending order"),
-        (PAPERS / 4, OWN_SLOPES / 4, slice(0), "2^(-8 i / 6)"),  # scaled with the scores, as Falcon's
+        (PAPERS / 4, OWN_SLOPES / 4, slice(0), "2^(-8 i / 6)"),  # scaled with the scores, as in Falcon
     ],
 )
 def test_other_slopes_are_told_beside_a_padding_mask_and_scaled(right, port, padded, phrase, precision):
@@ -248,7 +248,7 @@ def test_the_papers_slopes_are_tes(heads):
     torch.testing.assert_close(*contexts)
 
 
-# Numbers of heads, with which TE's attention splits what the same linear layers make.
+# Numbers of heads into which TE's attention splits the results of the same linear layers.
 
 WIDTH = 128
 
@@ -303,7 +303,7 @@ def test_the_same_number_of_heads_passes(heads):
 
 
 def with_heads(right: tuple[int, int], wrong: tuple[int, int], precision: str, layers: int = 1) -> parity.Result:
-    """Compare layers of so many heads and groups with TE's of others."""
+    """Compare layers of ``right`` heads and groups with TE's layers of ``wrong`` ones."""
     return compared(
         lambda: Stack(*(Grouped(nn.Linear, *right) for _ in range(layers))),
         lambda te: Stack(*(Grouped(te.Linear, *wrong, te) for _ in range(layers))),
@@ -345,14 +345,14 @@ def test_the_same_caps_pass(precision):
     assert decoders(Options(softcap=8.0, logits_cap=5.0), precision).passed
 
 
-# A step of decoding with a cache of keys and values.
+# A decoding step with a cache of keys and values.
 
 CACHED = 12
 
 
 @dataclass(frozen=True)
 class Step:
-    """Hold what is wrong: how far positions are off, whether the step's own keys are missing, how many old keys are."""
+    """Hold what is wrong: an offset of positions, the step's own keys missing, and the number of lost old keys."""
 
     position: int = 0
     late: bool = False
@@ -398,7 +398,7 @@ def test_what_is_off_in_a_step_of_decoding_is_told(tokens, step, title, precisio
     tells(twins(Decoding, dict(step=step), inputs, precision, right=dict(step=Step())), title)
 
 
-# Numbers that stand in no table of usual ones.
+# Numbers that no table of common values contains.
 
 LATE = 5  # positions
 RIGHT = dict(base=10_000.0, window=8, eps=1e-5, softcap=50.0, scale=0.25)
@@ -439,21 +439,21 @@ class WithNumbers(nn.Module):
 
 
 class CappedAfterTheMask(WithNumbers):
-    """The same, whose cap comes after the mask, so that hidden keys are seen."""
+    """Attention that caps scores after the mask, so that hidden keys are seen."""
 
     def masked(self, scores: Tensor, hidden: Tensor) -> Tensor:
         return self.capped(scores.masked_fill(hidden, -1e9))
 
 
 class WithLateKeys(WithNumbers):
-    """The same, whose keys are counted from ``LATE``."""
+    """Attention whose keys are counted from ``LATE``."""
 
     def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.rotated(q), self.rotated(F.pad(k, (0, 0, LATE, 0)))[..., LATE:, :], v
 
 
 class WithRotatedValues(WithNumbers):
-    """The same, whose values are rotated with queries and keys."""
+    """Attention that rotates values as well as queries and keys."""
 
     def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.rotated(q), self.rotated(k), self.rotated(v)
@@ -468,7 +468,7 @@ class WithRotatedValues(WithNumbers):
         ("window", 5, "window", "it sees 5", 1.0),
         ("softcap", 20.0, "softcap", "the port has 20", 1.0),
         ("scale", 0.2, "softmax-scale", "the port's is 0.2", 1.0),
-        # As near to the reference's as no known number is.
+        # Nearer to the reference's number than any known one is.
         ("base", 10_400.0, "rope-base", "it rotates with base 10400", 1.0),
         ("softcap", 31.0, "softcap", "the port has 31", 1.0),
         ("scale", 0.26, "softmax-scale", "the port's is 0.26", 1.0),
@@ -498,11 +498,11 @@ def with_numbers(port: nn.Module, size: float = 1.0, right: Mapping[str, float] 
     )
 
 
-# Attention that is nearly uniform: its scale shows in the gradients of queries and keys alone.
+# Attention that is nearly uniform: its scale shows only in the gradients of queries and keys.
 
 
 class Uniform(nn.Module):
-    """Residual attention with a small scale, as Granite's."""
+    """Residual attention with a small scale, as in Granite."""
 
     def __init__(self, linear: Any, scale: float = 1 / 64) -> None:
         super().__init__()

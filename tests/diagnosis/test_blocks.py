@@ -18,13 +18,13 @@ from parity.suggest.proposal import python
 
 HIDDEN, FFN, HEADS = 64, 128, 4
 
-# An encoder whose blocks have attention and MLP side by side.
+# An encoder whose blocks compute attention and MLP in parallel.
 
 SEQ, BATCH = 12, 4
 
 
 class Block(nn.Module):
-    """Attention and MLP side by side, of one norm or of two; ``how`` is what a port does instead."""
+    """Attention and MLP in parallel, behind one norm or two; ``how`` is the port's mistake."""
 
     def __init__(self, linear: Any, norm: Any, two: bool, how: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens and their types, blocks, and the first token's classes."""
+    """Embeddings of tokens and their types, blocks, and a classifier on the first token."""
 
     def __init__(
         self, linear: Any, norm: Any, two: bool, how: str, normed: bool, layers: int = 1, layer: int | None = None
@@ -86,7 +86,7 @@ class Encoder(nn.Module):
 def encoders(
     how: str, precision: str, two: bool = False, normed: bool = True, reference: str = "", **layers: int
 ) -> parity.Result:
-    """Compare the encoder with a port that is so, or whose one ``layer`` of several ``layers`` alone is."""
+    """Compare the encoder with a port that has this mistake, in all layers or only in ``layer`` of ``layers``."""
     several = {name: value for name, value in layers.items() if name == "layers"}
     return compared(
         lambda: Encoder(nn.Linear, lambda width: nn.LayerNorm(width, eps=1e-5), two, reference, normed, **several),
@@ -123,7 +123,7 @@ def test_one_layer_that_is_otherwise_is_told_with_its_name(how, title):
 
 
 def test_branches_that_are_all_scaled_are_told_with_their_factor():
-    # Before a norm, branches times a half cannot be told from a stream times two.
+    # Before a norm, halved branches cannot be told from a doubled stream.
     result = encoders("halved", "bf16", normed=False)
     tells(result, "factor", "multiplies them by 0.5.")
     assert "attention and MLP" in result.findings[0].message
@@ -140,13 +140,13 @@ def test_a_last_norm_that_is_left_out_and_a_mean_for_the_first_token_are_told(ho
     tells(encoders(how, "bf16"), title, phrase)
 
 
-# Layers whose attention and MLP read one norm, side by side, against TE's, which have a norm for each.
+# Layers whose attention and MLP read the same norm in parallel, against TE's, which have a norm for each.
 
 ATTENTION, MLP = "self_attention.layernorm_qkv.", "layernorm_mlp."
 
 
 class Parallel(nn.Module):
-    """A layer like GPT-J's, its sum in one order or another; the MLP may have a norm of its own, like GPT-NeoX's."""
+    """A layer like GPT-J's, with its sum in either order; the MLP may have a norm of its own, as in GPT-NeoX."""
 
     def __init__(self, stream_first: bool = True, own_norm: bool = False) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Parallel(nn.Module):
 
 
 class InPlace(Parallel):
-    """A layer like Falcon's: one branch is added to the other in place, and both through a dropout of 0."""
+    """A layer like Falcon's, which adds one branch to the other in place and then applies a dropout of 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         attention, mlp = self.branches(x)
@@ -179,7 +179,7 @@ class InPlace(Parallel):
 
 
 def weights_of_parallel(own_norm: bool) -> dict[Any, Any]:
-    """Return the map of one layer, whose norm fills both of TE's where it has no other."""
+    """Return the map of one layer. Its norm fills both of TE's if the MLP has none of its own."""
     entries: dict[Any, Any] = {}
     for kind in ("weight", "bias"):
         norms = f"{ATTENTION}layer_norm_{kind}", f"{MLP}layer_norm_{kind}"
@@ -307,7 +307,7 @@ WEIGHTS = {
 
 
 def weights_of_both(exchanged: tuple[str, ...] = ()) -> dict[Any, Any]:
-    """Return the map of both layers, in which two entries of each have each other's TE parameter."""
+    """Return the map of both layers, with the TE parameters of two entries exchanged in each."""
 
     def left(side: Any, layer: int) -> Any:
         return parity.stack(*(f"{layer}.{name}" for name in side)) if isinstance(side, tuple) else f"{layer}.{side}"
@@ -325,9 +325,9 @@ def layers_of(
     shape: tuple[int, int] = (2, 32),
     **options: Any,
 ) -> parity.Result:
-    """Compare two layers with TE's of these options.
+    """Compare two layers with TE's layers of these options.
 
-    ``cast`` makes the rotary embedding a submodule of the port, so that a cast of the port rounds its frequencies.
+    ``cast`` makes the rotary embedding a submodule of the port, so that casting the port also rounds its frequencies.
     """
     embedding: list[Any] = []
     usual = dict(
@@ -375,7 +375,7 @@ AFTER_ROPE = dict(norm_first=False)
         (dict(right=AFTER_ROPE, qk_norm_before_rope=False), "passed"),
         (dict(qk_norm_before_rope=False), "norm-order"),
         (dict(right=AFTER_ROPE, qk_norm_before_rope=True), "norm-order"),
-        (dict(qk_norm_eps=1e-3), "norm-eps"),  # of queries and keys alone, far from known ones
+        (dict(qk_norm_eps=1e-3), "norm-eps"),  # of queries and keys alone, far from known values
         (dict(layernorm_epsilon=1e-3), "norm-eps"),  # of all other norms
         (dict(zero_centered_gamma=True), "gamma-shift"),
         (dict(exchanged=("q_norm.weight", "k_norm.weight")), "parameters-exchanged"),
@@ -402,13 +402,13 @@ def test_rotary_frequencies_that_are_cast_with_the_model_are_told(cast, title, p
     tells_only(layers_of(precision=precision, shape=(1, 96), cast=cast), title)
 
 
-# What models of transformers write otherwise: norms, factors and tables that layers are given.
+# What models of transformers write differently: norms, factors, and masks or tables that layers are given.
 
 ROWS = 32
 
 
 class LayerNorm(nn.Module):
-    """Cohere's norm: the mean is subtracted once for the variance, and again from what is scaled; no bias."""
+    """Cohere's norm, without a bias: it subtracts the mean once for the variance, and again before it scales."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ class LayerNorm(nn.Module):
 
 
 class CohereLayer(nn.Module):
-    """Attention that is given its mask and its angles, for the whole batch, by the model around it."""
+    """Attention whose model gives it the mask and the angles of the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -442,7 +442,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Embeddings times a number that a buffer holds, and those of positions; one layer."""
+    """Embeddings times a number from a buffer, plus position embeddings, and one layer."""
 
     def __init__(self) -> None:
         super().__init__()

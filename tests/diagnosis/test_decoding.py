@@ -1,5 +1,5 @@
-"""Ports that decode token by token behind a prompt: what is wrong with the cache, the positions or the mask, and since
-which token; and log-probabilities of tokens, as a trainer compares them with those of its engine.
+"""Ports that decode token by token after a prompt, with mistakes in the cache, the positions or the mask, and the
+first wrong token. Log-probabilities of tokens, as a trainer compares them with those of its engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import parity
 
 VOCABULARY, HIDDEN, HEADS, HEAD_DIM, FFN, BATCH, SEQ, PROMPT = 96, 64, 4, 16, 128, 4, 16, 8
 FREQUENCIES = 1e4 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
-Cache = dict[nn.Module, tuple[Tensor, Tensor]]  # which keeps its modules, so that no other takes the place of one
+Cache = dict[nn.Module, tuple[Tensor, Tensor]]  # holds its modules, so that no new one gets the id of a deleted one
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def turned(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A layer that sees a whole sequence, or the next tokens of one whose keys and values are in a cache."""
+    """A layer that sees a whole sequence, or the next tokens of a sequence whose keys and values are cached."""
 
     def __init__(self, linear: Any, norm: Any, window: int = 0, cap: float = math.inf) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Returns the log-probability of each next token or, of activations, what the last norm makes of them."""
+    """Returns the log-probability of each next token or, if the inputs are activations, the result of the last norm."""
 
     def __init__(self, linear: Any, norm: Any, has_ids: bool, layers: int, options: dict[str, Any]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def compared(
     layers: int = 1,
     **options: Any,
 ) -> parity.Result:
-    """Compare a model with a port that decodes wrongly, or that makes something else of its logits."""
+    """Compare a model with a port that decodes wrongly, or that computes something else from its logits."""
 
     def call_candidate(model: Model, x: Tensor) -> Tensor:
         y = model.decoded(x, wrong, {}) if decode is None else decode(model, x)
@@ -187,7 +187,7 @@ def test_what_goes_wrong_in_decoding_is_told_with_the_token_since_which_it_does(
 def test_log_probabilities_show_what_goes_wrong_in_decoding_as_well(wrong, title):
     result = compared(wrong, has_ids=True)
     tells(result, title, "from position 8 on")
-    first = 9 if "not kept" in wrong else 8  # a first token that is not kept has seen all that it should
+    first = 9 if "not kept" in wrong else 8  # the first token itself still sees all it should
     assert any(f"output is right before position {first} (of 15, counted from 0)" in note for note in result.notes)
 
 
@@ -298,7 +298,7 @@ def test_a_decoder_that_nothing_explains_is_compared_submodule_by_submodule_over
     result = compared({}, decode=with_noise, layers=2)
     assert result.status == "failed", result.reason
     told = {finding.title: finding.message for finding in result.findings}
-    # The noise comes behind the hook that sees what ``up`` returns.
+    # The noise is added after the hook that sees the result of ``up``.
     assert told["first-divergence"].startswith(
         "layers.1.down is the first submodule of the candidate whose result (4, 16, 64)"
     )

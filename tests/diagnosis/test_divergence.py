@@ -1,4 +1,4 @@
-"""The first submodule that computes something else is named, and no right one for its rounding alone."""
+"""The first submodule that computes something different is named, and no correct one because of rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 64
 
 
 def disturbed(y: Tensor, share: float = 0.3) -> Tensor:
-    """Return what nobody would compute."""
+    """Return a tensor disturbed in a way that matches no known mistake."""
     return y + share * (3.0 * y.roll(7, -1)).sin()
 
 
@@ -29,7 +29,7 @@ class Wrong(nn.Module):
 class Ladder(nn.Module):
     """Two linear layers, the second called twice, beside ``carried`` times the input.
 
-    ``wrong`` says after which call, or in which, a port computes what nobody would.
+    ``wrong`` names the call after which, or the module in which, a port computes something arbitrary.
     """
 
     def __init__(self, linear: Any, carried: float, wrong: str = "", share: float = 0.3) -> None:
@@ -49,7 +49,7 @@ class Ladder(nn.Module):
 
 
 def divergences(result: parity.Result) -> list[str]:
-    """Return what is told of first divergences, which nothing explains."""
+    """Return the messages about a first divergence, of a failure that nothing explains."""
     tells(result, "unexplained")
     return [finding.message for finding in result.findings if finding.title == "first-divergence"]
 
@@ -70,7 +70,7 @@ def ladders(wrong: str, precision: str, carried: float = 0.0, share: float = 0.3
             "fc1, which runs before it, agrees; look at what the candidate computes between fc1",
         ),
         ("fc1", "bf16", 0.3, "act", "even the input of act is not in the reference"),
-        ("fc1", "fp32", 0.02, "act", ""),  # is given nearly what is right
+        ("fc1", "fp32", 0.02, "act", ""),  # its inputs are nearly right
         ("act", "fp32", 0.3, "act", "fc1, which runs before it, agrees; compare act alone, as a pair of its own"),
         ("act", "bf16", 0.3, "act", "its input is a value that the reference also computes"),
         ("fc2", "fp32", 0.3, "fc2 (call 2)", "look at what the candidate computes between fc2 and fc2 (call 2)"),
@@ -90,9 +90,9 @@ def test_right_submodules_whose_rounding_a_sum_hides_are_not_named(precision, ca
 
 
 class Faint(nn.Module):
-    """Tanh, a module that adds ``faint`` times what nobody would to rows of small numbers, RMSNorm and a linear layer.
+    """Tanh, a module that adds ``faint`` times an arbitrary function to small rows, RMSNorm and a linear layer.
 
-    ``scored``, it returns a loss.
+    Returns a loss if ``scored``.
     """
 
     def __init__(self, linear: Any, faint: float = 0.0, scored: bool = False) -> None:
@@ -120,7 +120,7 @@ class Dims(nn.Module):
     ("faint", "scored"),
     [
         (0.5, False),
-        (5.0, True),  # another eps would make this number, and drawn gradients that the port has not
+        (5.0, True),  # another eps would explain this number, with drawn gradients that the port does not have
     ],
 )
 def test_what_only_the_probing_inputs_show_is_named_by_what_submodules_compute_of_these(faint, scored):
@@ -131,9 +131,9 @@ def test_what_only_the_probing_inputs_show_is_named_by_what_submodules_compute_o
 
 
 class Rotated(nn.Module):
-    """Two linear layers with a rotation of all channels of 4 heads between them, which leaves an empty rest as it is.
+    """Two linear layers with a rotation of all channels of 4 heads between them, so that the unrotated rest is empty.
 
-    ``wrong`` computes what nobody would in the second half of the rows, and zeros in the others.
+    ``wrong`` disturbs the second half of the rows, and sets the others to zero.
     """
 
     def __init__(self, linear: Any, wrong: bool = False) -> None:
@@ -154,12 +154,12 @@ def test_values_without_columns_are_none_that_a_port_could_have():
     assert message.startswith("act is the first")
 
 
-# A router decides which expert gets a token: what it reads instead has no effect to first order.
+# A router decides which expert gets a token, so what it reads has no effect to first order.
 
 
 class Routed(nn.Module):
-    """Layers of four experts, of which a router of the normed tokens takes one; ``raw`` are layers whose router reads
-    tokens that are not normed.
+    """Layers of four experts, of which a router of the normed tokens picks one. In the layers in ``raw``, the router
+    reads tokens that are not normed.
     """
 
     def __init__(self, linear: Any, norm: Any, layers: int = 1, raw: tuple[int, ...] = ()) -> None:
@@ -196,18 +196,18 @@ def test_what_a_router_reads_instead_is_told(layers, raw, told):
     tells_only(result, "operation", told)
 
 
-# Attention whose padded tokens count nowhere.
+# Attention with padded tokens that are hidden everywhere.
 
 HEADS, SEQ = 4, 16
 
 
 class PaddedAttention(nn.Module):
-    """Self-attention whose padded tokens count nowhere, and a linear layer after it.
+    """Self-attention whose padded tokens are hidden everywhere, and a linear layer after it.
 
     Args:
-        linear: its class.
-        core: of ``[batch, seq, heads, head_dim]``; leaves in padded queries what it likes.
-        wrong: after which submodule a port computes what nobody would.
+        linear: the class of linear layers.
+        core: computes ``[batch, seq, heads, head_dim]``; may leave anything in padded queries.
+        wrong: the submodule after which a port computes something arbitrary.
         reads_padding: whether what attention leaves in padded queries is added to the other tokens.
     """
 

@@ -18,10 +18,10 @@ from parity.lab.zoo.hosts import HOSTS
 from parity.lab.zoo.planting import planted
 from parity.search.divergence import readable
 
-# A part of the residual stream that is detached: outputs are right, gradients lack what comes back through it.
+# Detached parts of the residual stream: outputs are right, but gradients lack what flows back through these parts.
 
 HIDDEN, FFN, TOKENS = 48, 96, 40
-Detached = frozenset[tuple[int, str]]  # layers, and what is detached there
+Detached = frozenset[tuple[int, str]]  # layers, and what is detached in each
 
 
 class Layer(nn.Module):
@@ -47,7 +47,7 @@ class Model(nn.Sequential):
 
 
 def streams(precision: str, detached: Detached = frozenset(), scaled: float = 1.0) -> parity.Result:
-    """Compare the model with a port that detaches this, or that scales the gradient of a weight."""
+    """Compare the model with a port that detaches these parts, or that scales the gradient of a weight."""
 
     def port(te: Any) -> nn.Module:
         model = Model(te.Linear, te.LayerNorm, detached)
@@ -98,7 +98,7 @@ class Adapted(nn.Module):
 
 
 class Halves(nn.Module):
-    """Two halves of a batch in turn, of which the second is detached."""
+    """Compute two halves of a batch one after the other; the second may be detached."""
 
     def __init__(self, linear: Any, detach: bool = False) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Reader(nn.Module):
 
 
 class Readers(nn.Module):
-    """Three layers that read what a first one has made, of it detached, as value residuals may be."""
+    """Three layers that read the result of a first one, which may be detached, as value residuals may be."""
 
     def __init__(self, linear: Any, detach: bool = False) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Halved(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A second head, which reads all tokens but the last, detached, as heads that predict further ahead may."""
+    """Two heads; the second reads all but the last tokens and may detach them, as in multi-token prediction."""
 
     def __init__(self, linear: Any, detach: bool = False) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Shifted(nn.Module):
 
 
 class Split(nn.Sequential):
-    """Layers of whose two halves one is detached wherever it is read, as the rotated part of keys may be."""
+    """Layers of which one half may be detached wherever it is read, as the rotated part of keys may be."""
 
     def __init__(self, linear: Any, detach: bool = False) -> None:
         super().__init__(*(Halved(linear, detach) for _ in range(2)))
@@ -194,7 +194,7 @@ class Microbatches(nn.Module):
 
 
 class Copied(Microbatches):
-    """The second half's weight is a copy, whose gradient goes nowhere."""
+    """The same layer, but the second half reads a copy of the weight, which gets no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = x.chunk(2)
@@ -203,7 +203,7 @@ class Copied(Microbatches):
 
 
 def microbatches(port: Any, precision: str, **options: Any) -> parity.Result:
-    """Compare the module with one of TE's, which overwrites its main_grad where it has options."""
+    """Compare the module with one of TE's, which overwrites its main_grad if options are given."""
 
     def candidate(te: Any) -> nn.Module:
         layer = te.Linear(WIDTH, WIDTH, **options)
@@ -223,7 +223,7 @@ def test_a_copy_of_the_layer_is_told_as_a_copy():
     tells(microbatches(Copied, "bf16"), "gradient-path-missing")
 
 
-# Gradients that are right but for one factor, though rounding moves the factor of each a little.
+# Gradients that are right except for one factor, which rounding changes a little for each of them.
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_delayed"])
@@ -236,7 +236,7 @@ def test_a_loss_scale_that_was_left_in_is_told_of_all_gradients_of_a_layer(preci
 
 
 class Branches(nn.Module):
-    """Two linear layers, each a branch beside a residual stream; the second one's gradient may be scaled."""
+    """Two linear layers, each a branch of a residual stream; the gradient of the second may be scaled."""
 
     def __init__(self, linear: Any, scale: float = 1.0) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_gradients_of_one_layer_alone_that_are_scaled_are_told_with_the_layer():
 
 
 def test_a_factor_near_1_of_a_single_gradient_is_no_loss_scale_and_is_written_out():
-    """A subtle mistake, as another eps, may leave as much of a bias's gradient."""
+    """A subtle mistake, such as another eps, may change a bias's gradient by as much."""
 
     def port(te: Any) -> nn.Module:
         candidate = te.Linear(64, 64)
@@ -280,7 +280,7 @@ def test_a_factor_is_written_so_that_it_can_be_told_from_one(factor, text):
     assert readable(factor) == text
 
 
-# Parameters that a port holds and does not use, and one that the reference does not use.
+# Parameters that a port holds but does not use, and one that the reference does not use.
 
 WEIGHTS = {
     "norm.weight": "mlp.layer_norm_weight",
@@ -347,11 +347,11 @@ def test_a_parameter_that_the_reference_does_not_use_is_not_told():
     tells_only(compared(lambda: Scaled((WIDTH,)), port, normal((4, 16, WIDTH)), "fp32", WEIGHTS), "activation")
 
 
-# An input that a port never reads, and computes from another in its place.
+# An input that a port never reads, because it reads another one instead.
 
 
 class Both(nn.Module):
-    """A layer of what is decoded, and one of the memory."""
+    """One layer reads the decoded tokens, the other one the memory."""
 
     def __init__(self, linear: Any, forgets_memory: bool = False) -> None:
         super().__init__()

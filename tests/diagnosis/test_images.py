@@ -14,7 +14,7 @@ import parity
 
 WIDTH = 64
 
-# Swin's shifted windows: other shifts, masks of other shifts, and biases of scores in another order.
+# Swin's shifted windows: other shifts, masks of other shifts, and biases added to scores in another order.
 
 HEADS, SIDE, WINDOW = 2, 8, 4
 HEAD = WIDTH // HEADS
@@ -58,7 +58,7 @@ class Swin(nn.Module):
 
 
 class Biased(nn.Module):
-    """Attention with a bias that is not the same from query to key as back."""
+    """Attention with a bias that is not symmetric between query and key."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Biased(nn.Module):
 
 
 class Prefix(nn.Module):
-    """Attention with a boolean mask: all see a prefix, and what came before."""
+    """Attention with a boolean mask that shows each token the prefix and all earlier tokens."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
@@ -104,21 +104,21 @@ def test_another_shift_or_another_bias_of_scores_is_told(module, mistake, title,
     tells(twins(module, dict(mistake=mistake), normal((2, SIDE, SIDE, WIDTH)), precision), title, phrase)
 
 
-# Tables of relative positions in two dimensions, Swin's and SAM's, and the shifts, paddings and views beside them.
+# Two-dimensional tables of relative positions as in Swin and SAM, with other shifts, paddings and views.
 
 IN_WINDOW, CHANNELS, ACROSS = 4, 16, 4  # heads, channels of each, places across a window
 SPAN = 2 * ACROSS - 1
 
 
 def numbers(exchanged: bool = False) -> Tensor:
-    """Return for each pair of a window's places its row in Swin's table, ``[places, places]``."""
+    """Return the row in Swin's table for each pair of places in a window, ``[places, places]``."""
     places = torch.stack(torch.meshgrid(torch.arange(ACROSS), torch.arange(ACROSS), indexing="ij")).flatten(1)
     down, across = (places[:, :, None] - places[:, None]) + ACROSS - 1
     return across * SPAN + down if exchanged else down * SPAN + across
 
 
 class Table(nn.Module):
-    """Attention in a window, with a bias of its own for each step down and across."""
+    """Attention in a window, with a learned bias for each vertical and horizontal offset."""
 
     def __init__(self, linear: Any, exchanged: bool = False, view: bool = False, turned: bool = False) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Table(nn.Module):
 
 
 class Sam(nn.Module):
-    """Attention whose scores get two biases, of rows and of columns, which queries make with two tables."""
+    """Attention with two biases, for rows and for columns, computed from the queries and two tables."""
 
     def __init__(self, linear: Any, spread: float = 1.0, turned: bool = False) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Sam(nn.Module):
         self.rows, self.columns = (nn.Parameter(spread * torch.randn(SPAN, CHANNELS)) for _ in range(2))
 
     def biases(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both, ``[batch, heads, rows, columns, rows, 1]`` and ``[..., 1, columns]``."""
+        """Return both biases, ``[batch, heads, rows, columns, rows, 1]`` and ``[..., 1, columns]``."""
         places = torch.arange(ACROSS)
         steps = places[:, None] - places + ACROSS - 1
         steps = steps.T if self.turned else steps
@@ -174,7 +174,7 @@ class SamInTE(Sam):
 
 
 class Padded(nn.Module):
-    """A convolution in time, around each step, behind one that sees no later step."""
+    """A centred convolution in time, behind a causal one."""
 
     def __init__(self, linear: Any, causal: bool = False, later: bool = False) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Padded(nn.Module):
 
 
 class Rolled(nn.Module):
-    """Sums of neighbours in windows that are shifted by less than half of one."""
+    """Cumulative sums in windows that are shifted by less than half a window."""
 
     def __init__(self, linear: Any, shift: int = 2) -> None:
         super().__init__()
@@ -223,14 +223,14 @@ def test_a_port_that_adds_both_biases_before_the_scores_is_right(seed, precision
     assert not result.notes
 
 
-# A class token at the other end, and what stands for an image: the class token, a mean with it, or without it.
+# A class token at the wrong end, and an image's vector: the class token, or a mean with or without it.
 
 PATCHES = 12
 Pool = Literal["class token", "patches", "all"]
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Return patches rotated by their positions, and the first token, which has none, as it is."""
+    """Return patches rotated by their positions, and the first token, which has no position, unchanged."""
     token, patches = x[:, :, :1], x[:, :, 1:]
     rates = 100.0 ** -torch.linspace(0.0, 1.0, HEAD // 2).to(x)
     angles = torch.arange(patches.shape[2]).to(x)[:, None] * rates
@@ -273,7 +273,7 @@ def test_another_pooling_is_told(right, port, title, phrase, precision):
 
 
 class Classes(nn.Module):
-    """A norm, a pooling and few classes: the gradient of the norm's bias is the same but for rounding."""
+    """A norm, a pooling and few classes; the gradient of the norm's bias differs only by rounding."""
 
     def __init__(self, linear: Any, pool: Pool) -> None:
         super().__init__()
@@ -297,11 +297,11 @@ def test_a_class_token_at_the_other_end_that_is_read_there_is_told():
     tells(twins(Vit, dict(last=True), normal((4, PATCHES, WIDTH)), right=right), "operation", phrase)
 
 
-# Pixels of patches in another order than that of the convolution's weight.
+# Pixels of patches in another order than in the convolution's weight.
 
 
 class OfPixels(nn.Module):
-    """A linear layer of 2 x 2 patches, whose values lie channels first or last."""
+    """A linear layer of 2 x 2 patches, whose values are ordered channels first or last."""
 
     def __init__(self, linear: nn.Module, channels_last: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers: in another order, left out, or of two kinds; a mistake of some is told with their names."""
+"""Layers in another order, left out, or of two kinds; mistakes in some layers are reported with their names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 import parity
 from parity.reference import RotaryEmbedding
 
-# Layers that the map fills in another order, or that are called in another.
+# Layers that the map fills, or the port calls, in another order.
 
 
 def ordered(order: tuple[int, ...], called: tuple[int, ...], precision: str) -> parity.Result:
-    """Compare three layers with a port whose layers are filled in this order, and called in that one."""
+    """Compare three layers with a port that fills them in this order and calls them in that one."""
     options = Options(layers=3, loss=False)
     plain = lambda: LanguageModel(nn.Linear, lambda width: nn.RMSNorm(width, eps=1e-5), options)  # noqa: E731
 
@@ -70,28 +70,28 @@ def test_layers_that_are_filled_or_called_in_another_order_are_told(order, calle
     tells(ordered(order, called, precision), title, phrase)
 
 
-# A decoder some of whose layers are otherwise.
+# A decoder with mistakes in some of its layers.
 
 
 @pytest.mark.parametrize(
     ("layers", "port", "title", "phrase"),
     [
-        (2, dict(scales=(1.0, 1 / 2)), "softmax-scale", ""),  # it is divided by each layer's number
-        (2, dict(shift=1), "cache-step", ""),  # keys and values are those of the position before
-        (2, dict(skipped=(1,)), "branch-missing", "layers.1"),  # told by what gets no gradient
+        (2, dict(scales=(1.0, 1 / 2)), "softmax-scale", ""),  # divided by each layer's number
+        (2, dict(shift=1), "cache-step", ""),  # keys and values come from the previous position
+        (2, dict(skipped=(1,)), "branch-missing", "layers.1"),  # recognised by the parameters without gradients
     ],
 )
 def test_a_scale_by_layer_a_shifted_cache_and_a_layer_that_is_left_out_are_told(layers, port, title, phrase):
     tells(decoders(Options(layers=layers, loss=False), "bf16", **port), title, phrase)
 
 
-# Experts, of which one that all tokens share is right.
+# Experts with wrong activations beside a correct one that all tokens share.
 
 WIDTH, EXPERTS = 64, 3
 
 
 class Experts(nn.Module):
-    """Experts: each token goes to one, and to one that all share; ``act`` is the experts' own."""
+    """Route each token to one expert besides a shared one; ``act`` is the activation of the routed experts."""
 
     def __init__(self, linear: Any, act: Any = F.silu) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_an_activation_of_all_experts_but_the_shared_one_is_told():
     tells(result, "activation", "in experts.0 and 2 more like it")
 
 
-# Layers of two kinds: some have a window and another base of RoPE, and all have norms whose gain is stored less 1.
+# Layers of two kinds: some have a window and another RoPE base. All norms store their gain less 1.
 
 HEADS, SEQ, WINDOW = 4, 24, 6
 BASES = (1e4, 1e6)
@@ -127,7 +127,7 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """Gemma 3's attention: queries and keys are normalised."""
+    """Gemma 3's attention, with norms of queries and keys."""
 
     def __init__(self, base: float) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class TELayer(nn.Module):
         self.q_norm, self.k_norm = (te.RMSNorm(16, **of_queries) for _ in range(2))
         self.core = te.DotProductAttention(HEADS, 16, qkv_format="bshd", attention_dropout=0.0, window_size=window)
         self.out = te.Linear(WIDTH, WIDTH, bias=False)
-        self.rope = [RotaryEmbedding(16, base)]  # no submodule: it stays in FP32
+        self.rope = [RotaryEmbedding(16, base)]  # not a submodule, so that it stays in FP32
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, HEADS, -1)).unbind(-3)
@@ -187,7 +187,7 @@ def of_two_kinds(
     zero_centered: tuple[bool, bool] = (True, True),
     precision: str = "bf16",
 ) -> parity.Result:
-    """Compare both layers with TE's; ``zero_centered`` says it of queries' and keys' norms, and of the stream's."""
+    """Compare both layers with TE's; ``zero_centered`` is for norms of queries and keys, and for the stream's."""
     own = {"norm.weight": "qkv.layer_norm_weight", "qkv.weight": "qkv.weight", "out.weight": "out.weight"}
     own |= {name: name for name in ("q_norm.weight", "k_norm.weight")}
     return compared(
