@@ -1,4 +1,4 @@
-"""Embeddings and tables: other rows, ids that are off, positions that begin elsewhere, and padding rows."""
+"""Embeddings and tables: wrong rows, ids that are off, positions that begin elsewhere, and padding rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from parity.case.case import Rng
 from parity.mistakes.lookups import buckets_of
 
-# Tokens, positions and types that are added; a table beside class tokens; a bias by T5's buckets.
+# Sums of tokens, positions and types; a position table for class tokens and patches; a bias by T5's buckets.
 
 HIDDEN, TOKENS, POSITIONS, SEQ, HEADS = 64, 100, 40, 24, 4
 
 
 class Embedded(nn.Module):
-    """Tokens, their positions and their types, in front of a linear layer; as RoBERTa's, position 1 is padding's."""
+    """Tokens, positions and types in front of a linear layer. As in RoBERTa, position 1 is the padding's."""
 
     def __init__(self, linear: Any, first: int = 2, over_padding: bool = False, types: bool = True) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Embedded(nn.Module):
 
 
 class Patches(nn.Module):
-    """Class tokens in front of patches, and a table of positions that is added, as in ViT."""
+    """Class tokens in front of patches, with a table of positions that is added to both, as in ViT."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Patches(nn.Module):
 
 
 class Distances(nn.Module):
-    """Attention whose scores have a bias by T5's buckets."""
+    """Attention with a bias of scores by T5's buckets."""
 
     def __init__(self, core: Any, both_directions: bool = True, buckets: int = 16, farthest: int = 128) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tens
 
 
 def ids_behind_padding(rng: Rng) -> Tensor:
-    """Return two sequences that begin with as much padding as their number."""
+    """Return two sequences, the first without padding and the second with one padding token in front."""
     tokens = rng.integers(2, SEQ, low=1, high=TOKENS)
     return tokens.masked_fill(torch.arange(SEQ) < torch.arange(2)[:, None], 0)
 
@@ -161,7 +161,7 @@ def test_other_buckets_are_told(right, port, phrase):
     tells(result, "attention-bias", phrase)
 
 
-# Ids that are off by one, or those of another position.
+# Ids that are off by one, or that belong to another position.
 
 VOCABULARY, WIDTH, IDS = 64, 48, 15
 Ids = Callable[[Tensor], Tensor]
@@ -198,13 +198,13 @@ def test_other_ids_are_told(ids, title, phrase, precision):
     tells(twins(Model, dict(ids=ids), inputs, precision), title, phrase)
 
 
-# Padding rows, which get no gradient, on one side alone.
+# Padding rows, which get no gradient, on only one side.
 
 ROWS, PADDING = 32, 3
 
 
 class Padded(nn.Module):
-    """Looks tokens up, with a padding row or without one; logits read the table too, where it is tied."""
+    """Looks tokens up, with or without a padding row; if ``tied``, the logits use the table as well."""
 
     def __init__(self, linear: Any, padding_idx: int | None, tied: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Losses: one number, and gradients that tell what is wrong with it, or with the model behind it."""
+"""Losses: a single number, and gradients that show a mistake in the loss or in the model before it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def shifted(logits: Tensor, labels: Tensor, first: int = 0, label: int = 1, **arguments: Any) -> Tensor:
-    """Return the loss where position ``first`` meets ``label``, and so on."""
+    """Return the loss of the logits from position ``first`` on against the labels from position ``label`` on."""
     count = SEQ - max(first, label)
     x = logits[:, first : first + count].flatten(0, 1)
     x = x.float() if x.dtype is not torch.float64 else x
@@ -43,12 +43,12 @@ def of(**arguments: Any) -> Any:
 
 
 def ahead(*labels: int) -> Any:
-    """Return the sum of losses of the tokens so many positions ahead, as several heads have."""
+    """Return the sum of the losses of tokens this many positions ahead, as in models with several heads."""
     return lambda *x: sum(shifted(*x, label=label) for label in labels)
 
 
 def padded(ignored: int) -> Any:
-    """Return the loss that ignores a label, where each that does not count is the padding token's."""
+    """Return the loss that ignores a label, computed on labels whose ignored entries are the padding token."""
     return lambda logits, labels: shifted(logits, labels.clamp(min=PAD), ignore_index=ignored)
 
 
@@ -124,11 +124,11 @@ def test_a_factor_of_no_known_average_is_told_as_a_number():
     assert result.findings[0].message.startswith("output and every gradient are 1/3 times what they should be")
 
 
-# Labels of a whole model that should not count and do, or are smoothed by another number.
+# Labels of a whole model that are counted but should not be, or are smoothed by another number.
 
 
 class Classifier(nn.Module):
-    """Ids to logits, and the mean loss of those labels that count."""
+    """Map ids to logits, and return the mean loss of the labels that count."""
 
     def __init__(self, linear: Any, loss: Any = F.cross_entropy) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_labels_that_should_not_count_or_are_smoothed_more_are_told(right, port,
     tells(twins(Classifier, dict(loss=port), inputs, precision, right=dict(loss=right)), title, phrase)
 
 
-# Mistakes of a decoder behind its loss, which hardly shows them in BF16.
+# Mistakes of a decoder before its loss, which hardly shows them in BF16.
 
 SCALED = math.sqrt(HIDDEN)
 
@@ -207,7 +207,7 @@ def test_another_base_is_told_by_gradients_alone():
 
 
 def test_no_mistake_is_told_of_a_single_number_alone():
-    """With gradients that nothing explains, a mistake that makes the same loss is none."""
+    """If nothing explains the gradients, a mistake that reproduces the loss is not reported."""
     result = decoders(Options(), "fp32", shift=3, scales=(1.7,), embedding=3.0, branch=0.3)
     assert result.status == "failed"
     assert {finding.code for finding in result.findings} <= {"PAR501", "PAR502"}

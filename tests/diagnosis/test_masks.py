@@ -1,4 +1,4 @@
-"""Masks: causal ones, windows, prefixes, packed sequences and joined streams, and what ports make of them."""
+"""Masks: causal masks, windows, prefixes, packed sequences and joined streams, and what ports make of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import parity
 
-# TE's attention in the place of one that is written out, whose mask says what is visible.
+# TE's attention against attention that is written out, whose mask says what is visible.
 
 HEADS, SEQ, HEAD_DIM = 2, 32, 16
 LENGTHS = (7, 12, 3, 10)
@@ -26,7 +26,7 @@ PREFIX = CAUSAL | (torch.arange(SEQ) < 9)
 
 
 class Reference(nn.Module):
-    """Attention that hides what ``visible`` leaves out, before its scores are scaled or after it."""
+    """Attention that hides what ``visible`` leaves out, before or after it scales the scores."""
 
     def __init__(self, visible: Tensor, masks_first: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def masked(module: nn.Module, call: Any = None, precision: str = "bf16", **optio
 
 
 class MaskOfEachRow(nn.Module):
-    """Attention as in transformers: what one row computes is the same, the calls that make its mask are not."""
+    """Attention as in transformers, which makes the mask of one row by other calls than that of several rows."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -67,7 +67,7 @@ class MaskOfEachRow(nn.Module):
 
 
 class TwoAttentions(nn.Module):
-    """Two attentions: one that is causal, and one that sees all."""
+    """Two attentions, a causal one and one without a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class TwoAttentions(nn.Module):
 
 
 def twice(second: str) -> Any:
-    """Return a call of TE's attention twice, the second time with this mask."""
+    """Return a function that calls TE's attention twice, the second time with this mask."""
 
     def call(core: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return core(core(query, key, value).unflatten(-1, (HEADS, -1)), key, value, attn_mask_type=second)
@@ -87,7 +87,7 @@ def twice(second: str) -> Any:
 
 
 def viewed(core: nn.Module, *heads: Tensor) -> Tensor:
-    """Call TE's attention with batch and sequence viewed as each other."""
+    """Call TE's attention with batch and sequence mistaken for each other by a view."""
     return core(*(x.reshape(SEQ, 2, HEADS, HEAD_DIM) for x in heads)).reshape(2, SEQ, -1)
 
 
@@ -127,7 +127,7 @@ def test_another_mask_than_the_references_is_told(module, port, title, phrase):
 
 
 def packed(lengths, mask="padding_causal"):
-    """Return a call of TE's attention of the batch's rows, each of them sequences of these lengths."""
+    """Return a function that calls TE's attention with each row of the batch packed as sequences of these lengths."""
 
     def call(core, *heads):
         borders = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -168,7 +168,7 @@ def test_packed_sequences_that_are_not_causal_are_told():
     tells_only(result, "mask", 'give TE attn_mask_type="causal" (or "padding_causal"); the port attends to later keys.')
 
 
-# Documents of their own lengths in each row of the batch, the first of which ends with padding, under a band.
+# Documents of different lengths in each row of the batch, where the first row ends with padding, under a band.
 
 
 DOCUMENTS = torch.stack((SEGMENT, torch.arange(SEQ) // 13))
@@ -178,7 +178,7 @@ LOCAL = SAME & (DISTANCE.abs() <= 4)
 
 
 def arbitrary(visible: Tensor) -> dict[str, Any]:
-    """Return what gives TE's attention a mask that shows these keys."""
+    """Return the arguments that give TE's attention a mask that shows these keys."""
     return dict(attn_mask_type="arbitrary", call=lambda core, *heads: core(*heads, attention_mask=~visible))
 
 
@@ -212,7 +212,7 @@ def test_chunks_of_another_size_are_told(chunk):
 
 
 class Biased(nn.Module):
-    """Scores without a scale, to which a bias is added in place, as T5 does."""
+    """Attention without a scale, which adds a bias to its scores in place, as T5 does."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -232,13 +232,13 @@ def test_a_bias_that_is_added_in_place_stays_where_the_scale_is_another(scale, t
     tells_only(masked(Biased(), call, **UNMASKED, **scale), title)
 
 
-# Queries that are the last of more keys, as after a prompt: windows are counted from each query's own key.
+# Queries that are the last of more keys, as after a prompt; windows are counted from each query's own key.
 
 QUERIES, KEYS = 8, 24
 
 
 class Last(nn.Module):
-    """Attention of the last queries, each of which sees so many keys before its own, or all, and later ones or none."""
+    """Attention of the last queries, which see ``before`` earlier keys, or all, and later keys only if ``later``."""
 
     def __init__(self, before: int | None, later: bool = False) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Last(nn.Module):
 def of_last_queries(
     before: int | None, mask: str, window: tuple[int, int], precision: str, later: bool = False
 ) -> parity.Result:
-    """Compare attention of the last queries with TE's behind this mask, in this window."""
+    """Compare attention of the last queries with TE's under this mask and window."""
     options = dict(qkv_format="bshd", attn_mask_type=mask, window_size=window)
     return compared(
         lambda: Last(before, later),
@@ -290,11 +290,11 @@ def test_a_causal_mask_at_the_bottom_right_is_told_where_the_reference_has_none(
     tells_only(result, "mask", 'the port has "causal_bottom_right"')
 
 
-# Hidden keys get the score -10000 in TE's unfused attention, which hides nothing where all other scores are below it.
+# TE's unfused attention gives hidden keys the score -10000, which hides nothing if all other scores are below it.
 
 
 class Core(nn.Module):
-    """Attention whose queries are as far from their own keys as the scale makes them."""
+    """Attention whose queries are the negated keys times the scale, so that large scales give very negative scores."""
 
     def __init__(self, core, scale: float) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def test_scores_below_what_hides_keys_are_told(scale, title, phrase):
     tells(result, title, phrase)
 
 
-# Queries of two streams that see the keys of both.
+# Two streams whose queries see the keys of both.
 
 WIDTH, HEAD = 64, 32
 
@@ -339,7 +339,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """MMDiT's attention: queries of both streams see keys of both."""
+    """MMDiT's attention, in which the queries of both streams see the keys of both."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
@@ -375,13 +375,13 @@ def test_the_stream_whose_keys_are_not_seen_is_told(mistake, title, phrase, prec
     tells(twins(Block, dict(mistake=mistake), inputs, precision), title, phrase)
 
 
-# Sequences that are packed in one, against TE's with its cu_seqlens.
+# Packed sequences, against TE's attention with its cu_seqlens.
 
 BORDERS = [0, 7, 19, 24, 40]
 
 
 class OneByOne(nn.Module):
-    """Causal attention in each sequence, in a loop."""
+    """Causal attention in each sequence, computed in a loop."""
 
     def __init__(self, borders: list[int]) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class OneByOne(nn.Module):
 
 
 class InBatchesOfOne(OneByOne):
-    """The same, by attention that takes batches, and each result out of its batch."""
+    """The same attention, computed with a batch of one for each sequence."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         contexts = []
@@ -409,7 +409,7 @@ class InBatchesOfOne(OneByOne):
 
 
 class Masked(OneByOne):
-    """The same at once, behind a mask."""
+    """The same attention, computed at once behind a mask."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         number = torch.bucketize(torch.arange(self.borders[-1]), torch.tensor(self.borders[1:-1]), right=True)
@@ -425,7 +425,7 @@ IN_THREE_WAYS = pytest.mark.parametrize("reference", REFERENCES, ids=["one by on
 def with_borders(
     reference: nn.Module, borders: list[int], precision: str, mask: str = "padding_causal"
 ) -> parity.Result:
-    """Compare attention of packed sequences with TE's, which is given these borders."""
+    """Compare attention in packed sequences with TE's, which is given these borders."""
 
     def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Any:
         given = torch.tensor(borders, dtype=torch.int32)
@@ -445,7 +445,7 @@ def with_borders(
 OTHER_BORDERS = [
     [0, 7, 24, 40],  # merged with the neighbour
     [0, 8, 19, 24, 40],
-    [0, 8, 20, 25, 40],  # every border but the ends one further on
+    [0, 8, 20, 25, 40],  # every inner border is one too late
     [0, 10, 20, 30, 40],
     [0, 3, 11, 12, 33, 40],
 ]

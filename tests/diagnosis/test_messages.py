@@ -15,7 +15,7 @@ import parity
 from parity import reference, under
 from parity.mistakes.codes import CODES
 
-# Arguments, named as the TE modules do that the port builds.
+# Arguments, under the names that the port's TE modules have for them.
 
 WIDTH, HEADS = 64, 4
 HEAD_DIM = WIDTH // HEADS
@@ -110,7 +110,7 @@ def attention(te: Any, **options: Any) -> nn.Module:
             {},
             "MultiheadAttention has no softmax_scale: multiply the query's weight",
         ),
-        # A name that fits already is not explained.
+        # A name that already fits is not explained.
         (Attention, attention, ATTENTION, {}, dict(attn_mask_type="no_mask"), "the port attends to later keys."),
     ],
 )
@@ -125,7 +125,7 @@ def test_an_argument_is_named_as_the_ports_module_does(module, port, weights, ri
     assert told in f"{result.findings[0].message}."
 
 
-# Errors before and after the repair, and what to write.
+# Errors before and after the repair, and the code to write.
 
 SWAPPED = {
     parity.stack("up_proj.weight", "gate_proj.weight"): "fc1_weight",
@@ -159,7 +159,7 @@ def test_diagnosis_leaves_the_reference_as_it_was_for_the_next_precision():
     assert alone.tensors == after_bf16.tensors
 
 
-# docs/findings.md
+# The sections of docs/findings.md.
 
 PAGE = Path(__file__).parents[2] / "docs" / "findings.md"
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: their router's scores, weights and biases, how many are chosen, and in which order they lie."""
+"""Mixtures of experts: their router's scores, weights and biases, the number of experts chosen, and their order."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from parity.search.precision_mistakes import _share
 
 HIDDEN = 64
 
-# Mixtral's experts, whose weights are stacked, against TE's grouped layers.
+# Mixtral's experts with stacked weights, against TE's grouped layers.
 
 FFN, EXPERTS, TOKENS = 96, 4, 64
 BIAS = torch.tensor([0.3, -0.2, 0.1, -0.3])
-Router = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # logits and how many, to weights and the chosen
+Router = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # maps logits and a count to weights and chosen experts
 
 
 SCALE = 2.5  # of the weights, as in DeepSeek's models
 
 
 class Mixture(nn.Module):
-    """Experts whose weights are stacked, as in Mixtral; each token's weights are divided by their sum, or not."""
+    """Experts with stacked weights, as in Mixtral; each token's weights may be divided by their sum."""
 
     def __init__(
         self, normalised: bool = True, after: bool = False, biased: bool = False, scale: float | None = None
@@ -68,7 +68,7 @@ class Mixture(nn.Module):
 
 
 class Port(nn.Module):
-    """TE's grouped layers behind a router; ``split`` makes splits from the right ones."""
+    """TE's grouped layers behind a router; ``split`` makes the port's splits from the right ones."""
 
     def __init__(self, te: Any, weigh: Router, experts: int = 2, split: Any = None) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def sigmoids_alone(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def biased(choice: float = 1.0, weight: float = 0.0, logit: float = 0.0, score: Any = torch.sigmoid) -> Router:
-    """Return a router that chooses and weights by sigmoids to which so many times the bias is added, or to logits."""
+    """Return a router that adds multiples of the bias to the scores for its choice and weights, or to the logits."""
 
     def weigh(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         bias, scores = BIAS.to(logits.dtype), score(logits)
@@ -157,7 +157,7 @@ def mixtures(
     tokens: int = TOKENS,
     precision: str = "fp32",
 ) -> parity.Result:
-    """Compare the mixture with a port that weights so."""
+    """Compare the mixture with a port that routes and weights as ``weigh`` does."""
     fc1 = [f"fc1.weight{i}" for i in (order if gate_up_order is None else gate_up_order)]
     return compared(
         lambda: Mixture(**(reference or {})),
@@ -211,7 +211,7 @@ def test_weights_and_biases_that_are_made_otherwise_are_told(weigh, reference, t
 
 
 class AtTheGate(Port):
-    """Weights what is activated, and what the experts return."""
+    """Multiplies by the weights before the activation and again after the experts."""
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.weigh(self.router(x), self.experts)
@@ -224,7 +224,7 @@ class AtTheGate(Port):
 
 
 def test_nothing_known_is_told_for_weights_that_are_applied_within_the_experts():
-    """Their error is alike to that of known mistakes, and rows of probing inputs, which are near zero, are alike."""
+    """Their error is similar to that of known mistakes, and the rows of the probing inputs, near zero, are alike."""
     result = compared(
         Mixture,
         lambda te: AtTheGate(te, normalised),
@@ -269,7 +269,7 @@ def test_one_expert_fewer_is_told_where_rounding_decides_which_is_left():
 
 
 class Dense(nn.Module):
-    """Experts that compute all tokens, behind a router that stays PyTorch's."""
+    """Experts that compute all tokens, behind a router that stays in PyTorch."""
 
     def __init__(self, linear: Any, k: int = 2) -> None:
         super().__init__()
@@ -297,13 +297,13 @@ def test_experts_in_another_order_than_the_routers_are_told(layers, order):
     tells_only(mixtures(normalised, **{layers: order}), "experts-permuted")
 
 
-# Experts as a list of modules, of which the map puts one of two layers in another order.
+# Experts in a list of modules, where the map fills one of two layers in another order.
 
 WIDTH, INNER = 32, 48
 
 
 class Experts(nn.Module):
-    """Experts as a list of modules; the rows of each go through two layers of its own."""
+    """Experts in a list of modules, each with two layers of its own for its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,13 +429,13 @@ def test_a_loss_that_is_detached_is_an_error_though_rounding_hides_its_gradients
     assert "output[1] of the candidate has no gradient" in result.reason
 
 
-# DeepSeek-V3's router: groups of experts are chosen first, and the others' scores are masked.
+# DeepSeek-V3's router, which first chooses groups of experts and masks the scores of the others.
 
 OF_EIGHT, GROUPS, CHOSEN_GROUPS, CHOSEN = 32, 4, 2, 3
 
 
 class InGroups(nn.Module):
-    """A mixture that chooses by sigmoids with a bias, weights by sigmoids without it."""
+    """A mixture that chooses by sigmoids with a bias, and weights by sigmoids without it."""
 
     def __init__(
         self,
@@ -482,7 +482,7 @@ def test_other_scores_or_biases_of_groups_are_told(port, title, phrase):
 
 @pytest.mark.parametrize(("rows", "is_nearer"), [(range(1), False), (range(64), True)])
 def test_one_token_of_another_expert_does_not_tell_of_another_rounding(rows, is_nearer):
-    """Compare with a rounding under which the same token gets another expert, or which all tokens have."""
+    """Compare with a rounding that moves one token to another expert; the candidate has all its errors or only that."""
     key = ("output", "y")
     own, other = torch.zeros(64, 16), torch.full((64, 16), 1e-3)
     other[0] = 1.0
@@ -493,11 +493,11 @@ def test_one_token_of_another_expert_does_not_tell_of_another_rounding(rows, is_
     assert (_share(failure, result, {key: other}, {key: own}) < 0.5) == is_nearer
 
 
-# Gates and ups of which each expert's take turns, as in GPT-OSS.
+# Gates and ups that alternate within each expert, as in GPT-OSS.
 
 
 class InTurns(nn.Module):
-    """Experts in a loop, each with so many tokens; gates and ups take turns, or are halves."""
+    """Experts in a loop, each with its own tokens; gates and ups alternate, or are halves."""
 
     def __init__(self, linear: Any, halves: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Shifts, scales and gates of a condition: in another order, taken twice, without their 1, of another function."""
+"""Shifts, scales and gates from a condition: in another order, used twice, without their 1, or by another function."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Modulated(nn.Module):
 
 
 class InALoop(nn.Module):
-    """The gates of all layers are parts of one tensor, which the model's own code gives to each."""
+    """A model whose own loop gives each layer its gate, a part of one tensor."""
 
     def __init__(self, linear: Any, bounded: bool = True) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class InALoop(nn.Module):
 
 
 class OneLayerForBoth(nn.Module):
-    """Flux's single-stream block: one layer makes what is mixed and what is activated, of other widths."""
+    """Flux's single-stream block: one layer makes both the mixed and the activated part, which differ in width."""
 
     def __init__(self, linear: Any, activated_first: bool = False) -> None:
         super().__init__()
@@ -94,11 +94,11 @@ def test_the_same_parts_pass(module, precision):
     assert twins(module, {}, normal((16, 8, WIDTH), (16, WIDTH)), precision).passed
 
 
-# Two MLPs behind the parts: the same two of each are exchanged.
+# Two MLPs behind the parts, where the port exchanges the same two parts of each.
 
 
 class OfTwoMlps(nn.Module):
-    """Two MLPs whose input is shifted, scaled and gated by one condition, as in DiT."""
+    """Two MLPs whose input is shifted and scaled, and whose result is gated, by one condition, as in DiT."""
 
     def __init__(self, linear: Any, order: tuple[int, ...] = (0, 1, 2, 3, 4, 5)) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_parts_that_are_in_another_order_twice_are_told(order, precision):
     tells(result, "operation", f"its parts are in the order {', '.join(str(i + 1) for i in order)}")
 
 
-# DiT's ``x * (1 + scale) + shift``, of which a port leaves out the 1, at one place or at several.
+# DiT's ``x * (1 + scale) + shift``, where a port leaves out the 1 at one place or at several.
 
 HIDDEN, FFN, OUT = 48, 96, 32
 Places = tuple[str, ...]  # where 1 is left out

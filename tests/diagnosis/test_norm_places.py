@@ -1,4 +1,4 @@
-"""Norms that a port alone has, lacks, or has elsewhere: of queries and keys, of branches, before or after sums."""
+"""Norms that only the port has, that it lacks, or that it has elsewhere: of queries, keys and branches, around sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import parity
 
-# TE's LayerNormLinear where the reference has no norm.
+# TE's LayerNormLinear in place of a linear layer without a norm.
 
 HIDDEN, FFN, TOKENS, LAYERS = 48, 96, 40, 2
 
@@ -53,7 +53,7 @@ def test_a_norm_that_tes_linear_layer_alone_has_is_told_with_its_kind(kind, prec
     tells(result, "norm-missing" if kind else "passed", f"a {kind} comes before")
 
 
-# Norms of queries and keys, of a branch, before a linear layer or after a sum, in some layers or all.
+# Extra norms of queries and keys, of a branch, before a linear layer or after a sum, in some or all layers.
 
 HEADS, SEQ = 4, 12
 
@@ -65,7 +65,7 @@ def normed(x: Tensor, kind: str) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A layer; ``norms`` are the kinds of what is normed besides, by ``qk``, ``branch``, ``up`` and ``sum``."""
+    """A layer; ``norms`` holds the kind of each extra norm, by ``qk``, ``branch``, ``up`` and ``sum``."""
 
     def __init__(self, linear: Any, norm: Any, norms: Mapping[str, str]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Layer(nn.Module):
 
 
 def with_extra(precision: str, where: str, kind: str, layers: tuple[int, ...], of: int = 2) -> parity.Result:
-    """Compare so many layers with a port that has such norms in these."""
+    """Compare ``of`` layers with a port that has such norms in ``layers``."""
     return compared(
         lambda: nn.Sequential(*(Layer(nn.Linear, nn.RMSNorm, {}) for _ in range(of))),
         lambda te: nn.Sequential(
@@ -134,13 +134,13 @@ def test_norms_before_linear_layers_of_some_layers_are_told_with_these():
     tells(with_extra("fp32", "up", "RMSNorm", (0, 2), of=3), "norm-missing", "in 0.up, 2.up.")
 
 
-# Norms of queries, keys or values that a port alone has.
+# Norms of queries, keys or values that only the port has.
 
 WIDTH, HEAD = 64, 32
 
 
 class Attention(nn.Module):
-    """Attention without norms, or with those of queries and keys."""
+    """Attention with or without norms of queries and keys."""
 
     normed = False
 
@@ -204,7 +204,7 @@ def test_a_last_norm_that_is_after_each_layer_is_told(normed, title, phrase, pre
     tells_only(decoders(Options(layers=2, loss=False), precision, normed=normed), title, phrase)
 
 
-# Norms after sums, as in the original transformer, and of branches, as in OLMo 2, at each other's places.
+# Norms after sums, as in the original transformer, and norms of branches, as in OLMo 2, each in the other's place.
 
 WIDE = 112
 
@@ -225,7 +225,7 @@ class Block(nn.Module):
 
 
 class OfBranches(Block):
-    """OLMo 2's: each branch's result is normed; a port may have the norm ``before`` it, or after the ``sum``."""
+    """Norm each branch's result, as in OLMo 2; a port may put the norm ``before`` the branch, or after the ``sum``."""
 
     def __init__(self, linear: Any, norm: Any, where: str) -> None:
         super().__init__(linear, norm, where)
@@ -257,11 +257,11 @@ def test_norms_that_come_before_branches_or_after_sums_are_told(module, right, w
     tells_only(result, title, phrase)
 
 
-# Norms of embeddings, and of tokens before they are pooled.
+# Norms of embeddings, and norms of tokens before pooling.
 
 
 class Pooled(nn.Module):
-    """Tokens that are normed, and moved by a learned number, before they are pooled; a port may lack a norm."""
+    """Norm tokens, add a learned number, and pool them; a port may lack a norm."""
 
     def __init__(self, linear: Any, norm: Any, mistake: str = "") -> None:
         super().__init__()

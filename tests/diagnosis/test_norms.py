@@ -23,7 +23,7 @@ WIDTH = 64
 # LayerNorms that divide by n - 1 or add eps to the root, as ``x.std(-1) + eps`` does.
 
 EPS = 1e-3
-INPUTS = 0.1  # standard deviation: eps is a tenth of the variance
+INPUTS = 0.1  # standard deviation, at which eps is a tenth of the variance
 
 
 class LayerNorm(nn.Module):
@@ -74,11 +74,11 @@ def test_tes_layer_norm_in_the_place_of_one_that_divides_by_n_minus_1_is_told(re
     assert phrase in result.findings[0].message
 
 
-# A norm whose result is normed again, as by a fused TE module after a norm that a port has kept.
+# A norm that is applied twice, as with a fused TE module after a norm that the port has kept.
 
 
 class Head(nn.Module):
-    """A norm, perhaps applied again, and a linear layer."""
+    """A norm, which may be applied more than once, and a linear layer."""
 
     def __init__(self, linear: Any, norm: Callable[..., nn.Module], times: int = 1) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_a_norm_that_is_applied_again_is_told(norm, times, title, precision):
     tells_only(result, title)
 
 
-# The eps of TE's norm where it matters, in one norm and in the norms of all layers but the last.
+# Another eps in TE's norm where it matters, in one norm and in the norms of all layers but the last.
 
 
 def test_another_eps_is_told_where_it_matters():
@@ -119,7 +119,7 @@ def test_another_eps_is_told_where_it_matters():
 
 
 class Normed(nn.Module):
-    """A stream of branches behind norms and a last norm, as small as embeddings are."""
+    """A stream of branches with a norm each and a last norm, on inputs as small as embeddings."""
 
     def __init__(self, linear: Any, norm: Any, last: Any) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_an_eps_of_all_layers_is_told_with_their_list_where_the_last_norm_is_rig
 
 
 def some_mistake(value: float) -> Mistake[Norm]:
-    """Return some mistake about a number."""
+    """Return a mistake with a number."""
     return Mistake[Norm]("norm-eps", f"number {value:g}", "", lambda norm: ())
 
 
@@ -170,7 +170,7 @@ OUT, ROWS = 48, 40
 
 
 class Projected(nn.Module):
-    """A linear layer of what a function returns."""
+    """A linear layer behind a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], linear: nn.Module) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def projected(reference: Callable[[Tensor], Tensor], port: Callable[[Any], Any], precision: str) -> parity.Result:
-    """Compare a linear layer of what is normed with TE's, whose norm is one of TE's module of operations."""
+    """Compare a linear layer behind a norm with TE's, behind a norm from ``te.ops``."""
     return compared(
         lambda: Projected(reference, nn.Linear(32, OUT)),
         lambda te: Projected(port(te.ops), te.Linear(32, OUT)),
@@ -225,7 +225,7 @@ def test_tes_default_eps_in_the_place_of_pytorchs_is_told():
 
 
 class NormedHeads(nn.Module):
-    """Attention with two heads, whose queries and keys get the length 1 (``qk_norm_type="L2Normalization"``)."""
+    """Attention with two heads whose queries and keys are scaled to length 1 (``qk_norm_type="L2Normalization"``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,16 +247,16 @@ def test_heads_that_the_port_does_not_normalize_are_told():
     tells_only(compared(NormedHeads, port, normal((2, ROWS, 32)), weights=weights), "norm-missing")
 
 
-# Norms of each head, and of all heads at once; norms of other groups of channels.
+# Norms over each head against norms over all heads, and norms over other groups of channels.
 
 SEQ, HEADS, GROUPS, HEAD_DIM = 24, 4, 2, 16
 HIDDEN = HEADS * HEAD_DIM
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; queries and keys are normalised over each head, or over all of them.
+    """Grouped-query attention; queries and keys are normalised over each head, or over all heads at once.
 
-    ``sums_of_squares`` may be over other channels than ``per_head`` says the gains are of.
+    ``per_head`` says which channels the gains cover, ``taken_per_head`` which ones the sums of squares cover.
     """
 
     def __init__(self, linear: Any, norm: Any, per_head: bool, taken_per_head: bool) -> None:
@@ -274,7 +274,7 @@ class Attention(nn.Module):
         return self.out(context.transpose(1, 2).flatten(-2))
 
     def normalized(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Return it with the gain of ``norm``, over the channels that are asked for."""
+        """Return the input normalised over these channels, with the gain of ``norm``."""
         heads, gain = x.unflatten(-1, (-1, HEAD_DIM)), norm.weight
         if gain.numel() == HEAD_DIM and self.taken_per_head:
             return norm(heads).flatten(-2)

@@ -48,7 +48,7 @@ class Timed(nn.Module):
 
 
 class Pooled(nn.Module):
-    """The first token of a sequence."""
+    """Read the first token of a sequence."""
 
     def __init__(self, linear: Any, place: int = 0, mean: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Pooled(nn.Module):
 
 
 class LastOfEach(nn.Module):
-    """The last token of sequences of several lengths."""
+    """Read the last token of sequences of different lengths."""
 
     def __init__(self, linear: Any, off_by: int = 0, pool: str = "") -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class LastGathered(LastOfEach):
 
 
 class Latent(nn.Module):
-    """Two parts of each of four heads, as of keys and values that are made together."""
+    """Split each of four heads into two parts, as with keys and values that come from one projection."""
 
     def __init__(self, linear: Any, together: bool = False) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Latent(nn.Module):
 
 
 class Positions(nn.Module):
-    """Sines and cosines of positions, whose frequencies a number makes."""
+    """Sines and cosines of positions, with frequencies that depend on one number."""
 
     def __init__(self, linear: Any, in_turns: bool = False, power: int = 5, table: str = "") -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Positions(nn.Module):
 
 
 class Leaky(nn.Module):
-    """An activation with a number of its own."""
+    """An activation with a constant."""
 
     def __init__(self, linear: Any, slope: float = 0.2) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Leaky(nn.Module):
 
 
 class Shifted(nn.Module):
-    """A product of neighbours in windows that are shifted by half of one, as Swin's."""
+    """A product of neighbours in windows that are shifted by half a window, as in Swin."""
 
     def __init__(self, linear: Any, shift: int = 4) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Shifted(nn.Module):
 
 
 class Averaged(nn.Module):
-    """The mean over a sequence."""
+    """Take the mean over a sequence."""
 
     def __init__(self, linear: Any, place: int | None = None) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Averaged(nn.Module):
 
 
 class Summarised(nn.Module):
-    """The means of a sequence without its first tokens, and of the tokens that count."""
+    """Take the means of a sequence without its first tokens, and of the tokens that count."""
 
     def __init__(self, linear: Any, first: int = 4, counted: bool = True) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Summarised(nn.Module):
 
 
 class Triangles(nn.Module):
-    """A pair's update from the edges that leave both ends, as AlphaFold's, of edges that are made unit vectors."""
+    """AlphaFold's update of a pair from the edges that leave both ends, with edges normalised to unit vectors."""
 
     def __init__(self, linear: Any, equation: str = "bikc,bjkc->bijc", dim: int = -1) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Triangles(nn.Module):
 
 
 class Whitened(nn.Module):
-    """A series less its mean, over its deviation, without its first steps."""
+    """Subtract a series' mean and divide by its deviation, without the first steps."""
 
     def __init__(self, linear: Any, unbiased: bool = False, first: int = 4) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Whitened(nn.Module):
 
 
 class Patched(nn.Module):
-    """Patches whose pixels are put before their channels."""
+    """Cut an image into patches whose pixels come before their channels."""
 
     def __init__(self, linear: Any, order: tuple[int, int, int] = (3, 4, 2)) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Patched(nn.Module):
 
 
 class Decayed(nn.Module):
-    """Linear attention whose keys decay, with keys and values from one projection."""
+    """Linear attention with decaying keys, whose keys and values come from one projection."""
 
     def __init__(self, linear: Any, decay: str = "", heads_first: bool = False, diagonal: int = 0) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class Gated(nn.Module):
 
 
 class Grouped(nn.Module):
-    """Mamba 2's norm in two groups behind its gate, all in plain PyTorch, or before its gate."""
+    """Mamba 2's norm in two groups after its gate, in plain PyTorch; a port may have it before the gate."""
 
     def __init__(self, linear: Any, norm: Any, right: bool = True, gate_first: bool = True) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ class Grouped(nn.Module):
 
 
 class GateLast(Grouped):
-    """The norm with its gain comes before the gate; a port has it behind."""
+    """The norm with its gain before the gate; a port has it after the gate."""
 
     def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
         super().__init__(linear, norm, right, gate_first=False)
@@ -365,7 +365,7 @@ class Activated(nn.Module):
 
 
 class Standardized(nn.Module):
-    """Inputs less their mean, divided by their deviation."""
+    """Subtract the inputs' mean and divide by their deviation."""
 
     def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ class Standardized(nn.Module):
 
 
 class WeightedTokens(nn.Module):
-    """A layer whose result is weighted by token; a port weights what the layer is given, and not its bias."""
+    """Layers whose results are weighted by token; a port weights their inputs instead, and so not their biases."""
 
     def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class WeightedTokens(nn.Module):
 
 
 class WeightedInputs(nn.Module):
-    """The reverse: what the layer is given is weighted; a port weights its result, bias included."""
+    """A layer whose input is weighted by token; a port weights its result instead, including the bias."""
 
     def __init__(self, linear: Any, norm: Any, right: bool = True) -> None:
         super().__init__()
@@ -440,13 +440,13 @@ def in_order(module: Any, precision: str, right: bool, also: Any = None) -> pari
     )
 
 
-# Calls that read another tensor of the same shape, told by what they should read.
+# Calls that read the wrong tensor of the same shape; findings name the tensor that they should read.
 
 HEADS, HEAD = 2, 32
 
 
 class Skips(nn.Module):
-    """A U-Net's long skip connections: the last that is kept is read first."""
+    """A U-Net's long skip connections, of which the last one stored is read first."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
@@ -478,7 +478,7 @@ class InPlace(Skips):
 
 
 class Streams(nn.Module):
-    """Two streams whose layers have shift, scale and gate from a condition of their own."""
+    """Two streams whose layers get shift, scale and gate from the stream's own condition."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
@@ -511,7 +511,7 @@ class Stream(nn.Module):
 
 
 class Joint(nn.Module):
-    """Attention of one stream to both."""
+    """Attention of one stream to both streams."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
@@ -526,7 +526,7 @@ class Joint(nn.Module):
 
 
 class Mixed(nn.Module):
-    """A sum with learned weights and a bias, each a single number."""
+    """A sum with learned weights and a bias, each of them a single number."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parameters after some steps: of torch.optim's or written by hand, against TE's optimizers or others."""
+"""Parameters after some steps of torch.optim's optimizers, or of steps written by hand, against TE's or others."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import parity
 IN, OUT, TOKENS, STEPS, LR = 48, 32, 64, 3, 1e-2
 INPUTS = normal((TOKENS, IN), (TOKENS, OUT))
 
-# The reference steps by an optimizer of torch.optim, the port by one of TE's.
+# The reference uses an optimizer of torch.optim, the port one of TE's.
 
 
 class Trained(nn.Module):
-    """Trains a copy of its layer and returns the parameters; the learning rate is halved after each step, or stays."""
+    """Trains a copy of its layer and returns the parameters; the learning rate may be halved after each step."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Trained(nn.Module):
 def stepped(
     right: Callable[[Any], Any], port: Callable[[Any, Any], Any], precision: str, **reference: Any
 ) -> parity.Result:
-    """Compare two trainings; both functions make an optimizer of parameters, the port's of TE's module as well."""
+    """Compare two trainings; each function makes an optimizer from parameters, the port's also from TE's module."""
     return compared(
         lambda: Trained(nn.Linear(IN, OUT), right, **reference),
         lambda te: Trained(te.Linear(IN, OUT), lambda parameters: port(te.optimizers, parameters)),
@@ -188,7 +188,7 @@ def test_gradients_that_are_not_clipped_are_told():
     assert "the port clips none" in result.findings[0].message
 
 
-# The reference writes its steps out, the port writes them otherwise, or takes TE's.
+# The reference writes out its steps, and the port writes them differently or uses TE's optimizers.
 
 Step = Callable[[int, Tensor, Tensor, dict[str, Tensor]], None]  # number, parameter, gradient, state
 
@@ -201,7 +201,7 @@ def adam(
     decoupled: bool = True,
     corrected: bool = True,
 ) -> Step:
-    """Return a step of Adam as a paper writes it, which changes parameter and state; steps are counted from 1."""
+    """Return a step of Adam as in the paper, which updates the parameter and the state; steps are counted from 1."""
 
     def step(number: int, p: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> None:
         if decoupled:
@@ -220,7 +220,7 @@ def adam(
 def fused_adam_like(
     lr: float = LR, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decay: float = 0.0
 ) -> Step:
-    """Return the same step as libraries write it: moments in place, the correction in the step's size."""
+    """Return the same step as libraries write it: moments in place, with the correction in the step's size."""
 
     def step(number: int, p: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> None:
         m, v = (state.setdefault(name, torch.zeros_like(p)) for name in ("m", "v"))
@@ -263,7 +263,7 @@ class ByHand(nn.Module):
 
 
 class Functional(nn.Module):
-    """Descends along gradients that it asks for, weights in new tensors, as meta learning does; returns a result."""
+    """Descends along gradients from ``torch.autograd.grad``, with new weight tensors, as in meta learning."""
 
     def __init__(self, layer: nn.Module, lr: float, momentum: float = 0.0) -> None:
         super().__init__()

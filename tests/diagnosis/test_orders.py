@@ -1,4 +1,4 @@
-"""Outputs that are right in another place: moved, reversed, exchanged, or read from another layer's cache."""
+"""Outputs that are right but in another place: moved, reversed, exchanged, or read from another layer's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Padding: hidden by a large number, on the left, a key late, seen, or compared where it should be left out."""
+"""Padding that is hidden by a large number, on the left, off by a key, attended to, or compared by mistake."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from parity.case.case import Rng
 
 HEADS, SEQ, HEAD_DIM = 2, 24, 16
 
-# Padding that is hidden by a large negative number, as BERT hides it, against TE's mask.
+# Padding that is hidden by a large negative number, as in BERT, against TE's mask.
 
-Mask = Callable[[Tensor], Tensor]  # from which positions hold tokens to what TE is given
+Mask = Callable[[Tensor], Tensor]  # maps the positions that hold tokens to the mask that TE is given
 
 
 class Reference(nn.Module):
-    """Attention whose padded queries return nothing."""
+    """Attention whose padded queries return zeros."""
 
     def __init__(self, hides: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Reference(nn.Module):
 def hidden_by(
     mask: Mask, precision: str, left: bool = False, kind: str = "padding", hides: float = -1e4
 ) -> parity.Result:
-    """Compare attention that adds ``hides`` to padded keys with TE's, which is given a mask of the tokens."""
+    """Compare attention that adds ``hides`` to scores of padded keys with TE's, which is given a mask of the tokens."""
 
     def inputs(rng: Rng) -> tuple[Tensor, ...]:
         tokens = torch.arange(SEQ) < rng.integers(4, low=SEQ // 2, high=SEQ - 1)[:, None]
@@ -56,7 +56,7 @@ def hidden_by(
 
 
 def off_by(keys: int) -> Mask:
-    """Return the mask that hides from so many keys later on."""
+    """Return a mask whose padding begins this many keys too late."""
     return lambda tokens: torch.arange(SEQ) >= tokens.sum(1, keepdim=True) + keys
 
 
@@ -84,7 +84,7 @@ def test_padding_that_begins_a_key_late_or_early_is_told(keys, phrase):
     tells(hidden_by(off_by(keys), "bf16"), "padding-mask", phrase)
 
 
-# Padding that a port attends to, and fills besides: of two mistakes at once the one with a meaning comes first.
+# Padding that a port both attends to and fills: among pairs of mistakes, the one with a meaning comes first.
 
 
 class Padded(nn.Module):
@@ -114,11 +114,11 @@ def test_padding_that_is_attended_to_is_told_before_the_call_that_is_left_out_be
     assert [finding.title for finding in result.findings] == ["padding-mask", "operation"]
 
 
-# Padding in layers with windows and without, which are hidden by their own masks.
+# Padding in layers with and without windows, each of which has its own mask.
 
 
 class Windowed(nn.Module):
-    """A layer that sees all tokens and one with a window; a port may ignore padding, or exchange the masks."""
+    """One layer that sees all tokens and one with a window; a port may ignore padding, or exchange the masks."""
 
     def __init__(self, linear: Any, mistake: str = "") -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_padding_beside_windows_is_told(mistake, title, phrase, precision):
     tells(result, title, phrase)
 
 
-# Padded tokens that are compared though nobody reads them, by each input that may say which they are.
+# Padded tokens that are compared though nothing reads them, with each kind of input that may mark them.
 
 
 class Encoder(nn.Module):
@@ -210,7 +210,7 @@ READ = {
 def with_hidden_rows(
     given_as: Any, precision: str, zeroed: bool = False, sequence_first: bool = False, **options: Any
 ) -> parity.Result:
-    """Compare an encoder with a right port; ``zeroed`` leaves out what both return of hidden tokens."""
+    """Compare an encoder with a correct port; if ``zeroed``, both return zeros for hidden tokens."""
 
     def call(module: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
         hidden = READ[given_as](mask)
@@ -259,11 +259,11 @@ def test_a_wrong_port_is_told_that_most_of_its_error_is_where_tokens_are_hidden_
     tells(with_hidden_rows(as_padding, "fp32", zeroed=True, softmax_scale=0.2), "softmax-scale")
 
 
-# An input that divides rows as a mask does: ids of documents that are packed.
+# An input that splits rows as a mask does: ids of packed documents.
 
 
 class Packed(nn.Module):
-    """A linear layer of tokens, with the document that each is of; the port adds what no known mistake does."""
+    """A linear layer of tokens that also reads the id of each token's document; the port adds no known mistake."""
 
     def __init__(self, linear: Any, wave: float = 0.0) -> None:
         super().__init__()

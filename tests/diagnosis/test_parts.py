@@ -1,4 +1,4 @@
-"""Mistakes that a port makes in a part of their place, and what a finding says of doubts."""
+"""Mistakes that a port makes in only a part of a call, and how a finding expresses doubt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def attended(query: Tensor, key: Tensor, value: Tensor, causal: bool = True, sca
 
 
 def mixed(right: Tensor, wrong: Tensor, dim: int, indices: tuple[int, ...]) -> Tensor:
-    """Return what is right but for some indices of a dimension."""
+    """Return the right tensor with wrong values at some indices of a dimension."""
     inside = torch.zeros(right.shape[dim], dtype=torch.bool)
     inside[list(indices)] = True
     return torch.where(inside.view(-1, *[1] * (right.dim() - dim - 1)), wrong, right)
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return self.out(context.transpose(1, 2).flatten(2))
 
     def _turned(self, x: Tensor, each: int) -> Tensor:
-        """Return what is rotated, of which every group has so many heads."""
+        """Return the rotated heads; each group has ``each`` of them."""
         if self.wrong in ("late query", "query's base") and each > 1:
             late = {"late query": rotated(F.pad(x, (0, 0, 5, 0)))[:, :, 5:], "query's base": rotated(x, 40_000.0)}
             return mixed(rotated(x), late[self.wrong], self.dim, self.indices)
@@ -99,7 +99,7 @@ def test_a_mistake_in_a_part_is_told_with_the_part(wrong, dim, indices, title, p
 
 
 class Layers(nn.Module):
-    """A norm and layers beside each other, in which some channels lack a bias or a gain, or one layer has a factor."""
+    """A norm and parallel layers, in which some channels lack a bias or a gain, or one layer has a factor."""
 
     def __init__(self, linear: Any, wrong: str = "", channels: slice = slice(0), factor: float = 1.0) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Layers(nn.Module):
         return torch.where(channels, 1.0, x).to(x.dtype)
 
     def _missing(self, bias: Tensor) -> Tensor:
-        """Return what takes a bias away in the channels that lack it."""
+        """Return the tensor that cancels a bias in the channels that lack it."""
         channels = torch.zeros(64, dtype=torch.bool)
         channels[self.channels] = self.wrong == "bias"
         return torch.where(channels, -bias, 0.0).to(bias.dtype)
@@ -144,7 +144,7 @@ def test_a_mistake_in_parts_whose_effects_overlap_is_told(made, title, part, pre
 
 
 class Norms(nn.Module):
-    """A stack of norms and linear layers, in which norms of some layers have another eps."""
+    """A stack of norms and linear layers, in which the norms of some layers have another eps."""
 
     def __init__(self, linear: Any, eps: float = 1e-6, layers: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -162,8 +162,8 @@ def test_another_constant_of_some_layers_is_told(eps, layers, precision):
     tells_only(twins(Norms, dict(eps=eps, layers=layers), normal((4, 16, 64)), precision), "norm-eps", f"{eps:g}")
 
 
-# A finding is a fact if all is right once it is repaired, if nothing else explains as much, and if its number is one
-# that people write.
+# A finding is certain if everything is right once it is repaired, nothing else explains as much, and its number is
+# one that people write.
 
 
 def explanation(title: str, left: float | None = None, value: float | None = None, misfit: float = 1.0) -> Explanation:
@@ -216,7 +216,7 @@ def test_two_mistakes_are_doubted_where_no_tensor_of_many_numbers_is_far_off(num
     [
         ({"first": 1.12, "second": 1.0}, ["second", "first"]),
         ({"first": 1.0, "second": 1.12}, ["first"]),
-        ({"first": 1.12, "elsewhere": 1.0, "second": 1.0}, ["first"]),  # what is made in another call comes later
+        ({"first": 1.12, "elsewhere": 1.0, "second": 1.0}, ["first"]),  # the mistake in another call comes later
     ],
 )
 def test_of_the_mistakes_in_one_call_the_one_that_fits_best_comes_first(misfits, told):
@@ -235,7 +235,7 @@ def test_of_the_mistakes_in_one_call_the_one_that_fits_best_comes_first(misfits,
 
 @pytest.mark.parametrize(("left", "is_told"), [(0.02, True), (0.05, False), (0.06, False)])
 def test_a_second_mistake_is_told_only_if_it_explains_what_the_first_one_leaves(left, is_told):
-    """Look at the tensor that the first leaves wrong: rounding may cost so much more with both that all passes."""
+    """Check the tensor that the first leaves wrong. With both, rounding may be so large that everything passes."""
 
     def judged(error: float) -> Any:
         return SimpleNamespace(key=("output", "y"), probed=False, errors=SimpleNamespace(relative_l2=error))
@@ -249,7 +249,7 @@ def test_a_second_mistake_is_told_only_if_it_explains_what_the_first_one_leaves(
 
 
 def judged_gradient(error: float, margin: float) -> Any:
-    """Return a gradient's result with a tolerance of 0.01, as much of it as judging a hypothesis reads."""
+    """Return a gradient's result with a tolerance of 0.01, with the fields that judging a hypothesis reads."""
     errors = SimpleNamespace(relative_l2=error)
     fields = dict(kind="weight gradient", key=("weight gradient", "w"), numel=4096, finite=True, expected=errors)
     check = SimpleNamespace(statistic="norm", margin=margin)

@@ -1,4 +1,4 @@
-"""Bugs of the zoo whose titles no other page plants: of recipes, products, weights; numbers that rounding decides."""
+"""Bugs of the zoo that no other file plants: in recipes, products and weights, and numbers that rounding decides."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parity.lab.zoo.planting import planted
         ("fp32", "square_linear", "product-accumulated-in-bf16", "accumulation-precision"),
         ("bf16", "stepped_linear", "master-weights-missing", "master-weights"),
         ("fp8_delayed", "square_linear", "fp8-scale-never-updated", "fp8-scale-stale"),
-        ("fp8_delayed", "swiglu_mlp", "fp8-scale-never-updated", "fp8-scale-stale"),  # which shows in small rows alone
+        ("fp8_delayed", "swiglu_mlp", "fp8-scale-never-updated", "fp8-scale-stale"),  # shows only in small rows
         ("fp8_delayed", "averaged_linear", "fp8-gradient-not-scaled", "fp8-gradient-scale"),
         ("fp8_delayed", "square_linear", "fp8-margin-negative", "fp8-margin"),
     ],
@@ -43,7 +43,7 @@ def test_a_bug_of_the_zoo_is_told(precision, host, bug, title):
 
 
 def test_numbers_that_rounding_decides_are_said_to_be_so():
-    """A LayerNorm of constant rows subtracts the mean, and divides what rounding left."""
+    """Compare LayerNorms of constant rows, which subtract the mean and divide by what rounding left."""
     constant = lambda rng: rng.normal(8, 1).expand(8, 64).clone()  # noqa: E731
     result = compared(lambda: nn.LayerNorm(64), lambda te: te.LayerNorm(64), constant, "fp32")
     tells_only(result, "ill-conditioned")

@@ -1,4 +1,4 @@
-"""Test what shows when a module runs again: random numbers, stale weights, inverted scales, recipes of its own."""
+"""Test what running a module again shows: random numbers, stale weights, inverted scales, recipes of its own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HIDDEN = 64
 
 
 def of_batches(reference: Any, candidate: Any, precision: str, **options: Any) -> parity.Result:
-    """Compare both, whatever random numbers were drawn before."""
+    """Compare both with fixed random numbers."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return compared(reference, candidate, normal((8, 16, HIDDEN)), precision, probe=False, **options)
 
 
 class Noisy(nn.Module):
-    """A linear layer, and something random beside it."""
+    """A linear layer with a source of randomness."""
 
     def __init__(self, linear: Any, what: str = "") -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def noisy(precision: str, reference: str, candidate: str, **options: Any) -> par
     [
         ("fp32", "noise"),
         ("bf16", "functional dropout"),
-        ("fp8_current", "stochastic depth"),  # noise is below what the precision costs
+        ("fp8_current", "stochastic depth"),  # the noise is smaller than the error of the precision
     ],
 )
 def test_a_candidate_that_draws_random_numbers_is_not_reproducible(precision, what):
@@ -93,7 +93,7 @@ def blackwell() -> Iterator[None]:
 
 @pytest.mark.usefixtures("blackwell")
 def test_what_is_wrong_is_not_put_down_to_gradients_that_a_recipe_rounds_stochastically():
-    """NVFP4 does so: with a gain that is 1 too much, gradients are several times as large, and so is their noise."""
+    """NVFP4 rounds that way. If the gain is 1 too large, gradients and their noise are several times as large."""
     result = of_batches(
         lambda: nn.Sequential(nn.RMSNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)),
         lambda te: nn.Sequential(te.RMSNorm(HIDDEN, zero_centered_gamma=True), te.Linear(HIDDEN, HIDDEN)),
@@ -141,7 +141,7 @@ class MLP(nn.Module):
 
 
 class InvertedScaleTE(MLP):
-    """Multiplies the quantized weights of these layers by ``scale``, where ``scale_inv`` is due."""
+    """Multiplies the quantized weights of these layers by ``scale`` instead of ``scale_inv``."""
 
     def __init__(self, te: Any, layers: tuple[str, ...]) -> None:
         super().__init__(te.Linear)
@@ -167,7 +167,7 @@ def test_an_inverted_scale_is_told_with_the_weight_that_has_it(layers, told):
 
 
 class Behind(nn.Module):
-    """A linear layer, a dropout and another, and the loss of them."""
+    """Two linear layers with a dropout between them, and their loss."""
 
     def __init__(self, linear: Any, p: float = 0.0) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class WithItsOwnRecipe(nn.Module):
 
 
 class Shifted(WithItsOwnRecipe):
-    """The same, with something else wrong besides."""
+    """The same layer with another mistake."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 1.0

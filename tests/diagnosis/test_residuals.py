@@ -1,4 +1,4 @@
-"""Residual streams: branches in another order or side by side, gates and factors of their terms, sums of the norm."""
+"""Residual streams: branches in another order or in parallel, gates and factors of terms, and sums with a norm."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from parity import reference
 
 WIDTH = 64
 
-# Branches in the other order, or side by side: a decoder's attentions, a mixer's MLPs.
+# Branches in the wrong order or in parallel: a decoder's attentions, a mixer's MLPs.
 
 SEQ = 32
 Order = Literal["right", "exchanged", "beside"]
 
 
 class Mixer(nn.Module):
-    """Two branches that mix tokens, and channels."""
+    """Two branches, one of which mixes tokens and the other channels."""
 
     def __init__(self, linear: Any, order: Order) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_branches_in_the_other_order_or_side_by_side_are_told(order, title, phra
     tells(result, title, phrase)
 
 
-# Branches that a gate scales before they are added, as in Llama 3.2's cross-attention layers; the gate comes first.
+# Branches scaled by a gate, the first factor, before they are added, as in Llama 3.2's cross-attention layers.
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 class Gated(nn.Module):
-    """Two gated branches; ``mistake`` says what a port does otherwise."""
+    """Two gated branches; ``mistake`` names the port's mistake."""
 
     def __init__(self, linear: Any, mistake: str) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_mistakes_around_a_gated_branch_are_told(mistake, title, phrase, precisi
     tells(result, title, phrase)
 
 
-# A factor of one term of a sum that multiplies the other term in the port.
+# A factor of one term of a sum, which the port applies to the other term.
 
 
 class Scaled(nn.Module):
@@ -141,7 +141,7 @@ class Scaled(nn.Module):
 
 
 class Highway(nn.Module):
-    """Srivastava's gate between what a layer returns and what it is given."""
+    """Srivastava's highway gate between a layer's result and its input."""
 
     def __init__(self, linear: Any, right: bool) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_factors_of_the_other_terms_are_told(module, right, title, phrase, preci
 
 
 class Shared(nn.Module):
-    """A routed MLP beside a shared one, as mixtures have it; returns the sum or its mean square."""
+    """A routed MLP and a shared one, as in mixtures of experts; returns the sum or its mean square."""
 
     def __init__(self, linear: Any, shared: float = 1.0, routed: float = 1.0, loss: bool = False) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_a_term_that_is_left_out_is_told_with_its_parameters(precision):
 
 
 class LowRank(nn.Module):
-    """A linear layer with a low-rank addition, scaled."""
+    """A linear layer with a scaled low-rank addition."""
 
     def __init__(self, linear, scale: float) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_another_factor_is_told_with_both(right, scale, title):
 
 
 class Multiplied(nn.Module):
-    """Branches that are added to the stream times one number, as Granite's are."""
+    """Branches that are multiplied by one number before they are added to the stream, as in Granite."""
 
     def __init__(self, linear: Any, layers: int, residual: float) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class Multiplied(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "right", "residual", "precision"),
     [
-        (2, 0.25, 0.24, "fp8_current"),  # whose noise hides in outputs by how much the number is off
+        (2, 0.25, 0.24, "fp8_current"),  # FP8's noise in the outputs hides so small a difference
         (4, 0.25, 0.235, "fp8_current"),
         (3, 0.4, 0.42, "fp8_current"),
         (4, 0.25, 0.26, "bf16"),
@@ -264,7 +264,7 @@ def test_a_factor_near_the_references_is_told(layers, right, residual, precision
     tells_only(result, "factor", f"multiply by {right:g}, as the reference does; the factor is {residual:g}")
 
 
-# Sums that take the norm of a branch's input in the place of the stream.
+# Sums that use the normed input of a branch instead of the stream.
 
 
 def test_attentions_sums_alone_that_take_the_norm_are_told_as_one_mistake():
@@ -273,7 +273,7 @@ def test_attentions_sums_alone_that_take_the_norm_are_told_as_one_mistake():
 
 
 class PostNormLayer(nn.Module):
-    """A layer like BERT's, whose norms come after its sums."""
+    """A layer like BERT's, whose norms come after the sums."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rotary embeddings: where they are, which channels they pair, from which positions, bases and tables."""
+"""Rotary embeddings: which layers have them, the channels they pair, and their positions, bases and tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ import parity
 LOGITS = Options(layers=3, loss=False)
 
 
-# Layers of a decoder that rotate, and that do not, as in SmolLM3, Cohere 2 and Llama 4.
+# Decoder layers that rotate and layers that do not, as in SmolLM3, Cohere 2 and Llama 4.
 
 
 @pytest.mark.parametrize(("layers", "roped", "precision"), [(3, (0, 2), "fp32"), (2, (1,), "bf16")])
@@ -64,7 +64,7 @@ def test_rope_in_layers_that_have_none_is_told_with_these_layers(right, port, ph
     ],
 )
 def test_a_base_of_layers_that_have_their_own_is_told_with_these_layers(port, phrase, precision):
-    """Gemma 3 is such a model: its local layers have another base than its global ones."""
+    """In Gemma 3, for example, local layers have another base than global ones."""
     right = Options(layers=2, loss=False, bases=(1e4, 1e6))
     tells(decoders(right, precision, seq=48, bases=port), "rope-base", phrase)
 
@@ -79,12 +79,12 @@ def test_queries_and_keys_that_are_permuted_in_one_layer_are_told_with_it(loss):
     tells(result, "rope-layout", 'map "layers.1.q.weight" to "layers.1.q.weight"')
 
 
-# One attention whose port rotates otherwise.
+# One attention whose port rotates in another way.
 
 SEQ, BATCH = 24, 3
 
-Positions = Callable[[Tensor], Tensor]  # from [batch, seq] to the same
-Rotated = Callable[[Tensor, Tensor], Tensor]  # of heads [batch, heads, seq, head_dim] and positions
+Positions = Callable[[Tensor], Tensor]  # maps [batch, seq] to the same shape
+Rotated = Callable[[Tensor, Tensor], Tensor]  # maps heads [batch, heads, seq, head_dim] and positions to rotated heads
 
 
 def turned(x: Tensor, positions: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def backwards(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def in_half(x: Tensor, positions: Tensor, divisor: int = 8) -> Tensor:
-    """Rotate the first half of the channels alone, as ``rotary_percent=0.5`` does."""
+    """Rotate only the first half of the channels, as with ``rotary_percent=0.5``."""
     angles = (positions.double()[..., None] * 10_000.0 ** (-torch.arange(0, 8, 2).double() / divisor))[:, None]
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second, rest = x[..., :4], x[..., 4:8], x[..., 8:]
@@ -112,7 +112,7 @@ def in_last_half(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def by_frequencies_of_the_head(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate half of the channels, by the first of the frequencies that all of them would have."""
+    """Rotate half of the channels, with the first frequencies of a rotation of all channels."""
     return in_half(x, positions, divisor=HEAD_DIM)
 
 
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         positions: Positions = torch.clone,
         causal: bool = True,
         rotated: Rotated = turned,
-        scales: tuple[float, float] = (1.0, HEAD_DIM**-0.5),  # of queries before they are rotated, and of scores
+        scales: tuple[float, float] = (1.0, HEAD_DIM**-0.5),  # of queries before the rotation, and of scores
     ) -> None:
         super().__init__()
         self.scales = scales
@@ -149,7 +149,7 @@ class Attention(nn.Module):
 
 
 def attentions(precision: str, causal: bool = True, **wrong: Any) -> parity.Result:
-    """Compare the attention with a port that has its positions, or its rotation, wrong."""
+    """Compare the attention with a port that gets its positions or its rotation wrong."""
     inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
     return twins(Attention, wrong, inputs, precision, right=dict(causal=causal))
 
@@ -209,19 +209,19 @@ def test_a_port_of_a_partial_rotation_that_rotates_otherwise_is_told_so_alone(ri
 
 
 def test_a_scale_of_queries_before_their_rotation_is_a_part_of_the_reference_s_softmax_scale():
-    """ESM-2 is such a model."""
+    """ESM-2, for example, does this."""
     inputs = lambda rng: 2.0 * rng.normal(BATCH, SEQ, HIDDEN)  # noqa: E731
     result = twins(Attention, dict(scales=(0.25, 0.25)), inputs, "fp32", right=dict(scales=(0.25, 1.0)))
     tells(result, "softmax-scale", "softmax_scale=0.25, as the reference has; the port's is 1/head_dim")
 
 
-# Keys that a port does not rotate: then their bias, which all keys share, gets no gradient but rounding.
+# Keys that a port does not rotate. The gradient of their bias, which all keys share, is then only rounding.
 
 WIDTH, HEAD = 64, 32
 
 
 class WithBiases(nn.Module):
-    """Queries, keys and values with biases."""
+    """Attention with biases of queries, keys and values."""
 
     def __init__(self, linear: Any, of_keys: bool = True) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def test_that_queries_alone_are_rotated_is_told_though_it_leaves_a_bias_no_gradi
     tells_only(twins(WithBiases, dict(of_keys=False), normal((2, 32, WIDTH))), "rope-one-side")
 
 
-# Tables as Meta's Llama has them: a complex buffer of a fixed length, which multiplies pairs of channels.
+# Tables as in Meta's Llama: a complex buffer of a fixed length, which multiplies pairs of channels.
 
 LENGTH = 20
 IN_TE = {"query.weight": "qkv.query_weight", "key.weight": "qkv.key_weight", "value.weight": "qkv.value_weight"}
@@ -279,7 +279,7 @@ class Llama(nn.Module):
     [
         (10_000.0, "bshd", "passed", ""),
         (500_000.0, "bshd", "rope-base", "rotary_base=500000; it rotates with base 10000"),
-        (10_000.0, "sbhd", "sequence-first", ""),  # though the tables have the sequence's length
+        (10_000.0, "sbhd", "sequence-first", ""),  # although the tables have the sequence's length
     ],
 )
 def test_a_base_or_a_layout_that_is_another_than_a_complex_tables_is_told(base, qkv_format, title, phrase, precision):
@@ -306,13 +306,13 @@ def test_a_port_keeps_a_complex_table_in_every_precision(precision):
     assert twins(Llama, {}, normal((BATCH, LENGTH, HIDDEN)), precision).passed
 
 
-# Patches that are rotated by their row and their column, as EVA-02's and Flux's.
+# Patches that are rotated by their row and their column, as in EVA-02 and Flux.
 
 HEIGHT, ACROSS, TEXT = 4, 8, 5
 
 
 def table(rows: Tensor, columns: Tensor, base: float = 10_000.0) -> Tensor:
-    """Return angles ``[tokens, head_dim / 2]`` behind a text, which is not rotated."""
+    """Return the angles ``[tokens, head_dim / 2]`` of patches that follow an unrotated text."""
     frequencies = base ** (-torch.arange(0, HEAD // 2, 2).double() / (HEAD // 2))
     of_patches = torch.cat([places.double()[:, None] * frequencies for places in (rows, columns)], -1)
     return torch.cat((torch.zeros(TEXT, HEAD // 2), of_patches))
@@ -354,11 +354,11 @@ def test_what_stands_for_rows_and_columns_is_told(angles, title, phrase, precisi
     tells(twins(OfPatches, dict(angles=angles), inputs, precision, right=right), title, phrase)
 
 
-# Tokens of texts and images that are rotated by their time, row and column, each in a section of the channels.
+# Tokens of texts and images that are rotated by time, row and column, each in one section of the channels.
 
 
 def by_sections(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate as Qwen2-VL does: pictures of two by two patches follow one another in time."""
+    """Rotate as Qwen2-VL does, with images of two by two patches that follow one another in time."""
     axes = torch.stack((positions // 4, positions // 2 % 2, positions % 2)).double()
     angles = axes[..., None] * frequencies()
     parts = angles.split((2, 3, HEAD_DIM // 2 - 5), -1)

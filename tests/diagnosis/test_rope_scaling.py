@@ -1,4 +1,4 @@
-"""Rotary frequencies that are scaled for longer sequences: how is recognised, and what ports make of them is told."""
+"""Rotary frequencies that are scaled for longer sequences: kinds are recognised, and ports' mistakes are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parity.mistakes.rope_scaling import scaling_of
 
 SEQ, BASE = 40, 10_000.0
 
-# Ways to scale: one gives the frequencies of heads of 16 channels to a decoder, or those of 32 to TE's attention.
+# Kinds of scaling; each gives the frequencies for a decoder's heads of 16 channels, or for TE's attention with 32.
 
 
 def plain(base: float = BASE, dim: int = 32) -> Tensor:
@@ -33,7 +33,7 @@ def ntk(factor: float = 8.0, dim: int = 32) -> Tensor:
 
 
 def llama3(factor: float = 8.0, length: float = 64.0, dim: int = 32) -> Tensor:
-    """Return what Meta's ``apply_scaling`` makes."""
+    """Return the frequencies of Meta's ``apply_scaling``."""
     scaled = []
     for frequency in plain(dim=dim).tolist():
         wavelength = 2 * math.pi / frequency
@@ -61,7 +61,7 @@ def of_yarn(factor: float) -> float:
 
 
 def ramp(factor: float = 4.0) -> Tensor:
-    """Return YaRN's, kept up to the third frequency and scaled from the eighth on."""
+    """Return YaRN's frequencies, unscaled up to the third and fully scaled from the eighth on."""
     kept = (1 - (torch.arange(16, dtype=torch.float64) - 2) / 5).clamp(0, 1)
     return plain() * (kept + (1 - kept) / factor)
 
@@ -80,7 +80,7 @@ def test_frequencies_of_a_base_and_any_others_are_not_scaled(frequencies):
     assert scaling_of(frequencies) is None
 
 
-# One way in the place of another, by the same factor from the same length, in a decoder.
+# One kind of scaling in place of another, with the same factor and original length, in a decoder.
 
 
 @in_turn(
@@ -99,11 +99,11 @@ def test_another_kind_is_told_by_its_name(right, port, phrase, precision):
     tells(decoders(reference, precision, seq=48, frequency=partial(port, dim=16)), "rope-scaling", phrase)
 
 
-# TE's attention, which is given angles.
+# TE's attention, which is given the angles.
 
 
 class Attention(nn.Module):
-    """Causal attention that rotates with these frequencies, and multiplies cosines and sines by ``mscale``."""
+    """Causal attention that rotates by these frequencies, and multiplies cosines and sines by ``mscale``."""
 
     def __init__(self, linear: Any, frequencies: Tensor, mscale: float, positions: Tensor | None = None) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
 
 def with_angles(right: Tensor, ports: Tensor, mscale: float = 1.0, positions: Tensor | None = None) -> parity.Result:
-    """Compare attention of these frequencies with TE's, which rotates with the port's."""
+    """Compare attention with these frequencies with TE's, which rotates with the port's."""
     angles = (torch.arange(SEQ)[:, None] * ports).repeat(1, 2).float()[:, None, None]
     options: dict[str, Any] = dict(attention_dropout=0.0, qkv_format="bshd", bias=False)
     names = {"q": "qkv.query_weight", "k": "qkv.key_weight", "v": "qkv.value_weight", "o": "proj.weight"}

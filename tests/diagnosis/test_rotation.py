@@ -20,7 +20,7 @@ def angles(rotary: int) -> Tensor:
 
 
 def turned(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pairs of channels, turned by position."""
+    """Rotate pairs of channels by their position."""
     by = angles(2 * first.shape[-1]).to(first.dtype)
     return first * by.cos() - second * by.sin(), second * by.cos() + first * by.sin()
 
@@ -34,12 +34,12 @@ def interleaved(x: Tensor) -> Tensor:
 
 
 def taken_apart(x: Tensor) -> Tensor:
-    """Interleaved pairs, returned as halves, as DeepSeek's attention does."""
+    """Rotate interleaved pairs and return them as halves, as DeepSeek's attention does."""
     return torch.cat(turned(x[..., 0::2], x[..., 1::2]), -1)
 
 
 class Attention(nn.Module):
-    """Rotates a part of the channels of queries and keys."""
+    """Attention that rotates a part of the channels of queries and keys."""
 
     def __init__(self, rotate, start: int, end: int, key_in_place: bool = False) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_what_turns_no_pairs_is_no_rotation():
 
 
 class SharedKey(nn.Module):
-    """One rotated key for all heads beside channels that are not rotated, as DeepSeek's latent attention has it."""
+    """Attention with one rotated key for all heads and some unrotated channels, as in DeepSeek's latent attention."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         apart = [torch.cat((x[..., 0::2], x[..., 1::2]), -1) for x in (query[..., 16:], key[:1, :1, :, 16:])]
@@ -113,7 +113,7 @@ def test_one_key_for_all_heads_is_recognised_and_how_its_pairs_were_laid_out():
 
 
 def turned_by(by: Tensor, scale: float = 1.0):
-    """Halves that are turned by angles, whose cosines and sines are multiplied by a number."""
+    """Return a function that rotates halves by these angles, with cosines and sines multiplied by ``scale``."""
 
     def turned(x: Tensor) -> Tensor:
         cos, sin = scale * by.cos(), scale * by.sin()

@@ -1,4 +1,4 @@
-"""Test the cost of a search: it ends by what it has computed, or by a limit of real time."""
+"""Test the cost of a search, which ends after a budget of computation or a limit of real time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from parity.search.failure import Budget, while_it_lasts
 from parity.search.in_full import _is_explained
 from parity.search.search import _nearest_first
 
-# A budget of what is computed.
+# A budget of computation.
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Let processor time pass so many times as fast, as on a slower machine."""
+    """Make processor time pass faster by this factor, as on a slower machine."""
     usual = time.process_time
     monkeypatch.setattr(time, "process_time", lambda: factor * usual())
 
@@ -83,7 +83,7 @@ def test_what_one_share_of_a_budget_does_not_last_for_is_left_for_another():
     assert not budget.exceeded
 
 
-# In which order mistakes are tried, since a budget may not last for all of them.
+# The order in which mistakes are tried, since a budget may not last for all of them.
 
 
 def test_where_gradients_alone_tell_mistakes_without_a_place_come_first_then_those_near_the_worst_gradient():
@@ -112,7 +112,7 @@ def test_an_exchange_of_two_kinds_of_parameters_in_two_layers_is_tried_last(one,
     assert [each.scope for each in found if each.title == "parameters-exchanged"] == [scope]
 
 
-# A limit of real time, after which a search tells what it has verified, says so, and changes no verdict.
+# A limit of real time, after which a search reports what it has verified, says so, and changes no verdict.
 
 NOTE = "the search for the cause was stopped after {} s; give it more time with --parity-diagnosis=SECONDS"
 WIDTH = 16
@@ -120,7 +120,7 @@ UNVERIFIED = {"unexplained", "first-divergence"}
 
 
 class Block(nn.Module):
-    """A norm and a linear layer, several times, each scaled and behind one more function."""
+    """A stack of norms and linear layers with scaled branches, and a function after the last."""
 
     def __init__(
         self, linear: Any, norm: Any, scale: float = 1.0, last: Callable[[Tensor], Tensor] = torch.tanh
@@ -137,7 +137,7 @@ class Block(nn.Module):
 
 
 class Detached(Block):
-    """Lose the gradient that comes back through the first layer."""
+    """The same stack without the gradient through the first layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x + self.layers[0](self.norms[0](x)).detach()
@@ -145,7 +145,7 @@ class Detached(Block):
 
 
 class Loss(Block):
-    """The same, returning one number."""
+    """The same stack, reduced to a single number."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square().mean()
@@ -179,7 +179,7 @@ def compared(name: str, **options: Any) -> parity.Result:
 
 @pytest.fixture
 def ticks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let real time pass by a second whenever the search asks for it, so that a limit is a number of questions."""
+    """Let a second of real time pass whenever the search asks for the time, so that a limit counts these questions."""
     passed: list[int] = []
 
     def monotonic() -> float:
@@ -268,7 +268,7 @@ def test_a_cause_that_raises_hides_no_other_and_is_raised_if_none_holds() -> Non
 
 def test_a_subject_that_raises_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(*_: Any) -> Iterator[Any]:
-        # Raises when it is iterated over, with no line of this file on the way, as parity's own code would.
+        # This raises when it is iterated over, without a line of this file in the traceback, as in parity's own code.
         return map(partial(torch.sub, torch.tensor(True)), [torch.tensor(True)])
 
     whole = compared("a factor")

@@ -1,4 +1,4 @@
-"""Two mistakes in one model, neither of which explains it alone, are told together."""
+"""Two mistakes in one model, of which neither explains it alone, are reported together."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_both_mistakes_are_told(layers, precision, mistakes, told):
     assert {finding.title for finding in result.findings} >= told
 
 
-# How changes are made at once, and how the likeliest pairs are known.
+# How changes are combined, and how the likeliest pairs are found.
 
 
 class Operation:
@@ -213,8 +213,8 @@ def test_of_mistakes_that_do_the_same_the_likelier_is_told_and_single_calls_last
     [
         (1.0, 1.0, (-0.4, 3.0), 0.0),
         (100.0, 1.0, (-0.004, 3.0), 0.0),
-        (1.0, 0.0, (-0.4, 0.0), 0.99),  # an effect that is none explains nothing
-        (1.0, math.inf, (0.0, 0.0), 1.0),  # nor does one that overflows
+        (1.0, 0.0, (-0.4, 0.0), 0.99),  # a mistake without an effect explains nothing
+        (1.0, math.inf, (0.0, 0.0), 1.0),  # nor does one whose effect overflows
     ],
 )
 def test_multiples_of_effects_tell_what_other_constants_would_explain(first, second, factors, left):

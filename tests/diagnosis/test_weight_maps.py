@@ -1,4 +1,4 @@
-"""Weight maps: stacked, interleaved, exchanged and transposed weights, and what no map is about."""
+"""Weight maps with stacked, interleaved, exchanged and transposed weights, and mistakes that no map can cause."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_square_weight_that_was_transposed_is_told():
 
 
 class FusedAttention(nn.Module):
-    """Query, key and value of each head after the other, as in GPT-NeoX."""
+    """Attention whose fused weight holds query, key and value of each head in turn, as in GPT-NeoX."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_fused_qkv_that_is_laid_out_by_head_is_told_of_weight_and_bias_at_once
 
 
 class Projected(nn.Module):
-    """Attention of what one linear layer makes."""
+    """Attention whose queries, keys and values come from one linear layer."""
 
     def __init__(self, qkv: nn.Module) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_a_fused_weight_that_fills_tes_parameters_in_another_order_is_told(order
     tells_only(result, title)
 
 
-# Rows of a fused weight that are copied as they are where TE reads them in another order.
+# Rows of a fused weight that are copied unchanged although TE reads them in another order.
 
 WIDTH = 64
 
@@ -279,7 +279,7 @@ def test_rows_of_heads_that_are_batched_are_told_in_another_order():
     tells_only(result, "heads-transposed")
 
 
-# Keys and values of cross-attention, which TE takes head by head unless it is told otherwise.
+# Keys and values of cross-attention, which TE reads head by head unless it is told otherwise.
 
 CROSS, INNER, QUERIES, KEYS = 48, 80, 20, 12
 CROSSED = dict(attention_dropout=0.0, fuse_qkv_params=True)
@@ -350,11 +350,11 @@ def test_a_decoder_layer_whose_attentions_are_both_misread_is_told_as_one_mistak
     assert "inter_attention.key_value.weight" in result.findings[0].message
 
 
-# Halves of a weight that changed places are a gate and its up projection only where they are these.
+# Exchanged halves of a weight are reported as gate and up projection only if that is what they are.
 
 
 class Modulated(nn.Module):
-    """A scale and a shift, which a condition makes."""
+    """A layer whose scale and shift come from a condition."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ class Modulated(nn.Module):
 
 
 class Gated(Modulated):
-    """A gate and an up projection."""
+    """A layer whose halves are a gate and an up projection."""
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         gate, up = self.halves(x).chunk(2, -1)
@@ -418,9 +418,9 @@ def test_an_order_of_many_rows_is_shortened_but_where_it_is_to_be_pasted():
     assert "50, 51, 52" in describe(term, "parity.")
 
 
-# Gate and up that take turns in blocks, as TE's fused grouped MLP has them (``glu_interleave_size``).
+# Gate and up that alternate in blocks, as in TE's fused grouped MLP (``glu_interleave_size``).
 
-IN_BLOCKS_OF_32 = (0, 3, 1, 4, 2, 5)  # of gate's and up's three blocks each
+IN_BLOCKS_OF_32 = (0, 3, 1, 4, 2, 5)  # the three blocks of gate and of up in turn
 
 
 class GatedMlp(nn.Module):
@@ -434,7 +434,7 @@ class GatedMlp(nn.Module):
 
 
 def in_blocks(size: int | None, has_blocks: bool, precision: str) -> parity.Result:
-    """Compare a gated MLP with TE's operations, which read blocks of this size where the map may lay out blocks."""
+    """Compare a gated MLP with TE's operations, which read blocks of this size; the map may lay out blocks."""
 
     def port(te: Any) -> nn.Module:
         from transformer_engine.pytorch import ops
@@ -464,7 +464,7 @@ def test_blocks_that_te_does_not_know_of_are_told():
     assert in_blocks(None, True, "fp32").findings[0].code in ("PAR101", "PAR107")
 
 
-# What no map is about: a module's buffers, and the order of what it returns.
+# What no map covers: a module's buffers, and the order of its outputs.
 
 FEATURES = 16
 
@@ -500,7 +500,7 @@ def test_another_buffer_and_outputs_in_another_order_are_told(port, title, phras
 
 
 class Rotated(nn.Module):
-    """A rotation by angles whose frequencies are a buffer, as in Hugging Face's models."""
+    """A rotation whose frequencies are a buffer, as in Hugging Face's models."""
 
     def __init__(self, linear: Any, base: float = 1e4, times: float = 1.0) -> None:
         super().__init__()
@@ -527,11 +527,11 @@ def test_frequencies_of_another_base_are_told_by_the_base(port, title, phrase, p
     tells(twins(Rotated, port, normal((2, 24, WIDTH)), precision), title, phrase)
 
 
-# A parameter that is used where another one is due.
+# A parameter that is used in place of another one.
 
 
 class QueryKeyNorms(nn.Module):
-    """Products of queries and keys, each with a norm of its own."""
+    """Products of queries and keys, each with its own norm."""
 
     def __init__(self, linear: Any, same: bool = False) -> None:
         super().__init__()
