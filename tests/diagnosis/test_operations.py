@@ -1,4 +1,4 @@
-"""Single calls: computed otherwise, in another order, of another tensor, where no mistake with a meaning explains."""
+"""Single calls that are computed differently, in another order or on another tensor, and match no known mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of pytest with the plugin on a file of pairs, on stand-ins for the comparison."""
+"""Run pytest with the plugin on a file of pairs, with stand-ins for the comparison."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
 
 
 def run_with_workers(pytester: pytest.Pytester, workers: int, *arguments: str) -> pytest.RunResult:
-    """Workers are processes of their own, where a conftest puts the stand-ins in place; this one is the controller."""
+    """Run with worker processes, in which a conftest installs the stand-ins; this process is the controller."""
     tests = str(Path(fakes.__file__).parent)
     pytester.makeconftest(
         f"import sys\nsys.path.insert(0, {tests!r})\nimport fakes, pytest\nfakes.install(pytest.MonkeyPatch())"
     )
     with pytest.MonkeyPatch.context() as patch:
-        fakes.install(patch)  # as the conftest does here, too; this takes all of it back
+        fakes.install(patch)  # The conftest does this here, too; the context takes all of it back.
         patch.setattr("execnet.gateway_io.Popen2IOMaster.__init__", forked.begin_worker)
         return run(pytester, "-n", str(workers), *arguments)
 
@@ -66,7 +66,7 @@ def plugin_arguments() -> list[str]:
 
 
 def names(pytester: pytest.Pytester, *arguments: str) -> list[str]:
-    """The ids that pytest selects."""
+    """Return the ids that pytest selects."""
     listed = run(pytester, "--collect-only", "-q", *arguments).outlines
     return [line.split("::", 1)[1] for line in listed if "::" in line]
 
@@ -78,7 +78,7 @@ def recorded(pytester: pytest.Pytester, name: str = "parity") -> record.Record:
 def run_in_a_process(
     folder: Path, names: list[str], *arguments: str, **environment: str
 ) -> tuple[int, str, list[Result]]:
-    """The exit code, what pytest prints, and the recorded results."""
+    """Return the exit code, what pytest prints, and the recorded results."""
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "my_pairs.py").write_text("import parity\n" + "".join(CASE.format(name=name) for name in names))
     path = os.pathsep.join([str(Path(fakes.__file__).parent), *sys.path])

@@ -1,4 +1,4 @@
-"""A run without workers: every item has one status, whatever a case does, and if the process ends, that is told."""
+"""Runs without workers: every item gets one status, whatever a case does, and a run reports it if its process ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_cases_that_would_end_the_run_are_errors_that_say_how_and_those_after_th
         assert how in results[name].reason
         assert how in printed
         assert results[f"sound_{i}"].status == "passed"
-    # A verdict stays where the time for its search is up.
+    # A verdict stays even if the time for its search is up.
     hung = results["fails_and_its_search_hangs"]
     assert (hung.status, hung.tensors) == ("failed", (fakes.tensor(margin=100.0),))
     assert hung.notes[-1].startswith(f"the search for the cause was cut short: {LIMIT}")
@@ -132,7 +132,7 @@ def test_what_a_dead_process_has_forked_keeps_nothing_waiting(tmp_path: Path, wo
         assert (code, found) == (-signal.SIGKILL, dict(zip(names[:2], ("passed", "error"), strict=False)))
 
 
-# What nothing in the process can prevent is told by another process.
+# What nothing in the process can prevent is reported by another process.
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -152,7 +152,7 @@ def test_the_record_and_a_report_tell_which_item_ended_the_process(tmp_path: Pat
     assert "1 of 2 items failed; 1 item without a result" in report.read_text()
 
 
-# Who is asked twice within a moment, as ``timeout`` asks a process and its group, is asked once.
+# Two signals within a moment, as ``timeout`` sends them to a process and its group, count as one.
 
 
 @pytest.mark.parametrize(("seconds", "interrupted"), [(0.5, 1), (1.5, 2)])
@@ -178,7 +178,7 @@ def test_a_second_signal_within_a_moment_does_not_interrupt_the_end_of_a_run(
     assert heard == interrupted
 
 
-# What fails around the comparison of an item.
+# Failures around the comparison of an item.
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -206,7 +206,7 @@ def test_a_record_is_complete_while_the_first_item_runs(
     assert [result.status for result in recorded(pytester).results] == ["passed"]
 
 
-# A file of pairs that hangs while it is collected costs itself, and one that ends the process is told.
+# A file of pairs that hangs while it is collected loses only its own pairs; one that ends the process is reported.
 
 
 HANGS = "import time, parity\ntime.sleep(1000)\n"

@@ -18,7 +18,7 @@ from parity.plugin.options import Workplace
 from parity.report import record
 from parity.result import Result
 
-# One comparison beside others or alone, and again if memory runs out; and the lock that makes it so.
+# One comparison beside others or alone, repeated if memory runs out, and the lock that this needs.
 
 
 FITS = fakes.result()
@@ -28,7 +28,7 @@ BESIDE = Workplace("gw0", Path("nowhere"), share=100)
 
 @pytest.fixture
 def access(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return how the device is taken, in turn."""
+    """Return a list that records how the device is taken, in order."""
     taken: list[str] = []
 
     class Lock:
@@ -160,7 +160,7 @@ def test_who_waits_for_another_to_be_done_alone_keeps_no_memory_meanwhile(tmp_pa
     assert order == ["later"]
 
 
-# A failure is recorded with its tensors whatever becomes of the process that searches for its cause.
+# A failure is recorded with its tensors, whatever happens to the process that searches for its cause.
 
 
 pytest_plugins = ["pytester"]
@@ -176,7 +176,7 @@ ENDS = {
 
 
 def assert_verdict(result: Result, note: str) -> None:
-    """A failure as it was judged, and why its cause is not known."""
+    """Check that a failure has the verdict as judged, and a note that says why its cause is not known."""
     assert (result.status, result.reason, result.findings) == ("failed", "", ())
     assert result.tensors == (fakes.tensor(margin=100.0),)
     assert result.notes[-1].startswith(note)
@@ -196,7 +196,7 @@ def test_the_end_of_a_worker_or_a_device_during_the_search_leaves_the_verdict(tm
     raised = "the search for the cause raised AcceleratorError: CUDA error: an illegal memory access"
     assert_verdict(results[broken], raised)
     assert results[broken].device_error == "broken"
-    # Other items have their findings, and all failures are counted.
+    # Other items have their findings, and the summary counts all failures.
     assert results["fails"].findings == (fakes.GATE_UP_SWAPPED,)
     assert results["sound"].status == "passed"
     assert "6 failed, 1 passed" in printed

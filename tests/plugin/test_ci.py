@@ -1,4 +1,4 @@
-"""What a run tells a CI system: properties of JUnit, GitHub's summary, and annotations of lines."""
+"""What a run reports to a CI system: JUnit properties, GitHub's summary, and annotations of lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAIRS = """
 
 @pytest.fixture
 def summary(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """GitHub's summary of the job in which these pairs are compared."""
+    """Return the file of GitHub's summary for a job that compares these pairs."""
     write(pytester, PAIRS)
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_WORKSPACE", str(pytester.path.parent))

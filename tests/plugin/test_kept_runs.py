@@ -1,4 +1,4 @@
-"""Earlier runs keep their numbers, and records their names; a run is compared with one at its end."""
+"""Earlier runs keep their numbers and records their names; the end of a run compares it with an earlier one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOUND = """
     @parity.pair("sound", sizes=[dict(n=2)], precisions=["fp32", "bf16"])
     def sound(te, n): ...
 """
-# A mistake that is far from its limit, and far from noise.
+# A mistake far beyond its limit, and far beyond noise.
 WITH_GAIN = replace(fakes.tensor(), checks=(Check("gain", 4.0, 5.6),), margin=4.0 / 5.6)
 WRONG = SOUND.replace('"sound"', '"fails"')
 
@@ -165,7 +165,7 @@ def test_what_is_misspelt_is_told_before_anything_is_compared(
     assert not (pytester.path / "reports/parity.jsonl").exists()
 
 
-# What a user may call a record.
+# Names that a user may give a record.
 
 
 @pytest.mark.parametrize(

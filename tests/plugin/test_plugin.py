@@ -1,4 +1,4 @@
-"""The pytest plugin, on stand-ins for the comparison; ``test_cli`` runs the real one."""
+"""The pytest plugin, with stand-ins for the comparison; ``test_cli`` runs the real one."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_the_summary_says_the_verdict_and_where_the_report_is(pytester: pytest.P
 def test_the_summary_shows_what_items_that_passed_leave_unproven(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-one")  # of which the stand-in makes a note
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-one")  # the stand-in makes a note of it
     write(pytester, PAIRS)
     result = run(pytester, "my_pairs.py::mlp", "--parity-precisions=fp32")
     result.stdout.fnmatch_lines(["*2 of 2 items passed*", "note of 2 items: computed on GPU-one", "report: *"])
@@ -253,7 +253,7 @@ def test_a_run_without_parity_items_writes_nothing(pytester: pytest.Pytester) ->
     assert not (pytester.path / "reports").exists()
 
 
-# Which items the plugin collects, and what it says of pairs of which it can make none.
+# The items that the plugin collects, and what it says of pairs from which it can make none.
 
 
 def test_a_case_becomes_an_item_for_each_size_and_precision(pytester: pytest.Pytester) -> None:

@@ -1,4 +1,4 @@
-"""A run over the nodes of a Ray cluster: how it is divided, what is lost with a node, and what is told."""
+"""A run on the nodes of a Ray cluster: how it is divided, what is lost with a node, and what it reports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LONGEST = 1000.0  # seconds that a run may take before the test fails
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """Two nodes on this machine, with a core each."""
+    """Yield a cluster of two nodes on this machine, with one core each."""
     utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'te-parity[ray]'")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("PYTEST_")]:
@@ -117,7 +117,7 @@ def wait_for_lines(folder: Path, name: str, count: int, process: forked.Process)
 
 
 def results(folder: Path, name: str) -> Counter[str]:
-    """Return how often a record has each result, but for the time that it took."""
+    """Count each result of a record, ignoring the time that it took."""
     found = record.read(folder / "reports" / f"{name}.jsonl").results
     return Counter(re.sub(r'"seconds": [^,]*', "", record.result_line(each)) for each in found)
 
@@ -199,7 +199,7 @@ def test_a_node_that_can_compare_nothing_says_why(
     assert re.search(told, last["told"])
 
 
-# What the run makes of what tasks say. The tasks of a stand-in for a cluster say what they are told to.
+# What the run makes of the tasks' messages. The tasks of a stand-in for a cluster send what a test prescribes.
 
 
 HERE = environments.measure("cpu", (0,), 2, asked=Asked({}, "items", {}))
@@ -207,7 +207,7 @@ ELSEWHERE = dataclasses.replace(HERE, torch="1.0")
 
 
 class Script:
-    """Stands for a cluster: each task says the next of these messages, and is lost where they end with None."""
+    """Stands in for a cluster: each task sends its list of messages, and is lost where the list has None."""
 
     def __init__(self, *tasks: list[dict[str, Any] | None], gpus: int = 0) -> None:
         self.cpus, self.gpus, self.most_gpus, self.nodes, self.at_once = 4, gpus, gpus, 1, 1
@@ -241,7 +241,7 @@ class Script:
 
 
 def plan(**processes: int) -> list[dict[str, Any] | None]:
-    """Return what the task says that collects: two items, in so many processes each."""
+    """Return the messages of the task that collects: items with their number of processes."""
     unknown = {
         name: record.result_line(fakes.result(name, "bf16", size_label="2", path="pairs.py")) for name in processes
     }
@@ -254,7 +254,7 @@ def node_id(name: str) -> str:
 
 
 def ended(name: str, environment: environments.Environment = HERE) -> dict[str, Any]:
-    """Return what a task says when an item has passed."""
+    """Return the message of a task when an item has passed."""
     result = fakes.result(name, "bf16", size_label="2", path="pairs.py")
     lines = {"results": [record.result_line(result)], "environment": record.environment_line(environment)}
     report = pytest.TestReport(node_id(name), ("pairs.py", 1, name), {}, "passed", None, "call")
@@ -273,7 +273,7 @@ def run(pytester: pytest.Pytester, script: Script) -> pytest.RunResult:
 
 
 def recorded(pytester: pytest.Pytester) -> dict[str, str]:
-    """The reason of each result, empty for one that passed, by case."""
+    """Return the reason of each result by case, empty if it passed."""
     found = record.read(pytester.path / "reports/parity.jsonl").results
     return {each.case: each.reason for each in found}
 

@@ -1,4 +1,4 @@
-"""A run goes on where a killed one stopped, and no run takes another one's record for its own."""
+"""A run continues where a killed one stopped, and no run takes another one's record for its own."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ RESUME = "--parity-resume=yes"
 
 @pytest.fixture
 def file(pytester: pytest.Pytester) -> Path:
-    """The record of runs of these pairs."""
+    """Return the record of runs of these pairs."""
     write(pytester, PAIRS)
     return pytester.path / "reports" / "parity.jsonl"
 
 
 def cut(file: Path, results: int) -> None:
-    """Leave what a run that is killed leaves: so many results and half a line; and an unfinished report."""
+    """Leave what a killed run leaves: this many results, half a line, and an unfinished report."""
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[: 1 + results], lines[1 + results][:50]]))
 
 
 def without_times(file: Path) -> str:
-    """Return what a file of a run holds, but for the time of day and the seconds that things took."""
+    """Return the text of a run's file without dates and durations."""
     return re.sub(r'"date": "[^"]*"|"seconds": [\d.e-]+|date +\| [^|]*', "", file.read_text())
 
 
-# A run that goes on has the record, the report and the exit code of one that was never interrupted.
+# A resumed run ends with the record, the report and the exit code of a run that was never interrupted.
 
 
 @pytest.mark.parametrize("finished", range(5))
@@ -58,7 +58,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
 ) -> None:
     assert run(pytester, "my_pairs.py", "--parity-seeds=2").ret == 1
     whole = [without_times(each) for each in (file, file.with_suffix(".md"))]
-    cut(file, 2 * finished + 1)  # of the next item one seed of two
+    cut(file, 2 * finished + 1)  # one seed of two of the next item
     result = run(pytester, "my_pairs.py", "--parity-seeds=2", RESUME)
     assert result.ret == 1
     result.stdout.fnmatch_lines([f"went on with *parity.jsonl, which had {finished} of 5 items"])
@@ -108,7 +108,7 @@ def test_an_item_that_was_cut_short_is_compared_again(pytester: pytest.Pytester,
 def test_a_resumed_run_goes_on_after_an_item_that_ends_its_process(tmp_path: Path, name: str) -> None:
     names = ["sound", name, "reached_at_last", "too"]
     run_in_a_process(tmp_path, names)
-    for _ in range(2):  # a run that had reached its end goes on as well
+    for _ in range(2):  # a run that has reached its end can be resumed as well
         code, printed, results = run_in_a_process(tmp_path, names, RESUME)
         assert code == 1
         assert f"because the last run's process ended while it was comparing my_pairs.py::{name}[fp32-2]" in printed
@@ -143,7 +143,7 @@ def test_without_a_record_a_resumed_run_begins_anew(pytester: pytest.Pytester, f
     assert [each.item for each in recorded(pytester).results] == ITEMS
 
 
-# It is the same run, or it says what differs.
+# A resumed run must be the same run; otherwise it says what differs.
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_what_is_no_record_is_refused(pytester: pytest.Pytester, file: Path) -> 
     assert file.read_text() == "my notes\n"
 
 
-# A run that begins anew keeps what is there: of a complete record, see test_kept_runs.py.
+# A run that begins anew keeps the old record; for complete records, see test_kept_runs.py.
 
 
 def test_what_a_run_that_did_not_end_has_left_is_kept_and_told(pytester: pytest.Pytester, file: Path) -> None:
@@ -271,7 +271,7 @@ def test_choosing_no_item_touches_nothing(pytester: pytest.Pytester, file: Path)
     assert names(pytester, "my_pairs.py") == ITEMS
 
 
-# One run at a time writes to a record.
+# Only one run at a time writes to a record.
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -300,7 +300,7 @@ def test_a_claim_ends_with_its_process_and_no_child_keeps_it(tmp_path: Path) -> 
     owner = os.fork()
     if owner == 0:
         Claim(tmp_path / "run.jsonl").begin(b"one\n")
-        if os.fork() == 0:  # lives on when the owner is killed
+        if os.fork() == 0:  # it outlives the owner
             os.close(end[1])
             os.write(lives[1], b"x")
             os.read(end[0], 1)
@@ -320,7 +320,7 @@ def test_a_file_has_one_claim(tmp_path: Path) -> None:
     assert not (tmp_path / "run.jsonl").exists()  # nothing was written
 
 
-# What others do to a record while a run writes it is told, and costs as little as it can.
+# A run reports what others do to its record while it writes it, and loses as little as possible.
 
 
 def delete(file: Path) -> None:

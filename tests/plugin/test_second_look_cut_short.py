@@ -1,4 +1,4 @@
-"""Test that a first look's verdict stays where the second one has no time to end, or its process ends in it."""
+"""Test that the first look's verdict stays if the second look runs out of time or its process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parity.report import record
 from parity.result import Result
 
 LIMIT = "ran longer than 3 s (--parity-timeout, or --timeout of parity run)"
-# New workers import PyTorch while they collect, for which the limit holds as well.
+# New workers import PyTorch while they collect, and the limit covers that as well.
 LIMIT_OF_WORKERS = LIMIT.replace("3 s", "20 s")
 CUT_SHORT = "the second look, which tells chance from a mistake, was cut short"
 COUNTS = "; the first look counts, so statistics may exceed their limits by chance: "
@@ -46,7 +46,7 @@ def test_the_end_of_a_worker_in_a_second_look_leaves_the_first_and_says_so(tmp_p
         assert_first_look(results[name], cause)
         assert COUNTS + cause in printed
         assert COUNTS + cause in report
-    # A second look that ends takes the first one back.
+    # A second look that ends replaces the first one's verdict.
     assert results["looks_again_and_passes"].status == "passed"
     assert CUT_SHORT not in "".join(results["looks_again_and_passes"].notes)
     after = results["dies_after_it_looks_again"]

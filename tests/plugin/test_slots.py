@@ -1,4 +1,4 @@
-"""An item over ranks has the cores of as many workers, everybody's turn comes, and a dead worker holds none."""
+"""An item over ranks takes the cores of as many workers, every item gets its turn, and a dead worker holds no slots."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from parity.plugin.item import Slots
 
 pytest_plugins = ["pytester"]
 
-LONG = 60.0  # seconds, which only a test that fails waits
+LONG = 60.0  # seconds, which only a failing test waits
 
 
 class Holder:
-    """A thread that takes slots, and keeps them until it is let go."""
+    """A thread that takes slots, and keeps them until it is told to free them."""
 
     def __init__(self, folder: Path, count: int, wanted: int) -> None:
         self.has, self._go = threading.Event(), threading.Event()
@@ -36,7 +36,7 @@ class Holder:
         self._thread.start()
 
     def let_go(self) -> None:
-        """Free the slots, as soon as it has them."""
+        """Free the slots as soon as it has them."""
         assert self.has.wait(LONG)
         self._go.set()
         self._thread.join(LONG)
@@ -130,7 +130,7 @@ def test_a_worker_that_dies_holds_none(tmp_path: Path) -> None:
     os.killpg(worker.pid, signal.SIGKILL)
 
 
-# In a run: no other item is compared while one computes over as many ranks as there are workers.
+# In a run, no other item is compared while one computes over as many ranks as there are workers.
 
 
 PAIRS = """

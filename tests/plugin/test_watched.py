@@ -1,4 +1,4 @@
-"""``pytest`` without workers, and its time limit: a case cannot end it as if all had passed."""
+"""``pytest`` without workers and its time limit: a case cannot end the run as if everything had passed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from parity.plugin import alone
 from parity.plugin.ending import time_limit
 
-# ``pytest`` without workers: a case cannot end it as if all had passed, and who counts on its process keeps it.
+# ``pytest`` without workers: no case can end it as if all had passed, and callers of pytest.main keep their process.
 
 
 PAIRS = """
@@ -53,16 +53,16 @@ EARLY = "before the run was over, perhaps because C code called _exit"
         (PAIRS, (*COMMAND, "-k", "nothing"), 5, "deselected"),
         (PAIRS, (*COMMAND, "--markers"), 0, "@pytest.mark"),
         (PAIRS + NESTED, COMMAND, 0, "2 passed"),
-        (PLAIN + TEST.format(body=C_ENDS), COMMAND, 0, ""),  # without pairs pytest is as it would be without parity
+        (PLAIN + TEST.format(body=C_ENDS), COMMAND, 0, ""),  # without pairs, pytest behaves as without parity
         (PAIRS + TEST.format(body=C_ENDS), (*COMMAND, "-p", "no:parity-watched"), 0, ""),
-        (PAIRS, ("-c", SCRIPT), 5, "1 of 1 item passed"),  # goes on after it
+        (PAIRS, ("-c", SCRIPT), 5, "1 of 1 item passed"),  # the script goes on after pytest.main
     ],
 )
 def test_it_ends_with_0_only_if_it_says_so(
     tmp_path: Path, text: str, arguments: tuple[str, ...], code: int, told: str
 ) -> None:
     (tmp_path / "my_pairs.py").write_text(text)
-    (tmp_path / "other.py").write_text(PAIRS)  # whose pair is declared twice then
+    (tmp_path / "other.py").write_text(PAIRS)  # its pair is then declared twice
     ended = _run(tmp_path, *arguments)
     assert ended.returncode == code, ended.stdout + ended.stderr
     assert told in ended.stdout + ended.stderr
@@ -94,17 +94,17 @@ def test_a_run_with_workers_or_a_debugger_is_not_watched(options: dict[str, obje
     assert alone._compares_itself(config) is is_alone
 
 
-# The time limit of a comparison, left in every way in which an interruption may make it be left.
+# The time limit of a comparison, interrupted at any operation while it is left.
 
 
-INTERRUPTED = ("ending.py", "threading.py", "contextlib.py")  # files of Python in which leaving it runs
+INTERRUPTED = ("ending.py", "threading.py", "contextlib.py")  # files of Python's whose code runs while it is left
 
 
 def left_with_an_interruption(at: int, stacks: Path) -> tuple[bool, threading.Thread]:
-    """Leave a time limit in a thread, and raise KeyboardInterrupt before the so many-th operation of that.
+    """Leave a time limit in a thread, and raise KeyboardInterrupt before operation number ``at`` of leaving it.
 
     Returns:
-        Whether there were as many operations, and the thread.
+        Whether there was such an operation, and the thread.
     """
     counted, is_leaving, was_raised = 0, False, False
 

@@ -1,4 +1,4 @@
-"""Test how many workers there are, where they run, what each is given, and what becomes of the run when one dies."""
+"""Test how many workers there are, where they run, what each is given, and how the run continues when one dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from parity.plugin.workers import GroupScheduling, first_input, group_of, how_ma
 from parity.report import environment
 from parity.te import PRECISIONS
 
-# How many workers ``-n auto`` means.
+# The meaning of ``-n auto``.
 
 
 pytest_plugins = ["pytester"]
@@ -88,7 +88,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def auto(pytester: pytest.Pytester, *arguments: str) -> int:
-    """Return what xdist makes of ``-n auto``."""
+    """Return the number of workers that xdist makes of ``-n auto``."""
     config = pytester.parseconfig("-p", "parity.plugin", "-n", "auto", *arguments)
     return config.hook.pytest_xdist_auto_num_workers(config=config)
 
@@ -161,7 +161,7 @@ def test_without_workers_parity_devices_chooses_the_gpu(
     assert "computed on GPU-two" in (pytester.path / "reports/parity.md").read_text()
 
 
-# The largest case of a run is found without the run's process importing anything.
+# The largest case of a run is found without importing anything into the run's process.
 
 
 LINEARS = """
@@ -200,7 +200,7 @@ def test_it_is_unknown_where_the_process_fails(tmp_path: Path) -> None:
     assert largest_need([ends]) is None
 
 
-# The plugin with workers: who is given what, and what becomes of the run when one of them dies.
+# The plugin with workers: how items are distributed, and how the run continues when a worker dies.
 
 
 compares_nothing = pytest.mark.usefixtures("stand_ins")
@@ -240,7 +240,7 @@ def test_one_worker_runs_all_dtypes_of_a_size_until_little_is_left(pytester: pyt
     ran = re.findall(r"\[(gw\d)\].* my_pairs.py::mlp\[\w+-(\w+)\]", result.stdout.str())
     assert len(ran) == 12 * len(PRECISIONS)
     split = {size for _, size in ran if len({worker for worker, of in ran if of == size}) > 1}
-    at_the_end = {f"{100 + i}x64" for i in range(2 * workers + 1)}  # two for each, and one that is begun
+    at_the_end = {f"{100 + i}x64" for i in range(2 * workers + 1)}  # two for each, and one that has begun
     assert split <= at_the_end
 
 
@@ -305,7 +305,7 @@ def test_attention_backends_of_one_case_and_size_are_of_its_group() -> None:
 
 @compares_nothing
 class Node:
-    """Stands for a worker of xdist, which can be reached until it ends."""
+    """Stands in for a worker of xdist, which can be reached until it ends."""
 
     shutting_down, gateway = False, SimpleNamespace(id="gw")
 
@@ -333,11 +333,11 @@ def test_workers_that_end_at_once_cost_what_they_ran_alone(pytester: pytest.Pyte
         scheduling.schedule()
 
     begins(first, second)
-    first.reachable = second.reachable = False  # xdist tells of one after the other
+    first.reachable = second.reachable = False  # xdist reports them one after the other
     crashed = [ids.index(scheduling.remove_node(node)) for node in (first, second)]
     assert crashed == [first.given[0], second.given[0]]
     begins(third)
-    for index in third.given:  # grows meanwhile
+    for index in third.given:  # it grows meanwhile
         scheduling.mark_test_complete(third, index)
     assert sorted([*crashed, *third.given]) == list(range(8))
 
@@ -378,8 +378,8 @@ def test_any_other_test_is_a_group_of_its_own(node_id: str) -> None:
     assert group_of(node_id) == node_id
 
 
-# Workers on two GPUs that are not there: where they run, and what becomes of a run when some of them die. The workers
-# are real processes of pytest-xdist; what they compare is a stand-in that comes to grief by its name.
+# Workers on two GPUs that do not exist: where they run, and how a run continues when some of them die. The workers
+# are real processes of pytest-xdist, and compare with a stand-in that fails in the way that the case's name says.
 
 
 SOUND = [f"sound_{i}" for i in range(8)]
@@ -395,7 +395,7 @@ REASONS = {
 
 
 def test_what_kills_its_worker_costs_no_other_item_and_says_what_happened(tmp_path: Path) -> None:
-    """A run on two GPUs with two seeds, in which an item breaks its device, one crashes, and two hang."""
+    """Run on two GPUs with two seeds, where one item breaks its device, one crashes, and two hang."""
     names = [name for pair in zip(REASONS, SOUND[:4], strict=True) for name in pair] + ["never_fits", *SOUND[4:]]
     code, printed, recorded = run_in_a_process(tmp_path, names, "-n", "2", "--parity-timeout=3", "--parity-seeds=2")
     results = {name: [result for result in recorded if result.case == name] for name in names}
@@ -409,7 +409,7 @@ def test_what_kills_its_worker_costs_no_other_item_and_says_what_happened(tmp_pa
         assert results[name][-1].status == "error"
         assert any(result.reason.startswith(reason) for result in results[name])
         assert reason in printed
-    # Seeds that were compared before a crash are recorded, and where an item hangs is printed.
+    # Seeds compared before a crash are recorded, and the output shows where an item hangs.
     of_crash = results["segfaults_at_seed_1"]
     assert [(result.seed, result.status) for result in of_crash] == [(0, "passed"), (1, "error")]
     assert "in _hold_the_interpreter" in printed

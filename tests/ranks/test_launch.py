@@ -19,7 +19,7 @@ from parity.ranks import launch as launching
 from parity.ranks.launch import RankFailure, RanksFailed, launch
 from parity.ranks.layout import DIVIDING, Degrees, degrees, held_by, over, part, places
 
-# A function runs on every rank, and a rank that fails ends the launch with its place.
+# A function runs on every rank, and a rank that fails ends the launch, which says where.
 
 
 def _sum_of_ranks(factor: int) -> tuple[int, torch.Tensor]:
@@ -119,7 +119,7 @@ def test_a_rank_that_prints_without_end_fills_no_disk(monkeypatch: pytest.Monkey
     by_rank = {failure.rank: failure for failure in caught.value.failures}
     assert by_rank[1].how == "hung"
     assert "in _print_without_end" in by_rank[1].where
-    assert 100_000 <= max(sizes) < 1_000_000  # it prints some 20 MB in all, and the rest of what it does meanwhile
+    assert 100_000 <= max(sizes) < 1_000_000  # it prints some 20 MB in all, and then what it does meanwhile
 
 
 def _process_id() -> int:
@@ -146,7 +146,7 @@ def test_a_failure_reads_as_a_sentence_and_a_place() -> None:
     assert str(RanksFailed(2, [failure])) == "1 of 2 ranks failed\nrank 1 died: by signal SIGKILL"
 
 
-# Ranks' parts of a tensor are the whole, each element once, whatever divides it.
+# The ranks' parts of a tensor form the whole, with each element once, however the tensor is divided.
 
 
 SIZES = st.sampled_from([1, 2, 4])

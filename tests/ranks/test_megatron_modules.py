@@ -1,4 +1,4 @@
-"""Megatron-Core's layers on TE are the candidate of a pair over ranks as any module is."""
+"""Megatron-Core's layers on TE can be the candidate of a pair over ranks like any other module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs over ranks: right ports pass, wrong ones fail with the mistake's name, and a rank that breaks ends its item."""
+"""Pairs over ranks: right ports pass, wrong ones fail with the mistake's name, and a failing rank ends its item."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_mistake_is_named(wrong):
     assert result.findings[0].title in wrong.titles
 
 
-# A candidate that is wrong in one process as well, and ranks that break.
+# A candidate that is also wrong in one process, and ranks that fail.
 
 
 def over_ranks(mishap, **options):
@@ -231,7 +231,7 @@ def test_how_often_each_of_several_outputs_counts_is_told():
 
     message = "the gradients are those of a backward pass in which balance counts 0.5 times instead of once"
     assert told(loss=1, balance=0.5) == [message]
-    of_each["balance"] = PARTS[1]  # of which the gradients that ranks have are then no multiple
+    of_each["balance"] = PARTS[1]  # so that the ranks' gradients are no multiple of it
     whole = Whole("weight gradient", "w", EXACT, pieces_of(EXACT, made, (), lambda r: PARTS[2]))
     scalars = [Whole("output", name, torch.ones(()), []) for name in of_each]
     assert explained_by_outputs([*scalars, whole], lambda name: {("weight gradient", "w"): of_each[name]}) == ()

@@ -1,4 +1,4 @@
-"""Trainings over ranks: right ones pass, and what goes wrong between ranks and steps is named."""
+"""Trainings over ranks: right ones pass, and mistakes between ranks and steps are named."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_what_ranks_cannot_do_together_is_refused():
 
 
 class Counting(torch.nn.Module):
-    """Divides what it returns by how often it was called."""
+    """Divides its result by the number of its calls."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Counting(torch.nn.Module):
 
 
 def counted(te: Any, ranks: Any) -> parity.Pair:
-    """Return a layer whose calls are counted, which data parallel ranks train."""
+    """Return a pair of a layer that counts its calls, trained by data-parallel ranks."""
     along = {"input": [parity.over("dp")], "output": [parity.over("dp")]}
 
     def finish(module: torch.nn.Module) -> None:
@@ -126,7 +126,7 @@ CLIP = 0.1
 
 
 def clipped(te: Any, ranks: Any, is_early: bool, by_hand: bool) -> parity.Pair:
-    """Return a layer that data parallel ranks train, which clip gradients before they add them up, or after."""
+    """Return a pair of a layer that data-parallel ranks train, clipping gradients before or after they add them up."""
     along = {"input": [parity.over("dp")], "output": [parity.over("dp")]}
 
     def clip(parameters: list[torch.Tensor]) -> None:
@@ -171,6 +171,6 @@ def test_gradients_are_clipped_after_ranks_have_added_them_up(is_early, by_hand,
 
 
 def test_small_weights_in_fp16_are_rounded_to_its_even_grid():
-    """FP32 parts of an optimizer are held against weights below FP16's normal numbers, whose ulps do not shrink."""
+    """FP32 parts of an optimizer are compared with weights below FP16's normal numbers, whose ulps do not shrink."""
     (result,) = parity.compare(case_of("divided optimizer"), ["fp16"], ranks=DP, steps=STEPS)
     assert (result.status, result.findings) == ("passed", ())
