@@ -1,4 +1,4 @@
-"""A loss that is returned beside logits is judged as sharply as if the pair returned nothing else, and so are these."""
+"""A loss that is returned beside logits is judged as sharply as a loss alone, and so are the logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelOutput:
 
 
 class HuggingFacesOutput(OrderedDict):
-    """A mapping by keyword, as the outputs of transformers' models are."""
+    """A mapping by keyword, like the outputs of transformers' models."""
 
     def __init__(self, loss: Tensor, logits: Tensor) -> None:
         super().__init__(loss=loss, logits=logits)
@@ -165,7 +165,7 @@ def test_a_port_that_returns_no_loss_is_told_so():
 
 
 class Beside(nn.Module):
-    """Logits, and a number beside them."""
+    """Logits and a number that is computed from them."""
 
     def __init__(self, linear, number) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class Beside(nn.Module):
     [
         (lambda logits: logits.float().square().mean(), True),
         (lambda logits: (logits.argmax(-1) == 3).float().mean(), False),  # has no gradient
-        (lambda logits: logits.mean(-1), False),  # no single number
-        (lambda logits: 0.0 * logits.sum(), False),  # nothing to compare in it
+        (lambda logits: logits.mean(-1), False),  # not a single number
+        (lambda logits: 0.0 * logits.sum(), False),  # holds nothing to compare
     ],
 )
 def test_what_no_loss_is_stays_with_the_others(number, is_apart):
@@ -242,7 +242,7 @@ def hugging_faces_llama(te_linear=None):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8_current"])
 def test_hugging_faces_model_with_labels(precision):
-    """A right port passes; one whose labels are not shifted by the model, since they were before, fails."""
+    """A correct port passes. One whose labels were shifted before the model shifts them again fails."""
 
     def factory(te, shifted_twice, **_):
         reference = hugging_faces_llama()
@@ -269,14 +269,14 @@ def test_hugging_faces_model_with_labels(precision):
     assert all(x.passed for result in results for x in result.tensors if x.label.endswith("output[logits]"))
 
 
-# Subtle mistakes of modules that return a loss: gradients, and the loss of probing inputs, name them.
+# Subtle mistakes of modules that return a loss, identified by gradients and by the loss of probing inputs.
 
 
 FFN = 256
 
 
 class Loss(nn.Module):
-    """Blocks, one after the other with a residual, and the cosine of what comes out with a target."""
+    """Residual blocks, and the cosine similarity of their result with a target."""
 
     def __init__(self, *blocks: nn.Module, kind: str = "cosine", beside: float = 0.0) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ MAP = {
 def result(
     blocks: list[type[MLP]], kind: str = "cosine", eps: float = 1e-5, beside: float = 0.0, seq: int = 64
 ) -> parity.Result:
-    """Compare TE's MLPs with GELU by tanh in the place of these, in FP32."""
+    """Compare TE's MLPs, which have GELU by tanh, with these MLPs in FP32."""
 
     def factory(te: Any, **_: Any) -> parity.Pair:
         ported = [te.LayerNormMLP(HIDDEN, FFN, activation="gelu", eps=eps) for _ in blocks]

@@ -1,4 +1,4 @@
-"""The band of right trainings' curves: what is drawn lies in it, and a training that is none of them leaves it."""
+"""The band of correct trainings' curves: drawn trainings stay inside, and a wrong training leaves it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_right_trainings_stay_in_their_bands_but_for_one_in_20():
     for one in found:
         assert len(one.free) == STEPS
         assert all(low < exact < high for low, exact, high in zip(one.low, one.free, one.high, strict=True))
-    assert sum(one.loss_left is not None for one in found) <= 2  # three of six are as rare as 1 in 400
+    assert sum(one.loss_left is not None for one in found) <= 2  # three of six happen in 1 of 400 cases
     assert sum(one.weights_left is not None for one in found) <= 2
 
 
@@ -64,11 +64,11 @@ def test_the_parameter_that_leaves_it_first_is_told():
     assert (found.weights_left.step, found.weights_left.where[0]) == (1, "1.bias")
 
 
-# The band by itself, of numbers.
+# The band itself, computed from numbers.
 
 
 def course(number: int, off: float, error: float = 1e-3) -> Course:
-    """Return a course of ten steps, whose losses and weights are off by drawn numbers, and by another one."""
+    """Return a course of ten steps, whose losses and weights are off by ``off`` and by drawn numbers."""
     rng = Rng(number, "a course")
     losses = [float(x) for x in 5.0 + off + error * rng.normal(10)]
     moving = torch.linspace(0.0, 1.0, 11, dtype=torch.float64)
@@ -83,7 +83,7 @@ FREE = course(0, 0.0, error=0.0)
 def test_as_many_right_trainings_leave_the_band_as_it_says():
     found = [band(FREE, [course(100 * i + j, 0.0) for j in range(6)], course(100 * i + 6, 0.0)) for i in range(1, 101)]
     left = sum(one.loss_left is not None for one in found)
-    assert left <= 12  # one in 20 is expected, and 13 of 100 are as rare as 1 in 1,000
+    assert left <= 12  # one in 20 is expected, and 13 of 100 happen in 1 of 1,000 cases
     assert sum(one.weights_left is not None for one in found) <= 12
     assert abs(sum(one.deviation for one in found)) < 4 * math.sqrt(100 * 6 / 4)
 

@@ -1,4 +1,4 @@
-"""Test what else than its numbers is wrong with a candidate: modules of TE's that do not run, and bytes that change."""
+"""Test what can be wrong with a candidate besides its numbers: TE modules that do not run, and bytes that change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from parity.report.record import Record
 from parity.result import Determinism, Result, from_json, to_json
 from parity.trace.digests import Trace, first_difference
 
-# TransformerEngine's modules that hold weights must run: what a candidate leaves out, though its numbers are right.
+# TransformerEngine's modules that hold weights must run, even if the candidate's numbers are right without them.
 
 
 te_module = parity.te.kernels("cpu").te
@@ -65,7 +65,7 @@ def both(first: nn.Module | None = None, second: nn.Module | None = None) -> nn.
 
 
 class Within(nn.Module):
-    """Calls a layer in its own way."""
+    """Calls a layer through a given function."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_a_te_module_that_is_left_out_is_an_error_that_names_it(how, precision) 
     pair, named = LEFT_OUT[how]
     result = only(pair(), precision)
     told = " ".join((result.reason, *result.notes))
-    # In FP8 PyTorch's exact product may fail the comparison by itself; then a note names the module.
+    # In FP8, PyTorch's exact product may itself fail the comparison; then a note names the module.
     assert result.status in (("error",) if precision == "fp32" else ("error", "failed")), result
     assert "TransformerEngine's modules hold weights and did not run:" in told
     assert named in told
@@ -165,7 +165,7 @@ def test_a_pass_without_gradients_is_watched_as_well() -> None:
 
 
 class Tied(nn.Module):
-    """Runs a layer, and multiplies by the same weight in the end."""
+    """Runs a layer, and multiplies its result by the same weight again."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Tied(nn.Module):
 
 
 class Experts(nn.Module):
-    """Send all tokens to the first expert."""
+    """Sends all tokens to the first expert."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Experts(nn.Module):
 
 
 class Trained(nn.Module):
-    """Takes a step with a copy of its layer."""
+    """Takes an optimizer step with a copy of its layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class Trained(nn.Module):
 
 
 def same(make: Callable[[Any], nn.Module]) -> parity.Pair:
-    """One module around PyTorch's linear layers, and around TE's."""
+    """Return a pair of the same module around PyTorch's linear layers and around TE's."""
     reference, candidate = make(nn), make(te_module)
     names = [name for name, _ in candidate.named_parameters()]
     return parity.Pair(reference, candidate, tokens, {name: name for name in names}, fill=True)
@@ -240,7 +240,7 @@ def grouped() -> parity.Pair:
 
 
 def held_elsewhere() -> parity.Pair:
-    """TE's operations compute with the weights of TE's modules, and are no part of the candidate."""
+    """Return a pair whose TE operations use the weights of TE's modules without being part of the candidate."""
 
     def call(module: nn.Module, x: Tensor) -> Tensor:
         operations = te_module.ops.Sequential(
@@ -284,7 +284,7 @@ def test_right_ports_pass(how, precision) -> None:
 
 
 def test_te_modules_within_one_of_tes_run_with_it() -> None:
-    """A layer's own call runs its attention's and its MLP's modules."""
+    """A layer's own call runs the modules of its attention and its MLP."""
     layer = te_module.TransformerLayer(WIDTH, 2 * WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0)
     watched = TeModules()
     watched.of(layer)
@@ -302,14 +302,14 @@ def test_a_candidate_without_te_is_a_note_as_ever() -> None:
     assert any("no module of TransformerEngine's" in note for note in result.notes)
 
 
-# Whether a candidate gives the same bytes twice, and where it first does not.
+# Whether a candidate gives the same bytes twice, and otherwise the first place where it does not.
 
 
 _count = itertools.count(1)
 
 
 class _Drifts(torch.autograd.Function):
-    """Adds to the forward or the backward pass what was never added before, as if sums ran in another order."""
+    """Adds another number each time to the forward or backward pass, as if sums ran in another order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_forward: float, in_backward: float) -> Tensor:
@@ -331,7 +331,7 @@ class Drifting(nn.Module):
 
 
 class Chain(nn.Sequential):
-    """The candidate: two linear layers of TE with something between."""
+    """The candidate: two linear layers of TE with a module between them."""
 
     def __init__(self, te_module: ModuleType, between: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Matched filters: which mistakes are looked for, in which tensors, and that right ports show none of them."""
+"""Matched filters: the mistakes and tensors for which they exist, and that correct ports match none of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compared(host: str, precision: str, mistake: Mistake | None = None, seed: in
     return judge_at(case, checked, PRECISIONS[precision], seed, kernels, packaged()).result
 
 
-# What is looked for, and where.
+# Which mistakes are looked for, and where.
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_number_next_to_the_references_own_has_the_direction_or_else_the_lik
     assert subtle([], ()) == []
 
 
-# How small a mistake is found, and that no right port has one.
+# How small a mistake is found, and that correct ports have none.
 
 
 def drawn(seed: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ def drawn(seed: int) -> torch.Tensor:
 
 
 def judged(error: torch.Tensor) -> float:
-    """Return the margin of an error along four directions; two models err as much, and elsewhere."""
+    """Return the margin of an error along four directions; two models have errors of the same size elsewhere."""
     limit = packaged().limit("bf16", "output", "mistake")
     known: Any = [
         Direction(SimpleNamespace(name=str(i)), {"x": Summed(drawn(1000 + i))})  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def judged(error: torch.Tensor) -> float:
 
 
 def test_a_mistake_of_a_fifth_of_the_noise_is_found_by_its_direction() -> None:
-    """It adds 2 % to the norm of the error, which no other statistic sees."""
+    """The mistake adds 2 % to the norm of the error, which no other statistic sees."""
     for seed in range(20):
         assert judged(drawn(seed) + 0.2 * drawn(1001)) > 1.0
 

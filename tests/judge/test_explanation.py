@@ -1,4 +1,4 @@
-"""Test which inputs' findings are told, and what of a search is not made twice."""
+"""Test which inputs' findings are reported, and which parts of a search are not repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, TOKENS = 64, 50
 
 
 class OneHot(nn.Module):
-    """Take ids, which no probe changes, and look them up in no table."""
+    """Turns ids, which no probe changes, into one-hot vectors without a table."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.one_hot(ids, WIDTH).to(torch.get_default_dtype())
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def searches(monkeypatch: pytest.MonkeyPatch, tokens: Callable[[], nn.Module], noise: float) -> list[Failure]:
-    """Those that are made for a port whose weight has noise, which no known mistake explains."""
+    """Return the searches for a port whose weight has noise, which no known mistake explains."""
     asked: list[Failure] = []
     original = explanation.findings
 

@@ -1,5 +1,5 @@
-"""Test what is judged by itself: numbers, losses, small slices, norms that round, ports that are more accurate, and
-an optimizer's steps.
+"""Test special cases of judging: numbers, losses, small slices, norms that round, ports that are more accurate, and an
+optimizer's steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parity.lab.studies.rows.optimizers import Lion
 from parity.numerics.errors import Summed
 from parity.passes.steps import Update
 
-# Python's own numbers beside a module's tensors are judged, or said to differ.
+# Python numbers beside a module's tensors are judged, or reported as different.
 
 
 HIDDEN = 64
@@ -29,7 +29,7 @@ PRECISIONS = ["fp32", "bf16", "fp16", "fp8_current"]
 
 
 class WithNumber(nn.Module):
-    """A layer, and what a function makes of its result and its input beside it."""
+    """A layer that also returns a number, which a function computes from its result and its input."""
 
     def __init__(self, layer: nn.Module, number, returned=lambda y, number: (y, number)) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_beside_tensors_that_fail_it_is_noted():
     assert any("returns 4 at [1]" in note for note in result.notes)
 
 
-# A loss that is returned in FP32 is judged by what faithful runs lose of it, not by a rounding that none makes.
+# A loss in FP32 is judged by the errors of faithful runs, not by a rounding that none of them does.
 
 
 BATCH, SEQ, CLASSES = 4, 24, 48
@@ -166,8 +166,8 @@ BATCH, SEQ, CLASSES = 4, 24, 48
 class Model(nn.Module):
     """Logits and their loss.
 
-    ``change`` is made of the loss, ``scale`` of what the layers read, and taken back behind them, so that others of
-    their numbers are rounded.
+    ``change`` is applied to the loss. ``scale`` multiplies what the layers read and is divided out after them, so that
+    their numbers are rounded differently.
     """
 
     def __init__(self, linear, change=lambda loss: loss, scale=1.0, shift=1, wide=True) -> None:
@@ -206,7 +206,7 @@ def test_a_loss_off_by_a_third_of_a_percent_is_wrong_itself_and_among_nothing_th
     assert result.status == "failed"
     assert not loss_of(result).passed
     assert not any("These are right: output[0]" in finding.message for finding in result.findings)
-    # Where gradients are precise enough to tell, the factor; else nothing, since many a mistake moves a number alone.
+    # Where gradients are precise enough, the factor is found; otherwise nothing is, as many mistakes move one number.
     titles = {finding.title for finding in result.findings}
     assert titles == {"loss-scale"} or titles <= {"unexplained", "first-divergence"}
 
@@ -225,7 +225,7 @@ def test_a_loss_that_is_returned_in_the_precisions_dtype_is_expected_to_be_round
 
 
 def test_a_right_loss_whose_roundings_are_others_passes_where_the_models_error_happens_to_be_hardly_any():
-    """One run's error in one number may be a hundredth of the usual one; the drawn runs tell what is usual."""
+    """One run's error in a single number may be a hundredth of the usual error, which drawn runs show."""
     results = [compared_loss("fp16", seed, scale=1.37) for seed in range(12)]
     passed = [loss_of(result) for result in results if result.passed]
     assert len(passed) >= 8
@@ -242,7 +242,7 @@ def test_chance_is_not_told_of_a_loss_that_fails_beside_gradients_that_are_wrong
 
 
 def test_drawn_runs_leave_a_single_number_no_more_luck_than_they_show():
-    """Sixteen runs with errors of one size: one six times the largest of them is none of theirs."""
+    """Of sixteen runs with errors of one size, none has an error six times the largest."""
     generator = torch.Generator().manual_seed(0)
     drawn = [Summed(x, is_drawn=True) for x in torch.randn(16, 1, generator=generator)]
     largest = max(error.max_abs for error in drawn)
@@ -253,7 +253,7 @@ def test_drawn_runs_leave_a_single_number_no_more_luck_than_they_show():
         return next(one.value for one in statistics(error, errors, golden, 0.0) if one.name == "norm")
 
     assert norm(drawn) > 3.0
-    two_alike = [Summed(torch.full((1,), largest))] * 2  # of which nobody knows how lucky they are
+    two_alike = [Summed(torch.full((1,), largest))] * 2  # nobody knows how lucky they are
     assert norm(two_alike) < 2.0
 
 
@@ -261,7 +261,7 @@ def test_drawn_runs_leave_a_single_number_no_more_luck_than_they_show():
 
 
 class Joined(nn.Module):
-    """A layer's result twice, once far larger."""
+    """A layer's result twice, with one copy far larger."""
 
     def __init__(self, layer: nn.Module, large: float, small: float, dim: int) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def test_a_wrong_factor_in_the_small_part_fails(precision, large, dim):
 
 
 class Scaled(nn.Module):
-    """Scales single input features; the first weight's gradient has as many columns of other sizes."""
+    """Scales single input features, so that as many columns of the first weight's gradient differ in size."""
 
     def __init__(self, layer: nn.Module, factors: Tensor) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def test_a_wrong_factor_in_a_small_slice_of_gradients_fails(precision, large):
     assert int(places[0].removeprefix("dim 1 at ")) < 8
 
 
-# A port's norms that round in 16 bits are told, unless the reference's own lines round there as well.
+# A port's norms that round in 16 bits are reported, unless the reference's own lines round there as well.
 
 
 NORMED = 128
@@ -346,7 +346,7 @@ half_precision = pytest.mark.parametrize("precision", ["bf16", "fp16"])
 
 
 class Norm(nn.Module):
-    """An RMSNorm in lines of its own."""
+    """An RMSNorm that is written out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Norm(nn.Module):
 
 
 class RoundedBeforeWeight(Norm):
-    """As in Hugging Face's Llama."""
+    """The norm of Hugging Face's Llama, which rounds before it multiplies by the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -426,7 +426,7 @@ class Chain(nn.Module):
 
 
 class Gram(nn.Module):
-    """Products of a norm's rows with each other, which no layer computes."""
+    """Products of a norm's rows with each other, which no linear layer computes."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -493,14 +493,14 @@ def test_other_precisions_have_no_tf32_to_be_without() -> None:
     assert NOTE not in notes(linear, "bf16", "fp32-exact")
 
 
-# An optimizer's step is held against that of the reference's.
+# An optimizer's step is compared with the step of the reference's optimizer.
 
 
 RATE = 1e-3
 
 
 def update_of(before, gradient, after):
-    """Return the step of one parameter."""
+    """Return the update of one parameter."""
     return Update({"weight": before}, {"weight": gradient}, {"weight": after}, {}, {})
 
 

@@ -1,4 +1,4 @@
-"""From what right ports show to limits: the laws, the table that keeps them, and how it differs from the packaged."""
+"""Limits from the errors of correct ports: the laws, the table that stores them, and how it differs from parity's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parity.result import Errors
 from parity.te import PRECISIONS
 from parity.user_error import UserError
 
-# From what faithful ports show to limits.
+# From the errors of faithful ports to limits.
 
 
 LAW = Law(center=0.1, spread=0.2, tensors=40, samples=160, largest=1.8)
@@ -91,7 +91,7 @@ def test_a_run_of_the_default_suite_is_rarely_a_false_alarm_by_construction():
     assert math.erfc(math.log(normal.limit("norm")) / math.sqrt(2)) / 2 == pytest.approx(probability, rel=1e-2)
 
 
-# The table that keeps the laws, its file, and the one that comes with parity.
+# The table that stores the laws, its file, and the table that comes with parity.
 
 
 def test_a_table_comes_back_from_its_file_as_it_was(tmp_path):
@@ -166,7 +166,7 @@ def test_a_tables_json_has_a_law_a_line(tmp_path):
     assert sum('"statistic"' in line for line in text.splitlines()) == 1
 
 
-# Tables of limits against the packaged one: what differs, and what lies far outside.
+# Tables of limits compared with the packaged one: what differs, and what lies far outside.
 
 
 NORM: Key = ("bf16", "output", "norm")
@@ -175,7 +175,7 @@ UNKNOWN: Key = ("bf16", "output", "another statistic")
 
 
 def law(key: Key, **changes: float) -> Law:
-    """The packaged law, with what is changed of it."""
+    """Return the packaged law with some changes."""
     return replace(limits.packaged().laws[key], **changes)
 
 
@@ -202,9 +202,9 @@ def test_limits_are_compared_one_by_one_and_counted_by_precision() -> None:
     [
         ({}, False),
         ({"largest": 1.6}, False),  # within the packaged limit, 1.7
-        ({"tensors": 8}, False),  # a wide limit, for want of tensors alone
-        ({"largest": 2.0, "spread": 0.12}, False),  # beyond it, yet the limit is not twice as wide
-        ({"spread": 0.3}, False),  # four times as wide, though no port showed what is rare by the packaged law
+        ({"tensors": 8}, False),  # a wide limit, but only because tensors are few
+        ({"largest": 2.0, "spread": 0.12}, False),  # beyond it, but the limit is not twice as wide
+        ({"spread": 0.3}, False),  # four times as wide, but no port showed a value that is rare by the packaged law
         ({"largest": 3.5, "spread": 0.3}, True),
         ({"largest": 3.5, "spread": 0.3, "tensors": 8}, True),
         ({"largest": 120.0, "center": 4.6}, True),  # nine Linears, each times 1.3
@@ -219,7 +219,7 @@ def test_far_outside_is_a_limit_that_ports_widen_which_the_packaged_law_knows_no
 
 
 def test_the_more_values_a_calibration_has_the_rarer_one_must_be() -> None:
-    """5.2 standard deviations are rare among twenty values, and are not among ten million."""
+    """5.2 standard deviations are rare among twenty values, but not among ten million."""
     stray = law(GAIN, spread=3.0, largest=5.2, samples=20)
     assert limits.far_outside({GAIN: stray})
     assert not limits.far_outside({GAIN: replace(stray, samples=10_000_000)})
@@ -238,7 +238,7 @@ def test_the_widest_limit_comes_first() -> None:
     assert list(found) == [NORM, GAIN]
 
 
-# Errors against the two bounds that a report shows.
+# Errors compared with the two bounds that a report shows.
 
 
 ERRORS = Errors(relative_l2=1e-3, max_abs=1e-2, max_ulps=1.0, cosine=1.0, sqnr_db=60.0, golden_rms=1.0)

@@ -1,4 +1,4 @@
-"""What right kernels differ by is measured, and grows with what is compared and with how small a tensor is."""
+"""Differences between correct kernels are measured, and grow with the number of statistics and in small tensors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_law_is_that_of_the_runs_that_differ_most() -> None:
 
 
 def test_right_versions_raise_no_more_false_alarms_than_is_promised() -> None:
-    """A whole comparison of 500 statistics at the spread of the law, 2,000 times: 2 are expected."""
+    """Draw 2,000 comparisons of 500 statistics with the spread of the law; 2 false alarms are expected."""
     drawn = torch.Generator().manual_seed(0)
     measured = 0.1 * torch.randn(400, generator=drawn, dtype=torch.float64)
     growths = [Growth("others", "one", "bf16", "norm", str(n), value) for n, value in enumerate(measured.tolist())]

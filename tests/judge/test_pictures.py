@@ -1,4 +1,4 @@
-"""Test what a record keeps of an error, for pictures."""
+"""Test what a record keeps of an error for pictures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def picture_of(error: Tensor, expected: Tensor, margin: float = 2.0) -> Picture 
 
 
 def uniform(*shape: int) -> Tensor:
-    """An error of one size with any sign."""
+    """Return an error of constant size with random signs."""
     return UNIT * (2 * torch.randint(0, 2, shape, dtype=torch.float64) - 1)
 
 

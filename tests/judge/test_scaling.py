@@ -1,4 +1,4 @@
-"""Delayed scaling: an amax history goes on from step to step, and the scale follows from it."""
+"""Delayed scaling: an amax history continues from step to step, and the scale follows from it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def titles(before, after, expected=None, is_plain_step=True):
     return found.title if found else ""
 
 
-# The first row is the amax of the pass under way; then come those before it, the oldest first.
+# The first row is the amax of the current pass; then come the earlier ones, the oldest first.
 WAS = [0.0, 0.0, 0.0, 4.0, 2.0]
 
 RIGHT = {

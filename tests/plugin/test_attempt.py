@@ -1,4 +1,4 @@
-"""One comparison beside others or alone, again if memory runs out, and its verdict before the search for its cause."""
+"""One comparison beside others or alone, repeated if memory runs out; its verdict before the search for its cause."""
 
 from __future__ import annotations
 

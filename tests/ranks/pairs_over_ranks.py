@@ -1,4 +1,4 @@
-"""Pairs that each rank makes anew, in a file of their own, since it imports what the file of a pair does."""
+"""Pairs that each rank makes anew, in a file of their own because a rank imports all that a pair's file imports."""
 
 from __future__ import annotations
 

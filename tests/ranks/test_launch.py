@@ -1,4 +1,4 @@
-"""Ranks: a function runs on each, and a rank that fails ends the launch; their parts of a tensor are the whole."""
+"""Ranks: a function runs on each, a rank that fails ends the launch, and the parts of a tensor form the whole."""
 
 from __future__ import annotations
 

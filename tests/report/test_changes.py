@@ -1,4 +1,4 @@
-"""Small changes of code that no limit rejects are told by their bytes, and the same code again is not."""
+"""Small changes that no limit rejects show in the bytes of results, and unchanged code shows no change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHANGED = replace(HERE, asked=Asked({}, code={earlier.PARITY: "one", "my_pairs.p
 
 @dataclass(frozen=True)
 class Plant:
-    """A small mistake: what it makes of the input, and of the output."""
+    """A small mistake: what it does to the input and to the output."""
 
     name: str
     of_input: Callable[[Tensor], Tensor] = lambda x: x
@@ -65,7 +65,7 @@ PLANTS = (
 
 
 class Planted(nn.Module):
-    """A right module with a small mistake."""
+    """A correct module with a small mistake around it."""
 
     def __init__(self, module: nn.Module, plant: Plant) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def _mlp(te: Any) -> tuple[nn.Module, nn.Module, dict[str, str]]:
 
 @cache
 def _run(precision: str, plant: Plant) -> tuple[Result, ...]:
-    """Return what both ports with this mistake give."""
+    """Return the results of both ports with this mistake."""
     found = []
     for made in (_norm_linear, _mlp):
 
@@ -130,7 +130,7 @@ def test_a_small_mistake_is_told_unless_it_changes_no_byte(plant: Plant, precisi
 
 
 def test_most_of_them_show_in_bytes_alone() -> None:
-    """Limits and laws of growth allow what right kernels differ by, and these mistakes are no larger than that."""
+    """Limits and growth laws allow the differences between correct kernels, and these mistakes are no larger."""
     found = Counter(
         kind
         for precision, plant in itertools.product(PRECISIONS, PLANTS)
@@ -158,7 +158,7 @@ def test_the_same_code_gives_the_same_bytes(precision: str) -> None:
     assert kinds(against(_run(precision, RIGHT), again)) == ["same bytes", "same bytes"]
 
 
-# When the same kernels are known to have computed both runs.
+# When two runs are known to have used the same kernels.
 
 
 def gpu(environment: Environment, **fields: Any) -> Environment:
@@ -193,8 +193,8 @@ def test_a_gpus_kernels_are_the_same_whatever_the_host(fields: dict[str, str], s
     ("backend", "before", "after", "kind"),
     [
         ("cpu", None, None, "other bytes"),
-        ("cpu", None, Determinism(("output",)), "within noise"),  # the candidate itself computes something else again
-        ("gpu", None, None, "within noise"),  # some of a GPU's kernels race, and nobody has looked
+        ("cpu", None, Determinism(("output",)), "within noise"),  # the candidate does not reproduce its own results
+        ("gpu", None, None, "within noise"),  # some of a GPU's kernels race, and nobody has checked these
         ("gpu", Determinism(), None, "within noise"),
         ("gpu", Determinism(), Determinism(), "other bytes"),
         ("gpu", Determinism(), Determinism(("output",)), "within noise"),

@@ -1,4 +1,4 @@
-"""Test what the page of a run shows, before a browser draws it."""
+"""Test what a run's page contains, before a browser draws it."""
 
 from __future__ import annotations
 

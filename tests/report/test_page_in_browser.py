@@ -1,4 +1,4 @@
-"""The page of a run as people use it, in a headless Chromium."""
+"""The page of a run in a headless Chromium, used as people use it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def results() -> Iterator[Result]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the page, and with one that has no plots and opens in a tenth of the time."""
+    """Return a folder with the page, and with one without plots, which opens in a tenth of the time."""
     run = digest(Record(replace(ENVIRONMENT, items=6), tuple(results())))
     target = tmp_path_factory.mktemp("page")
     (target / "whole.html").write_text(html.draw(run, "run"), encoding="utf-8")
@@ -59,7 +59,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, folder: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Open the page; fail at anything in the console, and at any request but for the file."""
+    """Open the page; fail on any console message, and on any request except for the file."""
     options = {"file": "quick.html", "viewport": {"width": 1200, "height": 800}} | getattr(request, "param", {})
     file = folder / options.pop("file")
     context = browser.new_context(**options)
@@ -82,7 +82,7 @@ def opened(browser: Any, folder: Path, request: pytest.FixtureRequest) -> Iterat
 
 
 def shown(tab: Any) -> list[str]:
-    """The items that the filter leaves."""
+    """Return the names of the items that the filter shows."""
     return tab.eval_on_selector_all(".item:not([hidden])", "items => items.map(item => item.dataset.name)")
 
 
@@ -238,4 +238,4 @@ def test_it_prints(opened: Any) -> None:
     assert opened.locator(".diff ins").first.is_visible()
     printed = opened.pdf(print_background=True)
     assert printed.startswith(b"%PDF")
-    assert len(printed) > 20_000  # an empty page has less than a tenth
+    assert len(printed) > 20_000  # an empty page has less than a tenth of that

@@ -32,10 +32,10 @@ from parity.report.markdown import MOST_RESULTS, Curve, Digest, digest, left, ov
 from parity.report.record import Item, Record, Uncollected, draw_matrix
 from parity.result import Check, Code, Finding, Result, Step
 
-# The markdown that is drawn from a run's record, and from what changed since another.
+# The markdown of a run's record, and of the changes since another record.
 
 
-# The markdown that is drawn from a run's record.
+# The markdown of a run's record.
 
 
 def digest_of(*results: Result, planned: int | None = None) -> Digest:
@@ -473,7 +473,7 @@ def test_a_nan_is_counted_and_located() -> None:
 
 def test_details_are_folded_and_closed() -> None:
     text = markdown.draw(digest_of(result(), result("norm")), "run")
-    assert text.count("<details>") == text.count("</details>") == 3  # one of words
+    assert text.count("<details>") == text.count("</details>") == 3  # one of them explains the words
 
 
 def test_the_message_of_a_failure_repeats_no_finding() -> None:
@@ -589,7 +589,7 @@ def test_a_failure_says_at_how_many_seeds() -> None:
     assert failure.headline(item) == "margin 9 at output (2 of 3 seeds: 4, 5; worst 4)"
 
 
-# What changed from one run to another, and how it is drawn.
+# What changed from one run to another, and how it is shown.
 
 
 FAILED = result(margin=9.0)
@@ -598,7 +598,7 @@ SKIPPED = result(status="skipped", tensors=(), reason="no FP8")
 
 
 def with_check(check: Check, golden: float = 1.0, digest: str = "", seed: int = 0) -> Result:
-    """A result whose only tensor, of 65,536 elements, has this statistic."""
+    """Return a result whose only tensor, of 65,536 elements, has this statistic."""
     errors = replace(tensor().errors, golden_rms=golden)
     one = replace(tensor(), shape=(256, 256), checks=(check,), margin=check.margin, errors=errors, digest=digest)
     return result(tensors=(one,), seed=seed)
@@ -632,7 +632,7 @@ def compared(before: list[Result], after: list[Result], then: Environment = ENVI
         (result(), SKIPPED, "otherwise"),
         (with_norm(1.0), with_norm(1.4), "regressed"),
         (with_norm(1.0), with_norm(1.01), "within noise"),
-        (with_norm(0.2), with_norm(0.9), "within noise"),  # what is expected is no regression
+        (with_norm(0.2), with_norm(0.9), "within noise"),  # an expected error is no regression
         (with_norm(1.4), with_norm(1.0), "improved"),
         (FAILED, result(margin=90.0), "regressed"),
         (FAILED, result(margin=math.inf), "regressed"),
@@ -641,7 +641,7 @@ def compared(before: list[Result], after: list[Result], then: Environment = ENVI
         (with_gain(0.5), with_gain(1.5), "within noise"),
         (with_norm(1.0, golden=1.0), with_norm(1.4, golden=1.1), "other numbers"),
         (with_norm(1.0, digest="one"), with_norm(1.0, digest="one"), "same bytes"),
-        (with_norm(1.0, digest="one"), with_norm(1.4, digest="one"), "same bytes"),  # parity expects less than it did
+        (with_norm(1.0, digest="one"), with_norm(1.4, digest="one"), "same bytes"),  # parity expects less than before
         (with_norm(1.0, digest="one"), with_norm(1.0, digest="two"), "within noise"),
         (with_norm(1.0, digest="one"), with_norm(1.4, digest="two"), "regressed"),
         (SKIPPED, SKIPPED, "not compared"),
@@ -766,7 +766,7 @@ def test_a_margin_is_defined_by_the_same_words_everywhere(page: str) -> None:
     assert limits.MARGIN in text
 
 
-# Test what of a finding's repair can be copied.
+# What can be copied of a finding's repair.
 
 
 @pytest.mark.parametrize(
@@ -800,7 +800,7 @@ def test_lines_that_a_finding_has_come_before_what_its_sentence_names() -> None:
     assert (found.now, found.then, found.to_copy) == (("eps=1e-05",), ("eps=1e-06",), "eps=1e-06")
 
 
-# Test what a report of trainings says of their bands.
+# What a report says of the bands of trainings.
 
 
 def of_training(seed: int = 0) -> Result:

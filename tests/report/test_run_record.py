@@ -1,4 +1,4 @@
-"""The record of a run: written line by line, and read back though it may be damaged."""
+"""The record of a run, which is written line by line, and read back even if it is damaged."""
 
 from __future__ import annotations
 

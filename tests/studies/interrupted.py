@@ -1,4 +1,4 @@
-"""A study that is interrupted, and run again."""
+"""Interrupt a study, and run it again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Made = TypeVar("Made")
 def run_again(
     monkeypatch: pytest.MonkeyPatch, study: ModuleType, measure: str, run: Callable[[], Made], after: int = 1
 ) -> tuple[list[Any], Made]:
-    """Interrupt a study after so many calls of its function ``measure``, and run it again.
+    """Interrupt a study after ``after`` calls of its function ``measure``, and run it again.
 
-    Return what both runs measured, and what the second one returned.
+    Return the measurements of both runs, and the result of the second.
     """
     faithful, interruptions = getattr(study, measure), iter([KeyboardInterrupt])
     measured: list[Any] = []

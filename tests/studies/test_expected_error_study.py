@@ -1,4 +1,4 @@
-"""The claims of the study ``expected_error`` on small sizes, and that it goes on where it stopped."""
+"""The claims of the study ``expected_error`` at small sizes, and resuming the study."""
 
 from __future__ import annotations
 

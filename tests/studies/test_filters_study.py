@@ -1,4 +1,4 @@
-"""The study ``filters``: what it takes for a mistake's change, and when there is enough of it."""
+"""The study ``filters``: which changes it attributes to a mistake, and when it has seen enough of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The claims of the study ``flash_stability`` on small sizes, and that it goes on where it stopped."""
+"""The claims of the study ``flash_stability`` at small sizes, and resuming the study."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ DISTRIBUTIONS = SMALL.distributions
 
 
 class Found(dict[Run, Result]):
-    """Every result that a test asks for, computed when it is first asked for."""
+    """Hold every result that a test asks for, computed on first access."""
 
     def __missing__(self, entry: Run) -> Result:
         self[entry] = result_of(entry, SMALL, te.kernels("cpu"))
@@ -201,7 +201,7 @@ def test_a_study_computes_only_what_its_record_lacks(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot forget the peak of its memory")
 def test_long_sequences_take_memory_that_grows_with_their_length_and_not_its_square(kernels: Kernels) -> None:
-    """Twice, in one process: what was used before must not count, as it would if studies follow each other."""
+    """Run twice in one process: memory used before must not count, as it would if studies follow each other."""
     settings = dataclasses.replace(SMALL, whole_length=4096)
     held = torch.ones(1 << 28)  # 1 GiB, as an earlier study may have used
     del held

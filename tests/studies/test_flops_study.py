@@ -1,4 +1,4 @@
-"""The claims of the study ``flops``: formulas and PyTorch's counter agree on every case, and with their sources."""
+"""The claims of the study ``flops``: formulas agree with PyTorch's counter in every case, and with their sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The claims of the study ``fp8_accumulation`` on small sizes, and that it goes on where it stopped."""
+"""The claims of the study ``fp8_accumulation`` at small sizes, and resuming the study."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ TWO = Settings(("normal", "positive"), lengths=(1024, 4096), interval_length=409
 
 
 def recorded(fast: float, split: float, largest: float, scatter: float, growth: float) -> dict[Run, Costs]:
-    """Errors at K = 4096 that scatter by a factor over seeds, and grow as a power of K."""
+    """Return errors at K = 4096 that scatter by a factor between seeds, and grow as a power of K."""
 
     def costs(run: Run) -> Costs:
         by_seed = scatter ** (run.seed - 1)

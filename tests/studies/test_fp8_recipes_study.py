@@ -1,4 +1,4 @@
-"""The claims of the study ``fp8_recipes`` on small sizes, and that it goes on where it stopped."""
+"""The claims of the study ``fp8_recipes`` at small sizes, and resuming the study."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FP8 = [name for name in RECIPES if name != "nvfp4"]
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """NVFP4 rounds gradients stochastically, by PyTorch's random numbers, which other tests draw from as well."""
+    """Seed PyTorch's random numbers, with which NVFP4 rounds gradients and which other tests draw from as well."""
     torch.manual_seed(0)
 
 
@@ -101,7 +101,7 @@ def test_delayed_scaling_clips_a_jump_and_knows_it_in_the_next_step(side: Side, 
     assert jumped.sqnr_db[BEFORE] < 2
     assert jumped.clipped[0] > 0.9
     assert jumped.clipped[1] < 0.01
-    # One amax of the new size is remembered then; a draw with a larger one is still clipped a little.
+    # The history then holds one amax of the new size; a draw with a larger one is still clipped a little.
     assert jumped.recovered_after(BEFORE) in (1, 2)
 
 

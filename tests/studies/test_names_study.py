@@ -1,4 +1,4 @@
-"""The study ``names``: its table is complete, its ports are right but for the mistake, and two rows are judged."""
+"""The study ``names``: its table is complete, its ports only have the planted mistake, and two rows are judged."""
 
 from __future__ import annotations
 

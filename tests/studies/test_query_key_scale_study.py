@@ -1,4 +1,4 @@
-"""The claims of the study ``query_key_scale`` on small sizes, and that it goes on where it stopped."""
+"""The claims of the study ``query_key_scale`` at small sizes, and resuming the study."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_te_s_unfused_attention_computes_what_alpha_in_fp32_does(kernels: Kernel
     query, key, value = (rng.normal(4, 32, 64).half() for _ in range(3))
     expected = attend(scores(query, key, "after", "fp32", 1), value)
     actual = te_modules.attend(kernels, "unfused", query, key, value)
-    # Sums in another order may round a score to its other neighbour here and there, so less than FP16's rounding.
+    # Sums in another order may round a few scores to the other neighbour, which costs less than FP16's rounding.
     assert (actual.double() - expected.double()).norm() < 2.0**-12 * expected.double().norm()
 
 
@@ -137,7 +137,7 @@ def test_every_way_computes_the_scaled_product_up_to_its_roundings(placement: st
     query, key = (rng.normal(2, 8, 48).half() for _ in range(2))
     golden = query.double() @ key.double().mT / math.sqrt(48)
     computed = scores(query, key, placement, kept, layer=3)
-    # Two operands, at most four sums and two products are rounded, each by half an ulp of at most |q| |k|.
+    # Two operands, at most four sums and two products are rounded, each by at most half an ulp of |q| |k|.
     bound = 8 * 2.0**-11 * (query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max()) / math.sqrt(48)
     assert (computed.double() - golden).abs().max() <= bound
 

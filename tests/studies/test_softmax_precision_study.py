@@ -1,4 +1,4 @@
-"""The claims of the study ``softmax_precision`` on small sizes, and that it goes on where it stopped."""
+"""The claims of the study ``softmax_precision`` at small sizes, and resuming the study."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_every_way_is_softmax_up_to_its_roundings(way: str, seed: int) -> None:
     scores = Rng(seed).normal(2, 4, 32)
     probabilities = WAYS[way](scores, Precision(torch.float16))
     golden = scores.double().softmax(-1)
-    # Eight roundings at most, of scores below 6 in magnitude (an absolute error) or of the results (a relative one).
+    # At most eight roundings, of scores below 6 in magnitude (absolute error) or of the results (relative error).
     assert ((probabilities.double() - golden).abs() <= golden * 8 * 2.0**-11 * 6 + 2.0**-24).all()
 
 
@@ -178,7 +178,7 @@ def test_claims_are_answered_from_the_figures(found: Outcomes, kernels: Kernels)
 
 
 def measured_as(found: Outcomes, layout: str, moved: dict[str, tuple[float, ...]], spoiled: float) -> Outcomes:
-    """The outcomes with other figures of FP16 in a layout: what each way moves by seed, and the rows it spoils."""
+    """Return outcomes with other FP16 figures for a layout: how far each way moves by seed, and the rows it spoils."""
 
     def changed(way: str, errors: Errors, seed: int) -> Errors:
         return errors._replace(moved=moved[way][seed], spoiled=spoiled) if way in moved else errors

@@ -37,7 +37,7 @@ from parity.numerics.rounding import rounded
 from parity.reference import Attention, CoreAttention
 from parity.te import PRECISIONS
 
-# Baseline and flash attention, step by step: equal in exact arithmetic, and rounded where they are asked to be.
+# Baseline and flash attention, step by step: equal in exact arithmetic, and rounded where they are asked to round.
 
 
 TILES = Tiles(16, 16)
@@ -164,7 +164,7 @@ def test_the_order_of_a_staircase_leaves_the_golden_output(distribution: str) ->
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the largest tensor that is made."""
+    """Records the size of the largest tensor that is made."""
 
     numel = 0
 
@@ -188,14 +188,14 @@ def test_no_tensor_grows_with_the_square_of_the_length(algorithm: str, monkeypat
     assert largest.numel <= max(limit, query.numel()) < length**2 / 16
 
 
-# Gradients of both algorithms, and both in a model.
+# Gradients of both algorithms, and both algorithms in a model.
 
 
 CASES = list(itertools.product(ALGORITHMS, (False, True)))
 
 
 def passed(core: nn.Module, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of grouped-query attention."""
+    """Return the output and gradients of grouped-query attention."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, 37, heads, 16, generator=generator, dtype=dtype, requires_grad=True) for heads in (4, 2, 2)

@@ -1,4 +1,4 @@
-"""Studies by their names, and options as a person writes them."""
+"""Studies by name, and their options as a person writes them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from parity.lab.studies.training import (
 )
 from parity.te import PRECISIONS, Kernels, why_unavailable
 
-# TE's modules as studies measure them: at any size, several in a row, on a GPU that has the precision.
+# TE's modules as studies measure them: at any size, several in sequence, on a GPU that has the precision.
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -69,13 +69,13 @@ def test_a_precision_runs_on_the_emulated_gpu_that_has_it(
 
 def test_a_precision_that_no_gpu_has_is_told(kernels: Kernels) -> None:
     unheard_of = dataclasses.replace(PRECISIONS["mxfp8"], name="fp2")
-    real = dataclasses.replace(kernels, backend="gpu")  # whose one GPU is the environment's Hopper here
+    real = dataclasses.replace(kernels, backend="gpu")  # whose only GPU is the environment's Hopper here
     assert "10.0 or higher" in (why_nowhere(unheard_of, real) or "")
     with pytest.raises(ValueError, match="no GPU here runs fp2"), gpu_with(unheard_of, real):
         pass
 
 
-# The small models are the same in both forms.
+# The plain and the TE form of each small model compute the same.
 
 
 SIZE = Size(VOCABULARY, seq=32, hidden=64, layers=2, heads=4, groups=2, ffn=192)

@@ -1,4 +1,4 @@
-"""What studies compute with: power laws, dither, expectations, number formats, and statistics over seeds."""
+"""The tools of studies: power laws, dither, expectations, number formats, and statistics over seeds."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_errors_of_zero_and_missing_ones_are_left_out() -> None:
     assert fit([(sizes, 0.0)], REFERENCE) is None
 
 
-# Dithered rounding errs as plain rounding does, but elsewhere.
+# Dithered rounding has errors of the same size as plain rounding, but elsewhere.
 
 
 RECIPES = [name for name, precision in PRECISIONS.items() if precision.rounding.inputs and precision.recipe]
@@ -82,7 +82,7 @@ def values(seed: int = 0) -> Tensor:
 
 
 def compare(error: Tensor, dithered_error: Tensor) -> tuple[float, float]:
-    """The ratio of the norms, and the correlation."""
+    """Return the ratio of the norms, and the correlation."""
     product = (error * dithered_error).sum() / (error.norm() * dithered_error.norm())
     return (dithered_error.norm() / error.norm()).item(), product.item()
 
@@ -241,7 +241,7 @@ def test_fp32_products_are_asked_for_in_fp32_and_what_was_set_comes_back() -> No
         torch.set_float32_matmul_precision("highest")
 
 
-# Test what seeds tell of a figure: intervals, verdicts and digits.
+# Statistics of a figure over seeds: intervals, verdicts and digits.
 
 
 @pytest.mark.parametrize(

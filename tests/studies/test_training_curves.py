@@ -1,4 +1,4 @@
-"""The study ``training_curves`` on small sizes: a faithful port follows the plain model, a wrong one does not."""
+"""The study ``training_curves`` at small sizes: a faithful port follows the plain model, a wrong one does not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gate_and_up_exchanged(weight_map: dict[Any, Any]) -> WeightMap:
 def margins_with(
     mistake: Callable[[dict[Any, Any]], WeightMap], found: Losses, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> list[float]:
-    """The margins of the small study if TE's model is ported with a mistake."""
+    """Return the margins of the small study if TE's model is ported with a mistake."""
     faithful = ARCHITECTURES["llama"]
     mistaken = dataclasses.replace(faithful, weight_map=lambda size: mistake(dict(faithful.weight_map(size))))
     runs = [Run("llama", "te", precision) for precision in SMALL.precisions]
@@ -78,7 +78,7 @@ def test_te_follows_the_plain_model_within_the_expectation_and_wrong_ports_do_no
     assert _result(twice, kernels) == found[twice]
 
     assert min(margins_with(keys_and_values_exchanged, found, kernels, monkeypatch)) > 1
-    # Exchanged gate and up hide in the rounding of FP8.
+    # The rounding of FP8 hides exchanged gate and up.
     bf16, *fp8 = margins_with(gate_and_up_exchanged, found, kernels, monkeypatch)
     assert bf16 > 1
     assert max(fp8) <= 1

@@ -1,4 +1,4 @@
-"""The claims of the study ``training_drift`` on small sizes, that it goes on where it stopped, and its distances."""
+"""The claims of the study ``training_drift`` at small sizes, resuming the study, and its distances."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_low_precision_moves_the_weights_more_than_flash_attention_does_and_less
     assert moved(of_algorithm(found, "flash", "bf16", 0)) < low
     assert moved(of_algorithm(found, "flash", "fp32", 0)) < 1e-2 * low
     assert 10 * low < moved(of_other_start(found, 0))
-    # TE moves them as its rounding model does.
+    # TE moves the weights as far as its rounding model does.
     assert moved(of_te(found, "bf16", 0)) == pytest.approx(moved(of_rounding(found, "bf16", 0)), rel=0.5)
 
     def stretched(drift: Drift, factor: float) -> Drift:
         return dataclasses.replace(drift, distances=(WeightDistance(Distance(0.0, factor * moved(drift)), {}),))
 
-    # A port that drifted further than its precision would disagree.
+    # A port that drifts further than its precision explains disagrees with the claim.
     for factor, answer in ((1.0, "yes"), (1e6, "no")):
         ported = {pair: stretched(drift, factor) if pair.run.kind == "te" else drift for pair, drift in found.items()}
         assert claims(ported, SMALL, ["bf16"])[-1].agrees == answer
@@ -170,7 +170,7 @@ SEEDS = dataclasses.replace(SMALL, te_precisions=(), control_seeds=4)
 
 
 def drifted(low: float, flash: float, ulp: float, start: float, scatter: float = 1.05) -> Drifts:
-    """Drifts of these sizes; flash attention's scatters by a factor over seeds."""
+    """Return drifts of these sizes; flash attention's scatters by a factor between seeds."""
     sizes = {"baseline": low, "flash": flash, "flash everywhere": flash, "nudged": ulp, "other start": start}
 
     def drift(run: Run) -> Drift:
